@@ -1,0 +1,166 @@
+"""The exception tree. Each error knows its HTTP status and the code that crosses the wire.
+
+    TandemError
+    +-- ConfigError            start-up only: a key, its path and the remedy
+    +-- ModelError             start-up only: a checkpoint that cannot be served, and what is supported
+    +-- ProtocolError          a peer said something that its inbox does not allow
+    |   +-- HandshakeRefused   peers that differ in version, layout or model
+    |   +-- RecordError        a handoff record that is torn, stale or corrupt
+    +-- RequestError           one request ends, all others go on
+        +-- InvalidRequest     400  the client can mend it; names the field
+        +-- ModelNotFound      404  `model` is not the served one
+        +-- RequestTooLarge    413  body over the limit
+        +-- Overloaded         503  a bounded queue is full; retry later
+        +-- Unavailable        503  no node of a role can serve
+        +-- DeadlineExceeded   408  the request's own deadline passed
+        +-- TransferFailed     503  the KV pages did not arrive; the request may be placed again
+        +-- NodeLost           503  the node died; the request may be placed again
+        +-- ClientGone         499  nobody listens any more
+        +-- InternalError      500  a defect; details only in the log
+
+`code` is what crosses the wire between nodes and router (`Failed.code`), and what stands in `error.code` over HTTP
+where OpenAI has no number of its own. `retryable` says whether the router may place the request again.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TandemError(Exception):
+    """Root of the tree. `str(error)` is a sentence for a person."""
+
+
+class ConfigError(TandemError):
+    """A configuration that cannot be served. `path` names the key ("router.port"), the text says the remedy."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+
+
+class ModelError(TandemError):
+    """A model directory that cannot be served."""
+
+
+class ProtocolError(TandemError):
+    """A peer sent something that the protocol does not allow."""
+
+
+class HandshakeRefused(ProtocolError):
+    """Two peers cannot work together; the text is the sentence that both log."""
+
+
+class RecordError(ProtocolError):
+    """A handoff record that must not be used. `cause` is a short metric label: magic, crc, generation, length ..."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class RequestError(TandemError):
+    """One request ends with this error; nothing else is affected."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    type: ClassVar[str] = "server_error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """The client can mend it: `param` names the field."""
+
+    status = 400
+    code = "invalid_value"
+    type = "invalid_request_error"
+
+
+class ModelNotFound(RequestError):
+    """`model` names something that is not served here."""
+
+    status = 404
+    code = "model_not_found"
+    type = "invalid_request_error"
+
+
+class RequestTooLarge(RequestError):
+    """The HTTP body is over the limit."""
+
+    status = 413
+    code = "request_too_large"
+    type = "invalid_request_error"
+
+
+class Overloaded(RequestError):
+    """A bounded queue is full."""
+
+    status = 503
+    code = "overloaded"
+
+
+class Unavailable(RequestError):
+    """No node of a role can serve just now."""
+
+    status = 503
+    code = "unavailable"
+
+
+class DeadlineExceeded(RequestError):
+    """The request's own deadline passed."""
+
+    status = 408
+    code = "deadline_exceeded"
+
+
+class TransferFailed(RequestError):
+    """The KV pages or the record did not arrive whole."""
+
+    status = 503
+    code = "transfer_failed"
+    retryable = True
+
+
+class NodeLost(RequestError):
+    """The node that held the request is gone."""
+
+    status = 503
+    code = "node_lost"
+    retryable = True
+
+
+class ClientGone(RequestError):
+    """Nobody listens any more."""
+
+    status = 499
+    code = "client_gone"
+
+
+class InternalError(RequestError):
+    """A defect in tandem: the log has the details under the request id."""
+
+
+BY_CODE: dict[str, type[RequestError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidRequest,
+        ModelNotFound,
+        RequestTooLarge,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+        TransferFailed,
+        NodeLost,
+        ClientGone,
+        InternalError,
+    )
+}
+
+
+def from_code(code: str, message: str) -> RequestError:
+    """Rebuild the error that a node reported; a code from a newer node becomes `InternalError`."""
+    return BY_CODE.get(code, InternalError)(message)
