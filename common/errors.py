@@ -15,6 +15,7 @@
         +-- DeadlineExceeded   408  the request's own deadline passed
         +-- TransferFailed     503  the KV pages did not arrive; the request may be placed again
         +-- NodeLost           503  the node died; the request may be placed again
+        +-- Preempted          503  pages ran out and the KV could not be kept; the request may be placed again
         +-- ClientGone         499  nobody listens any more
         +-- InternalError      500  a defect; details only in the log
 
@@ -133,6 +134,14 @@ class NodeLost(RequestError):
     retryable = True
 
 
+class Preempted(RequestError):
+    """A decode node ran out of pages and of backup memory: the request is prefilled again with what it has said."""
+
+    status = 503
+    code = "preempted"
+    retryable = True
+
+
 class ClientGone(RequestError):
     """Nobody listens any more."""
 
@@ -155,6 +164,7 @@ BY_CODE: dict[str, type[RequestError]] = {
         DeadlineExceeded,
         TransferFailed,
         NodeLost,
+        Preempted,
         ClientGone,
         InternalError,
     )

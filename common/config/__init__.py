@@ -1,0 +1,14 @@
+"""The cluster file: one schema of typed structs, loaded from YAML, environment and command line."""
+
+from common.config.load import Resolved, load_cluster
+from common.config.schema import Cluster, DecodeNode, DecodeSection, PrefillNode, PrefillSection
+
+__all__ = [
+    "Cluster",
+    "DecodeNode",
+    "DecodeSection",
+    "PrefillNode",
+    "PrefillSection",
+    "Resolved",
+    "load_cluster",
+]

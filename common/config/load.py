@@ -1,0 +1,159 @@
+"""From file, environment and command line to one frozen Cluster; remembers where each value came from.
+
+Precedence: --set > environment (TANDEM_ROUTER_PORT) > file > default. Nothing is rewritten silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.config.schema import Cluster, Section
+from common.config.yaml_file import parse_scalar, read_mapping
+from common.errors import ConfigError
+
+ENV_PREFIX = "TANDEM_"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A cluster and the origin of each value that is not a default: path -> "file:...", "env:...", "--set"."""
+
+    cluster: Cluster
+    file: Path
+    origins: Mapping[str, str]
+
+    @property
+    def model_path(self) -> Path:
+        path = Path(os.path.expanduser(self.cluster.model.path))
+        return path if path.is_absolute() else (self.file.parent / path).resolve()
+
+    def rows(self) -> Iterator[tuple[str, object, str]]:
+        """(path, value, origin) of every key, in schema order."""
+        for path, value in _leaves(msgspec.to_builtins(self.cluster), ""):
+            yield path, value, self.origins.get(path, "default")
+
+
+def load_cluster(
+    file: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Resolved:
+    """Read and check a cluster file. `overrides` are "router.port=8001" as given with --set.
+
+    Raises ConfigError with the key's path and the remedy.
+    """
+    file = Path(file).resolve()
+    data = read_mapping(file)
+    _refuse_unknown(Cluster, data, "")
+    origins = {path: f"file:{file.name}" for path, _ in _leaves(data, "")}
+    keys = dict(_schema_paths(Cluster, ""))
+    for name, text in sorted((os.environ if environ is None else environ).items()):
+        path = keys.get(name.removeprefix(ENV_PREFIX).lower()) if name.startswith(ENV_PREFIX) else None
+        if path is not None:
+            _assign(data, path, parse_scalar(text))
+            origins[path] = f"env:{name}"
+    for item in overrides:
+        path, separator, text = item.partition("=")
+        if not separator or path not in keys.values():
+            raise ConfigError(path, f"--set takes PATH=VALUE with a known path{_suggest(path, keys.values())}")
+        _assign(data, path, parse_scalar(text))
+        origins[path] = "--set"
+    try:
+        cluster = msgspec.convert(data, Cluster)
+    except msgspec.ValidationError as error:
+        raise _readable(error) from error
+    _check_names(cluster)
+    return Resolved(cluster, file, origins)
+
+
+def _check_names(cluster: Cluster) -> None:
+    names: dict[str, str] = {}
+    for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
+        for index, node in enumerate(nodes):
+            path = f"{role}.nodes[{index}].name"
+            if node.name in names:
+                raise ConfigError(path, f"{node.name!r} is also {names[node.name]}; every node has its own name")
+            if node.name == "router":
+                raise ConfigError(path, "'router' is the router's name; choose another")
+            names[node.name] = path
+
+
+def _schema_paths(struct: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
+    """(ENVIRONMENT_STYLE, dotted.path) of every key that is not a list of nodes."""
+    for field in msgspec.structs.fields(struct):
+        path = f"{prefix}{field.name}"
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            yield from _schema_paths(field.type, path + ".")
+        else:
+            yield path.replace(".", "_"), path
+
+
+def _refuse_unknown(struct: type[Section], data: Any, prefix: str) -> None:
+    if not isinstance(data, dict):
+        return
+    fields = {f.name: f.type for f in msgspec.structs.fields(struct)}
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        if key not in fields:
+            raise ConfigError(path, f"unknown key{_suggest(key, fields)}")
+        kind = fields[key]
+        if isinstance(kind, type) and issubclass(kind, Section):
+            _refuse_unknown(kind, value, path + ".")
+        elif isinstance(value, list):
+            element = _element_struct(struct, key)
+            for index, item in enumerate(value):
+                if element is not None:
+                    _refuse_unknown(element, item, f"{path}[{index}].")
+
+
+def _element_struct(struct: type[Section], key: str) -> type[Section] | None:
+    """The struct in a `tuple[Struct, ...]` field, else None."""
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)
+    for field in info.fields:
+        kind: Any = field.type
+        if field.name == key and isinstance(kind, msgspec.inspect.VarTupleType):
+            item = kind.item_type
+            if isinstance(item, msgspec.inspect.StructType):
+                cls: type[Section] = item.cls
+                return cls
+    return None
+
+
+def _suggest(key: str, known: Any) -> str:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return "; known here: " + ", ".join(sorted(known)[:40])
+
+
+def _readable(error: msgspec.ValidationError) -> ConfigError:
+    text, _, path = str(error).partition(" - at `$")
+    return ConfigError(re.sub(r"\[\.\.\.\]", "[]", path.rstrip("`").lstrip(".")), text)
+
+
+def _assign(data: dict[str, Any], path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    for part in parents:
+        child = data.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(path, f"{part} is not a section in the file")
+        data = child
+    data[last] = value
+
+
+def _leaves(data: Any, prefix: str) -> Iterator[tuple[str, object]]:
+    if isinstance(data, dict) and data:
+        for key, value in data.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(data, (list, tuple)) and data and isinstance(data[0], dict):
+        for index, value in enumerate(data):
+            yield from _leaves(value, f"{prefix}[{index}]")
+    else:
+        yield prefix, data

@@ -1,0 +1,164 @@
+"""The schema of a cluster file. Frozen structs, unknown keys refused; every default stands here and nowhere else.
+
+deploy/clusters/example.yaml shows each key with its default and its meaning; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import ConfigError
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")]
+
+Placement = Literal["round_robin", "least_loaded"]
+TransportName = Literal["auto", "shm", "tcp"]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections: strict and immutable."""
+
+
+class Model(Section):
+    """Which checkpoint is served."""
+
+    path: str  # Hugging Face directory; relative paths are relative to the cluster file
+    served_name: str | None = None  # `model` in the API; default: the directory's name
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, the checkpoint's on GPU
+    max_model_len: Positive | None = None  # tokens per request in all; default: the model's maximum
+
+
+class Kv(Section):
+    """The paged KV cache; equal on all nodes."""
+
+    page_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens per page
+
+
+class PlacementSection(Section):
+    """How the router chooses nodes."""
+
+    prefill: Placement = "least_loaded"
+    decode: Placement = "least_loaded"
+
+
+class Router(Section):
+    """HTTP and placement."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    control_address: str = "auto"  # ZMQ address that nodes connect to; auto: an ipc socket in the run directory
+    placement: PlacementSection = PlacementSection()
+    max_attempts: Annotated[int, Meta(ge=1, le=10)] = 3  # placements of one request before the client sees an error
+    max_requests: Positive = 4096  # in flight; more are answered 503 with Retry-After
+    max_body_bytes: Positive = 10 * 1024 * 1024
+    request_timeout: Seconds = 600.0
+    placement_wait: Seconds = 10.0  # how long a request waits for a node of each role before 503
+
+
+class PrefillNode(Section):
+    """One prefill process."""
+
+    name: NodeName
+    device: str = "cpu"
+    peer_address: str = "auto"  # ZMQ address that decode nodes connect to; auto: ipc in the run directory
+
+
+class DecodeNode(Section):
+    """One decode process."""
+
+    name: NodeName
+    device: str = "cpu"
+    host: str = "127.0.0.1"  # address that the bulk socket of transport tcp binds to
+    bulk_port: Port = 0  # transport tcp: 0 takes a free port
+
+
+_N = TypeVar("_N", PrefillNode, DecodeNode)
+
+
+class PrefillSection(Section):
+    """What all prefill nodes share."""
+
+    nodes: Annotated[tuple[PrefillNode, ...], Meta(min_length=1, max_length=256)] = (PrefillNode(name="prefill-0"),)
+    pool_tokens: Positive = 32_768  # KV pool of each node, in tokens
+    chunk_tokens: Positive = 2048  # token budget of one forward, shared by all prompts in it
+    max_batch: Positive = 64  # prompts in one forward
+    max_queue: Positive = 1024  # waiting requests; more are refused
+    prefix_cache: bool = True
+
+
+class DecodeSection(Section):
+    """What all decode nodes share."""
+
+    nodes: Annotated[tuple[DecodeNode, ...], Meta(min_length=1, max_length=256)] = (DecodeNode(name="decode-0"),)
+    pool_tokens: Positive = 65_536
+    max_running: Annotated[int, Meta(ge=1, le=4096)] = 64  # requests in one step
+    max_transferring: Positive = 64  # reservations beyond the running ones
+    max_queue: Positive = 1024
+    reserved_tokens: NotNegative = 256  # kept free per active request at admission, at most what it may still emit
+    skip_ahead: NotNegative = 8  # how often later, smaller requests may pass one that does not fit
+    prefix_cache: bool = True
+    backup_mib: NotNegative = 1024  # host memory for the KV of retracted requests; beyond it they are prefilled again
+    read_results: Literal["when_ready", "one_behind"] = "when_ready"  # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do
+
+
+class Transfer(Section):
+    """How KV pages and handoff records move."""
+
+    transport: TransportName = "auto"  # auto: shm while all nodes are on 127.0.0.1, else tcp
+    verify_checksums: bool = True
+    slots_timeout: Seconds = 120.0  # prefill node: from the prompt's arrival to the decode node's pages
+    first_page_timeout: Seconds = 120.0  # decode node: from its pages' announcement to the first written page
+    stall_timeout: Seconds = 10.0  # either side: between two signs of progress
+    max_inflight_mib: Positive = 64  # transport tcp: bytes on the way per connection
+
+
+class Health(Section):
+    """How soon the cluster notices."""
+
+    heartbeat_interval: Seconds = 0.25
+    node_timeout: Seconds = 3.0  # no heartbeat, or a main loop that does not come round: the node is lost
+    loop_timeout: Seconds = 60.0  # a main loop that does not come round for so long is hung
+    router_timeout: Seconds = 2.0  # no echo from the router: a node drops the router's requests
+    drain_timeout: Seconds = 30.0
+
+
+class Process(Section):
+    """Threads and logs of every process."""
+
+    run_dir: str = "auto"  # sockets, pids and logs; auto: a 0700 directory under $XDG_RUNTIME_DIR or /tmp, named after the cluster file
+    threads: NotNegative = 1  # torch threads per node on CPU; 0: torch's default
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Cluster(Section):
+    """A whole cluster file."""
+
+    model: Model
+    kv: Kv = Kv()
+    router: Router = Router()
+    prefill: PrefillSection = PrefillSection()
+    decode: DecodeSection = DecodeSection()
+    transfer: Transfer = Transfer()
+    health: Health = Health()
+    process: Process = Process()
+
+    def prefill_node(self, name: str) -> PrefillNode:
+        return _named(self.prefill.nodes, name, "prefill")
+
+    def decode_node(self, name: str) -> DecodeNode:
+        return _named(self.decode.nodes, name, "decode")
+
+
+def _named(nodes: tuple[_N, ...], name: str, role: str) -> _N:
+    for node in nodes:
+        if node.name == name:
+            return node
+    known = ", ".join(n.name for n in nodes)
+    raise ConfigError(f"{role}.nodes", f"no node is called {name!r}; the file has: {known}")

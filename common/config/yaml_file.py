@@ -1,0 +1,58 @@
+"""YAML that refuses what YAML forgives: duplicate keys, tags that build objects, documents that are not mappings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that raises on duplicate keys (plain YAML keeps the last one silently)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if not isinstance(key, str):
+                raise ConfigError(str(key), f"line {key_node.start_mark.line + 1}: keys are names")
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(key, f"line {line}: given twice (first on line {seen[key]}); remove one")
+            seen[key] = key_node.start_mark.line + 1
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The file's top-level mapping. Raises ConfigError for anything else, naming the file."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError("", f"{path} is larger than {MAX_FILE_BYTES} bytes: not a cluster file")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("", f"cannot read {path}: {error}") from error
+    return parse_mapping(text, str(path))
+
+
+def parse_mapping(text: str, origin: str) -> dict[str, Any]:
+    """As read_mapping, from text."""
+    try:
+        data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506, TID251 - a SafeLoader subclass
+    except yaml.YAMLError as error:
+        raise ConfigError("", f"{origin} is not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError("", f"{origin} must hold a mapping with at least `model: {{path: ...}}`")
+    return data
+
+
+def parse_scalar(text: str) -> Any:
+    """A value from an environment variable or --set, read as YAML reads it."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506, TID251 - a SafeLoader subclass
+    except yaml.YAMLError:
+        return text

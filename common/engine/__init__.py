@@ -1,0 +1,1 @@
+"""One forward pass on one device group: no queue, no socket, no scheduler. Torch starts here."""

@@ -1,0 +1,1 @@
+"""What goes into a forward pass and what comes out of it."""

@@ -1,0 +1,1 @@
+"""The paged KV cache: the pool of pages and who owns which page."""

@@ -1,0 +1,124 @@
+"""Who holds which page: the free list, the prefix cache, and one lease per request.
+
+Every page but page 0 is in exactly one place: free, cached (owned by the tree), or owned by one lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.engine.kv_cache.page_allocator import PageAllocator
+from common.engine.kv_cache.radix_cache import Keys, Node, PrefixCache
+
+
+def as_keys(token_ids: Sequence[int]) -> Keys:
+    """Token ids as radix keys."""
+    return np.asarray(token_ids, dtype=np.int64)
+
+
+class PageSpace:
+    """Allocator and prefix cache as one: what is only cached gives way to what is needed."""
+
+    def __init__(self, page_size: int, num_pages: int, cache: PrefixCache) -> None:
+        """`num_pages` counts page 0 too."""
+        self.page_size = page_size
+        self._allocator = PageAllocator(num_pages)
+        self.cache = cache
+
+    @property
+    def total_pages(self) -> int:
+        return self._allocator.total
+
+    @property
+    def free_pages(self) -> int:
+        return self._allocator.free_pages
+
+    @property
+    def available_pages(self) -> int:
+        """What `allocate` can give at most."""
+        return self._allocator.free_pages + self.cache.evictable_pages
+
+    @property
+    def leased_pages(self) -> int:
+        """Owned by leases: neither free nor in the tree. 0 when idle."""
+        return self.total_pages - self.free_pages - self.cache.cached_pages
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages, evicting from the cache as needed; None if that is not enough."""
+        missing = count - self._allocator.free_pages
+        if missing > 0:
+            if missing > self.cache.evictable_pages:
+                return None
+            self._allocator.free(self.cache.evict(missing))
+        return self._allocator.allocate(count)
+
+    def free(self, pages: Sequence[int]) -> None:
+        self._allocator.free(pages)
+
+    def lease(self, keys: Keys, num_pages: int, max_cached_tokens: int) -> PageLease | None:
+        """Pages for a sequence: a cached prefix of at most `max_cached_tokens`, fresh pages behind it.
+
+        None if there is not enough room; then nothing is held.
+        """
+        limit = max_cached_tokens // self.page_size * self.page_size
+        match = self.cache.match(keys[:limit])
+        self.cache.lock(match.node)  # before allocating: eviction must not take what was just matched
+        fresh = self.allocate(num_pages - len(match.pages))
+        if fresh is None:
+            self.cache.unlock(match.node)
+            return None
+        return PageLease(self, match.pages + fresh, fresh, match.node)
+
+    def check_integrity(self) -> None:
+        self._allocator.check_integrity()
+        self.cache.check_integrity()
+        assert self.leased_pages >= 0, "free + cached > total: a page is in two places"
+
+
+class PageLease:
+    """The pages of one request in logical order. `release` exactly once."""
+
+    __slots__ = ("_node", "_own", "_space", "cached_pages", "pages")
+
+    def __init__(self, space: PageSpace, pages: list[int], own: list[int], node: Node) -> None:
+        self._space = space
+        self._own = (
+            own  # those of `pages` (or duplicates of cached ones) that go back to the free list at release
+        )
+        self._node = node  # locked
+        self.pages = pages
+        self.cached_pages = len(pages) - len(own)  # prefix that the cache held at the start
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.cached_pages * self._space.page_size
+
+    def grow(self, count: int = 1) -> list[int] | None:
+        """Append fresh pages; returns them, or None if there is no room."""
+        fresh = self._space.allocate(count)
+        if fresh is not None:
+            self._own.extend(fresh)
+            self.pages.extend(fresh)
+        return fresh
+
+    def commit(self, keys: Keys) -> None:
+        """Offer the whole pages behind `keys` (all computed) to the cache; the lease goes on using them."""
+        whole = len(keys) // self._space.page_size
+        cache = self._space.cache
+        node, first_adopted = cache.insert(keys, self.pages[:whole])
+        cache.lock(node)
+        cache.unlock(self._node)
+        self._node = node
+        adopted = set(self.pages[first_adopted:whole])
+        self._own = [page for page in self._own if page not in adopted]
+
+    def release(self) -> None:
+        self._space.cache.unlock(self._node)
+        self._space.free(self._own)
+        self._own = []
+        self.pages = []

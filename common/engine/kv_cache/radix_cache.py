@@ -1,0 +1,247 @@
+"""Prefix cache: a radix tree over whole pages. A node owns pages; an edge is a run of whole pages of keys.
+
+Keys are one integer per token (token ids; with a draft that shares the pages, bigrams packed in one int64), so page p
+of a sequence is described by keys[p*page_size:(p+1)*page_size]. Only whole pages are ever matched or stored.
+
+A node that a request uses is locked, with all its ancestors; an unlocked leaf may be evicted, least recently used first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Keys = npt.NDArray[np.int64]
+
+
+class Node:
+    """One edge and the pages it stands for; the root stands for nothing."""
+
+    __slots__ = ("children", "keys", "last_used", "locks", "pages", "parent")
+
+    def __init__(self, keys: Keys, pages: list[int], parent: Node | None) -> None:
+        self.keys = keys  # [len(pages) * page_size]
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}  # keys of the child's first page -> child
+        self.locks = 0
+        self.last_used = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`pages` hold the longest cached prefix; they stay valid only while `node` is locked."""
+
+    pages: list[int]
+    node: Node
+
+
+class PrefixCache(Protocol):
+    """What a node's page bookkeeping needs; NoPrefixCache is the one that never matches."""
+
+    @property
+    def cached_pages(self) -> int: ...
+    @property
+    def evictable_pages(self) -> int: ...
+    def match(self, keys: Keys) -> Match: ...
+    def lock(self, node: Node) -> None: ...
+    def unlock(self, node: Node) -> None: ...
+    def insert(self, keys: Keys, pages: Sequence[int]) -> tuple[Node, int]: ...
+    def evict(self, count: int) -> list[int]: ...
+    def check_integrity(self) -> None: ...
+
+
+class RadixCache:
+    """See the module's text."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._root = Node(np.empty(0, np.int64), [], None)
+        self._clock = 0
+        self._cached = 0
+        self._evictable = 0
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that the tree owns, locked or not."""
+        return self._cached
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages in unlocked nodes: `evict` can return all of them."""
+        return self._evictable
+
+    def match(self, keys: Keys) -> Match:
+        """Longest cached prefix of whole pages; splits an edge that matches in part. O(length)."""
+        node, pages = self._descend(keys, len(keys) // self._page_size)
+        return Match(pages, node)
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and its ancestors until the matching unlock."""
+        for each in self._path(node):
+            if each.locks == 0:
+                self._evictable -= len(each.pages)
+            each.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        for each in self._path(node):
+            if each.locks == 0:
+                raise ValueError("unlock without lock")
+            each.locks -= 1
+            if each.locks == 0:
+                self._evictable += len(each.pages)
+
+    def insert(self, keys: Keys, pages: Sequence[int]) -> tuple[Node, int]:
+        """Offer the pages of a computed sequence: len(keys) >= len(pages) * page_size.
+
+        Returns (node, first_adopted): the tree owns pages[first_adopted:] from now on; pages[:first_adopted] stand in
+        the tree already (perhaps as other page ids), and those that are not the tree's stay the caller's.
+        """
+        keys = keys[: len(pages) * self._page_size]
+        node, present = self._descend(keys, len(pages))
+        first_adopted = len(present)
+        if first_adopted == len(pages):
+            return node, first_adopted
+        rest = keys[first_adopted * self._page_size :].copy()
+        child = Node(rest, list(pages[first_adopted:]), node)
+        child.last_used = self._clock
+        node.children[self._edge(rest)] = child
+        self._cached += len(child.pages)
+        self._evictable += len(child.pages)
+        return child, first_adopted
+
+    def evict(self, count: int) -> list[int]:
+        """Remove least recently used unlocked leaves until at least `count` pages are free; returns their pages."""
+        heap = [(node.last_used, id(node), node) for node in self._leaves() if node.locks == 0]
+        heapq.heapify(heap)
+        freed: list[int] = []
+        while heap and len(freed) < count:
+            _, _, node = heapq.heappop(heap)
+            parent = node.parent
+            assert parent is not None
+            excess = len(freed) + len(node.pages) - count
+            if excess > 0:  # a long edge gives only its tail: the front is what others are likely to share
+                keep = excess
+                freed.extend(node.pages[keep:])
+                self._account(-(len(node.pages) - keep))
+                node.pages = node.pages[:keep]
+                node.keys = node.keys[: keep * self._page_size].copy()
+                break
+            freed.extend(node.pages)
+            self._account(-len(node.pages))
+            del parent.children[self._edge(node.keys)]
+            if parent is not self._root and not parent.children and parent.locks == 0:
+                heapq.heappush(heap, (parent.last_used, id(parent), parent))
+        return freed
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError on a page owned twice, a wrong edge, a lock below an unlocked parent, a wrong count."""
+        seen: set[int] = set()
+        cached = evictable = 0
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            if node is not self._root:
+                assert node.pages, "an edge without pages"
+                assert len(node.keys) == len(node.pages) * self._page_size, "keys and pages differ in length"
+                assert not seen & set(node.pages), "a page is owned twice"
+                seen.update(node.pages)
+                cached += len(node.pages)
+                evictable += len(node.pages) if node.locks == 0 else 0
+            for edge, child in node.children.items():
+                assert child.parent is node, "a child that does not know its parent"
+                assert edge == self._edge(child.keys), "an edge under a wrong key"
+                assert node is self._root or node.locks >= child.locks, "a lock below an unlocked parent"
+                stack.append(child)
+        assert cached == self._cached, (cached, self._cached)
+        assert evictable == self._evictable, (evictable, self._evictable)
+
+    def _account(self, pages: int) -> None:
+        self._cached += pages
+        self._evictable += pages
+
+    def _edge(self, keys: Keys) -> bytes:
+        return keys[: self._page_size].tobytes()
+
+    def _path(self, node: Node) -> Iterator[Node]:
+        """From `node` up to, not including, the root."""
+        current: Node | None = node
+        while current is not None and current is not self._root:
+            yield current
+            current = current.parent
+
+    def _leaves(self) -> Iterator[Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            if node.children:
+                stack.extend(node.children.values())
+            else:
+                yield node
+
+    def _descend(self, keys: Keys, num_pages: int) -> tuple[Node, list[int]]:
+        """Follow at most `num_pages` whole pages of keys, splitting the last edge if it matches in part."""
+        self._clock += 1
+        node, pages, size = self._root, list[int](), self._page_size
+        while len(pages) < num_pages:
+            rest = keys[len(pages) * size : num_pages * size]
+            child = node.children.get(self._edge(rest))
+            if child is None:
+                break
+            common = min(len(child.pages), num_pages - len(pages)) * size
+            differs = child.keys[:common] != rest[:common]
+            matched = (int(differs.argmax()) if differs.any() else common) // size
+            if matched < len(child.pages):
+                child = self._split(child, matched)
+            child.last_used = self._clock
+            node = child
+            pages.extend(child.pages)
+            if matched * size < common:
+                break
+        return node, pages
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut an edge after `at` pages; returns the new upper half. Locks hold for both halves."""
+        parent = node.parent
+        assert parent is not None
+        assert 0 < at < len(node.pages)
+        cut = at * self._page_size
+        upper = Node(node.keys[:cut].copy(), node.pages[:at], parent)
+        upper.locks, upper.last_used = node.locks, node.last_used
+        parent.children[self._edge(upper.keys)] = upper
+        node.keys, node.pages, node.parent = node.keys[cut:].copy(), node.pages[at:], upper
+        upper.children[self._edge(node.keys)] = node
+        return upper
+
+
+class NoPrefixCache:
+    """A cache that never matches: prefix caching off."""
+
+    def __init__(self) -> None:
+        self._root = Node(np.empty(0, np.int64), [], None)
+
+    cached_pages = 0
+    evictable_pages = 0
+
+    def match(self, keys: Keys) -> Match:
+        return Match([], self._root)
+
+    def lock(self, node: Node) -> None:
+        pass
+
+    def unlock(self, node: Node) -> None:
+        pass
+
+    def insert(self, keys: Keys, pages: Sequence[int]) -> tuple[Node, int]:
+        return self._root, len(pages)
+
+    def evict(self, count: int) -> list[int]:
+        return []
+
+    def check_integrity(self) -> None:
+        pass

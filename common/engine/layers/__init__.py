@@ -1,0 +1,1 @@
+"""Building blocks of a model: parameters, and the names that a checkpoint has for them."""

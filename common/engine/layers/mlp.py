@@ -1,0 +1,28 @@
+"""The SwiGLU feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from common.engine.layers.linear import Linear
+from common.engine.layers.placement import Placement
+from common.engine.ops.silu_mul import silu_mul
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, placement: Placement) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = Linear(hidden_size, parts, bias, placement)
+        self.down_proj = Linear(intermediate_size, {"down_proj": hidden_size}, bias, placement)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        result: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return result
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.gate_up_proj.checkpoint_tensors(prefix)
+        yield from self.down_proj.checkpoint_tensors(prefix)

@@ -1,0 +1,25 @@
+"""Rotary embedding of one model: its frequencies, and the angles of a batch, computed once for all layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from common.engine.layers.placement import Placement
+from common.engine.ops.rotary import inverse_frequencies, rotary_angles
+from common.rope_config import RopeConfig
+
+
+class Rotary(nn.Module):
+    inv_freq: Tensor  # [D/2] float32
+
+    def __init__(self, rope: RopeConfig, head_dim: int, placement: Placement) -> None:
+        super().__init__()
+        self._factor = rope.attention_factor
+        self._dtype: torch.dtype = placement.dtype
+        inv_freq = inverse_frequencies(rope, head_dim).to(placement.device)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] int64 -> (cos, sin), each [T, 1, D]: see `ops/rotary`."""
+        return rotary_angles(positions, self.inv_freq, self._factor, self._dtype)

@@ -1,0 +1,40 @@
+"""Registers operations that graphs must see as one call, through the dispatcher: `torch.ops.tandem.NAME`.
+
+`torch.library.custom_op` would do the same and wrap every call in a dynamo guard, which costs more than a
+small decode kernel on the CPU and loads dynamo at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+library: Any = torch.library  # partly untyped in torch
+
+
+def register_op(
+    name: str,
+    function: Function,
+    mutates: Sequence[str],
+    fake: Callable[..., object],
+    cpu: Function | None = None,
+) -> Function:
+    """Register `function` as `tandem::name` for every device, and `cpu` in its place for CPU tensors.
+
+    Args:
+        mutates: names of the arguments that it writes into; the result must not alias an argument.
+        fake: same signature; returns outputs of the right shape without computing (meta tensors, compilers).
+
+    Returns the dispatcher's entry, with the signature of `function`.
+    """
+    qualified = f"tandem::{name}"
+    library.define(qualified, library.infer_schema(function, mutates_args=mutates))
+    library.impl(qualified, "default", function)
+    if cpu is not None:
+        library.impl(qualified, "cpu", cpu)
+    library.register_fake(qualified, fake)
+    return cast(Function, getattr(torch.ops.tandem, name).default)

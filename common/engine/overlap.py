@@ -1,0 +1,113 @@
+"""The one loop of both nodes: launch step t+1 before the results of step t are read.
+
+    prepare  drain messages, schedule; returns what to run, or None
+    launch   start it on the device; returns a Launched (results not readable yet, perhaps)
+    finish   read the results of one launch: tokens out, requests ended
+    idle     nothing to launch and nothing in flight: wait for a message, with a deadline
+
+On a device that runs beside the host at most one launch is unread while the next is started. Where results are ready
+at once (CPU) they are read at once: waiting one step would only delay them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+
+class Completion(Protocol):
+    """When the results of a launch may be read."""
+
+    def ready(self) -> bool: ...
+    def wait(self) -> None: ...
+
+
+class Immediate:
+    """Work that is done when the call returns: CPU."""
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class Deferred:
+    """Done, but not to be read before the next launch: gives the CPU the order of events of a GPU."""
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        pass
+
+
+class CudaCompletion:
+    """An event recorded on the current stream at construction."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def ready(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def completion_for(device: torch.device, one_behind: bool) -> Callable[[], Completion]:
+    """The factory that a node passes to its step: chosen once, in build. `one_behind` concerns the CPU alone."""
+    if device.type == "cuda":
+        return CudaCompletion
+    return Deferred if one_behind else Immediate
+
+
+class HasCompletion(Protocol):
+    @property
+    def completion(self) -> Completion: ...
+
+
+Plan = TypeVar("Plan")
+Launched = TypeVar("Launched", bound=HasCompletion)
+
+
+class OverlapLoop(Generic[Plan, Launched]):
+    """Runs until `stop` returns True and nothing is in flight."""
+
+    def __init__(
+        self,
+        prepare: Callable[[], Plan | None],
+        launch: Callable[[Plan], Launched],
+        finish: Callable[[Launched], None],
+        idle: Callable[[], None],
+        stop: Callable[[], bool],
+    ) -> None:
+        self._prepare = prepare
+        self._launch = launch
+        self._finish = finish
+        self._idle = idle
+        self._stop = stop
+        self._in_flight: deque[Launched] = deque()
+
+    def run(self) -> None:
+        while not (self._stop() and not self._in_flight):
+            self.turn()
+
+    def turn(self) -> None:
+        """One round; tests drive it step by step."""
+        plan = self._prepare()
+        if plan is not None:
+            self._in_flight.append(self._launch(plan))
+        keep = 1 if plan is not None else 0
+        finished = False
+        while self._in_flight and (len(self._in_flight) > keep or self._in_flight[0].completion.ready()):
+            launched = self._in_flight.popleft()
+            launched.completion.wait()
+            self._finish(launched)
+            finished = True
+        if plan is None and not finished:
+            self._idle()

@@ -1,0 +1,134 @@
+"""Two socket kinds: RouterSocket (many peers, addressed by identity) and Dealer (one peer).
+
+Both send without blocking (False when the bounded queue is full or the peer is gone), and `drain()` returns what has
+arrived, bounded per call so that a flood cannot starve the loop. ZMQ's descriptor is edge-triggered: an event loop
+that waits on `fileno()` must drain until `drain()` returns nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from common.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
+HIGH_WATER_MARK = 10_000
+DRAIN_LIMIT = 1_000
+
+
+def check_bind(address: str, key: str) -> None:
+    """Refuse addresses that other hosts can reach: links are not encrypted yet. `key` names the config key."""
+    if address.startswith(("ipc://", "inproc://")):
+        return
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise ConfigError(
+            key,
+            f"{address} can be reached from other hosts, and links between nodes are not authenticated in this version: "
+            "use a loopback address and carry it over an authenticated tunnel (WireGuard, ssh -L)",
+        )
+
+
+class _Channel:
+    """What both kinds share: options, lifetime, draining."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
+        self._socket = context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1_000)  # half-open TCP: noticed without traffic
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3_000)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._bound_file: Path | None = None
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """For pollers."""
+        return self._socket
+
+    def fileno(self) -> int:
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def _receive(self) -> list[list[bytes]]:
+        messages: list[list[bytes]] = []
+        while len(messages) < DRAIN_LIMIT:
+            try:
+                messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        return messages
+
+    def _send(self, frames: Sequence[bytes]) -> bool:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        if self._bound_file is not None:
+            self._bound_file.unlink(missing_ok=True)
+
+
+class RouterSocket(_Channel):
+    """Bound socket with many peers. A peer's identity is what its Dealer chose."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        super().__init__(context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects before its death was seen
+        if address.startswith("ipc://"):
+            self._bound_file = Path(address.removeprefix("ipc://"))
+            self._bound_file.unlink(missing_ok=True)  # left by a process that was killed
+            previous = os.umask(0o177)
+            try:
+                self._socket.bind(address)
+            finally:
+                os.umask(previous)
+        else:
+            try:
+                self._socket.bind(address)
+            except zmq.ZMQError as error:
+                raise ConfigError("", f"cannot bind {address}: {error.strerror or error}; choose another port") from error
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, peer: bytes, frame: bytes) -> bool:
+        return self._send((peer, frame))
+
+    def drain(self) -> list[tuple[bytes, bytes]]:
+        """(peer identity, frame) of everything that has arrived; malformed multiparts are dropped."""
+        return [(parts[0], parts[1]) for parts in self._receive() if len(parts) == 2]
+
+
+class Dealer(_Channel):
+    """Connected socket with one peer; reconnects by itself."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes) -> None:
+        super().__init__(context, zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._socket.connect(address)
+
+    def send(self, frame: bytes) -> bool:
+        return self._send((frame,))
+
+    def drain(self) -> list[bytes]:
+        return [parts[0] for parts in self._receive() if len(parts) == 1]

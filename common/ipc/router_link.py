@@ -1,0 +1,161 @@
+"""A node's link to the router: registration, heartbeats with echo, fencing.
+
+Two sockets. The main loop's Dealer carries requests and tokens and is used by the main thread alone. A thread of its
+own sends heartbeats and reads their echo, so that a long forward does not look like a death; how long the main loop has
+not come round travels in the heartbeat, so that a hang does not look like life.
+
+A node that hears no echo for `router_timeout` has no router: it must drop the router's requests (`lost()`), since
+somebody else may have taken them over. When a router answers again the node registers again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from common.errors import ProtocolError
+from common.ipc.channel import Dealer
+from common.messages.identity import NodeCounters, NodeLoad, NodeState
+from common.messages.node_inbox import Abort, AnyNodeMessage, Drain, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.router_inbox import Heartbeat, Register, RouterMessage
+from common.messages.wire import InboxCodec, encode
+from common.observability.logs import Log
+
+_CONTROL = (Abort, Drain, PeerLost, Registered, Rejected, HeartbeatAck)
+REGISTER_INTERVAL = 0.5  # seconds between repetitions until the router answers
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the main loop publishes for the heartbeat thread; replaced as a whole, so no lock is needed."""
+
+    state: NodeState
+    load: NodeLoad
+    counters: NodeCounters
+    turned_at: float
+
+
+class RouterLink:
+    """Used by the node's main thread; see the module's text for the heartbeat thread."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        register: Register,
+        codec: InboxCodec[AnyNodeMessage],
+        heartbeat_interval: float,
+        router_timeout: float,
+        log: Log,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = context
+        self._address = address
+        self._register = register
+        self._codec = codec
+        self._interval = heartbeat_interval
+        self._timeout = router_timeout
+        self._log = log
+        self._clock = clock
+        self._dealer = Dealer(context, address, register.node.incarnation.encode())
+        self._router: str | None = None  # incarnation that has registered us
+        self._asked_at = -1e9
+        self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
+        self._snapshot = Snapshot("loading", NodeLoad(), NodeCounters(), clock())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self.refused_messages = 0
+        self.unsent_messages = 0
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        return self._dealer.socket
+
+    @property
+    def registered(self) -> bool:
+        return self._router is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def publish(self, state: NodeState, load: NodeLoad, counters: NodeCounters) -> None:
+        """Once per turn of the main loop: what the next heartbeat says, and that the loop turned."""
+        self._snapshot = Snapshot(state, load, counters, self._clock())
+
+    def send(self, message: RouterMessage) -> None:
+        """Never blocks. A full queue means a router that does not read: counted, and fencing will follow."""
+        if not self._dealer.send(encode(message)):
+            self.unsent_messages += 1
+
+    def drain(self) -> list[AnyNodeMessage]:
+        """What has arrived, control before work: an abort never waits behind prompts."""
+        messages: list[AnyNodeMessage] = []
+        for frame in self._dealer.drain():
+            try:
+                messages.append(self._codec.decode(frame))
+            except ProtocolError as error:
+                self.refused_messages += 1
+                self._log.warning("refused a message from the router", error=str(error))
+        for message in messages:
+            if isinstance(message, Registered):
+                self._router = message.router_incarnation
+                self._echo = (message.router_incarnation, self._clock())  # an echo older than this proves nothing
+        self._register_if_needed()
+        return sorted(messages, key=lambda message: not isinstance(message, _CONTROL))
+
+    def lost(self) -> bool:
+        """True once when the router that registered us has gone or was replaced: drop its requests."""
+        if self._router is None:
+            return False
+        echo = self._echo
+        gone = echo is not None and (self._clock() - echo[1] > self._timeout or echo[0] != self._router)
+        if gone:
+            self._router = None
+            self._asked_at = -1e9
+        return gone
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=self._interval * 4 + 1)
+        self._dealer.close()
+
+    def _register_if_needed(self) -> None:
+        now = self._clock()
+        if self._router is None and now - self._asked_at >= REGISTER_INTERVAL:
+            self._asked_at = now
+            self.send(self._register)
+
+    def _beat(self) -> None:
+        incarnation = self._register.node.incarnation
+        dealer = Dealer(self._context, self._address, f"{incarnation}/beat".encode())
+        sequence = 0
+        try:
+            while not self._stop.wait(self._interval):
+                sequence += 1
+                snapshot = self._snapshot
+                dealer.send(
+                    encode(
+                        Heartbeat(
+                            incarnation=incarnation,
+                            sequence=sequence,
+                            state=snapshot.state,
+                            loop_age_ms=int((self._clock() - snapshot.turned_at) * 1000),
+                            load=snapshot.load,
+                            counters=snapshot.counters,
+                        )
+                    )
+                )
+                for frame in dealer.drain():
+                    try:
+                        message = self._codec.decode(frame)
+                    except ProtocolError:
+                        continue  # counted by nobody on purpose: the main socket counts, this one only listens for echoes
+                    if isinstance(message, HeartbeatAck):
+                        self._echo = (message.router_incarnation, self._clock())
+        finally:
+            dealer.close()

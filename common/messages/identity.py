@@ -1,0 +1,63 @@
+"""Who speaks: a node's identity as it travels in messages. A name outlives a process, an incarnation does not."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Literal
+
+import msgspec
+
+Role = Literal["prefill", "decode"]
+NodeState = Literal["loading", "up", "draining"]
+
+MAX_ROOM = 2**63 - 1
+
+
+def new_incarnation() -> str:
+    """128 random bits in hex: one per process start, so that a message from an earlier life is recognised."""
+    return secrets.token_hex(16)
+
+
+def new_room() -> int:
+    """63 random bits: one per attempt of one request. Unguessable, so a peer cannot name a room it was not told of."""
+    return secrets.randbits(63) or 1
+
+
+class NodeRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one incarnation of a node is reached by its peers."""
+
+    name: str
+    role: Role
+    incarnation: str
+    peer_address: str = ""  # prefill nodes: the ZMQ address that decode nodes connect to; decode nodes connect, so ""
+
+
+class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What placement looks at; sent with every heartbeat."""
+
+    queued: int = 0  # requests not started yet
+    queued_tokens: int = 0  # prompt tokens not computed yet (prefill nodes)
+    running: int = 0  # requests in a batch
+    transferring: int = 0  # requests whose pages are on the way
+    free_pages: int = 0
+    cached_pages: int = 0  # evictable: held by the prefix cache alone
+    quarantined_pages: int = 0
+    total_pages: int = 0
+
+
+class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals since the node's start; the router federates them under /metrics and /server_info."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    retractions: int = 0
+    transfers: int = 0
+    transfer_failures: int = 0
+    transferred_pages: int = 0
+    checksum_failures: int = 0
+    record_failures: int = 0
+    refused_messages: int = 0
+    avg_spec_accept_length: float = 1.0  # tokens per target forward and request; exactly 1 without speculation

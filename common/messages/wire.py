@@ -1,0 +1,32 @@
+"""Encode and decode one inbox. Decoding never raises anything but ProtocolError and never runs what it reads."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from common.errors import ProtocolError
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+class InboxCodec(Generic[T]):
+    """Decoder for one inbox: a union of tagged structs. Everything else is refused with a sentence."""
+
+    def __init__(self, inbox: object, name: str) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(inbox)  # type: ignore[arg-type]
+        self.name = name
+
+    def decode(self, frame: bytes | memoryview) -> T:
+        """Raises ProtocolError for truncated, corrupt, unknown or wrongly typed messages."""
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+            raise ProtocolError(f"{self.name}: refused a message of {len(frame)} bytes: {error}") from error

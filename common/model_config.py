@@ -1,0 +1,247 @@
+"""What a model directory says about its model: `ModelConfig`, read by our own code. No torch.
+
+The router reads limits, eos ids and sampling defaults here; the engine reads shapes. Nothing in a checkpoint
+is run: `auto_map` is ignored, and an architecture that is not listed in `FAMILIES` is refused by name.
+
+To add a model family that the decoder of `common/engine/models/` can compute: add its row to `FAMILIES`, its
+builder to `common/engine/models/registry.py` and its config to `tests/unit/engine/families.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from common import model_files
+from common.errors import ModelError
+from common.rope_config import RopeConfig, parse_rope
+
+Raw = Mapping[str, Any]
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours -> safetensors'
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture's config.json is read where families differ. Values are defaults or key names."""
+
+    qkv_bias: bool | str = False  # a str names the config key that decides
+    output_bias: bool | str = False  # o_proj
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    head_dim: int | None = None  # where config.json has none; None: hidden / heads
+    window: int | None = None  # `sliding_window` where config.json has no such key
+    windows_by_layer: bool = False  # use_sliding_window, max_window_layers, layer_types (Qwen)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family("attention_bias", "attention_bias", "mlp_bias"),
+    "MistralForCausalLM": Family(window=4096),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
+    "Qwen3ForCausalLM": Family(
+        "attention_bias", "attention_bias", qk_norm=True, head_dim=128, window=4096, windows_by_layer=True
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultSampling:
+    """Sampling values of generation_config.json: defaults for requests that give none, as vLLM uses them.
+
+    `do_sample` is not read, as in vLLM: a request without a temperature gets the file's, else 1.0.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0: off
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One dense decoder: shapes, options of its layers, and what the directory says about generation."""
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[
+        int | None, ...
+    ]  # [num_layers] keys visible to a query, itself included; None: all
+    dtype: str  # of the checkpoint: a key of DTYPES
+    eos_token_ids: tuple[int, ...] = ()
+    default_sampling: DefaultSampling = DefaultSampling()
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelConfig:
+        """Read config.json and generation_config.json. `ModelError` says what is not supported."""
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ModelError(f"{directory} is not a model directory")
+        file = directory / "config.json"
+        raw = model_files.read_json(file)
+        generation_file = directory / "generation_config.json"
+        generation = model_files.read_json(generation_file) if generation_file.is_file() else {}
+        return _parse(raw, generation, directory)
+
+
+def model_fingerprint(path: str | Path) -> str:
+    """sha256 (hex) that two nodes compare before KV pages move between them; reads headers, not weights.
+
+    Covers every field that changes KV values (not eos ids or sampling defaults), the names, shapes, dtypes
+    and offsets of all tensors, file sizes, and a sample of every tensor's bytes.
+    """
+    config = ModelConfig.load(path)
+    skip = ("eos_token_ids", "default_sampling")
+    facts = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in skip}
+    return model_files.fingerprint(Path(path), repr(facts))
+
+
+def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
+    where = str(directory / "config.json")
+    architecture, family = _family(raw, where)
+    if raw.get("quantization_config") is not None:
+        method = raw["quantization_config"]
+        name = method.get("quant_method", "of unknown kind") if isinstance(method, dict) else method
+        raise ModelError(
+            f"{where}: quantization {name} is not supported; supported are {', '.join(DTYPES)} weights"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"{where}: hidden_act {activation!r} is not supported; supported is silu")
+    hidden, heads = _positive(raw, "hidden_size", where), _positive(raw, "num_attention_heads", where)
+    kv_heads = _positive(raw, "num_key_value_heads", where, heads)
+    head_dim = _positive(raw, "head_dim", where, family.head_dim or hidden // heads)
+    if heads % kv_heads:
+        raise ModelError(f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embedding needs an even one")
+    num_layers = _positive(raw, "num_hidden_layers", where)
+    max_positions = _positive(raw, "max_position_embeddings", where)
+    vocab = _positive(raw, "vocab_size", where)
+    eps = raw.get("rms_norm_eps", 1e-6)
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
+        raise ModelError(f"{where}: rms_norm_eps must be a small positive number, found {eps!r}")
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_positive(raw, "intermediate_size", where),
+        vocab_size=vocab,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=float(eps),
+        rope=parse_rope(raw, max_positions, where),
+        tie_word_embeddings=_flag(raw, "tie_word_embeddings", where),
+        qkv_bias=_option(raw, family.qkv_bias, where),
+        output_bias=_option(raw, family.output_bias, where),
+        mlp_bias=_option(raw, family.mlp_bias, where),
+        qk_norm=family.qk_norm,
+        sliding_windows=_windows(raw, family, num_layers, where),
+        dtype=_dtype(raw, directory, where),
+        eos_token_ids=_eos_ids(raw, generation, vocab, where),
+        default_sampling=_default_sampling(generation, str(directory / "generation_config.json")),
+    )
+
+
+def _family(raw: Raw, where: str) -> tuple[str, Family]:
+    found = raw.get("architectures")
+    name = found[0] if isinstance(found, list) and found else None
+    if not isinstance(name, str) or name not in FAMILIES:
+        said = f"architecture {name}" if name else "a config without architectures"
+        raise ModelError(f"{where}: {said} is not supported; supported are {', '.join(FAMILIES)}")
+    return name, FAMILIES[name]
+
+
+def _positive(raw: Raw, key: str, where: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{where}: {key} must be a positive integer, found {value!r}")
+    return value
+
+
+def _flag(raw: Raw, key: str, where: str, default: bool = False) -> bool:
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ModelError(f"{where}: {key} must be true or false, found {value!r}")
+    return value
+
+
+def _option(raw: Raw, option: bool | str, where: str) -> bool:
+    return option if isinstance(option, bool) else _flag(raw, option, where)
+
+
+def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:
+    full = (None,) * num_layers
+    if family.window is None:
+        return full
+    value = raw.get("sliding_window", family.window)
+    if value is None or (family.windows_by_layer and not _flag(raw, "use_sliding_window", where)):
+        return full
+    window = _positive({"sliding_window": value}, "sliding_window", where)
+    if not family.windows_by_layer:
+        return (window,) * num_layers
+    types = raw.get("layer_types")
+    if types is None:
+        first = raw.get("max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = {"sliding_attention": window, "full_attention": None}
+    if len(types) != num_layers or not set(types) <= set(known):
+        raise ModelError(f"{where}: layer_types must name {', '.join(known)} for each of {num_layers} layers")
+    return tuple(known[kind] for kind in types)
+
+
+def _dtype(raw: Raw, directory: Path, where: str) -> str:
+    value = raw.get("dtype") or raw.get("torch_dtype")
+    if value is None:  # old checkpoints do not say: ask the first floating-point tensor
+        ours = {theirs: name for name, theirs in DTYPES.items()}
+        header = model_files.read_header(model_files.weight_paths(directory)[0])
+        value = next((ours[e.dtype] for e in header.tensors.values() if e.dtype in ours), "float32")
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"{where}: dtype {name} is not supported; supported are {', '.join(DTYPES)}")
+    return name
+
+
+def _eos_ids(raw: Raw, generation: Raw, vocab: int, where: str) -> tuple[int, ...]:
+    found = generation.get("eos_token_id")
+    found = raw.get("eos_token_id") if found is None else found
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    for value in ids:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
+            raise ModelError(f"{where}: eos_token_id {value!r} is not a token id below vocab_size {vocab}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _default_sampling(generation: Raw, where: str) -> DefaultSampling:
+    def number(key: str, low: float, high: float) -> float | None:
+        value = generation.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ModelError(f"{where}: {key} must lie between {low} and {high}, found {value!r}")
+        return float(value)
+
+    top_p, top_k = number("top_p", 0.0, 1.0), number("top_k", -1, 1 << 31)
+    return DefaultSampling(
+        temperature=number("temperature", 0.0, 1e6),
+        top_p=top_p or None,  # 0.0 is not a distribution; greedy is temperature 0
+        top_k=None if top_k is None else max(0, int(top_k)),
+    )

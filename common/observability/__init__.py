@@ -1,0 +1,1 @@
+"""What a person sees of a process: structured logs with request and node, start-up progress."""

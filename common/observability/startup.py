@@ -1,0 +1,66 @@
+"""Start-up progress of one process, told to whoever started it: JSON lines on an inherited descriptor.
+
+`deploy/up` passes --status-fd and draws bars from it; without one, progress goes to the log in a few steps.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from types import TracebackType
+from typing import Literal
+
+import msgspec
+
+from common.observability.logs import Log
+
+Phase = Literal["importing", "loading", "allocating", "registering", "ready", "failed"]
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """One line on the descriptor."""
+
+    phase: Phase
+    done: int = 0
+    total: int = 0
+    message: str = ""
+
+
+class StartupReporter:
+    """Writes Progress lines; a reader that went away is ignored, since serving matters more."""
+
+    def __init__(self, descriptor: int | None, log: Log) -> None:
+        self._descriptor = descriptor
+        self._log = log
+        self._last = 0.0
+
+    def __enter__(self) -> StartupReporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self.report("failed", message=str(error))
+        self.close()
+
+    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
+        """Tell the phase; repeated `loading` lines are thinned to ten a second."""
+        now = time.monotonic()
+        if phase == "loading" and done < total and now - self._last < 0.1:
+            return
+        self._last = now
+        if phase != "loading" or done == total:
+            self._log.info("start-up", phase=phase, done=done, total=total, message=message)
+        if self._descriptor is None:
+            return
+        line = msgspec.json.encode(Progress(phase=phase, done=done, total=total, message=message)) + b"\n"
+        try:
+            os.write(self._descriptor, line)
+        except OSError:
+            self._descriptor = None
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

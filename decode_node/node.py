@@ -1,0 +1,451 @@
+"""The decode node: reservations in, pages and records from prefill nodes in, tokens out.
+
+One thread. Each turn drains all sockets (control first), moves requests between queues, launches at most one step and
+reads the results of the previous one (common.engine.overlap). The host's view of a request is exact but one step old.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from common.engine.kv_cache.page_space import PageSpace, as_keys
+from common.engine.kv_cache.request_table import RequestTable
+from common.engine.overlap import OverlapLoop
+from common.engine.sampling_plan import finish_reason
+from common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    Preempted,
+    RequestError,
+    TransferFailed,
+)
+from common.ipc.router_link import RouterLink
+from common.messages.decode_inbox import Reserve
+from common.messages.generation import OutputToken
+from common.messages.identity import NodeCounters, NodeLoad, NodeState
+from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
+from common.messages.router_inbox import Failed, Goodbye, TokenRun, Tokens
+from common.observability.logs import Log
+from decode_node.peers import PeerConnections
+from decode_node.queues import Queues
+from decode_node.request import DecodeRequest, Emission
+from decode_node.retraction import Retraction
+from decode_node.scheduler import admit, choose_victim, headroom_pages
+from decode_node.step import DecodeStep, LaunchedStep
+from kv_transfer import receiver as transfer
+from kv_transfer.receiver import Receiver
+
+SWEEP_INTERVAL = 0.25  # seconds between looks at deadlines
+IDLE_WAIT = 0.1
+TRANSFER_WAIT = 0.005  # while pages are on the way: deadlines and deaths are seen by polling
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """What the scheduler may take; from the config, checked in build."""
+
+    max_running: int
+    max_transferring: int
+    max_queue: int
+    reserved_tokens: int
+    skip_ahead: int
+    drain_timeout: float
+
+
+class DecodeNode:
+    """Composed in build.py; `run` returns when the node has drained."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        link: RouterLink,
+        peers: PeerConnections,
+        poller: zmq.Poller,
+        receiver: Receiver,
+        space: PageSpace,
+        table: RequestTable,
+        retraction: Retraction,
+        step: DecodeStep,
+        limits: DecodeLimits,
+        log: Log,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._incarnation = incarnation
+        self._link = link
+        self._peers = peers
+        self._poller = poller
+        self._receiver = receiver
+        self._space = space
+        self._table = table
+        self._retraction = retraction
+        self._step = step
+        self._limits = limits
+        self._log = log
+        self._clock = clock
+        self._queues = Queues()
+        self._state: NodeState = "up"
+        self._stopping = False
+        self._drain_until = float("inf")
+        self._swept = 0.0
+        self._requests = self._prompt_tokens = self._cached_tokens = self._generated = 0
+        self._steps = self._slots_stepped = self._retractions = self._transfers = self._transfer_failures = 0
+        poller.register(link.socket, zmq.POLLIN)
+        self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, lambda: self._stopping)
+
+    @property
+    def queues(self) -> Queues:
+        """For tests: what is where."""
+        return self._queues
+
+    def run(self) -> None:
+        self.loop.run()
+        self._link.send(Goodbye(incarnation=self._incarnation))
+
+    def drain(self) -> None:
+        """Take nothing new, finish what is here, stop. Safe to call from a signal handler."""
+        if self._state != "draining":
+            self._state = "draining"
+            self._drain_until = self._clock() + self._limits.drain_timeout
+
+    # -- one turn ----------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> list[DecodeRequest] | None:
+        now = self._clock()
+        self._receive(now)
+        for event in self._receiver.poll():
+            self._on_transfer(event, now)
+        if now - self._swept > SWEEP_INTERVAL:
+            self._swept = now
+            self._sweep(now)
+        self._settle_retractions()
+        self._resume(now)
+        self._admit(now)
+        self._start(now)
+        batch = self._batch()
+        self._publish()
+        if self._state == "draining" and (not len(self._queues) or now > self._drain_until):
+            self._stopping = True
+        return batch or None
+
+    def _launch(self, batch: list[DecodeRequest]) -> LaunchedStep:
+        launched = self._step.launch(batch)
+        for request in batch:
+            request.in_flight += 1
+            request.launched += 1
+        self._steps += 1
+        self._slots_stepped += len(batch)
+        return launched
+
+    def _finish(self, launched: LaunchedStep) -> None:
+        now = self._clock()
+        runs: list[TokenRun] = []
+        for emission in launched.read():
+            emission.request.in_flight -= 1
+            if not emission.request.ended:
+                run = self._accept(emission, now)
+                if run is not None:
+                    runs.append(run)
+            if emission.request.ended:
+                self._leave_if_settled(emission.request)
+        if runs:
+            self._link.send(Tokens(runs=runs))
+
+    def _idle(self) -> None:
+        busy = self._queues.transferring or self._queues.quarantined
+        self._poller.poll((TRANSFER_WAIT if busy else IDLE_WAIT) * 1000)
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _receive(self, now: float) -> None:
+        for message in self._link.drain():
+            if isinstance(message, Reserve):
+                self._on_reserve(message, now)
+            elif isinstance(message, Abort):
+                request = self._queues.find(message.room)
+                if request is not None and not request.ended:
+                    self._drop(request, message.reason)
+            elif isinstance(message, PeerLost):
+                self._peers.lost(message.incarnation)
+            elif isinstance(message, Drain):
+                self.drain()
+            elif isinstance(message, Rejected):
+                self._log.error("the router refused this node", reason=message.reason)
+                self._stopping = True
+        self._peers.pump()
+        if self._link.lost():
+            self._log.warning("no answer from the router: dropping its requests", requests=len(self._queues))
+            for request in self._queues.live():
+                if not request.ended:
+                    self._drop(request, "the router of this request is gone")
+
+    def _on_reserve(self, message: Reserve, now: float) -> None:
+        request = DecodeRequest(
+            room=message.room,
+            request_id=message.request_id,
+            prompt=message.token_ids,
+            emitted=message.emitted,
+            sampling=message.sampling,
+            prefill=message.prefill,
+            received=now,
+            deadline=now + message.deadline_ms / 1000,
+        )
+        try:
+            self._check(request)
+            self._peers.ensure(message.prefill)
+        except RequestError as error:
+            self._link.send(Failed(room=message.room, code=error.code, message=str(error)))
+            return
+        self._requests += 1
+        self._queues.waiting.append(request)
+
+    def _check(self, request: DecodeRequest) -> None:
+        if self._state != "up":
+            raise NodeLost("this decode node is draining")
+        if len(self._queues.waiting) >= self._limits.max_queue:
+            raise Overloaded(f"{self._limits.max_queue} requests wait on this decode node already; try again later")
+        if self._queues.find(request.room) is not None or request.room in self._queues.quarantined:
+            raise InvalidRequest(f"room {request.room} is in use")
+        if not request.prompt or request.max_output < 1:
+            raise InvalidRequest("a reservation needs a prompt and room for at least one token")
+        most = len(request.prompt) + request.max_output
+        if self._space.pages_for(most) > self._space.total_pages:
+            raise InvalidRequest(
+                f"prompt and max_tokens make {most} tokens, the decode node's pool holds "
+                f"{self._space.total_pages * self._space.page_size}; lower max_tokens",
+                param="max_tokens",
+            )
+
+    # -- moving between queues ---------------------------------------------------------------------------------
+
+    def _admit(self, now: float) -> None:
+        """Set pages aside and tell the prefill node where they are. Retracted requests come first."""
+        slots = self._limits.max_transferring - len(self._queues.transferring) - len(self._queues.arrived)
+        if not self._queues.waiting or self._queues.retracted or slots <= 0:
+            return
+        for request in admit(tuple(self._queues.waiting), slots, self._limits.skip_ahead, self._try_reserve):
+            self._queues.waiting.remove(request)
+            if request.lease is None:
+                continue  # refused by the receiver: the router has been told
+            self._prompt_tokens += len(request.prompt)
+            self._cached_tokens += request.lease.cached_tokens
+            request.mark("reserved", now)
+            self._queues.transferring[request.room] = request
+
+    def _try_reserve(self, request: DecodeRequest) -> bool:
+        keys = as_keys(request.prompt)
+        pages = self._space.pages_for(len(request.prompt))
+        lease = self._space.lease(keys, pages, max_cached_tokens=len(request.prompt))
+        if lease is None:
+            return False
+        active = list(self._queues.holding())
+        headroom = headroom_pages([*active, request], self._limits.reserved_tokens, self._space.page_size)
+        if active and self._space.available_pages < headroom:
+            lease.release()
+            return False
+        try:
+            self._receiver.open(
+                request.room, request.prefill.incarnation, lease.pages[lease.cached_pages :], lease.cached_pages
+            )
+        except RequestError as error:
+            lease.release()
+            self._link.send(Failed(room=request.room, code=error.code, message=str(error)))
+            return True  # taken from the queue, without a lease
+        request.lease = lease
+        return True
+
+    def _start(self, now: float) -> None:
+        """Arrived requests join the batch while there are rows."""
+        arrived, running = self._queues.arrived, self._queues.running
+        while arrived and len(running) < self._limits.max_running and self._table.free_rows:
+            request = arrived.popleft()
+            self._retraction.occupy(request)
+            request.mark("decode_start", now)
+            running[request.room] = request
+
+    def _batch(self) -> list[DecodeRequest]:
+        """Who takes part in the next step: everyone who has a page for what the step writes."""
+        batch: list[DecodeRequest] = []
+        short = False
+        for request in self._queues.running.values():
+            if request.ended or request.retract or request.exhausted:
+                continue
+            if self._has_room(request):
+                batch.append(request)
+            else:
+                short = True  # sits this step out
+        if short and not any(request.retract for request in self._queues.running.values()):
+            victim = choose_victim(self._queues.running.values())
+            if victim is not None:
+                victim.retract = True
+                batch = [request for request in batch if request is not victim]
+        return batch
+
+    def _has_room(self, request: DecodeRequest) -> bool:
+        assert request.lease is not None
+        held = len(request.lease.pages)
+        missing = self._space.pages_for(request.seq_len + self._step.tokens_per_step) - held
+        if missing <= 0:
+            return True
+        fresh = request.lease.grow(missing)
+        if fresh is None:
+            return False
+        self._table.append(request.row, held, fresh)
+        return True
+
+    def _settle_retractions(self) -> None:
+        for request in list(self._queues.running.values()):
+            if request.retract and request.in_flight == 0 and not request.ended:
+                del self._queues.running[request.room]
+                self._retractions += 1
+                if self._retraction.save(request):
+                    self._queues.retracted.append(request)
+                else:
+                    self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
+
+    def _resume(self, now: float) -> None:
+        """Retracted requests come back, first retracted first, when their pages and the others' headroom fit."""
+        queue = self._queues.retracted
+        while queue and len(self._queues.running) < self._limits.max_running and self._table.free_rows:
+            request = queue[0]
+            active = list(self._queues.holding())
+            headroom = headroom_pages([*active, request], self._limits.reserved_tokens, self._space.page_size)
+            needed = self._space.pages_for(request.seq_len + 1)
+            if active and self._space.available_pages < needed + headroom:
+                return
+            if not self._retraction.restore(request):
+                return
+            queue.popleft()
+            request.mark("resumed", now)
+            self._queues.running[request.room] = request
+
+    def _on_transfer(
+        self, event: transfer.Arrived | transfer.Failed | transfer.PagesFree | transfer.PeerRefused, now: float
+    ) -> None:
+        if isinstance(event, transfer.PeerRefused):
+            self._log.error("a prefill node and this node cannot work together", reason=event.reason)
+            return
+        if isinstance(event, transfer.PagesFree):
+            request = self._queues.quarantined.pop(event.room, None)
+            if request is not None:
+                self._retraction.release(request)
+            return
+        request = self._queues.transferring.pop(event.room, None)
+        if request is None:
+            return
+        if isinstance(event, transfer.Failed):
+            self._queues.quarantined[request.room] = request
+            request.ended = True
+            if event.code != "finished":  # finished: the first token was the last one, the router knows
+                self._transfer_failures += 1
+                self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
+            return
+        self._receiver.close(request.room)
+        if event.record.num_tokens != len(request.prompt):
+            self._fail(request, TransferFailed.code, "the record is of another prompt length than the reservation")
+            return
+        assert request.lease is not None
+        self._transfers += 1
+        request.mark("record_accepted", now)
+        request.output.append(event.record.first_token)
+        request.launched = 1
+        request.lease.commit(as_keys(request.prompt))
+        self._queues.arrived.append(request)
+
+    def _accept(self, emission: Emission, now: float) -> TokenRun | None:
+        """Take over what a step drew; None if the request failed."""
+        request = emission.request
+        offset = len(request.output)
+        tokens: list[OutputToken] = []
+        reason: str | None = None
+        for token in emission.tokens:
+            if token is None:
+                request.ended = True
+                self._link.send(
+                    Failed(
+                        room=request.room,
+                        code=InternalError.code,
+                        message="the model produced logits that are not finite",
+                    )
+                )
+                return None
+            tokens.append(token)
+            request.output.append(token.id)
+            reason = finish_reason(token.id, request.emitted + len(request.output), request.sampling)
+            if reason is not None:
+                break
+        self._generated += len(tokens)
+        stages = None
+        if reason is not None:
+            request.ended = True
+            request.mark("finished", now)
+        if offset == 1 or reason is not None:
+            request.mark("first_decode", now)
+            stages = request.stages
+        return TokenRun(request.room, offset, tokens, reason, stages)
+
+    def _leave_if_settled(self, request: DecodeRequest) -> None:
+        """An ended request leaves the batch once no step under way writes to its pages."""
+        if request.in_flight == 0 and self._queues.running.pop(request.room, None) is not None:
+            assert request.lease is not None
+            request.lease.commit(request.computed_keys())
+            self._retraction.release(request)
+
+    def _drop(self, request: DecodeRequest, reason: str) -> None:
+        """Nobody waits for this request any more: free what it holds as soon as that is safe."""
+        request.ended = True
+        if self._queues.transferring.pop(request.room, None) is not None:
+            self._queues.quarantined[request.room] = request
+            self._receiver.abort(request.room, reason)
+        elif request.room in self._queues.running:
+            self._leave_if_settled(request)
+        else:
+            for queue in (self._queues.waiting, self._queues.arrived, self._queues.retracted):
+                if request in queue:
+                    queue.remove(request)
+            self._retraction.drop(request)
+            self._retraction.release(request)
+
+    def _fail(self, request: DecodeRequest, code: str, reason: str) -> None:
+        """As _drop, and the router hears of it. The request is in no queue, or in any."""
+        self._link.send(Failed(room=request.room, code=code, message=reason))
+        self._drop(request, reason)
+
+    def _sweep(self, now: float) -> None:
+        for request in self._queues.live():
+            if not request.ended and now > request.deadline:
+                self._fail(request, DeadlineExceeded.code, "the request's deadline passed on the decode node")
+
+    # -- what others see ---------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        queues = self._queues
+        load = NodeLoad(
+            queued=len(queues.waiting) + len(queues.retracted),
+            running=len(queues.running),
+            transferring=len(queues.transferring) + len(queues.arrived),
+            free_pages=self._space.free_pages,
+            cached_pages=self._space.cache.cached_pages,
+            quarantined_pages=self._receiver.quarantined_pages,
+            total_pages=self._space.total_pages,
+        )
+        counters = NodeCounters(
+            requests=self._requests,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated,
+            steps=self._steps,
+            retractions=self._retractions,
+            transfers=self._transfers,
+            transfer_failures=self._transfer_failures,
+            checksum_failures=self._receiver.checksum_failures,
+            record_failures=self._receiver.record_failures,
+            refused_messages=self._link.refused_messages + self._receiver.refused_messages,
+        )
+        self._link.publish(self._state, load, counters)

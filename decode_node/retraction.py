@@ -1,0 +1,74 @@
+"""Moves the KV of a request out of the pool and back, so that others can go on and nothing is computed twice."""
+
+from __future__ import annotations
+
+from common.engine.kv_cache.page_space import PageSpace, as_keys
+from common.engine.kv_cache.pool import KvPool
+from common.engine.kv_cache.relay_state import RelayState
+from common.engine.kv_cache.request_table import RequestTable
+from decode_node.request import Backup, DecodeRequest
+
+
+class Retraction:
+    """Bounded host memory for retracted requests. Not thread-safe: the node's main loop owns it."""
+
+    def __init__(
+        self, pool: KvPool, space: PageSpace, table: RequestTable, relay: RelayState, max_bytes: int
+    ) -> None:
+        self._pool = pool
+        self._space = space
+        self._table = table
+        self._relay = relay
+        self._max_bytes = max_bytes
+        self._used = 0
+
+    def save(self, request: DecodeRequest) -> bool:
+        """Free the request's pages and row; nothing of it may be in flight. False: no room, its KV is dropped."""
+        assert request.in_flight == 0
+        assert request.lease is not None
+        pages = request.lease.pages[: self._space.pages_for(request.seq_len)]
+        backup = Backup(self._pool.copy_pages_out(pages), len(pages))
+        kept = self._used + backup.nbytes <= self._max_bytes
+        if kept:
+            self._used += backup.nbytes
+            request.backup = backup
+        request.lease.commit(request.computed_keys())  # still there at resume, if nobody needed the pages
+        self.release(request)
+        request.retract = False
+        return kept
+
+    def restore(self, request: DecodeRequest) -> bool:
+        """Give the request pages and a row again, with the KV that it had. False: not enough pages yet."""
+        assert request.backup is not None
+        keys = as_keys(request.prompt + request.output[:-1])
+        lease = self._space.lease(keys, self._space.pages_for(request.seq_len + 1), max_cached_tokens=len(keys))
+        if lease is None:
+            return False
+        request.lease = lease
+        first, count = lease.cached_pages, request.backup.num_pages
+        self._pool.copy_pages_in(lease.pages[first:count], request.backup.pages[:, first:count])  # planes first
+        self.occupy(request)
+        self.drop(request)
+        return True
+
+    def occupy(self, request: DecodeRequest) -> None:
+        """Give a request with pages its row, filled with what the next step needs."""
+        assert request.lease is not None
+        request.row = self._table.take_row()
+        self._table.append(request.row, 0, request.lease.pages)
+        self._relay.write_row(request.row, request.output[-1], request.seq_len, request.sampling)
+
+    def release(self, request: DecodeRequest) -> None:
+        """Give back pages and row."""
+        if request.lease is not None:
+            request.lease.release()
+            request.lease = None
+        if request.row:
+            self._table.give_row(request.row)
+            request.row = 0
+
+    def drop(self, request: DecodeRequest) -> None:
+        """Forget the backup."""
+        if request.backup is not None:
+            self._used -= request.backup.nbytes
+            request.backup = None

@@ -1,0 +1,47 @@
+"""Admission and retraction as pure functions over requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from decode_node.request import DecodeRequest
+
+
+def headroom_pages(active: Iterable[DecodeRequest], reserved_tokens: int, page_size: int) -> int:
+    """Pages kept free so that active requests can go on: reserved_tokens each, at most what each may still emit.
+
+    spec/algorithms.md 6.3: the host knows lengths exactly, so one reserve per request is enough.
+    """
+    return sum(-(-min(reserved_tokens, request.remaining()) // page_size) for request in active)
+
+
+def admit(
+    waiting: Sequence[DecodeRequest],
+    slots: int,
+    max_skips: int,
+    try_admit: Callable[[DecodeRequest], bool],
+) -> list[DecodeRequest]:
+    """First in, first out with bounded skip-ahead: a request that does not fit may be passed `max_skips` times.
+
+    `try_admit` takes the pages, or returns False and takes nothing. Returns what was admitted.
+    """
+    admitted: list[DecodeRequest] = []
+    passed: list[DecodeRequest] = []
+    for request in waiting:
+        if len(admitted) >= slots:
+            break
+        if try_admit(request):
+            admitted.append(request)
+            for earlier in passed:
+                earlier.skipped += 1
+        else:
+            passed.append(request)
+        if any(earlier.skipped >= max_skips for earlier in passed):
+            break
+    return admitted
+
+
+def choose_victim(running: Iterable[DecodeRequest]) -> DecodeRequest | None:
+    """The least progressed request: fewest tokens emitted, then the longest prompt (cheapest to make up for)."""
+    candidates = [request for request in running if not request.retract and not request.ended]
+    return min(candidates, key=lambda r: (r.launched, -len(r.prompt)), default=None)

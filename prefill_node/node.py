@@ -1,0 +1,345 @@
+"""The prefill node: messages in, chunks of prompts through the step, pages and first tokens out.
+
+One thread. Each turn drains all sockets (control first), moves requests between queues, launches at most one forward
+and reads the results of the previous one (common.engine.overlap).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from common.engine.kv_cache.page_space import PageSpace, as_keys
+from common.engine.overlap import OverlapLoop
+from common.engine.sampling_plan import finish_reason, read_tokens
+from common.errors import DeadlineExceeded, InternalError, InvalidRequest, NodeLost, Overloaded, RequestError
+from common.ipc import RouterSocket
+from common.ipc.router_link import RouterLink
+from common.messages.generation import OutputToken
+from common.messages.identity import NodeCounters, NodeLoad, NodeState
+from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
+from common.messages.prefill_inbox import Prefill
+from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
+from common.observability.logs import Log
+from kv_transfer.handoff_record import HandoffRecord
+from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost
+from prefill_node.queues import Queues
+from prefill_node.request import PrefillRequest
+from prefill_node.scheduler import Chunk, plan_chunks
+from prefill_node.step import LaunchedPrefill, PrefillStep
+
+SWEEP_INTERVAL = 0.25  # seconds between looks at deadlines
+BUSY_WAIT = 0.001  # while writes are on the way that no message announces
+IDLE_WAIT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    """What the scheduler may take; from the config, checked in build."""
+
+    chunk_tokens: int
+    max_batch: int
+    max_queue: int
+    max_model_len: int
+    drain_timeout: float
+
+
+class PrefillNode:
+    """Composed in build.py; `run` returns when the node has drained."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        link: RouterLink,
+        peers: RouterSocket,
+        sender: Sender,
+        space: PageSpace,
+        step: PrefillStep,
+        limits: PrefillLimits,
+        log: Log,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._incarnation = incarnation
+        self._link = link
+        self._peers = peers
+        self._sender = sender
+        self._space = space
+        self._step = step
+        self._limits = limits
+        self._log = log
+        self._clock = clock
+        self._queues = Queues()
+        self._state: NodeState = "up"
+        self._stopping = False
+        self._drain_until = float("inf")
+        self._swept = 0.0
+        self._requests = self._prompt_tokens = self._cached_tokens = self._steps = 0
+        self._transfers = self._transfer_failures = self._sent_pages = self._generated = 0
+        self._poller = zmq.Poller()
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(peers.socket, zmq.POLLIN)
+        self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, lambda: self._stopping)
+
+    @property
+    def queues(self) -> Queues:
+        """For tests: what is where."""
+        return self._queues
+
+    def run(self) -> None:
+        self.loop.run()
+        self._link.send(Goodbye(incarnation=self._incarnation))
+
+    def drain(self) -> None:
+        """Take nothing new, finish what is here, stop. Safe to call from a signal handler."""
+        if self._state != "draining":
+            self._state = "draining"
+            self._drain_until = self._clock() + self._limits.drain_timeout
+
+    # -- one turn ----------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> list[Chunk] | None:
+        now = self._clock()
+        self._receive(now)
+        for event in self._sender.poll():
+            self._on_transfer(event)
+        if now - self._swept > SWEEP_INTERVAL:
+            self._swept = now
+            self._sweep(now)
+        self._admit(now)
+        self._publish()
+        if self._state == "draining" and (not len(self._queues) or now > self._drain_until):
+            self._stopping = True
+        return plan_chunks(self._queues.computing.values(), self._limits.chunk_tokens, self._limits.max_batch) or None
+
+    def _launch(self, chunks: list[Chunk]) -> LaunchedPrefill:
+        now = self._clock()
+        for chunk in chunks:
+            chunk.request.mark("prefill_start", now)
+            chunk.request.scheduled += chunk.length
+            chunk.request.in_flight += 1
+        self._steps += 1
+        return self._step.launch(chunks)
+
+    def _finish(self, launched: LaunchedPrefill) -> None:
+        """Pages written by this launch are complete: send them; finish the prompts that ended with it."""
+        tokens: list[OutputToken | None] = []
+        if launched.sampled is not None:
+            tokens = read_tokens(launched.sampled, [chunk.request.sampling for chunk in launched.finals])
+        drawn = {chunk.request.room: token for chunk, token in zip(launched.finals, tokens)}
+        for chunk in launched.chunks:
+            request = chunk.request
+            request.in_flight -= 1
+            request.computed = chunk.start + chunk.length
+            if request.ended:
+                self._release_if_settled(request)
+            elif chunk.final:
+                self._complete(request, drawn[request.room])
+            else:
+                self._send_pages(request)
+
+    def _idle(self) -> None:
+        timeout = BUSY_WAIT if self._sender.writing else IDLE_WAIT
+        self._poller.poll(timeout * 1000)
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _receive(self, now: float) -> None:
+        for message in self._link.drain():
+            if isinstance(message, Prefill):
+                self._on_prefill(message, now)
+            elif isinstance(message, Abort):
+                request = self._queues.find(message.room)
+                if request is not None:
+                    self._end(request, "client_gone", message.reason)
+            elif isinstance(message, PeerLost):
+                self._on_peer_lost(message.incarnation)
+            elif isinstance(message, Drain):
+                self.drain()
+            elif isinstance(message, Rejected):
+                self._log.error("the router refused this node", reason=message.reason)
+                self._stopping = True
+        for peer, frame in self._peers.drain():
+            self._sender.receive(peer, frame)
+        if self._link.lost():
+            self._log.warning("no answer from the router: dropping its requests", requests=len(self._queues))
+            for request in self._queues:
+                if not request.ended:
+                    self._end(request, NodeLost.code, "the router of this request is gone")
+
+    def _on_prefill(self, message: Prefill, now: float) -> None:
+        try:
+            self._check(message)
+            self._sender.expect(message.room)
+        except RequestError as error:
+            self._link.send(Failed(room=message.room, code=error.code, message=str(error)))
+            return
+        request = PrefillRequest(
+            room=message.room,
+            request_id=message.request_id,
+            keys=as_keys(message.token_ids),
+            emitted=message.emitted,
+            sampling=message.sampling,
+            decode=message.decode,
+            received=now,
+            deadline=now + message.deadline_ms / 1000,
+        )
+        self._requests += 1
+        self._queues.waiting.append(request)
+
+    def _check(self, message: Prefill) -> None:
+        tokens = len(message.token_ids)
+        if self._state != "up":
+            raise NodeLost("this prefill node is draining")
+        if len(self._queues.waiting) >= self._limits.max_queue:
+            raise Overloaded(f"{self._limits.max_queue} prompts wait on this prefill node already; try again later")
+        if not 1 <= tokens <= self._limits.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {tokens} tokens, this cluster serves 1 to {self._limits.max_model_len}", param="prompt"
+            )
+        if self._space.pages_for(tokens) > self._space.total_pages:
+            raise InvalidRequest(f"the prompt's {tokens} tokens do not fit in prefill.pool_tokens", param="prompt")
+
+    def _on_peer_lost(self, incarnation: str) -> None:
+        self._sender.peer_lost(incarnation)
+        for request in self._queues:
+            if request.decode == incarnation and not request.ended:
+                self._end(request, NodeLost.code, "the decode node of this request is gone")
+
+    # -- moving between queues ---------------------------------------------------------------------------------
+
+    def _admit(self, now: float) -> None:
+        """First come, first served: a prompt gets all its pages at once, so two can never wait for each other."""
+        waiting = self._queues.waiting
+        while waiting and len(self._queues.computing) < self._limits.max_batch:
+            request = waiting[0]
+            # at least one token has to be computed: its logits give the first output token
+            lease = self._space.lease(
+                request.keys, self._space.pages_for(request.num_tokens), max_cached_tokens=request.num_tokens - 1
+            )
+            if lease is None:
+                return
+            waiting.popleft()
+            request.lease = lease
+            request.scheduled = request.computed = lease.cached_tokens
+            self._prompt_tokens += request.num_tokens
+            self._cached_tokens += lease.cached_tokens
+            request.mark("queued", now)
+            self._queues.computing[request.room] = request
+            self._send_pages(request)  # the cached prefix leaves before anything is computed
+
+    def _complete(self, request: PrefillRequest, token: OutputToken | None) -> None:
+        """The whole prompt is computed and its next token drawn."""
+        assert request.lease is not None
+        now = self._clock()
+        request.mark("prefill_end", now)
+        if token is None:
+            self._end(request, InternalError.code, "the model produced logits that are not finite")
+            return
+        request.lease.commit(request.keys)
+        self._generated += 1
+        reason = finish_reason(token.id, request.emitted + 1, request.sampling)
+        self._link.send(
+            FirstToken(
+                room=request.room, token=token, finish_reason=reason, cached_tokens=request.lease.cached_tokens
+            )
+        )
+        if reason is not None:
+            self._end(request, "finished", "the request ended with its first token", tell_router=False)
+            return
+        request.first_token = token
+        self._queues.handing_over[request.room] = self._queues.computing.pop(request.room)
+        self._send_pages(request)
+
+    def _send_pages(self, request: PrefillRequest) -> None:
+        """Give the sender every page that is complete and not sent yet; after the last one, the record."""
+        slots = self._sender.slots(request.room)
+        if slots is None or request.ended:
+            return
+        assert request.lease is not None
+        complete = request.computed == request.num_tokens
+        ready = len(request.lease.pages) if complete else request.computed // self._space.page_size
+        first = max(request.sent_pages, slots.held_pages)
+        if ready > first:
+            self._sender.send_pages(request.room, request.lease.pages[first:ready], first)
+            self._sent_pages += ready - first
+        request.sent_pages = max(request.sent_pages, ready)
+        if complete and request.first_token is not None:
+            request.mark("last_page_sent", self._clock())
+            self._sender.finish(
+                request.room,
+                HandoffRecord(
+                    first_token=request.first_token.id,
+                    first_logprob=request.first_token.logprob,
+                    num_tokens=request.num_tokens,
+                    cached_tokens=request.lease.cached_tokens,
+                ),
+            )
+
+    def _on_transfer(self, event: SlotsGranted | Delivered | TransferLost) -> None:
+        request = self._queues.find(event.room) or self._queues.ending.get(event.room)
+        if request is None:
+            return
+        if isinstance(event, SlotsGranted):
+            request.mark("slots", self._clock())
+            if request.lease is not None:
+                self._send_pages(request)
+            return
+        request.settled = True
+        if isinstance(event, Delivered):
+            self._transfers += 1
+            request.mark("record_sent", self._clock())
+            self._link.send(PrefillDone(room=request.room, stages=request.stages))
+        elif not request.ended:
+            self._transfer_failures += 1
+            self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
+            self._queues.end(request)
+        self._release_if_settled(request)
+
+    def _end(self, request: PrefillRequest, code: str, reason: str, tell_router: bool = True) -> None:
+        """Stop a request that has not ended; it is gone once launches and writes have settled."""
+        self._queues.end(request)
+        self._sender.cancel(request.room, code, reason)
+        if tell_router:
+            self._link.send(Failed(room=request.room, code=code, message=reason))
+        self._release_if_settled(request)
+
+    def _release_if_settled(self, request: PrefillRequest) -> None:
+        if request.releasable:
+            if request.lease is not None:
+                request.lease.release()
+                request.lease = None
+            self._queues.forget(request)
+
+    def _sweep(self, now: float) -> None:
+        for request in self._queues:
+            if not request.ended and now > request.deadline:
+                self._end(request, DeadlineExceeded.code, "the request's deadline passed on the prefill node")
+
+    # -- what others see ---------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        waiting, computing = self._queues.waiting, self._queues.computing
+        load = NodeLoad(
+            queued=len(waiting),
+            queued_tokens=sum(r.num_tokens for r in waiting) + sum(r.remaining for r in computing.values()),
+            running=len(computing),
+            transferring=len(self._queues.handing_over) + len(self._queues.ending),
+            free_pages=self._space.free_pages,
+            cached_pages=self._space.cache.cached_pages,
+            total_pages=self._space.total_pages,
+        )
+        counters = NodeCounters(
+            requests=self._requests,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated,
+            steps=self._steps,
+            transfers=self._transfers,
+            transfer_failures=self._transfer_failures,
+            transferred_pages=self._sent_pages,
+            refused_messages=self._link.refused_messages + self._sender.refused_messages,
+        )
+        self._link.publish(self._state, load, counters)

@@ -1,0 +1,51 @@
+"""One prompt on its way through a prefill node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.engine.kv_cache.page_space import PageLease
+from common.engine.kv_cache.radix_cache import Keys
+from common.messages.generation import OutputToken, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRequest:
+    """Lives in exactly one queue at a time (see queues.py).
+
+    Invariant: sent_pages * page_size <= computed <= scheduled <= len(keys) until the last chunk, after which
+    sent_pages may count the last, partly filled page too.
+    """
+
+    room: int
+    request_id: str
+    keys: Keys  # [prompt tokens] int64: the token ids, in the form that cache and batch use
+    emitted: int  # tokens at the end of keys that are output already
+    sampling: SamplingParams
+    decode: str  # incarnation of the node that takes over
+    received: float  # monotonic seconds
+    deadline: float  # monotonic seconds
+    lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
+    scheduled: int = 0  # tokens whose forward has been launched, cached prefix included
+    computed: int = 0  # tokens whose KV is known to be written
+    sent_pages: int = 0  # logical pages given to the sender, those that the peer holds included
+    first_token: OutputToken | None = None
+    in_flight: int = 0  # launches not finished yet: pages must not be freed before
+    ended: bool = False  # aborted or failed: nothing more is launched
+    settled: bool = False  # the sender writes no more from these pages
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.keys)
+
+    @property
+    def remaining(self) -> int:
+        return len(self.keys) - self.scheduled
+
+    @property
+    def releasable(self) -> bool:
+        return self.in_flight == 0 and self.settled
+
+    def mark(self, stage: str, now: float) -> None:
+        self.stages.setdefault(stage, now - self.received)

@@ -1,0 +1,96 @@
+"""One forward over chunks of several prompts: target extend, then the first token of each prompt that is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.engine.forward.batch import ForwardBatch, ForwardMode
+from common.engine.model_runner import ModelRunner
+from common.engine.overlap import Completion
+from common.engine.sampler import SampleOutput, SamplingBatch, sample
+from common.engine.sampling_plan import sampling_variant
+from prefill_node.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedPrefill:
+    """`sampled` has one row per chunk of `finals`, in that order; None without finals."""
+
+    chunks: Sequence[Chunk]
+    finals: Sequence[Chunk]
+    sampled: SampleOutput | None
+    completion: Completion
+
+
+class PrefillStep:
+    """Turns chunks into a ForwardBatch. Holds no request state."""
+
+    def __init__(
+        self, runner: ModelRunner, page_size: int, device: torch.device, completion: Callable[[], Completion]
+    ) -> None:
+        self._runner = runner
+        self._page_size = page_size
+        self._device = device
+        self._completion = completion
+
+    def launch(self, chunks: Sequence[Chunk]) -> LaunchedPrefill:
+        """Start the forward; nothing here waits for the device."""
+        finals = [chunk for chunk in chunks if chunk.final]
+        output = self._runner(self._batch(chunks))
+        sampled = sample(output.logits, self._sampling(finals)) if finals else None
+        return LaunchedPrefill(chunks, finals, sampled, self._completion())
+
+    def _batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+        lengths = [chunk.length for chunk in chunks]
+        ends = [chunk.start + chunk.length for chunk in chunks]
+        ids = np.concatenate([chunk.request.keys[chunk.start : end] for chunk, end in zip(chunks, ends)])
+        positions = np.concatenate([np.arange(chunk.start, end) for chunk, end in zip(chunks, ends)])
+        width = max(-(-end // self._page_size) for end in ends)
+        table = np.zeros((len(chunks), width), dtype=np.int32)
+        for row, (chunk, end) in enumerate(zip(chunks, ends)):
+            assert chunk.request.lease is not None
+            pages = chunk.request.lease.pages[: -(-end // self._page_size)]
+            table[row, : len(pages)] = pages
+        owner = np.repeat(np.arange(len(chunks)), lengths)  # token -> row of the batch
+        slots = table[owner, positions // self._page_size].astype(np.int64) * self._page_size
+        slots += positions % self._page_size
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        last_rows = [starts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.final]
+        return ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=self._to_device(ids),
+            positions=self._to_device(positions),
+            kv_slots=self._to_device(slots),
+            page_table=self._to_device(table),
+            seq_lens=self._to_device(np.asarray(ends, dtype=np.int32)),
+            query_start=self._to_device(starts.astype(np.int32)),
+            logits_rows=self._to_device(np.asarray(last_rows, dtype=np.int64)),
+            max_seq_len=max(ends),
+            query_lens_host=tuple(lengths),
+            seq_lens_host=tuple(ends),
+        )
+
+    def _sampling(self, finals: Sequence[Chunk]) -> SamplingBatch:
+        params = [chunk.request.sampling for chunk in finals]
+        positions = [chunk.request.num_tokens for chunk in finals]  # the drawn token's index in its sequence
+        variant = sampling_variant(params)
+        return SamplingBatch(
+            temperature=self._to_device(np.asarray([p.temperature for p in params], dtype=np.float32)),
+            top_p=self._to_device(np.asarray([p.top_p for p in params], dtype=np.float32)),
+            top_k=self._to_device(np.asarray([p.top_k for p in params], dtype=np.int32)),
+            seed=self._to_device(np.asarray([p.seed for p in params], dtype=np.int64)),
+            position=self._to_device(np.asarray(positions, dtype=np.int64)),
+            all_greedy=variant.all_greedy,
+            any_filter=variant.any_filter,
+            num_logprobs=variant.num_logprobs,
+        )
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
