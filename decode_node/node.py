@@ -425,7 +425,7 @@ class DecodeNode:
     # -- what others see ---------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        queues = self._queues
+        queues, received = self._queues, self._receiver.counters
         load = NodeLoad(
             queued=len(queues.waiting) + len(queues.retracted),
             running=len(queues.running),
@@ -444,8 +444,9 @@ class DecodeNode:
             retractions=self._retractions,
             transfers=self._transfers,
             transfer_failures=self._transfer_failures,
-            checksum_failures=self._receiver.checksum_failures,
-            record_failures=self._receiver.record_failures,
-            refused_messages=self._link.refused_messages + self._receiver.refused_messages,
+            transferred_pages=received.pages_received,
+            checksum_failures=received.checksum_failures,
+            record_failures=received.record_failures.total(),
+            refused_messages=self._link.refused_messages + received.malformed + received.unknown_room,
         )
         self._link.publish(self._state, load, counters)

@@ -39,7 +39,7 @@ class PeerConnections:
         """Hand everything that has arrived to the receiver."""
         for incarnation, dealer in self._dealers.items():
             for frame in dealer.drain():
-                self._receiver.receive(incarnation, frame)
+                self._receiver.handle(incarnation, frame)
 
     def lost(self, incarnation: str) -> None:
         self._receiver.peer_lost(incarnation)

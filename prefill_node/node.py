@@ -77,7 +77,7 @@ class PrefillNode:
         self._drain_until = float("inf")
         self._swept = 0.0
         self._requests = self._prompt_tokens = self._cached_tokens = self._steps = 0
-        self._transfers = self._transfer_failures = self._sent_pages = self._generated = 0
+        self._transfers = self._transfer_failures = self._generated = 0
         self._poller = zmq.Poller()
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(peers.socket, zmq.POLLIN)
@@ -162,7 +162,7 @@ class PrefillNode:
                 self._log.error("the router refused this node", reason=message.reason)
                 self._stopping = True
         for peer, frame in self._peers.drain():
-            self._sender.receive(peer, frame)
+            self._sender.handle(peer, frame)
         if self._link.lost():
             self._log.warning("no answer from the router: dropping its requests", requests=len(self._queues))
             for request in self._queues:
@@ -172,7 +172,7 @@ class PrefillNode:
     def _on_prefill(self, message: Prefill, now: float) -> None:
         try:
             self._check(message)
-            self._sender.expect(message.room)
+            self._sender.expect(message.room, now + message.deadline_ms / 1000, message.decode)
         except RequestError as error:
             self._link.send(Failed(room=message.room, code=error.code, message=str(error)))
             return
@@ -264,7 +264,6 @@ class PrefillNode:
         first = max(request.sent_pages, slots.held_pages)
         if ready > first:
             self._sender.send_pages(request.room, request.lease.pages[first:ready], first)
-            self._sent_pages += ready - first
         request.sent_pages = max(request.sent_pages, ready)
         if complete and request.first_token is not None:
             request.mark("last_page_sent", self._clock())
@@ -321,7 +320,7 @@ class PrefillNode:
     # -- what others see ---------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        waiting, computing = self._queues.waiting, self._queues.computing
+        waiting, computing, sent = self._queues.waiting, self._queues.computing, self._sender.counters
         load = NodeLoad(
             queued=len(waiting),
             queued_tokens=sum(r.num_tokens for r in waiting) + sum(r.remaining for r in computing.values()),
@@ -339,7 +338,7 @@ class PrefillNode:
             steps=self._steps,
             transfers=self._transfers,
             transfer_failures=self._transfer_failures,
-            transferred_pages=self._sent_pages,
-            refused_messages=self._link.refused_messages + self._sender.refused_messages,
+            transferred_pages=sent.pages_written,
+            refused_messages=self._link.refused_messages + sent.malformed + sent.invalid_slots,
         )
         self._link.publish(self._state, load, counters)

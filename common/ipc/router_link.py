@@ -65,6 +65,9 @@ class RouterLink:
         self._router: str | None = None  # incarnation that has registered us
         self._asked_at = -1e9
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
+        self._given_up = False  # the router answers but does not know us: written by the thread
+        self._sequence = 0
+        self._registered_at = 0  # echoes of this sequence and before say nothing about the registration
         self._snapshot = Snapshot("loading", NodeLoad(), NodeCounters(), clock())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -104,6 +107,8 @@ class RouterLink:
             if isinstance(message, Registered):
                 self._router = message.router_incarnation
                 self._echo = (message.router_incarnation, self._clock())  # an echo older than this proves nothing
+                self._registered_at = self._sequence
+                self._given_up = False
         self._register_if_needed()
         return sorted(messages, key=lambda message: not isinstance(message, _CONTROL))
 
@@ -112,7 +117,8 @@ class RouterLink:
         if self._router is None:
             return False
         echo = self._echo
-        gone = echo is not None and (self._clock() - echo[1] > self._timeout or echo[0] != self._router)
+        silent = echo is not None and (self._clock() - echo[1] > self._timeout or echo[0] != self._router)
+        gone = silent or self._given_up
         if gone:
             self._router = None
             self._asked_at = -1e9
@@ -133,16 +139,15 @@ class RouterLink:
     def _beat(self) -> None:
         incarnation = self._register.node.incarnation
         dealer = Dealer(self._context, self._address, f"{incarnation}/beat".encode())
-        sequence = 0
         try:
             while not self._stop.wait(self._interval):
-                sequence += 1
+                self._sequence += 1
                 snapshot = self._snapshot
                 dealer.send(
                     encode(
                         Heartbeat(
                             incarnation=incarnation,
-                            sequence=sequence,
+                            sequence=self._sequence,
                             state=snapshot.state,
                             loop_age_ms=int((self._clock() - snapshot.turned_at) * 1000),
                             load=snapshot.load,
@@ -157,5 +162,7 @@ class RouterLink:
                         continue  # counted by nobody on purpose: the main socket counts, this one only listens for echoes
                     if isinstance(message, HeartbeatAck):
                         self._echo = (message.router_incarnation, self._clock())
+                        if not message.known and message.sequence > self._registered_at:
+                            self._given_up = True
         finally:
             dealer.close()

@@ -20,10 +20,12 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class HeartbeatAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Echo: proves that the link works both ways."""
+    """Echo: proves that the link works both ways. `known` is False for a node that was given up: it has to drop what
+    it holds and register again."""
 
     router_incarnation: str
     sequence: int
+    known: bool
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):

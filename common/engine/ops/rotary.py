@@ -26,7 +26,7 @@ def rotary_angles(
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, D] by the angles of `rotary_angles`; returns a contiguous tensor of the same shape."""
+    """Rotate x [T, heads, D] by the angles of `rotary_angles`; returns the same shape, contiguous."""
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 

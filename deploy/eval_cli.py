@@ -1,0 +1,268 @@
+"""deploy/eval: scores a running OpenAI-compatible server with fresh, held-out word problems.
+
+The problems come from the seed, temperature is 0, and only the number after `####` counts. A request that
+fails counts as a wrong answer and as an error; any error makes the exit code 1, an unreachable server makes
+it 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import aiohttp
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from deploy.models.prompts import SHOT_END, chat_messages, few_shot_prompt
+from deploy.models.word_problems import Problem, exam, is_right
+
+Mode = Literal["chat", "completions"]
+
+MOST_NEW_TOKENS = 96  # the longest answer has 53
+CONNECT_SECONDS = 5.0
+GIVE_UP_AFTER = 8  # failed requests in a row: the server is broken, the rest would only wait for it
+
+
+class Unreachable(Exception):
+    """No server answered, or what answered is not an OpenAI-compatible one."""
+
+
+class BadAnswer(Exception):
+    """One request failed; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """What to ask, and how."""
+
+    url: str  # with or without /v1
+    count: int
+    seed: int
+    shots: int = 0
+    mode: Mode = "chat"
+    concurrency: int = 16
+    model: str | None = None  # None: the first one the server lists
+    timeout: float = 120.0  # seconds for one request
+    api_key: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The URL up to and including /v1."""
+        url = self.url.rstrip("/")
+        return url if url.endswith("/v1") else f"{url}/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The JSON that `--json` writes."""
+
+    score: float
+    ci_low: float
+    ci_high: float
+    count: int
+    right: int
+    errors: int
+    first_error: str | None
+    seed: int
+    shots: int
+    mode: Mode
+    model: str
+    url: str
+    seconds: float
+
+
+def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % confidence interval of a share; sensible also at 0 and 1, where right/count +- is not."""
+    if count == 0:
+        return 0.0, 1.0
+    share = right / count
+    centre = share + z * z / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def request_body(model: str, mode: Mode, shots: list[Problem], problem: Problem) -> dict[str, Any]:
+    """One request. Completions stop at the blank line that would begin the next question."""
+    body: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": MOST_NEW_TOKENS}
+    if mode == "chat":
+        return {**body, "messages": chat_messages(shots, problem.question)}
+    return {**body, "prompt": few_shot_prompt(shots, problem.question), "stop": [SHOT_END]}
+
+
+def answer_text(mode: Mode, reply: Any) -> str:
+    """The generated text of a reply."""
+    try:
+        choice = reply["choices"][0]
+        text = choice["message"]["content"] if mode == "chat" else choice["text"]
+    except (KeyError, IndexError, TypeError):
+        raise BadAnswer(f"the reply has no choices[0] with text: {str(reply)[:200]}") from None
+    if not isinstance(text, str):
+        raise BadAnswer(f"the reply's text is {text!r}")
+    return text
+
+
+async def hold(exam_: Exam, progress: Progress) -> Report:
+    """Ask everything and score it. Ends: every request has a deadline, and a broken server is given up on."""
+    start = time.monotonic()
+    headers = {"Authorization": f"Bearer {exam_.api_key}"} if exam_.api_key else {}
+    timeout = aiohttp.ClientTimeout(total=exam_.timeout, sock_connect=CONNECT_SECONDS)
+    connector = aiohttp.TCPConnector(limit=exam_.concurrency)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
+        model = exam_.model or await _first_model(session, exam_.base)
+        room = _Room(exam(exam_.count, exam_.seed, exam_.shots), progress, exam_.count)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(exam_.concurrency, exam_.count)):
+                group.create_task(_candidate(session, exam_, model, room))
+    low, high = wilson(room.right, exam_.count)
+    return Report(
+        score=room.right / exam_.count,
+        ci_low=low,
+        ci_high=high,
+        count=exam_.count,
+        right=room.right,
+        errors=room.errors + room.unasked,
+        first_error=room.first_error,
+        seed=exam_.seed,
+        shots=exam_.shots,
+        mode=exam_.mode,
+        model=model,
+        url=exam_.url,
+        seconds=time.monotonic() - start,
+    )
+
+
+class _Room:
+    """What the concurrent requests share."""
+
+    def __init__(
+        self, questions: Iterator[tuple[list[Problem], Problem]], progress: Progress, count: int
+    ) -> None:
+        self.questions = questions
+        self.right = 0
+        self.errors = 0
+        self.first_error: str | None = None
+        self._unfinished = count
+        self._in_a_row = 0
+        self._progress = progress
+        self._task = progress.add_task("asking", total=count)
+
+    @property
+    def given_up(self) -> bool:
+        return self._in_a_row >= GIVE_UP_AFTER
+
+    @property
+    def unasked(self) -> int:
+        return self._unfinished
+
+    def answered(self, right: bool) -> None:
+        self.right += right
+        self._in_a_row = 0
+        self._finish()
+
+    def failed(self, why: str) -> None:
+        self.errors += 1
+        self._in_a_row += 1
+        self.first_error = self.first_error or why
+        self._finish()
+
+    def _finish(self) -> None:
+        self._unfinished -= 1
+        self._progress.update(self._task, advance=1, description=f"{self.right} right")
+
+
+async def _candidate(session: aiohttp.ClientSession, exam_: Exam, model: str, room: _Room) -> None:
+    path = "/chat/completions" if exam_.mode == "chat" else "/completions"
+    for shots, problem in room.questions:
+        if room.given_up:
+            return
+        body = request_body(model, exam_.mode, shots, problem)
+        try:
+            text = answer_text(exam_.mode, await _call(session, "POST", exam_.base + path, body))
+        except BadAnswer as error:
+            room.failed(str(error))
+        else:
+            room.answered(is_right(problem, text))
+
+
+async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
+    try:
+        reply = await asyncio.wait_for(_call(session, "GET", f"{base}/models", None), 4 * CONNECT_SECONDS)
+        return str(reply["data"][0]["id"])
+    except TimeoutError:
+        raise Unreachable(f"{base}/models did not answer within {4 * CONNECT_SECONDS:.0f} s") from None
+    except BadAnswer as error:
+        raise Unreachable(str(error)) from None
+    except (KeyError, IndexError, TypeError):
+        raise Unreachable(f"{base}/models lists no model: is this an OpenAI-compatible server?") from None
+
+
+async def _call(session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> Any:
+    try:
+        async with session.request(method, url, json=body) as response:
+            raw = await response.read()
+            if response.status != 200:
+                raise BadAnswer(f"{url} answered {response.status}: {raw[:300].decode(errors='replace')}")
+            return json.loads(raw)
+    except TimeoutError:
+        raise BadAnswer(f"{url} did not answer in time") from None
+    except aiohttp.ClientError as error:
+        raise BadAnswer(f"cannot reach {url}: {error}") from None
+    except ValueError as error:
+        raise BadAnswer(f"{url} did not answer with JSON: {error}") from None
+
+
+def run(
+    url: Annotated[str, typer.Argument(help="the server, e.g. http://127.0.0.1:8000")],
+    count: Annotated[int, typer.Option(min=1, help="problems")] = 200,
+    seed: Annotated[int, typer.Option(help="draws the problems; any seed gives held-out ones")] = 7,
+    shots: Annotated[int, typer.Option(min=0, help="solved problems shown before each question")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    mode: Annotated[
+        Mode | None, typer.Option(help="default: chat without shots, completions with shots")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="requests at a time")] = 16,
+    model: Annotated[str | None, typer.Option(help="default: the first one that the server lists")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 120.0,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer token")] = None,
+) -> None:
+    """Score a running server with fresh word problems; prints the share of right answers."""
+    chosen: Mode = mode or ("completions" if shots else "chat")
+    exam_ = Exam(url, count, seed, shots, chosen, concurrency, model, timeout, api_key)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            report = asyncio.run(hold(exam_, progress))
+    except Unreachable as error:
+        typer.echo(f"deploy/eval: {error}. Is the server running?", err=True)
+        raise typer.Exit(2) from None
+    if json_file is not None:
+        json_file.write_text(json.dumps(asdict(report), indent=2) + "\n")
+    typer.echo(
+        f"{report.score:.3f} ({report.right} of {count} right, 95 % interval {report.ci_low:.3f} to "
+        f"{report.ci_high:.3f}), {chosen}, {shots} shots, seed {seed}, {report.seconds:.1f} s"
+    )
+    if report.errors:
+        typer.echo(
+            f"deploy/eval: {report.errors} of {count} requests failed, the first with: {report.first_error}",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """The program behind deploy/eval."""
+    typer.run(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The tiny trained family: its task, tokenizer, training data, training programs and checkpoints."""

@@ -1,0 +1,10 @@
+"""Moves KV pages and handoff records from prefill nodes to decode nodes; knows no model and no scheduler.
+
+    prefill node: Sender  --page writes, then one record-->  memory of the decode node: Receiver
+                          <------ control frames (bytes) ------>
+
+`Sender` and `Receiver` are poll-driven and single-threaded: the node hands them every frame of its peer
+socket (`handle`), calls `poll` once per loop and sends the frames that they produce. What a peer says never
+makes them raise.
+`transport/` holds the means of writing: shm (same host), tcp (any two hosts), loopback (tests).
+"""

@@ -1,0 +1,47 @@
+"""What both sides count; plain integers that the node copies into its metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SenderCounters:
+    delivered: int = 0  # rooms
+    lost: int = 0  # rooms that ended any other way, cancelled ones included
+    pages_written: int = 0
+    records_written: int = 0
+    bytes_written: int = 0
+    handshakes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by cause: version, layout, transport, ...
+    malformed: int = 0  # frames that are no message for this side
+    stale_incarnation: int = 0  # frames of a process that was replaced
+    stale_generation: int = 0
+    duplicate_slots: int = 0
+    invalid_slots: int = 0  # pages or record slot outside of what Hello described
+    early_slots: int = 0  # Slots that came before their prompt
+    early_evicted: int = 0  # of those, given up: too many or too old
+    stalled: int = 0  # rooms given up because no byte moved
+    unsent: int = 0  # control frames that the socket did not take
+
+
+@dataclass(slots=True)
+class ReceiverCounters:
+    arrived: int = 0  # rooms
+    failed: int = 0  # rooms
+    aborted: int = 0  # rooms that the node itself gave up
+    pages_received: int = 0
+    checksum_failures: int = 0
+    record_failures: Counter[str] = field(default_factory=Counter)  # by RecordError.cause
+    refused: int = 0  # handshakes
+    malformed: int = 0
+    stale_incarnation: int = 0
+    stale_generation: int = 0
+    unknown_room: int = 0
+    duplicates: int = 0  # announcements that say what was said before
+    gaps: int = 0  # PagesWritten that skips pages: a frame was lost
+    timeouts: Counter[str] = field(default_factory=Counter)  # handshake, first_page, stall, deadline
+    quarantined: int = 0  # rooms that ever entered quarantine
+    abort_retries: int = 0
+    unsent: int = 0

@@ -1,0 +1,60 @@
+"""Slots that came before their prompt: bounded in all, per peer and in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer.expiring import ExpiringMap
+from kv_transfer.handshake import Peer
+from kv_transfer.limits import TransferLimits
+from kv_transfer.messages import Slots
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    peer: Peer
+    slots: Slots
+    received_at: float
+
+
+class EarlySlots:
+    """Room -> Early. A peer that floods fills its own share and no more."""
+
+    def __init__(self, limits: TransferLimits, clock: Callable[[], float]) -> None:
+        self._entries: ExpiringMap[int, Early] = ExpiringMap(limits.early_slots, limits.early_ttl, clock)
+        self._per_peer = limits.early_slots_per_peer
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, room: int) -> Early | None:
+        return self._entries.get(room)
+
+    def take(self, room: int) -> Early | None:
+        early = self._entries.pop(room)
+        if early is not None:
+            early.peer.early -= 1
+        return early
+
+    def full(self, peer: Peer) -> bool:
+        return peer.early >= self._per_peer
+
+    def put(self, peer: Peer, slots: Slots) -> list[Early]:
+        """Returns the oldest entries, where they had to make room."""
+        peer.early += 1
+        return self._left(self._entries.put(slots.room, Early(peer, slots, self._clock())))
+
+    def expire(self) -> list[Early]:
+        """Returns the entries whose prompt did not come in time."""
+        return self._left(self._entries.expire())
+
+    def forget(self, peer: Peer) -> None:
+        self._entries.remove_where(lambda early: early.peer is peer)
+        peer.early = 0
+
+    def _left(self, entries: list[Early]) -> list[Early]:
+        for early in entries:
+            early.peer.early -= 1
+        return entries

@@ -1,0 +1,58 @@
+"""A bounded map whose entries age: what a peer may make us remember."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class ExpiringMap(Generic[K, V]):
+    """At most `capacity` entries, none older than `ttl` seconds after the last `expire`. Oldest first."""
+
+    def __init__(self, capacity: int, ttl: float, clock: Callable[[], float]) -> None:
+        self._entries: dict[K, tuple[float, V]] = {}
+        self._capacity = capacity
+        self._ttl = ttl
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
+    def get(self, key: K) -> V | None:
+        entry = self._entries.get(key)
+        return entry[1] if entry else None
+
+    def pop(self, key: K) -> V | None:
+        entry = self._entries.pop(key, None)
+        return entry[1] if entry else None
+
+    def put(self, key: K, value: V) -> list[V]:
+        """Returns the values that had to leave."""
+        self._entries.pop(key, None)
+        self._entries[key] = (self._clock() + self._ttl, value)
+        evicted: list[V] = []
+        while len(self._entries) > self._capacity:
+            evicted.append(self._entries.pop(next(iter(self._entries)))[1])
+        return evicted
+
+    def expire(self) -> list[V]:
+        """Returns the values whose time is over."""
+        now = self._clock()
+        gone: list[V] = []
+        while self._entries:
+            key, (until, value) = next(iter(self._entries.items()))
+            if until > now:
+                break
+            del self._entries[key]
+            gone.append(value)
+        return gone
+
+    def remove_where(self, doomed: Callable[[V], bool]) -> None:
+        for key in [key for key, (_, value) in self._entries.items() if doomed(value)]:
+            del self._entries[key]

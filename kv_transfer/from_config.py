@@ -1,0 +1,32 @@
+"""The transfer's layout and limits from the cluster file: equal on both ends by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.config import Cluster
+from kv_transfer.handoff_record import record_bytes
+from kv_transfer.layout import KvLayout
+from kv_transfer.limits import MIB, TransferLimits
+
+MAX_LOGPROBS = 20  # top logprobs of the first token, as the API allows
+
+
+def transfer_limits(cluster: Cluster, max_model_len: int) -> TransferLimits:
+    """`max_model_len` bounds the pages, and with them the record, of one request."""
+    section = cluster.transfer
+    return TransferLimits(
+        slots_timeout=section.slots_timeout,
+        first_page_timeout=section.first_page_timeout,
+        stall_timeout=section.stall_timeout,
+        record_bytes=record_bytes(-(-max_model_len // cluster.kv.page_size), MAX_LOGPROBS),
+        max_inflight_bytes=section.max_inflight_mib * MIB,
+        verify_checksums=section.verify_checksums,
+    )
+
+
+def kv_layout(
+    cluster: Cluster, fingerprint: str, dtype: str, num_pages: int, layers: Sequence[tuple[int, int]]
+) -> KvLayout:
+    """`layers`: (KV heads, head_dim) per layer, target first, then draft."""
+    return KvLayout.build(fingerprint, dtype, cluster.kv.page_size, num_pages, layers)

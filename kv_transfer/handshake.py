@@ -1,0 +1,124 @@
+"""Who may be written to: Hello is checked, the peer's memory attached, its earlier life retired."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import HandshakeRefused
+from kv_transfer.copy_plan import sole_pair
+from kv_transfer.expiring import ExpiringMap
+from kv_transfer.layout import compatible
+from kv_transfer.limits import TransferLimits
+from kv_transfer.messages import Hello, Slots
+from kv_transfer.transport.base import PeerMemory, SenderEndpoint, Target
+
+
+class Refusal(HandshakeRefused):
+    """`cause` is a short metric label."""
+
+    def __init__(self, cause: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.cause = cause
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A decode node that said Hello and was welcomed."""
+
+    identity: bytes  # of its socket; the latest one
+    incarnation: str
+    hello: Hello
+    memory: PeerMemory
+    early: int = 0  # entries of the early-slots map that are its own
+    lost: bool = False  # detached: nothing is written or said any more
+
+    def rejects(self, slots: Slots) -> str | None:
+        """None when the slots lie inside of what Hello described."""
+        if slots.record_slot >= self.hello.record_slots:
+            return f"record slot {slots.record_slot} of {self.hello.record_slots}"
+        if any(page >= self.hello.layout.num_pages for page in slots.pages):
+            return f"a page outside of the pool of {self.hello.layout.num_pages}"
+        if len(set(slots.pages)) != len(slots.pages):
+            return "a page named twice"
+        return None
+
+
+class PeerTable:
+    """Decode nodes by socket identity; bounded by limits.max_peers."""
+
+    def __init__(
+        self, endpoint: SenderEndpoint, limits: TransferLimits, retired: ExpiringMap[str, str]
+    ) -> None:
+        self._endpoint = endpoint
+        self._limits = limits
+        self._retired = retired  # incarnation -> the one that replaced it
+        self._peers: dict[bytes, Peer] = {}
+
+    def all(self) -> list[Peer]:
+        return list(self._peers.values())
+
+    def at(self, identity: bytes) -> Peer | None:
+        return self._peers.get(identity)
+
+    def find(self, incarnation: str) -> Peer | None:
+        return next((peer for peer in self._peers.values() if peer.incarnation == incarnation), None)
+
+    def outlived(self, identity: bytes, incarnation: str, hello: Hello) -> list[Peer]:
+        """Peers that this Hello ends: the same node, socket or process, but not the same Hello."""
+        return [
+            peer
+            for peer in self._peers.values()
+            if (peer.hello.node == hello.node or peer.identity == identity or peer.incarnation == incarnation)
+            and (peer.incarnation, peer.hello) != (incarnation, hello)
+        ]
+
+    def check(self, incarnation: str, hello: Hello) -> None:
+        """Raises Refusal with a sentence for both logs."""
+        newer = self._retired.get(incarnation)
+        if newer is not None:
+            raise Refusal(
+                "retired",
+                f"incarnation {incarnation} of decode node {hello.node} was replaced by {newer}; "
+                "give every decode node its own name",
+            )
+        ours = self._endpoint.layout
+        sentence = compatible(ours, hello.layout)
+        if sentence is not None:
+            raise Refusal("layout", f"decode node {hello.node}: {sentence}")
+        if not sole_pair(ours, hello.layout):
+            raise Refusal(
+                "tensor_parallel",
+                f"decode node {hello.node} is rank {hello.layout.tp_rank} of {hello.layout.tp_size}, this "
+                f"prefill node is rank {ours.tp_rank} of {ours.tp_size}; set the same tensor-parallel "
+                "size on both",
+            )
+
+    def admit(self, identity: bytes, incarnation: str, hello: Hello) -> Peer:
+        """The welcomed peer; `check` passed and `outlived` peers are dropped. Raises Refusal."""
+        known = self.find(incarnation)
+        if known is not None:  # the same Hello again, perhaps over a new socket
+            del self._peers[known.identity]
+            known.identity = identity
+            self._peers[identity] = known
+            return known
+        if len(self._peers) >= self._limits.max_peers:
+            raise Refusal(
+                "full", f"this prefill node serves {len(self._peers)} decode nodes already (max_peers)"
+            )
+        records_bytes = hello.record_slots * hello.record_bytes
+        try:
+            memory = self._endpoint.attach(
+                Target(incarnation, hello.transport, hello.layout.total_bytes, records_bytes)
+            )
+        except HandshakeRefused as error:
+            raise Refusal("transport", f"decode node {hello.node}: {error}") from None
+        peer = Peer(identity, incarnation, hello, memory)
+        self._peers[identity] = peer
+        return peer
+
+    def drop(self, peer: Peer) -> None:
+        """Detach: afterwards every write to this peer is settled."""
+        peer.lost = True
+        if self._peers.get(peer.identity) is peer:
+            del self._peers[peer.identity]
+        self._endpoint.detach(peer.memory)

@@ -1,0 +1,187 @@
+"""What the two ends of a transfer may say to each other: two inboxes, one envelope.
+
+A frame is a fixed envelope followed by one msgpack struct:
+
+    magic 4s | protocol version u16 | reserved u16 | schema hash u64 | incarnation of the speaker 16s | body
+
+The envelope never changes, so a peer of any version can be told apart and refused with a sentence before its
+body is looked at. The incarnation is a random 128-bit value per process: a frame of a dead process is
+recognised and dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Annotated, Final
+
+import msgspec
+
+from common.errors import HandshakeRefused, ProtocolError
+from kv_transfer.layout import KvLayout, Plane
+from kv_transfer.transport.description import (
+    LoopbackDescription,
+    ShmDescription,
+    TcpDescription,
+    TransportDescription,
+)
+from kv_transfer.transport.process import ProcessIdentity
+
+MAGIC: Final = b"TKVT"
+PROTOCOL_VERSION: Final = 1
+MAX_FRAME_BYTES: Final = 8 << 20  # Slots of a million pages fit
+MAX_PAGES: Final = 1 << 20  # of one request
+
+_ENVELOPE: Final = struct.Struct("<4sHHQ16s")
+
+U63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Code = Annotated[str, msgspec.Meta(max_length=64)]  # common.errors code
+Reason = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """decode -> prefill, first on a connection: who I am and how my memory is written."""
+
+    node: Name
+    layout: KvLayout
+    transport: TransportDescription
+    record_slots: U32
+    record_bytes: U32  # of one slot
+
+
+class Slots(msgspec.Struct, frozen=True, tag="slots"):
+    """decode -> prefill: write the request of this room here."""
+
+    room: U63
+    generation: U63
+    pages: Annotated[tuple[U32, ...], msgspec.Meta(max_length=MAX_PAGES)]  # held_pages.., in order
+    record_slot: U32
+    held_pages: U32  # logical pages that the decode node already has
+    deadline_ms: U63 | None = None  # what is left of the request's time when this was sent
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """decode -> prefill: stop; answer AbortAck once no write of this generation is outstanding."""
+
+    room: U63
+    generation: U63
+    code: Code
+    reason: Reason
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """prefill -> decode: the handshake is accepted; the process that will write."""
+
+    node: Name
+    process: ProcessIdentity
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """prefill -> decode: we cannot work together, and why."""
+
+    reason: Reason
+
+
+class PagesWritten(msgspec.Struct, frozen=True, tag="pages_written"):
+    """prefill -> decode: logical pages first .. first+count-1 have landed."""
+
+    room: U63
+    generation: U63
+    first: U32
+    count: U32
+
+
+class RecordWritten(msgspec.Struct, frozen=True, tag="record_written"):
+    """prefill -> decode: all pages and the record have landed; no write of this generation is outstanding."""
+
+    room: U63
+    generation: U63
+    length: U32
+
+
+class SenderFailed(msgspec.Struct, frozen=True, tag="sender_failed"):
+    """prefill -> decode: nothing more will come, and no write of this generation is outstanding."""
+
+    room: U63
+    generation: U63
+    code: Code
+    reason: Reason
+
+
+class AbortAck(msgspec.Struct, frozen=True, tag="abort_ack"):
+    """prefill -> decode: no write of this generation is outstanding, and none will follow."""
+
+    room: U63
+    generation: U63
+
+
+SenderInbox = Hello | Slots | Abort
+ReceiverInbox = Welcome | Refused | PagesWritten | RecordWritten | SenderFailed | AbortAck
+
+_encoder = msgspec.msgpack.Encoder()
+_sender_decoder = msgspec.msgpack.Decoder(SenderInbox)
+_receiver_decoder = msgspec.msgpack.Decoder(ReceiverInbox)
+
+
+def _schema_hash() -> int:
+    """64 bits over every field name and type that crosses the wire: equal only if both sides parse alike."""
+    structs = (
+        *(Hello, Slots, Abort, Welcome, Refused, PagesWritten, RecordWritten, SenderFailed, AbortAck),
+        *(KvLayout, Plane, ProcessIdentity, ShmDescription, TcpDescription, LoopbackDescription),
+    )
+    text = ";".join(
+        f"{s.__name__}:{s.__struct_config__.tag}:{n}={s.__annotations__[n]}"
+        for s in structs
+        for n in s.__struct_fields__
+    )
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+SCHEMA_HASH: Final = _schema_hash()
+
+
+def encode(message: SenderInbox | ReceiverInbox, incarnation: str) -> bytes:
+    """`incarnation` is the speaker's own: 32 hex digits."""
+    envelope = _ENVELOPE.pack(MAGIC, PROTOCOL_VERSION, 0, SCHEMA_HASH, bytes.fromhex(incarnation))
+    return envelope + _encoder.encode(message)
+
+
+def decode_for_sender(frame: bytes) -> tuple[str, SenderInbox]:
+    """(incarnation of the speaker, message). Raises ProtocolError; HandshakeRefused on another version."""
+    incarnation, body = _open(frame)
+    try:
+        return incarnation, _sender_decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a message for a prefill node: {error}") from None
+
+
+def decode_for_receiver(frame: bytes) -> tuple[str, ReceiverInbox]:
+    """(incarnation of the speaker, message). Raises ProtocolError; HandshakeRefused on another version."""
+    incarnation, body = _open(frame)
+    try:
+        return incarnation, _receiver_decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a message for a decode node: {error}") from None
+
+
+def _open(frame: bytes) -> tuple[str, memoryview]:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes, limit is {MAX_FRAME_BYTES}")
+    if len(frame) < _ENVELOPE.size:
+        raise ProtocolError(f"frame of {len(frame)} bytes, the envelope alone has {_ENVELOPE.size}")
+    magic, version, _, schema, incarnation = _ENVELOPE.unpack_from(frame)
+    if magic != MAGIC:
+        raise ProtocolError("not a KV transfer frame")
+    if version != PROTOCOL_VERSION:
+        raise HandshakeRefused(
+            f"the peer speaks KV protocol {version}, this node speaks {PROTOCOL_VERSION}; "
+            "run the same tandem version on both"
+        )
+    if schema != SCHEMA_HASH:
+        raise HandshakeRefused(
+            f"the peer's KV message schema is {schema:016x}, this node's is {SCHEMA_HASH:016x}; "
+            "run the same tandem version on both"
+        )
+    return incarnation.hex(), memoryview(frame)[_ENVELOPE.size :]

@@ -1,0 +1,221 @@
+"""One room on the sending side: its writes, its record, its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.errors import DeadlineExceeded, InternalError, RecordError, TransferFailed
+from kv_transfer import handoff_record
+from kv_transfer.copy_plan import copies, runs
+from kv_transfer.counters import SenderCounters
+from kv_transfer.handoff_record import HandoffRecord
+from kv_transfer.handshake import Peer
+from kv_transfer.limits import TransferLimits
+from kv_transfer.messages import AbortAck, PagesWritten, ReceiverInbox, RecordWritten, SenderFailed, Slots
+from kv_transfer.state import SendState, send_step
+from kv_transfer.transport.base import SenderEndpoint, Ticket, WriteState
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A write that is not known to have settled."""
+
+    ticket: Ticket
+    first: int  # logical page
+    count: int  # pages; 0 for the record
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Outbound:
+    """State of one room. `advance` moves it on and returns what the decode node has to be told."""
+
+    room: int
+    endpoint: SenderEndpoint
+    limits: TransferLimits
+    counters: SenderCounters
+    expected_at: float
+    deadline: float | None
+    decode: str = ""  # incarnation that may grant; "" is any
+    state: SendState = SendState.EXPECTED
+    peer: Peer | None = None
+    slots: Slots | None = None
+    next_page: int = 0  # logical; those below are posted, or held by the decode node
+    failure: tuple[str, str] | None = None  # code, reason
+    abort_asked: bool = False
+    _checksums: list[int] = field(default_factory=list)
+    _posted: list[_Posted] = field(default_factory=list)
+    _record: HandoffRecord | None = None
+    _moved: int = -1  # endpoint.progress when it last changed
+    _moved_at: float = 0.0
+
+    @property
+    def settled(self) -> bool:
+        return not self._posted
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (SendState.DELIVERED, SendState.LOST)
+
+    def accepts(self, peer: Peer) -> bool:
+        return self.decode in ("", peer.incarnation)
+
+    def is_of(self, peer: Peer | None, generation: int) -> bool:
+        """True if this peer granted slots of this generation."""
+        return self.slots is not None and self.peer is peer and self.slots.generation == generation
+
+    def grant(self, peer: Peer, slots: Slots, received_at: float) -> None:
+        self._go(SendState.GRANTED)
+        self.peer, self.slots, self.next_page = peer, slots, slots.held_pages
+        if slots.deadline_ms is not None:
+            until = received_at + slots.deadline_ms / 1000
+            self.deadline = until if self.deadline is None else min(self.deadline, until)
+
+    def send_pages(self, src_pages: Sequence[int], first: int, now: float) -> None:
+        """Post logical pages first.. ; they must follow the ones before without a gap."""
+        if self.state is SendState.DRAINING:
+            return  # the loss is announced by an event that the node has not read yet
+        slots, peer = self.slots, self.peer
+        if self.state is not SendState.GRANTED or slots is None or peer is None:
+            raise InternalError(
+                f"room {self.room}: pages sent while {self.state.value}; wait for SlotsGranted"
+            )
+        if first != self.next_page:
+            raise InternalError(f"room {self.room}: page {first} sent, {self.next_page} is next")
+        offset = first - slots.held_pages
+        dst_pages = slots.pages[offset : offset + len(src_pages)]
+        if len(dst_pages) < len(src_pages):
+            raise InternalError(
+                f"room {self.room}: {first + len(src_pages)} pages sent, slots are for "
+                f"{slots.held_pages + len(slots.pages)}"
+            )
+        if not src_pages:
+            return
+        layout = self.endpoint.layout
+        plan = copies(layout, peer.hello.layout, runs(src_pages, dst_pages))
+        if self.limits.verify_checksums:
+            self._checksums.extend(self.endpoint.digests(src_pages))
+        self.next_page += len(src_pages)
+        ticket = self.endpoint.write(peer.memory, plan, slots.generation)
+        self._post(_Posted(ticket, first, len(src_pages), sum(copy.length for copy in plan)), now)
+
+    def finish(self, record: HandoffRecord) -> None:
+        """The record goes behind all page writes; every granted page must have been sent."""
+        if self.state is SendState.DRAINING:
+            return
+        if self.slots is None or self.next_page != self.slots.held_pages + len(self.slots.pages):
+            raise InternalError(f"room {self.room}: finished after page {self.next_page} of {self.slots}")
+        self._go(SendState.FINISHING)
+        self._record = record
+
+    def give_up(self, code: str, reason: str) -> None:
+        """Post nothing more; outstanding writes drain. Idempotent: the first cause stays."""
+        if self.state is SendState.DRAINING or self.ended:
+            return
+        self._go(SendState.DRAINING)
+        self.failure = (code, reason)
+        for posted in self._posted:
+            self.endpoint.cancel(posted.ticket)
+
+    def advance(self, now: float) -> list[ReceiverInbox]:
+        said: list[ReceiverInbox] = []
+        if self.ended:
+            return said
+        self._reap(said, now)
+        if self.state is SendState.FINISHING and self.settled:
+            self._post_record(now)
+            self._reap(said, now)
+        if self.state is not SendState.DRAINING and not self.ended:
+            self._check_time(now)
+        if self.state is SendState.DRAINING:
+            self._settle(said)
+        return said
+
+    def _reap(self, said: list[ReceiverInbox], now: float) -> None:
+        """Announce what has landed, in order; a failed write turns the room to draining."""
+        while self._posted and self.state is not SendState.DRAINING:
+            head = self._posted[0]
+            outcome = self.endpoint.poll(head.ticket)
+            if outcome is WriteState.PENDING:
+                return
+            self._posted.pop(0)
+            if outcome is WriteState.FAILED:
+                trouble = self.endpoint.trouble(self.peer.memory) if self.peer is not None else ""
+                self.give_up(
+                    TransferFailed.code, f"a write to the decode node failed ({trouble or 'not said why'})"
+                )
+                return
+            self._moved_at = now
+            self.counters.bytes_written += head.nbytes
+            said.append(self._landed(head))
+
+    def _landed(self, write: _Posted) -> ReceiverInbox:
+        assert self.slots is not None
+        if write.count:
+            self.counters.pages_written += write.count
+            return PagesWritten(self.room, self.slots.generation, write.first, write.count)
+        self.counters.records_written += 1
+        self._go(SendState.DELIVERED)
+        return RecordWritten(self.room, self.slots.generation, write.nbytes)
+
+    def _post_record(self, now: float) -> None:
+        assert self.slots is not None
+        assert self.peer is not None
+        assert self._record is not None
+        slot_bytes = self.peer.hello.record_bytes
+        packed = handoff_record.pack_checksums(self._checksums)
+        record = msgspec.structs.replace(self._record, page_checksums=packed)
+        try:
+            data = handoff_record.encode(record, self.room, self.slots.generation, slot_bytes)
+        except RecordError as error:
+            self.give_up(InternalError.code, str(error))
+            return
+        self._go(SendState.RECORDING)
+        offset = self.slots.record_slot * slot_bytes
+        ticket = self.endpoint.write_record(self.peer.memory, offset, data, self.slots.generation)
+        self._post(_Posted(ticket, 0, 0, len(data)), now)
+
+    def _post(self, write: _Posted, now: float) -> None:
+        if not self._posted:
+            self._moved_at = now
+        self._posted.append(write)
+
+    def _check_time(self, now: float) -> None:
+        if self.deadline is not None and now >= self.deadline:
+            self.give_up(DeadlineExceeded.code, "the request's deadline passed before its KV was handed over")
+        elif self.state is SendState.EXPECTED and now - self.expected_at >= self.limits.slots_timeout:
+            self.give_up(
+                TransferFailed.code,
+                f"the decode node granted no slots within {self.limits.slots_timeout:g} s",
+            )
+        elif self._posted and self.peer is not None:
+            moved = self.endpoint.progress(self.peer.memory)
+            if moved != self._moved:
+                self._moved, self._moved_at = moved, now
+            elif now - self._moved_at >= self.limits.stall_timeout:
+                self.counters.stalled += 1
+                self.give_up(
+                    TransferFailed.code,
+                    f"no byte reached the decode node for {self.limits.stall_timeout:g} s",
+                )
+
+    def _settle(self, said: list[ReceiverInbox]) -> None:
+        """Say the end once no write is outstanding; one that never settles leaves the room poisoned."""
+        self._posted = [p for p in self._posted if self.endpoint.poll(p.ticket) is WriteState.PENDING]
+        if self._posted:
+            return
+        self._go(SendState.LOST)
+        if self.slots is None or self.failure is None:
+            return
+        if self.abort_asked:
+            said.append(AbortAck(self.room, self.slots.generation))
+        else:
+            said.append(
+                SenderFailed(self.room, self.slots.generation, self.failure[0], self.failure[1][:4096])
+            )
+
+    def _go(self, state: SendState) -> None:
+        self.state = send_step(self.room, self.state, state)

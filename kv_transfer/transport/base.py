@@ -1,0 +1,189 @@
+"""What a transport is. Five verbs: register memory, describe it to a peer, write into a peer's, poll, close.
+
+The receiving side owns two regions: `kv` (the pool, shaped by its KvLayout) and `records` (slots of
+record_bytes). The sending side owns its pool alone; a record is handed over as bytes.
+
+What the state machines rely on:
+  * a write that is DONE or FAILED is settled: no byte of it will land any more, its source is not read any
+    more;
+  * a peer's failure is a FAILED ticket, never an exception of `write` or `poll`;
+  * where `revoke` answers True, no byte of that generation lands after it returned, whatever the peer does.
+    Where it answers False the pages are safe only after the sender said so, or once `proves_dead` is True.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.copy_plan import Copy
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport.description import TransportDescription
+from kv_transfer.transport.page_digest import page_digests
+from kv_transfer.transport.process import ProcessIdentity
+
+
+class Region(enum.StrEnum):
+    KV = "kv"
+    RECORDS = "records"
+
+
+class WriteState(enum.Enum):
+    PENDING = "pending"
+    DONE = "done"  # settled: every byte landed
+    FAILED = "failed"  # settled: some bytes did not land
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A receiver's memory as its Hello described it."""
+
+    incarnation: str
+    description: TransportDescription
+    kv_bytes: int
+    records_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What one generation may write: the whole of these pages and one record slot."""
+
+    generation: int
+    incarnation: str  # of the only peer that may use it
+    pages: frozenset[int]
+    record_slot: int
+
+
+class PeerMemory:
+    """Handle made by `attach`; subclasses carry what their transport needs."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+
+class Ticket:
+    """Handle of one write; subclasses carry what their transport needs."""
+
+
+class SenderEndpoint(ABC):
+    """A prefill node's side."""
+
+    kv: memoryview
+    layout: KvLayout
+
+    def register(self, layout: KvLayout, kv: memoryview) -> None:
+        """The pool that pages are read from: flat bytes. Once, before the first attach."""
+        if kv.nbytes < layout.total_bytes:
+            raise ValueError(f"the KV buffer has {kv.nbytes} bytes, its layout needs {layout.total_bytes}")
+        self.layout = layout
+        self.kv = kv.cast("B") if kv.format != "B" else kv
+
+    def digests(self, pages: Sequence[int]) -> list[int]:
+        """Checksums of pages of the own pool."""
+        return page_digests(self.kv, self.layout, pages)
+
+    @abstractmethod
+    def attach(self, target: Target) -> PeerMemory:
+        """Open the peer's memory. Raises HandshakeRefused (a sentence) if it cannot be reached."""
+
+    @abstractmethod
+    def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
+        """Start copying from the own pool into the peer's. Writes to one peer are carried out in order."""
+
+    @abstractmethod
+    def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:
+        """Start writing `data` at byte `offset` of the peer's record region."""
+
+    @abstractmethod
+    def poll(self, ticket: Ticket) -> WriteState:
+        """Never blocks; stays what it is once settled."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop what has not started yet, where the transport can; the ticket still has to settle."""
+        del ticket
+
+    @abstractmethod
+    def progress(self, peer: PeerMemory) -> int:
+        """Bytes that have landed at this peer so far: stands still only if nothing moves."""
+
+    def trouble(self, peer: PeerMemory) -> str:
+        """Why the latest write to this peer failed, where the transport knows."""
+        del peer
+        return ""
+
+    @abstractmethod
+    def detach(self, peer: PeerMemory) -> None:
+        """Let go of the peer's memory: afterwards all its tickets are settled."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Detach everything."""
+
+
+class ReceiverEndpoint(ABC):
+    """A decode node's side."""
+
+    kv: memoryview
+    records: memoryview
+    layout: KvLayout
+    record_bytes: int
+
+    @abstractmethod
+    def allocate(self, region: Region, nbytes: int) -> memoryview:
+        """Zeroed writable bytes that peers can be let into (`torch.frombuffer` wraps them). Once each."""
+
+    def open(self, layout: KvLayout, record_bytes: int) -> None:
+        """Both regions are allocated: from here on they are read by this layout."""
+        if self.kv.nbytes < layout.total_bytes:
+            raise ValueError(
+                f"the KV region has {self.kv.nbytes} bytes, its layout needs {layout.total_bytes}"
+            )
+        self.layout = layout
+        self.record_bytes = record_bytes
+
+    def digests(self, pages: Sequence[int]) -> list[int]:
+        """Checksums of pages of the own pool."""
+        return page_digests(self.kv, self.layout, pages)
+
+    def record(self, slot: int) -> bytes:
+        """A copy of a record slot: what is checked cannot change afterwards."""
+        return bytes(self.records[slot * self.record_bytes : (slot + 1) * self.record_bytes])
+
+    def wipe_record(self, slot: int) -> None:
+        """Forget a slot's last record, so that it cannot be taken for the next one."""
+        start = slot * self.record_bytes
+        self.records[start : start + self.record_bytes] = bytes(self.record_bytes)
+
+    @abstractmethod
+    def describe(self, incarnation: str) -> TransportDescription:
+        """The way into this memory, for this one peer."""
+
+    def admit(self, incarnation: str, process: ProcessIdentity) -> None:
+        """The peer welcomed us; it is this process. Raises HandshakeRefused if it cannot be watched."""
+        del incarnation, process
+
+    def expel(self, incarnation: str) -> None:
+        """The peer counts as lost: cut it off, where the transport can, and forget its keys."""
+        del incarnation
+
+    @abstractmethod
+    def announce(self, window: Window) -> None:
+        """Open the window: the peer will be told of these slots."""
+
+    @abstractmethod
+    def revoke(self, generation: int) -> bool:
+        """Shut the window. True: fenced, no byte lands any more. False: the sender may be writing still."""
+
+    @abstractmethod
+    def proves_dead(self, incarnation: str) -> bool:
+        """True only when this incarnation can never write here again; silence proves nothing."""
+
+    def forget(self, incarnation: str) -> None:
+        """Nothing depends on this peer any more."""
+        del incarnation
+
+    @abstractmethod
+    def close(self) -> None:
+        """Withdraw the memory from peers; local views stay valid."""

@@ -1,0 +1,237 @@
+"""One process: a real transport whose faults are scripted. For tests of everything above it.
+
+Writes land when they are due on the fabric's clock, in order of their posting per pair. The n-th write of
+the fabric (from 0, records included) suffers the fault that the plan gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.errors import HandshakeRefused
+from kv_transfer.copy_plan import Copy
+from kv_transfer.transport.base import (
+    PeerMemory,
+    ReceiverEndpoint,
+    Region,
+    SenderEndpoint,
+    Target,
+    Ticket,
+    Window,
+    WriteState,
+)
+from kv_transfer.transport.description import LoopbackDescription, TransportDescription, kind
+
+Damage = Literal["none", "drop", "fail", "truncate", "corrupt", "duplicate", "stick"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one write."""
+
+    delay: float = 0.0  # seconds until it lands
+    damage: Damage = "none"
+    # drop: reported done, nothing landed      truncate: reported done, half of it landed
+    # corrupt: reported done, one byte differs  duplicate: lands twice before it is done
+    # fail: half of it lands, reported failed  stick: never settles, and lands only by `Fabric.unstick`
+
+
+Observer = Callable[[str, Region, int, int, int], None]  # receiver, region, start, length, generation
+
+
+@dataclass(slots=True, eq=False)
+class _Write(Ticket):
+    memory: _Attached
+    region: Region
+    pieces: list[tuple[int, bytes]]  # destination offset, bytes as they were when it was posted
+    generation: int
+    due: float
+    damage: Damage
+    state: WriteState = WriteState.PENDING
+
+
+class _Attached(PeerMemory):
+    def __init__(self, target: Target, sender: LoopbackSender, receiver: LoopbackReceiver) -> None:
+        super().__init__(target)
+        self.sender = sender
+        self.receiver = receiver
+        self.moved = 0
+        self.pending: list[_Write] = []
+
+
+@dataclass(slots=True)
+class Fabric:
+    """Joins the loopback endpoints of one test."""
+
+    clock: Callable[[], float]
+    plan: Callable[[int], Fault] = lambda _: Fault()
+    observers: list[Observer] = field(default_factory=list)  # called before bytes land
+    receivers: dict[str, LoopbackReceiver] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)  # incarnations of senders
+    attached: list[_Attached] = field(default_factory=list)
+    writes: int = 0
+
+    def sender(self, incarnation: str) -> LoopbackSender:
+        return LoopbackSender(self, incarnation)
+
+    def receiver(self, incarnation: str, *, fencing: bool = False) -> LoopbackReceiver:
+        receiver = self.receivers[incarnation] = LoopbackReceiver(self, fencing)
+        return receiver
+
+    def kill(self, sender_incarnation: str) -> None:
+        """The sender's process ends: what has not landed never will."""
+        self.dead.add(sender_incarnation)
+        for memory in self.attached:
+            if memory.sender.incarnation == sender_incarnation:
+                memory.pending.clear()
+
+    def unstick(self) -> None:
+        """Let every stuck write land now, however late."""
+        for memory in self.attached:
+            for write in memory.pending:
+                if write.damage == "stick":
+                    write.damage, write.due = "none", self.clock()
+
+    def advance(self) -> None:
+        """Land what is due."""
+        for memory in self.attached:
+            while memory.pending:
+                write = memory.pending[0]
+                if write.damage == "stick" or write.due > self.clock():
+                    break
+                memory.pending.pop(0)
+                self._land(write)
+
+    def _land(self, write: _Write) -> None:
+        receiver = write.memory.receiver
+        if receiver.fencing and write.generation not in receiver.windows:
+            write.state = WriteState.FAILED
+            return
+        pieces = {"drop": [], "truncate": _half(write.pieces), "fail": _half(write.pieces)}.get(
+            write.damage, write.pieces
+        )
+        if write.damage == "corrupt" and pieces:
+            offset, data = pieces[0]
+            pieces = [(offset, bytes([data[0] ^ 0x40]) + data[1:]), *pieces[1:]]
+        region = receiver.kv if write.region is Region.KV else receiver.records
+        for _ in range(2 if write.damage == "duplicate" else 1):
+            for offset, data in pieces:
+                for observer in self.observers:
+                    incarnation = write.memory.target.incarnation
+                    observer(incarnation, write.region, offset, len(data), write.generation)
+                region[offset : offset + len(data)] = data
+        write.memory.moved += sum(len(data) for _, data in pieces)
+        write.state = WriteState.FAILED if write.damage == "fail" else WriteState.DONE
+
+
+class LoopbackSender(SenderEndpoint):
+    def __init__(self, fabric: Fabric, incarnation: str) -> None:
+        self.fabric = fabric
+        self.incarnation = incarnation
+
+    def attach(self, target: Target) -> PeerMemory:
+        description = target.description
+        if not isinstance(description, LoopbackDescription):
+            raise HandshakeRefused(
+                f"it takes pages by {kind(description)}, this prefill node sends by loopback"
+            )
+        receiver = self.fabric.receivers.get(description.incarnation)
+        if (
+            receiver is None
+            or receiver.kv.nbytes < target.kv_bytes
+            or receiver.records.nbytes < target.records_bytes
+        ):
+            raise HandshakeRefused("its memory cannot be found")
+        memory = _Attached(target, self, receiver)
+        self.fabric.attached.append(memory)
+        return memory
+
+    def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
+        pieces = [(copy.dst, bytes(self.kv[copy.src : copy.src + copy.length])) for copy in copies]
+        return self._post(peer, Region.KV, pieces, generation)
+
+    def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:
+        return self._post(peer, Region.RECORDS, [(offset, data)], generation)
+
+    def poll(self, ticket: Ticket) -> WriteState:
+        assert isinstance(ticket, _Write)
+        self.fabric.advance()
+        return ticket.state
+
+    def progress(self, peer: PeerMemory) -> int:
+        assert isinstance(peer, _Attached)
+        return peer.moved
+
+    def detach(self, peer: PeerMemory) -> None:
+        assert isinstance(peer, _Attached)
+        for write in peer.pending:
+            write.state = WriteState.FAILED
+        peer.pending.clear()
+        if peer in self.fabric.attached:
+            self.fabric.attached.remove(peer)
+
+    def close(self) -> None:
+        for memory in [each for each in self.fabric.attached if each.sender is self]:
+            self.detach(memory)
+
+    def _post(
+        self, peer: PeerMemory, region: Region, pieces: list[tuple[int, bytes]], generation: int
+    ) -> Ticket:
+        assert isinstance(peer, _Attached)
+        fault = self.fabric.plan(self.fabric.writes)
+        self.fabric.writes += 1
+        write = _Write(peer, region, pieces, generation, self.fabric.clock() + fault.delay, fault.damage)
+        if peer in self.fabric.attached:
+            peer.pending.append(write)
+            self.fabric.advance()
+        else:
+            write.state = WriteState.FAILED
+        return write
+
+
+class LoopbackReceiver(ReceiverEndpoint):
+    """`fencing`: windows are enforced, as tcp does; without, they are not, as with shm."""
+
+    def __init__(self, fabric: Fabric, fencing: bool) -> None:
+        self.fabric = fabric
+        self.fencing = fencing
+        self.windows: dict[int, Window] = {}
+
+    def allocate(self, region: Region, nbytes: int) -> memoryview:
+        view = memoryview(bytearray(nbytes))
+        if region is Region.KV:
+            self.kv = view
+        else:
+            self.records = view
+        return view
+
+    def describe(self, incarnation: str) -> TransportDescription:
+        return LoopbackDescription(next(name for name, each in self.fabric.receivers.items() if each is self))
+
+    def announce(self, window: Window) -> None:
+        self.windows[window.generation] = window
+
+    def revoke(self, generation: int) -> bool:
+        self.windows.pop(generation, None)
+        return self.fencing
+
+    def proves_dead(self, incarnation: str) -> bool:
+        return incarnation in self.fabric.dead
+
+    def close(self) -> None:
+        for memory in [each for each in self.fabric.attached if each.receiver is self]:
+            memory.sender.detach(memory)
+
+
+def _half(pieces: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """The first half of the bytes, cut in the middle of a piece."""
+    left = sum(len(data) for _, data in pieces) // 2
+    kept: list[tuple[int, bytes]] = []
+    for offset, data in pieces:
+        if left <= 0:
+            break
+        kept.append((offset, data[:left]))
+        left -= len(data)
+    return kept

@@ -1,0 +1,106 @@
+"""Shared memory files in /dev/shm: made by decode nodes, mapped by prefill nodes, never left behind.
+
+The name tells who made it: tandem.<uid>.<pid namespace>.<pid>.<start ticks>.<incarnation>.<region>. A
+segment is unlinked when its owner closes it; what a killed owner leaves is removed by the next
+`sweep_orphans`, which can tell from the name that the owner is dead even if its pid was given to another
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+from pathlib import Path
+
+from common.errors import ConfigError, HandshakeRefused
+from kv_transfer.transport import process
+
+SHM_DIR = Path("/dev/shm")
+
+_NAME = re.compile(r"tandem\.(\d+)\.(\d+)\.(\d+)\.(\d+)\.([0-9a-f]{32})\.(kv|records)")
+
+
+def segment_name(incarnation: str, region: str) -> str:
+    me = process.current()
+    return f"tandem.{os.getuid()}.{process.pid_namespace()}.{me.pid}.{me.started}.{incarnation}.{region}"
+
+
+def is_of(name: str, owner: process.ProcessIdentity, incarnation: str) -> bool:
+    """True if this is how `owner` names its segments: a path or a foreign file is not."""
+    match = _NAME.fullmatch(name)
+    return match is not None and (match[3], match[4], match[5]) == (
+        str(owner.pid),
+        str(owner.started),
+        incarnation,
+    )
+
+
+def create(name: str, nbytes: int) -> mmap.mmap:
+    """A new zeroed segment of mode 0600, its memory reserved. Raises ConfigError when it does not fit."""
+    path = SHM_DIR / name
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)  # without it a full /dev/shm kills us at first touch
+        return _map(fd, nbytes)
+    except OSError as error:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        raise ConfigError(
+            "",
+            f"{SHM_DIR} has no room for {nbytes >> 20} MiB of KV pages: enlarge it (docker: --shm-size, "
+            "Kubernetes: an emptyDir of medium Memory), lower the number of pages, or use the tcp transport",
+        ) from None
+    finally:
+        os.close(fd)
+
+
+def attach(name: str, nbytes: int) -> mmap.mmap:
+    """Map a peer's segment. Raises HandshakeRefused when there is none, or it is not ours or too small."""
+    try:
+        fd = os.open(SHM_DIR / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise HandshakeRefused(f"its shared memory cannot be opened ({error.strerror})") from None
+    try:
+        info = os.fstat(fd)
+        if info.st_uid != os.getuid():
+            raise HandshakeRefused(
+                "its shared memory belongs to another user; run both nodes as the same user"
+            )
+        if info.st_size < nbytes:
+            raise HandshakeRefused(f"its shared memory has {info.st_size} bytes, its layout needs {nbytes}")
+        return _map(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+def unlink(name: str) -> None:
+    """The name is gone; mappings live on."""
+    (SHM_DIR / name).unlink(missing_ok=True)
+
+
+def sweep_orphans() -> list[str]:
+    """Remove segments of this user whose owner is dead. Call at start-up; returns the names removed.
+
+    Segments from another pid namespace (a container that shares /dev/shm) are left alone: nothing is known
+    of them.
+    """
+    removed: list[str] = []
+    for path in SHM_DIR.glob(f"tandem.{os.getuid()}.{process.pid_namespace()}.*"):
+        match = _NAME.fullmatch(path.name)
+        if match is not None and process.start_ticks(int(match[3])) != int(match[4]):
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    mapped = mmap.mmap(fd, nbytes)
+    mapped.madvise(
+        mmap.MADV_DONTFORK
+    )  # a forked child must not be able to write after its parent is proved dead
+    return mapped

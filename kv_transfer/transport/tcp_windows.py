@@ -1,0 +1,72 @@
+"""Which bytes of the receiver's memory are open to whom: the fence of the TCP transport."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable
+
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport.base import Region, Window
+from kv_transfer.transport.tcp_frames import Frame, Violation
+
+
+class Windows:
+    """Shared by the node's thread and the I/O thread.
+
+    Bytes land only inside of `land`, under the lock; so once `revoke` has returned, nothing of that
+    generation lands. Generations grow: one at or below the highest ever announced that has no window was
+    revoked, one above is a lie.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, Window] = {}
+        self._highest = 0
+        self._starts: list[int] = []
+
+    def use(self, layout: KvLayout, record_bytes: int) -> None:
+        self._layout = layout
+        self._record_bytes = record_bytes
+        self._starts = [plane.offset for plane in layout.planes]
+
+    def announce(self, window: Window) -> None:
+        with self._lock:
+            self._open[window.generation] = window
+            self._highest = max(self._highest, window.generation)
+
+    def revoke(self, generation: int) -> None:
+        with self._lock:
+            self._open.pop(generation, None)
+
+    def revoke_all_of(self, incarnation: str) -> None:
+        with self._lock:
+            for generation in [g for g, window in self._open.items() if window.incarnation == incarnation]:
+                del self._open[generation]
+
+    def admits(self, frame: Frame, incarnation: str) -> bool:
+        """False if its window was shut. Raises Violation for a frame that was never allowed."""
+        with self._lock:
+            window = self._open.get(frame.generation)
+            if window is None and frame.generation <= self._highest:
+                return False
+        if window is None or window.incarnation != incarnation:
+            raise Violation("unannounced", f"generation {frame.generation} is not for this peer")
+        if not self._inside(frame, window):
+            raise Violation("unannounced", f"{frame} lies outside of its window")
+        return True
+
+    def land(self, generation: int, read: Callable[[], int]) -> int | None:
+        """Run `read`, which must not block, if the window is still open; None if it is not."""
+        with self._lock:
+            return read() if generation in self._open else None
+
+    def _inside(self, frame: Frame, window: Window) -> bool:
+        if frame.region is Region.RECORDS:
+            start = window.record_slot * self._record_bytes
+            return start <= frame.offset and frame.offset + frame.length <= start + self._record_bytes
+        index = bisect.bisect_right(self._starts, frame.offset) - 1
+        plane = self._layout.planes[index]
+        first = (frame.offset - plane.offset) // plane.page_bytes
+        last = (frame.offset + frame.length - 1 - plane.offset) // plane.page_bytes
+        return last < self._layout.num_pages and all(page in window.pages for page in range(first, last + 1))

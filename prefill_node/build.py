@@ -1,0 +1,120 @@
+"""Composition root: config to objects. Below this file nobody sees a config."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+import zmq
+
+from common.config import Cluster, Resolved
+from common.config.run_directory import control_address, peer_address
+from common.config.transport_choice import choose_transport
+from common.engine.attention.paged import PagedAttention
+from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.overlap import completion_for
+from common.engine.serving_model import load_serving_model, page_space
+from common.ipc import RouterSocket, check_bind
+from common.ipc.router_link import RouterLink
+from common.messages import prefill_inbox
+from common.messages.identity import NodeRef, new_incarnation
+from common.messages.router_inbox import Register
+from common.observability.logs import Log
+from common.observability.startup import StartupReporter
+from kv_transfer.from_config import kv_layout, transfer_limits
+from kv_transfer.limits import TransferLimits
+from kv_transfer.sender import Sender
+from kv_transfer.transport.base import SenderEndpoint
+from kv_transfer.transport.shm import ShmSender
+from kv_transfer.transport.tcp import TcpSender
+from prefill_node.node import PrefillLimits, PrefillNode
+from prefill_node.step import PrefillStep
+
+
+@dataclass(slots=True)
+class BuiltPrefillNode:
+    """A node and what has to be closed behind it."""
+
+    node: PrefillNode
+    link: RouterLink
+    peers: RouterSocket
+    sender: Sender
+    context: zmq.Context[zmq.Socket[bytes]]
+
+    def close(self) -> None:
+        self.sender.close()
+        self.link.close()
+        self.peers.close()
+        self.context.term()
+
+
+def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) -> BuiltPrefillNode:
+    """Load, allocate, bind. Raises ConfigError or ModelError with the remedy."""
+    cluster = resolved.cluster
+    section, own = cluster.prefill, cluster.prefill_node(name)
+    address = peer_address(resolved, name)
+    check_bind(address, f"prefill.nodes[{name}].peer_address")
+    served = load_serving_model(
+        resolved.model_path, cluster, own.device, section.pool_tokens, "prefill.pool_tokens", reporter
+    )
+    reporter.report("allocating")
+    device = served.placement.device
+    layout = kv_layout(cluster, served.fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
+    limits = transfer_limits(cluster, served.max_model_len)
+    pool = make_pool(
+        served.config,
+        cluster.kv.page_size,
+        served.num_pages,
+        served.placement,
+        storage=torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device),
+        plane_offsets=[plane.offset for plane in layout.planes],
+    )
+    endpoint = _endpoint(cluster, limits)
+    endpoint.register(layout, memoryview(pool.storage.numpy()))
+    context = zmq.Context[zmq.Socket[bytes]]()
+    incarnation = new_incarnation()
+    peers = RouterSocket(context, address)
+    sender = Sender(incarnation, name, endpoint, layout, peers.send, time.monotonic, limits)
+    runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
+    step = PrefillStep(runner, cluster.kv.page_size, device, completion_for(device, one_behind=False))
+    link = RouterLink(
+        context,
+        control_address(resolved),
+        Register(
+            node=NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address),
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            model_fingerprint=served.fingerprint,
+            max_model_len=served.max_model_len,
+            page_size=cluster.kv.page_size,
+            total_pages=served.num_pages - 1,
+            effective_config=served.describe(layout.total_bytes, choose_transport(cluster)),
+        ),
+        prefill_inbox.codec,
+        cluster.health.heartbeat_interval,
+        cluster.health.router_timeout,
+        log,
+    )
+    node = PrefillNode(
+        incarnation,
+        link,
+        peers,
+        sender,
+        page_space(cluster, served.num_pages, section.prefix_cache),
+        step,
+        PrefillLimits(
+            chunk_tokens=section.chunk_tokens,
+            max_batch=section.max_batch,
+            max_queue=section.max_queue,
+            max_model_len=served.max_model_len,
+            drain_timeout=cluster.health.drain_timeout,
+        ),
+        log,
+    )
+    return BuiltPrefillNode(node, link, peers, sender, context)
+
+
+def _endpoint(cluster: Cluster, limits: TransferLimits) -> SenderEndpoint:
+    return ShmSender() if choose_transport(cluster) == "shm" else TcpSender(limits)

@@ -1,0 +1,75 @@
+"""One attempt of one request: a room on two nodes, and the two token streams merged by offset."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from common.errors import InternalError, NodeLost, RequestError
+from common.messages.generation import OutputToken
+from common.messages.router_inbox import FirstToken, TokenRun
+from router.node_registry import Node
+
+MAX_EARLY_RUNS = 4096  # decode steps that may overtake the first token
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """Filled by the control plane, emptied by the dispatcher; both on the event loop."""
+
+    room: int
+    prefill: Node
+    decode: Node
+    next_offset: int = 0
+    pending: list[OutputToken] = field(default_factory=list)  # in order, not given to the client yet
+    early: dict[int, TokenRun] = field(default_factory=dict)  # offset -> run that waits for the ones before it
+    finish_reason: str | None = None
+    error: RequestError | None = None
+    cached_tokens: int = 0
+    prefill_over: bool = False  # pages handed over, or the leg failed: nothing to abort there
+    decode_over: bool = False
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_first_token(self, message: FirstToken) -> None:
+        self.cached_tokens = message.cached_tokens
+        self.on_run(TokenRun(self.room, 0, [message.token], message.finish_reason))
+
+    def on_run(self, run: TokenRun) -> None:
+        """Take tokens in from either node; duplicates are dropped, what comes early waits."""
+        if run.offset > self.next_offset:
+            if len(self.early) >= MAX_EARLY_RUNS:
+                self.fail(InternalError("a decode node is far ahead of the prefill node"))
+            else:
+                self.early[run.offset] = run
+            return
+        self._append(run)
+        while (early := self.early.pop(self.next_offset, None)) is not None:
+            self._append(early)
+        self.woken.set()
+
+    def fail(self, error: RequestError) -> None:
+        """The first failure counts."""
+        if self.error is None and self.finish_reason is None:
+            self.error = error
+        self.woken.set()
+
+    def lose(self, node: Node, reason: str) -> None:
+        """A node of this attempt is gone."""
+        if node is self.prefill:
+            self.prefill_over = True
+        else:
+            self.decode_over = True
+        self.fail(NodeLost(f"{node.role} node {node.name} was lost: {reason}"))
+
+    def take(self) -> list[OutputToken]:
+        """Everything that has come since the last call."""
+        tokens, self.pending = self.pending, []
+        self.woken.clear()
+        return tokens
+
+    def _append(self, run: TokenRun) -> None:
+        fresh = run.tokens[self.next_offset - run.offset :]
+        self.pending.extend(fresh)
+        self.next_offset += len(fresh)
+        if run.finish_reason is not None:
+            self.finish_reason = run.finish_reason

@@ -1,0 +1,181 @@
+"""The router's side of the control socket: what nodes say reaches registry and dispatcher, on the event loop.
+
+A node may speak only for its own incarnation (its socket identity) and its own rooms; everything else is counted and
+dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import zmq
+
+from common.errors import ProtocolError, RequestError, from_code
+from common.ipc import RouterSocket
+from common.messages.node_inbox import Drain, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.router_inbox import (
+    Failed,
+    FirstToken,
+    Goodbye,
+    Heartbeat,
+    PrefillDone,
+    Register,
+    RouterMessage,
+    Tokens,
+    codec,
+)
+from common.messages.wire import encode
+from common.observability.logs import Log
+from router.dispatcher import Dispatcher
+from router.node_registry import Node, NodeRegistry
+
+SWEEP_INTERVAL = 0.25
+
+
+class ControlPlane:
+    """Owns the control socket. Built before the registry and the dispatcher, which send through it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, incarnation: str, log: Log) -> None:
+        self._socket = RouterSocket(context, address)
+        self._monitor = self._socket.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._incarnation = incarnation
+        self._log = log
+        self._registry: NodeRegistry
+        self._dispatcher: Dispatcher
+        self._sweeper: asyncio.Task[None] | None = None
+        self.refused_messages = 0
+        self.address = self._socket.address
+
+    def start(self, registry: NodeRegistry, dispatcher: Dispatcher) -> None:
+        """Begin to listen, on the running event loop."""
+        self._registry = registry
+        self._dispatcher = dispatcher
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._on_readable)
+        loop.add_reader(self._monitor.getsockopt(zmq.FD), self._on_disconnect)
+        self._sweeper = loop.create_task(self._sweep())
+        self._on_readable()
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket.fileno())
+        loop.remove_reader(self._monitor.getsockopt(zmq.FD))
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self._socket.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+
+    def send(self, incarnation: str, message: msgspec.Struct) -> bool:
+        """False if the node cannot be reached. Sending may hide a readable edge, hence the extra look."""
+        sent = self._socket.send(incarnation.encode(), encode(message))
+        asyncio.get_running_loop().call_soon(self._on_readable)
+        return sent
+
+    def drain_nodes(self) -> None:
+        """Ask every node to finish what it has and leave."""
+        for node in self._registry:
+            self.send(node.incarnation, Drain())
+
+    def announce_loss(self, node: Node) -> None:
+        """Tell the nodes of the other role that a peer is gone."""
+        for other in self._registry:
+            if other.role != node.role:
+                self.send(other.incarnation, PeerLost(incarnation=node.incarnation))
+
+    def _on_readable(self) -> None:
+        while batch := self._socket.drain():  # the descriptor is edge-triggered: until it is empty
+            for identity, frame in batch:
+                try:
+                    self._on_message(identity.decode("ascii"), codec.decode(frame))
+                except (ProtocolError, UnicodeDecodeError) as error:
+                    self.refused_messages += 1
+                    self._log.warning("refused a message", error=str(error))
+
+    def _on_message(self, identity: str, message: RouterMessage) -> None:
+        if isinstance(message, Tokens):
+            for run in message.runs:
+                attempt = self._dispatcher.attempt(run.room)
+                if attempt is None or attempt.decode.incarnation != identity:
+                    continue  # ended here already, or not this node's
+                if run.finish_reason is not None:
+                    attempt.decode_over = True
+                if run.stages is not None and (timeline := self._dispatcher.timeline(run.room)) is not None:
+                    timeline.anchor(run.stages, "decode")
+                attempt.on_run(run)
+        elif isinstance(message, Heartbeat):
+            if message.incarnation == identity.removesuffix("/beat"):
+                known = self._registry.heartbeat(message)
+                self._socket.send(identity.encode(), encode(self._ack(message.sequence, known)))
+        elif isinstance(message, FirstToken):
+            attempt = self._dispatcher.attempt(message.room)
+            if attempt is not None and attempt.prefill.incarnation == identity:
+                attempt.prefill.rooms[message.room] = 0
+                attempt.prefill_over = attempt.prefill_over or message.finish_reason is not None
+                attempt.on_first_token(message)
+        elif isinstance(message, PrefillDone):
+            attempt = self._dispatcher.attempt(message.room)
+            if attempt is not None and attempt.prefill.incarnation == identity:
+                attempt.prefill_over = True
+                attempt.prefill.rooms.pop(message.room, None)
+                if (timeline := self._dispatcher.timeline(message.room)) is not None:
+                    timeline.anchor(message.stages, "prefill")
+        elif isinstance(message, Failed):
+            self._on_failed(identity, message)
+        elif isinstance(message, Register):
+            self._on_register(identity, message)
+        elif isinstance(message, Goodbye) and message.incarnation == identity:
+            self._registry.leave(identity)
+
+    def _on_failed(self, identity: str, message: Failed) -> None:
+        attempt = self._dispatcher.attempt(message.room)
+        if attempt is None:
+            return
+        error: RequestError = from_code(message.code, message.message)
+        if attempt.prefill.incarnation == identity:
+            attempt.prefill_over = True
+            attempt.prefill.rooms.pop(message.room, None)
+            attempt.fail(error)
+        elif attempt.decode.incarnation == identity:
+            attempt.decode_over = True
+            attempt.fail(error)
+
+    def _on_register(self, identity: str, message: Register) -> None:
+        if message.node.incarnation != identity:
+            self.refused_messages += 1
+            return
+        refusal = self._registry.register(message)
+        answer = Registered(router_incarnation=self._incarnation) if refusal is None else Rejected(reason=refusal)
+        if refusal is not None:
+            self._log.error("refused a node", peer=message.node.name, reason=refusal)
+        self._socket.send(identity.encode(), encode(answer))
+
+    def _on_disconnect(self) -> None:
+        """Some peer's socket closed: find out whose by asking all. A dead process is noticed within milliseconds."""
+        closed = False
+        while True:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                closed = True
+            except zmq.Again:
+                break
+        if closed:
+            asyncio.get_running_loop().call_later(0.02, self._probe)  # the pipe goes a moment after the event
+
+    def _probe(self) -> None:
+        ack = encode(self._ack(0, known=True))
+        for node in self._registry:
+            if not self._socket.send(node.incarnation.encode(), ack):
+                self._registry.lose(node, "its socket closed")
+
+    def _ack(self, sequence: int, known: bool) -> HeartbeatAck:
+        return HeartbeatAck(router_incarnation=self._incarnation, sequence=sequence, known=known)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL)
+            self._on_readable()
+            self._registry.sweep()
+
+

@@ -1,0 +1,236 @@
+"""One request end to end: place, reserve and prefill at once, merge the token streams, move on when a node is lost.
+
+A request that lost a node is placed again with what it has said appended to its prompt. Draws are keyed by (seed,
+position), so it goes on with the tokens it would have had; the client sees a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from common.errors import DeadlineExceeded, InvalidRequest, NodeLost, Overloaded, RequestError, Unavailable
+from common.messages.decode_inbox import Reserve
+from common.messages.identity import Role, new_room
+from common.messages.node_inbox import Abort
+from common.messages.prefill_inbox import Prefill
+from common.observability.logs import Log
+from router.attempt import Attempt
+from router.generation import GenerationRequest, TokenDelta
+from router.metrics import RouterMetrics
+from router.node_registry import Node, NodeRegistry
+from router.placement import PlacementPolicy
+from router.timeline import Timeline, Timelines
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLimits:
+    """From the router section of the config."""
+
+    max_attempts: int
+    max_requests: int
+    request_timeout: float
+    placement_wait: float
+
+
+class Dispatcher:
+    """Implements router.generation.Generator."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        policies: dict[Role, PlacementPolicy],
+        send: Callable[[str, msgspec.Struct], bool],
+        limits: DispatchLimits,
+        metrics: RouterMetrics,
+        log: Log,
+    ) -> None:
+        """`send` takes (incarnation, message) and returns False if the node cannot be reached."""
+        self._registry = registry
+        self._policies = policies
+        self._send = send
+        self._limits = limits
+        self._metrics = metrics
+        self._log = log
+        self._attempts: dict[int, Attempt] = {}  # room -> attempt under way
+        self._timelines_by_room: dict[int, Timeline] = {}
+        self._changed = asyncio.Event()  # replaced at every change of the registry
+        self._active = 0
+        self.timelines = Timelines()
+
+    @property
+    def active(self) -> int:
+        """Requests in flight."""
+        return self._active
+
+    def attempt(self, room: int) -> Attempt | None:
+        """For the control plane: whom a node's message concerns."""
+        return self._attempts.get(room)
+
+    def timeline(self, room: int) -> Timeline | None:
+        return self._timelines_by_room.get(room)
+
+    def nodes_changed(self) -> None:
+        """Wake everybody who waits for a node."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def node_lost(self, node: Node, reason: str) -> None:
+        for room in list(node.rooms):
+            attempt = self._attempts.get(room)
+            if attempt is not None:
+                attempt.lose(node, reason)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Yields tokens as they come; raises RequestError; closing it at any point frees both nodes."""
+        if self._active >= self._limits.max_requests:
+            raise Overloaded(f"{self._limits.max_requests} requests are in flight; try again later")
+        loop = asyncio.get_running_loop()
+        timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)
+        timeline = Timeline(request.request_id, time.monotonic())
+        self.timelines.add(timeline)
+        self._active += 1
+        finished: str | None = None
+        count = 0
+        try:
+            async for delta in self._attempt_until_done(request, timeline, loop.time() + timeout):
+                finished = delta.finish_reason
+                count += len(delta.tokens)
+                yield delta
+            timeline.outcome = finished or "aborted"
+        except RequestError as error:
+            timeline.outcome = f"error: {error.code}"
+            raise
+        finally:
+            self._active -= 1
+            if timeline.outcome == "running":
+                timeline.outcome = finished or "client gone"
+            timeline.mark("finished", time.monotonic())
+            self._metrics.request_finished(timeline, len(request.token_ids), count)
+            self._log.info("request finished", tokens=count, **timeline.report())
+
+    async def _attempt_until_done(
+        self, request: GenerationRequest, timeline: Timeline, deadline: float
+    ) -> AsyncIterator[TokenDelta]:
+        said: list[int] = []
+        for number in range(1, self._limits.max_attempts + 1):
+            try:
+                async for delta in self._attempt(request, said, timeline, deadline, retry=number > 1):
+                    said.extend(token.id for token in delta.tokens)
+                    yield delta
+                return
+            except RequestError as error:
+                if not error.retryable or number == self._limits.max_attempts:
+                    raise
+                self._metrics.retries.labels(error.code).inc()
+                self._log.warning(
+                    "placing a request again",
+                    request_id=request.request_id,
+                    attempt=number,
+                    tokens=len(said),
+                    reason=str(error),
+                )
+
+    async def _attempt(
+        self, request: GenerationRequest, said: list[int], timeline: Timeline, deadline: float, retry: bool
+    ) -> AsyncIterator[TokenDelta]:
+        attempt = await self._place(request, said, timeline, deadline, retry)
+        first = not said
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await attempt.woken.wait()
+                except TimeoutError:
+                    raise DeadlineExceeded("the request took longer than its timeout") from None
+                tokens = attempt.take()
+                if tokens:
+                    timeline.mark("first_token", time.monotonic())
+                done = attempt.finish_reason if not attempt.pending else None
+                if tokens or done:
+                    yield TokenDelta(tokens, done, attempt.cached_tokens if first else None)
+                    first = False
+                if done:
+                    return
+                if attempt.error is not None:
+                    raise attempt.error
+        finally:
+            self._close(attempt)
+
+    async def _place(
+        self, request: GenerationRequest, said: list[int], timeline: Timeline, deadline: float, retry: bool
+    ) -> Attempt:
+        """Choose a pair of nodes and send both halves of the request."""
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + self._limits.placement_wait if retry else loop.time()
+        while True:
+            changed = self._changed
+            prefill = self._registry.choose("prefill", self._policies["prefill"])
+            decode = self._registry.choose("decode", self._policies["decode"])
+            if prefill is not None and decode is not None:
+                break
+            missing = "prefill" if prefill is None else "decode"
+            until = min(patience, deadline)
+            if loop.time() >= until:
+                raise Unavailable(f"no {missing} node can take requests now; try again in a few seconds")
+            try:
+                async with asyncio.timeout_at(until):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+        attempt = Attempt(new_room(), prefill, decode)
+        tokens = [*request.token_ids, *said]
+        limit = self._registry.max_model_len
+        if limit is not None and len(request.token_ids) + request.sampling.max_tokens > limit:
+            raise InvalidRequest(
+                f"prompt and max_tokens make {len(request.token_ids) + request.sampling.max_tokens} tokens, "
+                f"this cluster serves at most {limit}",
+                param="max_tokens",
+            )
+        self._attempts[attempt.room] = attempt
+        self._timelines_by_room[attempt.room] = timeline
+        prefill.rooms[attempt.room] = len(tokens)
+        decode.rooms[attempt.room] = 0
+        timeline.mark("placed", time.monotonic())
+        timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
+        remaining_ms = max(int((deadline - loop.time()) * 1000), 1)
+        reached = self._send(
+            decode.incarnation,
+            Reserve(
+                room=attempt.room,
+                request_id=request.request_id,
+                token_ids=tokens,
+                emitted=len(said),
+                sampling=request.sampling,
+                prefill=prefill.register.node,
+                deadline_ms=remaining_ms,
+            ),
+        ) and self._send(
+            prefill.incarnation,
+            Prefill(
+                room=attempt.room,
+                request_id=request.request_id,
+                token_ids=tokens,
+                emitted=len(said),
+                sampling=request.sampling,
+                decode=decode.incarnation,
+                deadline_ms=remaining_ms,
+            ),
+        )
+        if not reached:
+            attempt.fail(NodeLost("a node went away while the request was placed"))
+        return attempt
+
+    def _close(self, attempt: Attempt) -> None:
+        """End an attempt, finished or not: whatever a node still holds of it is aborted."""
+        del self._attempts[attempt.room]
+        del self._timelines_by_room[attempt.room]
+        reason = "finished" if attempt.finish_reason is not None else "the request ended at the router"
+        for node, over in ((attempt.prefill, attempt.prefill_over), (attempt.decode, attempt.decode_over)):
+            node.rooms.pop(attempt.room, None)
+            if not over:
+                self._send(node.incarnation, Abort(room=attempt.room, reason=reason))

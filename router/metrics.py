@@ -1,0 +1,110 @@
+"""/metrics: the router's own series and what nodes report with heartbeats, under vLLM's names where it has one.
+
+One registry per process. Node series are read from the registry at scrape time; nothing is observed per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.messages.identity import NodeCounters, NodeLoad
+from router.node_registry import Node
+from router.timeline import Timeline
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
+    "vllm:num_requests_running": ("Requests in a batch", lambda load: load.running),
+    "vllm:num_requests_waiting": ("Requests not started yet", lambda load: load.queued),
+    "vllm:kv_cache_usage_perc": (
+        "Pages that cannot be had, 0 to 1",
+        lambda load: 1 - (load.free_pages + load.cached_pages) / max(load.total_pages, 1),
+    ),
+    "tandem_transferring_requests": ("Requests whose pages are on the way", lambda load: load.transferring),
+    "tandem_free_pages": ("Free KV pages", lambda load: load.free_pages),
+    "tandem_cached_pages": ("KV pages owned by the prefix cache", lambda load: load.cached_pages),
+    "tandem_quarantined_pages": ("KV pages that a peer may still write", lambda load: load.quarantined_pages),
+    "tandem_total_pages": ("KV pages in all, padding page left out", lambda load: load.total_pages),
+}
+
+COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
+    "vllm:prompt_tokens": ("Prompt tokens taken in", lambda c: c.prompt_tokens),
+    "vllm:generation_tokens": ("Tokens drawn", lambda c: c.generated_tokens),
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up", lambda c: c.prompt_tokens),
+    "vllm:prefix_cache_hits": ("Prompt tokens found", lambda c: c.cached_tokens),
+    "vllm:num_preemptions": ("Retractions", lambda c: c.retractions),
+    "tandem_node_requests": ("Requests taken", lambda c: c.requests),
+    "tandem_steps": ("Forward launches", lambda c: c.steps),
+    "tandem_kv_transfers": ("Requests handed over or accepted", lambda c: c.transfers),
+    "tandem_kv_transfer_failures": ("Transfers that failed", lambda c: c.transfer_failures),
+    "tandem_kv_transferred_pages": ("Pages sent", lambda c: c.transferred_pages),
+    "tandem_kv_checksum_failures": ("Pages whose checksum did not match", lambda c: c.checksum_failures),
+    "tandem_kv_record_failures": ("Records refused", lambda c: c.record_failures),
+    "tandem_refused_messages": ("Messages refused", lambda c: c.refused_messages),
+}
+
+
+class RouterMetrics(Collector):
+    """The router's registry; `nodes` yields the nodes of the moment."""
+
+    def __init__(self, model_name: str, nodes: Callable[[], Iterable[Node]]) -> None:
+        self._nodes = nodes
+        self._model = model_name
+        self._registry = CollectorRegistry()
+        labels = ("model_name",)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            series = Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+            return series.labels(model_name)
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "At the router", TTFT_BUCKETS)
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "At the router", E2E_BUCKETS)
+        tokens = (1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt length", tokens)
+        self._generated = histogram("vllm:request_generation_tokens", "Answer length", tokens)
+        self._success = Counter(
+            "vllm:request_success", "Requests by finish reason", ("model_name", "finished_reason"), registry=self._registry
+        )
+        self._errors = Counter("tandem_request_errors", "Requests by error", ("code",), registry=self._registry)
+        self.retries = Counter("tandem_retries", "Requests placed again, by cause", ("code",), registry=self._registry)
+        self._registry.register(self)
+
+    def request_finished(self, timeline: Timeline, prompt_tokens: int, generated_tokens: int) -> None:
+        """Once per request, when it is over."""
+        first = timeline.stages.get("first_token")
+        if first is not None:
+            self._ttft.observe(first)
+        if timeline.outcome in ("stop", "length"):
+            self._success.labels(self._model, timeline.outcome).inc()
+            self._e2e.observe(timeline.stages["finished"])
+            self._prompt.observe(prompt_tokens)
+            self._generated.observe(generated_tokens)
+        else:
+            self._errors.labels(timeline.outcome.removeprefix("error: ").replace(" ", "_")).inc()
+
+    def collect(self) -> Iterator[Metric]:
+        nodes = list(self._nodes())
+        names = ("model_name", "engine", "role")
+        for name, (text, of_load) in GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=names)
+            for node in nodes:
+                gauge.add_metric((self._model, node.name, node.role), of_load(node.load))
+            yield gauge
+        for name, (text, of_counters) in COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=names)
+            for node in nodes:
+                counter.add_metric((self._model, node.name, node.role), of_counters(node.counters))
+            yield counter
+        up = GaugeMetricFamily("tandem_node_up", "1 while a node takes requests", labels=names)
+        for node in nodes:
+            up.add_metric((self._model, node.name, node.role), float(node.state == "up"))
+        yield up
+
+    def render(self) -> bytes:
+        """Prometheus text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,87 @@
+"""Small random models of every supported family, as transformers builds and saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 96
+
+BASE: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
+ALTERNATING = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+# name -> (transformers' name, config values over BASE)
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama3-scaling-tied": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear-mha": ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 4}),
+    "llama-yarn-biases": ("Llama", {"rope_parameters": YARN, "attention_bias": True, "mlp_bias": True}),
+    "mistral-window": ("Mistral", {"sliding_window": 8, "head_dim": 16}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-layer-types": ("Qwen2", ALTERNATING),
+    "qwen2-max-window-layers": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": YARN},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-layer-types-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True, **ALTERNATING}),
+}
+
+
+def build(name: str, seed: int = 0, **overrides: Any) -> Any:
+    """A transformers model in float32 with every parameter random: biases and norms too, so that each one counts."""
+    family, values = FAMILIES[name]
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **values, **overrides})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model.set_attn_implementation("eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(std=0.2, generator=generator)
+            if "norm" in key:
+                parameter.add_(1.0)
+    return model
+
+
+def save(model: Any, path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """Write the model as an ordinary Hugging Face directory."""
+    transformers.utils.logging.disable_progress_bar()
+    model.to(dtype).save_pretrained(path, **options)
+    return path
+
+
+@torch.no_grad()
+def reference_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """[n, V] float32 for ids [n], in one forward without a cache."""
+    logits: torch.Tensor = model(ids[None], use_cache=False).logits[0].float()
+    return logits

@@ -1,0 +1,101 @@
+"""Runs sequences through a `ModelRunner` over shuffled pages, the way the nodes do: chunks of prompts, then decode."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.engine.attention.paged import PagedAttention
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
+from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.models.llama import LlamaForCausalLM
+
+BAD_PAGE = 2**31 - 1  # stands in every page table entry that must not be read
+
+
+class Driver:
+    """Sequences with known ids; `run` computes the next tokens of some of them in one batch."""
+
+    def __init__(
+        self, model: LlamaForCausalLM, sequences: Sequence[Tensor], page_size: int, seed: int = 0
+    ) -> None:
+        self.sequences = list(sequences)
+        self.page_size = page_size
+        self.width = max(-(-len(ids) // page_size) for ids in sequences) + 2
+        num_pages = 1 + sum(-(-len(ids) // page_size) for ids in sequences) + 3
+        self.pool = make_pool(model.config, page_size, num_pages, model.placement)
+        self.pool.storage.view(torch.float32).fill_(torch.nan)  # whatever is not written must not be read
+        for layer in range(self.pool.num_layers):
+            self.pool.key(layer)[0] = self.pool.value(layer)[0] = 0
+        self.runner = ModelRunner(model, self.pool, PagedAttention(self.pool, model.config.sliding_windows))
+        free = list(range(1, num_pages))
+        random.Random(seed).shuffle(free)
+        self.pages = [[free.pop() for _ in range(-(-len(ids) // page_size))] for ids in sequences]
+        self.done = [0] * len(sequences)
+
+    def batch(
+        self,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        mode: ForwardMode = ForwardMode.EXTEND,
+        hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+    ) -> ForwardBatch:
+        """The next lengths[i] tokens of sequence rows[i]; logits of every one."""
+        ids, positions, slots, ends = [], [], [], []
+        table = torch.full((len(rows), self.width), BAD_PAGE, dtype=torch.int32)
+        for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            begin, end = self.done[row], self.done[row] + length
+            where = torch.arange(begin, end)
+            used = torch.tensor(self.pages[row][: -(-end // self.page_size)])
+            table[line, : len(used)] = used.int()
+            ids.append(self.sequences[row][begin:end])
+            positions.append(where)
+            slots.append(used[where // self.page_size] * self.page_size + where % self.page_size)
+            ends.append(end)
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        extend = mode is ForwardMode.EXTEND
+        return ForwardBatch(
+            mode=mode,
+            input_ids=torch.cat(ids),
+            positions=torch.cat(positions),
+            kv_slots=torch.cat(slots),
+            page_table=table,
+            seq_lens=torch.tensor(ends, dtype=torch.int32),
+            query_start=starts,
+            logits_rows=torch.arange(sum(lengths)),
+            max_seq_len=max(ends),
+            hidden_mode=hidden_mode,
+            query_lens_host=tuple(lengths) if extend else None,
+            seq_lens_host=tuple(ends) if extend else None,
+        )
+
+    def run(
+        self,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        mode: ForwardMode = ForwardMode.EXTEND,
+        hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+    ) -> ForwardOutput:
+        output = self.runner(self.batch(rows, lengths, mode, hidden_mode))
+        for row, length in zip(rows, lengths, strict=True):
+            self.done[row] += length
+        return output
+
+    def run_all(self, chunk: int | None, prompts: Sequence[int]) -> list[Tensor]:
+        """Prompts of the given lengths in chunks (None: whole), then decode to the end: logits [n, V] per sequence."""
+        logits: list[list[Tensor]] = [[] for _ in self.sequences]
+
+        def step(rows: list[int], lengths: list[int], mode: ForwardMode) -> None:
+            parts = self.run(rows, lengths, mode).logits.split(lengths)
+            for row, part in zip(rows, parts, strict=True):
+                logits[row].append(part)
+
+        while rows := [row for row, prompt in enumerate(prompts) if self.done[row] < prompt]:
+            left = [prompts[row] - self.done[row] for row in rows]
+            step(rows, [min(n, chunk or n) for n in left], ForwardMode.EXTEND)
+        while rows := [row for row, ids in enumerate(self.sequences) if self.done[row] < len(ids)]:
+            step(rows, [1] * len(rows), ForwardMode.DECODE)
+        return [torch.cat(parts) for parts in logits]

@@ -1,0 +1,244 @@
+"""config.json and generation_config.json as our own code reads them, held against transformers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.engine import families
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from common.engine.ops.rotary import inverse_frequencies
+from common.errors import ModelError
+from common.model_config import DefaultSampling, ModelConfig, model_fingerprint
+from common.rope_config import RopeConfig
+
+RAW: Mapping[str, Any] = {**families.BASE, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+
+
+def write(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> Path:
+    (path / "config.json").write_text(json.dumps(raw))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def load(path: Path, **changes: Any) -> ModelConfig:
+    """RAW with changes; a value of `...` removes the key."""
+    raw = {key: value for key, value in {**RAW, **changes}.items() if value is not ...}
+    return ModelConfig.load(write(path, raw))
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_agrees_with_transformers(name: str, tmp_path: Path) -> None:
+    model = families.build(name)
+    theirs, config = model.config, ModelConfig.load(families.save(model, tmp_path))
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    window = getattr(theirs, "sliding_window", None)
+    assert config.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in types)
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.eos_token_ids == (2,)
+    attention = model.model.layers[0].self_attn
+    assert config.head_dim == attention.head_dim
+    assert config.qkv_bias == (attention.q_proj.bias is not None)
+    assert config.output_bias == (attention.o_proj.bias is not None)
+    assert config.mlp_bias == (model.model.layers[0].mlp.up_proj.bias is not None)
+    torch.testing.assert_close(
+        inverse_frequencies(config.rope, config.head_dim), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0
+    )
+    assert config.rope.attention_factor == pytest.approx(model.model.rotary_emb.attention_scaling)
+
+
+ROPES: Mapping[str, Mapping[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "llama3": {
+        key: families.LLAMA3[key] for key in families.LLAMA3 if key not in ("rope_type", "rope_theta")
+    },
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 64},
+    "yarn-mscale": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+    },
+    "yarn-explicit": {
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+        "attention_factor": 0.9,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_old_rope_scaling_and_new_rope_parameters_read_alike(name: str, key: str, tmp_path: Path) -> None:
+    kind, values = name.partition("-")[0], ROPES[name]
+    old = load(tmp_path, rope_theta=5000.0, rope_scaling={key: kind, **values}).rope
+    new = load(tmp_path, rope_parameters={"rope_type": kind, "rope_theta": 5000.0, **values}).rope
+    assert old == new
+    assert old.theta == 5000.0
+    from transformers import LlamaConfig
+
+    parameters = {"rope_type": kind, "rope_theta": 5000.0, **values}
+    theirs = LlamaConfig(**{**families.BASE, "rope_parameters": parameters})
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(old, 12), inv_freq, rtol=1e-6, atol=0)
+    assert old.attention_factor == pytest.approx(factor)
+
+
+def test_plain_rope_of_old_and_new_configs(tmp_path: Path) -> None:
+    assert load(tmp_path).rope == RopeConfig(theta=10_000.0)
+    assert load(tmp_path, rope_theta=1e6, rope_scaling=None).rope == RopeConfig(theta=1e6)
+    assert load(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e6}).rope.theta == 1e6
+
+
+def test_defaults_of_a_sparse_config(tmp_path: Path) -> None:
+    config = load(tmp_path, num_key_value_heads=..., head_dim=None, torch_dtype="torch.float16", dtype=...)
+    assert config.num_kv_heads == 4
+    assert config.head_dim == 12
+    assert config.dtype == "float16"
+    assert config.sliding_windows == (None, None)
+    assert load(tmp_path, architectures=["Qwen3ForCausalLM"]).head_dim == 128
+    assert load(tmp_path, architectures=["MistralForCausalLM"]).sliding_windows == (4096, 4096)
+    assert load(tmp_path, architectures=["Qwen2ForCausalLM"], sliding_window=9).sliding_windows == (
+        None,
+        None,
+    )
+
+
+def test_generation_config_gives_eos_ids_and_sampling_defaults(tmp_path: Path) -> None:
+    generation = {
+        "eos_token_id": [5, 2, 5],
+        "do_sample": False,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": -1,
+    }
+    config = ModelConfig.load(write(tmp_path, RAW, generation))
+    assert config.eos_token_ids == (5, 2)
+    assert config.default_sampling == DefaultSampling(0.6, 0.95, 0)
+    config = ModelConfig.load(write(tmp_path, {**RAW, "eos_token_id": [7, 8]}, {"eos_token_id": None}))
+    assert config.eos_token_ids == (7, 8)
+    assert config.default_sampling == DefaultSampling()
+    assert ModelConfig.load(write(tmp_path, {**RAW, "eos_token_id": None}, {})).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"architectures": ["FalconForCausalLM"]},
+            ["architecture FalconForCausalLM", "LlamaForCausalLM, Mistral"],
+        ),
+        ({"architectures": ..., "auto_map": {"AutoModel": "evil.Model"}}, ["without architectures", "Qwen3"]),
+        ({"architectures": []}, ["without architectures"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization gptq", "bfloat16"]),
+        ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
+        ({"dtype": "float8_e4m3fn"}, ["dtype float8_e4m3fn", "float32, bfloat16, float16"]),
+        ({"hidden_size": ...}, ["hidden_size", "None"]),
+        ({"hidden_size": "48"}, ["hidden_size", "'48'"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"vocab_size": True}, ["vocab_size", "True"]),
+        ({"num_key_value_heads": 3}, ["4 attention heads", "3 key-value heads"]),
+        ({"head_dim": 7}, ["head_dim 7"]),
+        ({"rms_norm_eps": -1.0}, ["rms_norm_eps", "-1.0"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
+        ({"attention_bias": 1}, ["attention_bias", "1"]),
+        ({"eos_token_id": 4000}, ["eos_token_id 4000", "96"]),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            ["'dynamic'", "default, linear, llama3, yarn"],
+        ),
+        ({"rope_scaling": {"type": "longrope"}}, ["'longrope'"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["'linear'", "factor"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ["factor", "'2'"]),
+        (
+            {"rope_scaling": {**ROPES["llama3"], "rope_type": "llama3", "low_freq_factor": 9.0}},
+            ["low_freq_factor"],
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["per layer type"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["chunked"] * 2,
+            },
+            ["layer_types", "sliding_attention, full_attention"],
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"],
+            },
+            ["layer_types", "2 layers"],
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, ["sliding_window", "0"]),
+    ],
+)
+def test_refusals_name_what_was_found_and_what_is_supported(
+    changes: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as refusal:
+        load(tmp_path, **changes)
+    for words in (*said, "config.json"):
+        assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "generation", [{"temperature": -1}, {"top_p": 1.5}, {"top_k": "5"}, {"temperature": True}]
+)
+def test_generation_values_out_of_range_are_refused(generation: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        ModelConfig.load(write(tmp_path, RAW, generation))
+
+
+def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not a model directory"):
+        ModelConfig.load(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="cannot read"):
+        ModelConfig.load(tmp_path)
+    for text, message in (("{", "not valid JSON"), ("[]", "not a JSON object")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=message):
+            ModelConfig.load(tmp_path)
+
+
+def test_a_config_without_dtype_takes_that_of_the_weights(tmp_path: Path) -> None:
+    path = families.save(families.build("llama"), tmp_path, torch.bfloat16)
+    raw = json.loads((path / "config.json").read_text())
+    del raw["dtype"]
+    write(path, raw)
+    assert ModelConfig.load(path).dtype == "bfloat16"
+
+
+def test_the_control_plane_reads_configs_without_torch() -> None:
+    code = "import sys, common.model_config; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_fingerprint_tells_models_apart_and_nothing_else(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a", "b", "c")]
+    for path, seed in zip(paths, (0, 0, 1), strict=True):
+        families.save(families.build("llama", seed), path)
+    a, b, other_values = map(model_fingerprint, paths)
+    assert a == b
+    assert len(a) == 64
+    assert a != other_values  # same headers, other weights
+    config = json.loads((paths[1] / "config.json").read_text())
+    write(paths[1], {**config, "eos_token_id": 3, "transformers_version": "9"}, {"temperature": 0.5})
+    assert model_fingerprint(paths[1]) == a
+    write(paths[1], {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 9.0}})
+    assert model_fingerprint(paths[1]) != a
