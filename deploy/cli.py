@@ -1,0 +1,205 @@
+"""`deploy/up`, `deploy/down`, `deploy/status`, `deploy/config`. Exit codes: 0 good, 1 failed, 2 refused, 3 not running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from common.config import Resolved, load_cluster
+from common.config.run_directory import run_directory
+from common.errors import ConfigError
+from deploy.children import Child
+from deploy.process_table import read_table
+from deploy.supervisor import AlreadyRunning, StartError, Supervisor
+
+DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
+DETACH_TIMEOUT = 960.0
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+console = Console(stderr=True)
+
+ClusterFile = Annotated[Path, typer.Argument(help="Cluster file")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE, over file and environment")]
+
+
+@app.command()
+def up(
+    cluster: ClusterFile = DEFAULT,
+    overrides: Overrides = None,
+    detach: Annotated[bool, typer.Option(help="Return once the cluster answers")] = False,
+) -> None:
+    """Start a cluster on this machine and keep it running; Ctrl-C drains it."""
+    resolved = _load(cluster, overrides)
+    if detach:
+        _detach(resolved, cluster, overrides or [])
+        return
+    try:
+        supervisor = Supervisor(resolved, overrides or [])
+    except (AlreadyRunning, ConfigError) as error:
+        _fail(str(error))
+    signal.signal(signal.SIGINT, supervisor.request_stop)
+    signal.signal(signal.SIGTERM, supervisor.request_stop)
+    try:
+        with StartView() as view:
+            supervisor.start(view.show)
+    except StartError as error:
+        _fail(str(error))
+    name = resolved.cluster.model.served_name or resolved.model_path.name
+    console.print(f"[bold]{name}[/] answers at [bold]{supervisor.url}/v1[/]  (logs: {supervisor.run_dir}/logs)")
+    console.print("Ctrl-C stops it.")
+    try:
+        supervisor.watch(lambda text: console.print(text, style="yellow"))
+    except StartError as error:
+        supervisor.stop()
+        _fail(str(error))
+    console.print("draining ...")
+    supervisor.stop()
+    console.print("stopped")
+
+
+@app.command()
+def down(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
+    """Drain and stop a cluster."""
+    resolved = _load(cluster, overrides)
+    table = read_table(run_directory(resolved))
+    if table is None:
+        console.print("not running")
+        return
+    os.kill(table.supervisor.pid, signal.SIGTERM)
+    patience = 2 * resolved.cluster.health.drain_timeout + 20
+    deadline = time.monotonic() + patience
+    while table.supervisor.alive:
+        if time.monotonic() > deadline:
+            _fail(f"the supervisor (pid {table.supervisor.pid}) did not stop within {patience:.0f} s")
+        time.sleep(0.05)
+    console.print("stopped")
+
+
+@app.command()
+def status(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
+    """Show the processes of a cluster and what the router says of its nodes."""
+    resolved = _load(cluster, overrides)
+    table = read_table(run_directory(resolved))
+    if table is None:
+        console.print("not running")
+        raise typer.Exit(3)
+    info = _server_info(table.url)
+    nodes = {node["name"]: node for node in info.get("nodes", [])} if info else {}
+    view = RichTable("process", "pid", "state", "running", "queued", "pages free / all")
+    for name, process in table.processes.items():
+        node = nodes.get(name, {})
+        load = node.get("load", {})
+        state = node.get("state", "up" if name == "router" and info else "not registered")
+        view.add_row(
+            name,
+            str(process.pid),
+            state if process.alive else "dead",
+            str(load.get("running", "")),
+            str(load.get("queued", "")),
+            f"{load['free_pages'] + load['cached_pages']} / {load['total_pages']}" if load else "",
+        )
+    out = Console()
+    out.print(f"{table.url}: {table.state}")
+    out.print(view)
+    raise typer.Exit(0 if info is not None and info.get("ready") else 1)
+
+
+@app.command()
+def config(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
+    """Show every value of a cluster and where it comes from."""
+    view = RichTable("key", "value", "origin")
+    for path, value, origin in _load(cluster, overrides).rows():
+        view.add_row(path, str(value), origin, style=None if origin == "default" else "bold")
+    Console().print(view)
+
+
+class StartView:
+    """One bar per process on a terminal, one line per change elsewhere."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("{task.description:12}"), BarColumn(), TextColumn("{task.fields[phase]}"), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._tasks: dict[str, TaskID] = {}
+        self._said: dict[str, str] = {}
+
+    def __enter__(self) -> StartView:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def show(self, children: list[Child]) -> None:
+        for child in children:
+            at = child.progress
+            if child.name not in self._tasks:
+                self._tasks[child.name] = self._bars.add_task(child.name, total=1, phase="starting")
+            ready = at.phase == "ready"
+            self._bars.update(
+                self._tasks[child.name], total=at.total or 1, completed=(at.total or 1) if ready else at.done, phase=at.phase
+            )
+            if not console.is_terminal and self._said.get(child.name) != at.phase:
+                self._said[child.name] = at.phase
+                console.print(f"{child.name}: {at.phase}", highlight=False)
+
+
+def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
+    run_dir = run_directory(resolved)
+    table = read_table(run_dir)
+    if table is not None:
+        _fail(f"this cluster runs already at {table.url} (pid {table.supervisor.pid}); stop it with deploy/down")
+    command = [sys.executable, "-m", "deploy.cli", "up", str(cluster)]
+    command += [part for item in overrides for part in ("--set", item)]
+    log_path = run_dir / "supervisor.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    deadline = time.monotonic() + DETACH_TIMEOUT
+    while time.monotonic() < deadline:
+        table = read_table(run_dir)
+        if table is not None and table.state == "ready":
+            console.print(f"answers at {table.url}/v1 (supervisor pid {process.pid}, logs: {run_dir}/logs)")
+            return
+        if process.poll() is not None:
+            _fail(log_path.read_text(errors="replace").strip() or f"the supervisor ended with {process.returncode}")
+        time.sleep(0.1)
+    process.terminate()
+    _fail(f"not ready after {DETACH_TIMEOUT:.0f} s; see {log_path}")
+
+
+def _load(cluster: Path, overrides: list[str] | None) -> Resolved:
+    try:
+        return load_cluster(cluster, overrides or [])
+    except ConfigError as error:
+        console.print(f"{cluster}: {error}", style="red", highlight=False)
+        raise typer.Exit(2) from None
+
+
+def _server_info(url: str) -> dict[str, Any] | None:
+    try:
+        with urllib.request.urlopen(f"{url}/server_info", timeout=5) as response:
+            return msgspec.json.decode(response.read(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _fail(text: str) -> Any:
+    console.print(text, style="red", highlight=False, markup=False)
+    raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,9 @@
+# Sourced by the scripts beside it: where the checkout is, which Python runs it, and what every process needs set.
+# TANDEM_PYTHON names an interpreter that has tandem's packages already; then nothing is installed.
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+if [ -z "${TANDEM_PYTHON:-}" ]; then
+    "$root/deploy/setup"
+fi
+python="${TANDEM_PYTHON:-$root/.venv/bin/python}"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_WAIT_POLICY=PASSIVE  # several processes share the cores: a spinning OpenMP worker takes the others' time
