@@ -18,7 +18,7 @@ from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.overlap import completion_for
 from common.engine.serving_model import load_serving_model, page_space
-from common.ipc import check_bind
+from common.ipc import LinkSecurity, check_bind, link_security
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation
@@ -42,15 +42,17 @@ class BuiltDecodeNode:
     """A node and what has to be closed behind it."""
 
     node: decode.DecodeNode
-    link: RouterLink
+    link: RouterLink[decode_inbox.DecodeMessage]
     peers: PeerConnections
     receiver: Receiver
+    security: LinkSecurity
     context: zmq.Context[zmq.Socket[bytes]]
 
     def close(self) -> None:
         self.receiver.shutdown()
         self.link.close()
         self.peers.close()
+        self.security.close()
         self.context.term()
 
 
@@ -66,7 +68,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     incarnation = new_incarnation()
     layout = kv_layout(cluster, served.fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
     limits = transfer_limits(cluster, served.max_model_len)
-    endpoint = _endpoint(cluster, own, incarnation, limits)
+    context = zmq.Context[zmq.Socket[bytes]]()
+    security = link_security(context, resolved.keys_path, name)
+    endpoint = _endpoint(cluster, own, incarnation, limits, security)
     storage = torch.frombuffer(endpoint.allocate(Region.KV, layout.total_bytes), dtype=torch.uint8)
     pool = make_pool(
         served.config,
@@ -78,7 +82,6 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     record_slots = 2 * section.max_transferring  # on the way, and as many again in quarantine
     receiver = Receiver(incarnation, name, endpoint, layout, time.monotonic, limits, record_slots)
-    context = zmq.Context[zmq.Socket[bytes]]()
     poller = zmq.Poller()
     space = page_space(cluster, served.num_pages, section.prefix_cache)
     rows = section.max_running
@@ -109,8 +112,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         cluster.health.heartbeat_interval,
         cluster.health.router_timeout,
         log,
+        security=security,
     )
-    peers = PeerConnections(context, incarnation, receiver, poller)
+    peers = PeerConnections(context, incarnation, receiver, poller, security)
     node = decode.DecodeNode(
         incarnation,
         link,
@@ -131,12 +135,14 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         ),
         log,
     )
-    return BuiltDecodeNode(node, link, peers, receiver, context)
+    return BuiltDecodeNode(node, link, peers, receiver, security, context)
 
 
-def _endpoint(cluster: Cluster, own: DecodeNode, incarnation: str, limits: TransferLimits) -> ReceiverEndpoint:
+def _endpoint(
+    cluster: Cluster, own: DecodeNode, incarnation: str, limits: TransferLimits, security: LinkSecurity
+) -> ReceiverEndpoint:
     if choose_transport(cluster) == "shm":
         sweep_orphans()
         return ShmReceiver(incarnation)
-    check_bind(f"tcp://{own.host}:{own.bulk_port}", f"decode.nodes[{own.name}].host")
+    check_bind(f"tcp://{own.host}:{own.bulk_port}", f"decode.nodes[{own.name}].host", security)
     return TcpReceiver(own.host, own.bulk_port, limits)

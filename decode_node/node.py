@@ -27,7 +27,7 @@ from common.errors import (
     TransferFailed,
 )
 from common.ipc.router_link import RouterLink
-from common.messages.decode_inbox import Reserve
+from common.messages.decode_inbox import DecodeMessage, Reserve
 from common.messages.generation import OutputToken
 from common.messages.identity import NodeCounters, NodeLoad, NodeState
 from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
@@ -43,8 +43,8 @@ from kv_transfer import receiver as transfer
 from kv_transfer.receiver import Receiver
 
 SWEEP_INTERVAL = 0.25  # seconds between looks at deadlines
-IDLE_WAIT = 0.1
-TRANSFER_WAIT = 0.005  # while pages are on the way: deadlines and deaths are seen by polling
+IDLE_WAIT_MS = 100
+TRANSFER_WAIT_MS = 5  # while pages are on the way: deadlines and deaths are seen by polling
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class DecodeNode:
     def __init__(
         self,
         incarnation: str,
-        link: RouterLink,
+        link: RouterLink[DecodeMessage],
         peers: PeerConnections,
         poller: zmq.Poller,
         receiver: Receiver,
@@ -159,7 +159,7 @@ class DecodeNode:
 
     def _idle(self) -> None:
         busy = self._queues.transferring or self._queues.quarantined
-        self._poller.poll((TRANSFER_WAIT if busy else IDLE_WAIT) * 1000)
+        self._poller.poll(TRANSFER_WAIT_MS if busy else IDLE_WAIT_MS)
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -209,7 +209,9 @@ class DecodeNode:
         if self._state != "up":
             raise NodeLost("this decode node is draining")
         if len(self._queues.waiting) >= self._limits.max_queue:
-            raise Overloaded(f"{self._limits.max_queue} requests wait on this decode node already; try again later")
+            raise Overloaded(
+                f"{self._limits.max_queue} requests wait on this decode node already; try again later"
+            )
         if self._queues.find(request.room) is not None or request.room in self._queues.quarantined:
             raise InvalidRequest(f"room {request.room} is in use")
         if not request.prompt or request.max_output < 1:
@@ -251,7 +253,10 @@ class DecodeNode:
             return False
         try:
             self._receiver.open(
-                request.room, request.prefill.incarnation, lease.pages[lease.cached_pages :], lease.cached_pages
+                request.room,
+                request.prefill.incarnation,
+                lease.pages[lease.cached_pages :],
+                lease.cached_pages,
             )
         except RequestError as error:
             lease.release()
@@ -326,7 +331,9 @@ class DecodeNode:
             self._queues.running[request.room] = request
 
     def _on_transfer(
-        self, event: transfer.Arrived | transfer.Failed | transfer.PagesFree | transfer.PeerRefused, now: float
+        self,
+        event: transfer.Arrived | transfer.Failed | transfer.PagesFree | transfer.PeerRefused,
+        now: float,
     ) -> None:
         if isinstance(event, transfer.PeerRefused):
             self._log.error("a prefill node and this node cannot work together", reason=event.reason)
@@ -348,7 +355,9 @@ class DecodeNode:
             return
         self._receiver.close(request.room)
         if event.record.num_tokens != len(request.prompt):
-            self._fail(request, TransferFailed.code, "the record is of another prompt length than the reservation")
+            self._fail(
+                request, TransferFailed.code, "the record is of another prompt length than the reservation"
+            )
             return
         assert request.lease is not None
         self._transfers += 1

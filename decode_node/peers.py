@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zmq
 
-from common.errors import Overloaded
-from common.ipc import Dealer
+from common.errors import ConfigError, Overloaded, Unavailable
+from common.ipc import Dealer, LinkSecurity
 from common.messages.identity import NodeRef
 from kv_transfer.receiver import Receiver
 
@@ -16,12 +16,18 @@ class PeerConnections:
     """Owns the sockets; the receiver owns the protocol."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], incarnation: str, receiver: Receiver, poller: zmq.Poller
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        incarnation: str,
+        receiver: Receiver,
+        poller: zmq.Poller,
+        security: LinkSecurity | None = None,
     ) -> None:
         self._context = context
         self._identity = incarnation.encode()
         self._receiver = receiver
         self._poller = poller
+        self._security = security
         self._dealers: dict[str, Dealer] = {}  # prefill incarnation -> socket
 
     def ensure(self, peer: NodeRef) -> None:
@@ -30,7 +36,10 @@ class PeerConnections:
             return
         if len(self._dealers) >= MAX_PEERS:
             raise Overloaded(f"this decode node talks to {MAX_PEERS} prefill nodes already")
-        dealer = Dealer(self._context, peer.peer_address, self._identity)
+        try:
+            dealer = Dealer(self._context, peer.peer_address, self._identity, peer.name, self._security)
+        except ConfigError as error:
+            raise Unavailable(f"prefill node {peer.name} cannot be connected to: {error}") from error
         self._dealers[peer.incarnation] = dealer
         self._poller.register(dealer.socket, zmq.POLLIN)
         self._receiver.connect(peer.incarnation, dealer.send)

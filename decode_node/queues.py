@@ -1,10 +1,10 @@
 """Where a request is. The queue is the state:
 
-    waiting ──pages──> transferring ──record──> arrived ──row──> running ──last token──> gone
-                            │                                     │   ^
-                            │                            no pages v   │ pages
-                            │                                  retracted
-                            └──abort or failure──> quarantined ──no write can land any more──> gone
+waiting ──pages──> transferring ──record──> arrived ──row──> running ──last token──> gone
+                        │                                     │   ^
+                        │                            no pages v   │ pages
+                        │                                  retracted
+                        └──abort or failure──> quarantined ──no write can land any more──> gone
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ class DecodeRequest:
     deadline: float
     lease: PageLease | None = None
     row: int = 0  # in RequestTable and RelayState, 0 = none
-    output: list[int] = field(default_factory=list)  # tokens the host knows; the first one came with the record
+    output: list[int] = field(
+        default_factory=list
+    )  # tokens the host knows; the first one came with the record
     launched: int = 0  # tokens drawn or being drawn, the first included
     in_flight: int = 0  # steps not read yet that write to this request's row and pages
     skipped: int = 0  # how often later requests were admitted before this one

@@ -41,12 +41,16 @@ class Retraction:
         """Give the request pages and a row again, with the KV that it had. False: not enough pages yet."""
         assert request.backup is not None
         keys = as_keys(request.prompt + request.output[:-1])
-        lease = self._space.lease(keys, self._space.pages_for(request.seq_len + 1), max_cached_tokens=len(keys))
+        lease = self._space.lease(
+            keys, self._space.pages_for(request.seq_len + 1), max_cached_tokens=len(keys)
+        )
         if lease is None:
             return False
         request.lease = lease
         first, count = lease.cached_pages, request.backup.num_pages
-        self._pool.copy_pages_in(lease.pages[first:count], request.backup.pages[:, first:count])  # planes first
+        self._pool.copy_pages_in(
+            lease.pages[first:count], request.backup.pages[:, first:count]
+        )  # planes first
         self.occupy(request)
         self.drop(request)
         return True

@@ -1,4 +1,4 @@
-"""`deploy/up`, `deploy/down`, `deploy/status`, `deploy/config`. Exit codes: 0 good, 1 failed, 2 refused, 3 not running."""
+"""`deploy/up`, `down`, `status` and `config`. Exit codes: 0 good, 1 failed, 2 refused, 3 not running."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def up(
     except StartError as error:
         _fail(str(error))
     name = resolved.cluster.model.served_name or resolved.model_path.name
-    console.print(f"[bold]{name}[/] answers at [bold]{supervisor.url}/v1[/]  (logs: {supervisor.run_dir}/logs)")
+    console.print(
+        f"[bold]{name}[/] answers at [bold]{supervisor.url}/v1[/]  (logs: {supervisor.run_dir}/logs)"
+    )
     console.print("Ctrl-C stops it.")
     try:
         supervisor.watch(lambda text: console.print(text, style="yellow"))
@@ -129,7 +131,12 @@ class StartView:
     """One bar per process on a terminal, one line per change elsewhere."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("{task.description:12}"), BarColumn(), TextColumn("{task.fields[phase]}"), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description:12}"),
+            BarColumn(),
+            TextColumn("{task.fields[phase]}"),
+            TimeElapsedColumn(),
+        )
         self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
         self._said: dict[str, str] = {}
@@ -148,7 +155,10 @@ class StartView:
                 self._tasks[child.name] = self._bars.add_task(child.name, total=1, phase="starting")
             ready = at.phase == "ready"
             self._bars.update(
-                self._tasks[child.name], total=at.total or 1, completed=(at.total or 1) if ready else at.done, phase=at.phase
+                self._tasks[child.name],
+                total=at.total or 1,
+                completed=(at.total or 1) if ready else at.done,
+                phase=at.phase,
             )
             if not console.is_terminal and self._said.get(child.name) != at.phase:
                 self._said[child.name] = at.phase
@@ -159,7 +169,9 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
     run_dir = run_directory(resolved)
     table = read_table(run_dir)
     if table is not None:
-        _fail(f"this cluster runs already at {table.url} (pid {table.supervisor.pid}); stop it with deploy/down")
+        _fail(
+            f"this cluster runs already at {table.url} (pid {table.supervisor.pid}); stop it with deploy/down"
+        )
     command = [sys.executable, "-m", "deploy.cli", "up", str(cluster)]
     command += [part for item in overrides for part in ("--set", item)]
     log_path = run_dir / "supervisor.log"
@@ -174,7 +186,10 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
             console.print(f"answers at {table.url}/v1 (supervisor pid {process.pid}, logs: {run_dir}/logs)")
             return
         if process.poll() is not None:
-            _fail(log_path.read_text(errors="replace").strip() or f"the supervisor ended with {process.returncode}")
+            _fail(
+                log_path.read_text(errors="replace").strip()
+                or f"the supervisor ended with {process.returncode}"
+            )
         time.sleep(0.1)
     process.terminate()
     _fail(f"not ready after {DETACH_TIMEOUT:.0f} s; see {log_path}")

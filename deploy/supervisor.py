@@ -143,9 +143,13 @@ class Supervisor:
 
     def _probe(self, show: Callable[[list[Child]], None]) -> None:
         """One real request through router, prefill node, transfer and decode node."""
-        body = msgspec.json.encode({"prompt": [1, 1, 1], "max_tokens": 2, "temperature": 0, "ignore_eos": True})
+        body = msgspec.json.encode(
+            {"prompt": [1, 1, 1], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        )
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", body, {"Content-Type": "application/json", "X-Request-Id": "deploy-probe"}
+            f"{self.url}/v1/completions",
+            body,
+            {"Content-Type": "application/json", "X-Request-Id": "deploy-probe"},
         )
         deadline = time.monotonic() + PROBE_TIMEOUT
         while True:
@@ -157,7 +161,9 @@ class Supervisor:
                         return
                     problem = f"the probe was answered with {answer['usage']}"
             except urllib.error.HTTPError as error:
-                problem = f"the probe was answered {error.code}: {error.read()[:300].decode(errors='replace')}"
+                problem = (
+                    f"the probe was answered {error.code}: {error.read()[:300].decode(errors='replace')}"
+                )
             except OSError as error:
                 problem = f"{self.url} does not answer: {error}"
             if time.monotonic() > deadline:
@@ -203,4 +209,3 @@ class Supervisor:
 
 def _describe(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-

@@ -149,7 +149,7 @@ class Receiver:
         return inbound.generation
 
     def abort(self, room: int, reason: str, code: str = TransferFailed.code) -> None:
-        """The node gives the room up: exactly one PagesFree follows, as soon as nothing can be written any more.
+        """The node gives the room up: exactly one PagesFree follows, once nothing can be written any more.
 
         Also takes back a room that has arrived and is not closed. Unknown rooms are ignored, and so are
         rooms that failed before: their PagesFree comes anyway.
@@ -279,9 +279,8 @@ class Receiver:
         inbound.go(ReceiveState.RECEIVING)
 
     def _verify(self, inbound: Inbound, told: RecordWritten) -> None:
-        self._endpoint.revoke(
-            inbound.generation
-        )  # the sender is done: whatever comes now is not of this transfer
+        # the sender is done: whatever comes now is not of this transfer
+        self._endpoint.revoke(inbound.generation)
         try:
             record = inbound.verified_record(self._endpoint, told.length, self._limits.verify_checksums)
         except RecordError as error:

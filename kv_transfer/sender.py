@@ -29,7 +29,6 @@ from kv_transfer.state import SendState
 from kv_transfer.transport import process
 from kv_transfer.transport.base import SenderEndpoint
 
-
 __all__ = ["Delivered", "GrantedSlots", "Sender", "SenderEvent", "SlotsGranted", "TransferLost"]
 
 
@@ -88,11 +87,6 @@ class Sender:
     @property
     def writing(self) -> bool:
         """Some write is not known to have settled: poll again soon, no message will tell."""
-        return any(not room.settled for room in self._rooms.values())
-
-    @property
-    def writing(self) -> bool:
-        """Writes are outstanding: `poll` soon."""
         return any(not room.settled for room in self._rooms.values())
 
     @property

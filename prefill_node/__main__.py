@@ -18,7 +18,9 @@ def main(
     cluster: Annotated[Path, typer.Option(help="Cluster file")],
     name: Annotated[str, typer.Option(help="Which of the file's prefill nodes this process is")],
     set_: Annotated[list[str], typer.Option("--set", help="PATH=VALUE, over file and environment")] = [],  # noqa: B006
-    status_fd: Annotated[int | None, typer.Option(help="Descriptor for start-up progress", hidden=True)] = None,
+    status_fd: Annotated[
+        int | None, typer.Option(help="Descriptor for start-up progress", hidden=True)
+    ] = None,
 ) -> None:
     """Run a prefill node until it is told to drain (SIGTERM)."""
 
@@ -26,7 +28,7 @@ def main(
         resolved = load_cluster(cluster, set_)
         logs.configure(name, resolved.cluster.process.log_level)
         reporter.report("importing")
-        from prefill_node.build import build  # noqa: PLC0415 - torch takes a second to import: say so first
+        from prefill_node.build import build
 
         built = build(resolved, name, reporter, log)
         try:

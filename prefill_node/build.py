@@ -16,7 +16,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.overlap import completion_for
 from common.engine.serving_model import load_serving_model, page_space
-from common.ipc import RouterSocket, check_bind
+from common.ipc import LinkSecurity, RouterSocket, check_bind, link_security
 from common.ipc.router_link import RouterLink
 from common.messages import prefill_inbox
 from common.messages.identity import NodeRef, new_incarnation
@@ -38,15 +38,17 @@ class BuiltPrefillNode:
     """A node and what has to be closed behind it."""
 
     node: PrefillNode
-    link: RouterLink
+    link: RouterLink[prefill_inbox.PrefillMessage]
     peers: RouterSocket
     sender: Sender
+    security: LinkSecurity
     context: zmq.Context[zmq.Socket[bytes]]
 
     def close(self) -> None:
         self.sender.close()
         self.link.close()
         self.peers.close()
+        self.security.close()
         self.context.term()
 
 
@@ -55,7 +57,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     cluster = resolved.cluster
     section, own = cluster.prefill, cluster.prefill_node(name)
     address = peer_address(resolved, name)
-    check_bind(address, f"prefill.nodes[{name}].peer_address")
+    context = zmq.Context[zmq.Socket[bytes]]()
+    security = link_security(context, resolved.keys_path, name)
+    check_bind(address, f"prefill.nodes[{name}].peer_address", security)
     served = load_serving_model(
         resolved.model_path, cluster, own.device, section.pool_tokens, "prefill.pool_tokens", reporter
     )
@@ -72,10 +76,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         plane_offsets=[plane.offset for plane in layout.planes],
     )
     endpoint = _endpoint(cluster, limits)
-    endpoint.register(layout, memoryview(pool.storage.numpy()))
-    context = zmq.Context[zmq.Socket[bytes]]()
+    endpoint.register(layout, pool.storage.numpy().data)
     incarnation = new_incarnation()
-    peers = RouterSocket(context, address)
+    peers = RouterSocket(context, address, security)
     sender = Sender(incarnation, name, endpoint, layout, peers.send, time.monotonic, limits)
     runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
     step = PrefillStep(runner, cluster.kv.page_size, device, completion_for(device, one_behind=False))
@@ -96,6 +99,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         cluster.health.heartbeat_interval,
         cluster.health.router_timeout,
         log,
+        security=security,
     )
     node = PrefillNode(
         incarnation,
@@ -113,7 +117,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         ),
         log,
     )
-    return BuiltPrefillNode(node, link, peers, sender, context)
+    return BuiltPrefillNode(node, link, peers, sender, security, context)
 
 
 def _endpoint(cluster: Cluster, limits: TransferLimits) -> SenderEndpoint:

@@ -21,7 +21,7 @@ from common.ipc.router_link import RouterLink
 from common.messages.generation import OutputToken
 from common.messages.identity import NodeCounters, NodeLoad, NodeState
 from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
-from common.messages.prefill_inbox import Prefill
+from common.messages.prefill_inbox import Prefill, PrefillMessage
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
 from common.observability.logs import Log
 from kv_transfer.handoff_record import HandoffRecord
@@ -32,8 +32,8 @@ from prefill_node.scheduler import Chunk, plan_chunks
 from prefill_node.step import LaunchedPrefill, PrefillStep
 
 SWEEP_INTERVAL = 0.25  # seconds between looks at deadlines
-BUSY_WAIT = 0.001  # while writes are on the way that no message announces
-IDLE_WAIT = 0.1
+BUSY_WAIT_MS = 1  # while writes are on the way that no message announces
+IDLE_WAIT_MS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PrefillNode:
     def __init__(
         self,
         incarnation: str,
-        link: RouterLink,
+        link: RouterLink[PrefillMessage],
         peers: RouterSocket,
         sender: Sender,
         space: PageSpace,
@@ -112,7 +112,10 @@ class PrefillNode:
         self._publish()
         if self._state == "draining" and (not len(self._queues) or now > self._drain_until):
             self._stopping = True
-        return plan_chunks(self._queues.computing.values(), self._limits.chunk_tokens, self._limits.max_batch) or None
+        return (
+            plan_chunks(self._queues.computing.values(), self._limits.chunk_tokens, self._limits.max_batch)
+            or None
+        )
 
     def _launch(self, chunks: list[Chunk]) -> LaunchedPrefill:
         now = self._clock()
@@ -141,8 +144,7 @@ class PrefillNode:
                 self._send_pages(request)
 
     def _idle(self) -> None:
-        timeout = BUSY_WAIT if self._sender.writing else IDLE_WAIT
-        self._poller.poll(timeout * 1000)
+        self._poller.poll(BUSY_WAIT_MS if self._sender.writing else IDLE_WAIT_MS)
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -194,13 +196,18 @@ class PrefillNode:
         if self._state != "up":
             raise NodeLost("this prefill node is draining")
         if len(self._queues.waiting) >= self._limits.max_queue:
-            raise Overloaded(f"{self._limits.max_queue} prompts wait on this prefill node already; try again later")
+            raise Overloaded(
+                f"{self._limits.max_queue} prompts wait on this prefill node already; try again later"
+            )
         if not 1 <= tokens <= self._limits.max_model_len:
             raise InvalidRequest(
-                f"the prompt has {tokens} tokens, this cluster serves 1 to {self._limits.max_model_len}", param="prompt"
+                f"the prompt has {tokens} tokens, this cluster serves 1 to {self._limits.max_model_len}",
+                param="prompt",
             )
         if self._space.pages_for(tokens) > self._space.total_pages:
-            raise InvalidRequest(f"the prompt's {tokens} tokens do not fit in prefill.pool_tokens", param="prompt")
+            raise InvalidRequest(
+                f"the prompt's {tokens} tokens do not fit in prefill.pool_tokens", param="prompt"
+            )
 
     def _on_peer_lost(self, incarnation: str) -> None:
         self._sender.peer_lost(incarnation)
@@ -217,7 +224,9 @@ class PrefillNode:
             request = waiting[0]
             # at least one token has to be computed: its logits give the first output token
             lease = self._space.lease(
-                request.keys, self._space.pages_for(request.num_tokens), max_cached_tokens=request.num_tokens - 1
+                request.keys,
+                self._space.pages_for(request.num_tokens),
+                max_cached_tokens=request.num_tokens - 1,
             )
             if lease is None:
                 return
@@ -243,7 +252,10 @@ class PrefillNode:
         reason = finish_reason(token.id, request.emitted + 1, request.sampling)
         self._link.send(
             FirstToken(
-                room=request.room, token=token, finish_reason=reason, cached_tokens=request.lease.cached_tokens
+                room=request.room,
+                token=token,
+                finish_reason=reason,
+                cached_tokens=request.lease.cached_tokens,
             )
         )
         if reason is not None:

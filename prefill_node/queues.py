@@ -1,8 +1,8 @@
 """Where a prompt is. The queue is the state:
 
-    waiting ──lease──> computing ──last chunk──> handing_over ──settled──> gone
-       │                  │                           │
-       └──────────────── ending (aborted or failed, waits for launches and the sender) ──settled──> gone
+waiting ──lease──> computing ──last chunk──> handing_over ──settled──> gone
+   │                  │                           │
+   └──────────────── ending (aborted or failed, waits for launches and the sender) ──settled──> gone
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class Queues:
 
     def end(self, request: PrefillRequest) -> None:
         """Move to `ending` from wherever it is."""
-        if self.computing.pop(request.room, None) is None and self.handing_over.pop(request.room, None) is None:
+        if (
+            self.computing.pop(request.room, None) is None
+            and self.handing_over.pop(request.room, None) is None
+        ):
             self.waiting.remove(request)
         request.ended = True
         self.ending[request.room] = request

@@ -22,7 +22,9 @@ class Attempt:
     decode: Node
     next_offset: int = 0
     pending: list[OutputToken] = field(default_factory=list)  # in order, not given to the client yet
-    early: dict[int, TokenRun] = field(default_factory=dict)  # offset -> run that waits for the ones before it
+    early: dict[int, TokenRun] = field(
+        default_factory=dict
+    )  # offset -> run that waits for the ones before it
     finish_reason: str | None = None
     error: RequestError | None = None
     cached_tokens: int = 0

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from common.errors import ProtocolError, RequestError, from_code
-from common.ipc import RouterSocket
+from common.ipc import LinkSecurity, RouterSocket
 from common.messages.node_inbox import Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import (
     Failed,
@@ -36,9 +36,17 @@ SWEEP_INTERVAL = 0.25
 class ControlPlane:
     """Owns the control socket. Built before the registry and the dispatcher, which send through it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, incarnation: str, log: Log) -> None:
-        self._socket = RouterSocket(context, address)
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        incarnation: str,
+        security: LinkSecurity,
+        log: Log,
+    ) -> None:
+        self._socket = RouterSocket(context, address, security)
         self._monitor = self._socket.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._incarnation = incarnation
         self._log = log
         self._registry: NodeRegistry
@@ -53,14 +61,14 @@ class ControlPlane:
         self._dispatcher = dispatcher
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._on_readable)
-        loop.add_reader(self._monitor.getsockopt(zmq.FD), self._on_disconnect)
+        loop.add_reader(self._monitor_fd, self._on_disconnect)
         self._sweeper = loop.create_task(self._sweep())
         self._on_readable()
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket.fileno())
-        loop.remove_reader(self._monitor.getsockopt(zmq.FD))
+        loop.remove_reader(self._monitor_fd)
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._socket.socket.disable_monitor()
@@ -146,7 +154,9 @@ class ControlPlane:
             self.refused_messages += 1
             return
         refusal = self._registry.register(message)
-        answer = Registered(router_incarnation=self._incarnation) if refusal is None else Rejected(reason=refusal)
+        answer = (
+            Registered(router_incarnation=self._incarnation) if refusal is None else Rejected(reason=refusal)
+        )
         if refusal is not None:
             self._log.error("refused a node", peer=message.node.name, reason=refusal)
         self._socket.send(identity.encode(), encode(answer))
@@ -177,5 +187,3 @@ class ControlPlane:
             await asyncio.sleep(SWEEP_INTERVAL)
             self._on_readable()
             self._registry.sweep()
-
-

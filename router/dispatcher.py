@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
@@ -85,7 +86,7 @@ class Dispatcher:
             if attempt is not None:
                 attempt.lose(node, reason)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yields tokens as they come; raises RequestError; closing it at any point frees both nodes."""
         if self._active >= self._limits.max_requests:
             raise Overloaded(f"{self._limits.max_requests} requests are in flight; try again later")
@@ -97,10 +98,11 @@ class Dispatcher:
         finished: str | None = None
         count = 0
         try:
-            async for delta in self._attempt_until_done(request, timeline, loop.time() + timeout):
-                finished = delta.finish_reason
-                count += len(delta.tokens)
-                yield delta
+            async with aclosing(self._attempt_until_done(request, timeline, loop.time() + timeout)) as deltas:
+                async for delta in deltas:
+                    finished = delta.finish_reason
+                    count += len(delta.tokens)
+                    yield delta
             timeline.outcome = finished or "aborted"
         except RequestError as error:
             timeline.outcome = f"error: {error.code}"
@@ -115,13 +117,15 @@ class Dispatcher:
 
     async def _attempt_until_done(
         self, request: GenerationRequest, timeline: Timeline, deadline: float
-    ) -> AsyncIterator[TokenDelta]:
+    ) -> AsyncGenerator[TokenDelta, None]:
         said: list[int] = []
         for number in range(1, self._limits.max_attempts + 1):
             try:
-                async for delta in self._attempt(request, said, timeline, deadline, retry=number > 1):
-                    said.extend(token.id for token in delta.tokens)
-                    yield delta
+                # closed here and not by the garbage collector: a client that leaves frees both nodes at once
+                async with aclosing(self._attempt(request, said, timeline, deadline, number > 1)) as deltas:
+                    async for delta in deltas:
+                        said.extend(token.id for token in delta.tokens)
+                        yield delta
                 return
             except RequestError as error:
                 if not error.retryable or number == self._limits.max_attempts:
@@ -137,7 +141,7 @@ class Dispatcher:
 
     async def _attempt(
         self, request: GenerationRequest, said: list[int], timeline: Timeline, deadline: float, retry: bool
-    ) -> AsyncIterator[TokenDelta]:
+    ) -> AsyncGenerator[TokenDelta, None]:
         attempt = await self._place(request, said, timeline, deadline, retry)
         first = not said
         try:

@@ -15,7 +15,28 @@ from common.messages.identity import NodeCounters, NodeLoad
 from router.node_registry import Node
 from router.timeline import Timeline
 
-TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+TTFT_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
 E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
@@ -68,10 +89,17 @@ class RouterMetrics(Collector):
         self._prompt = histogram("vllm:request_prompt_tokens", "Prompt length", tokens)
         self._generated = histogram("vllm:request_generation_tokens", "Answer length", tokens)
         self._success = Counter(
-            "vllm:request_success", "Requests by finish reason", ("model_name", "finished_reason"), registry=self._registry
+            "vllm:request_success",
+            "Requests by finish reason",
+            ("model_name", "finished_reason"),
+            registry=self._registry,
         )
-        self._errors = Counter("tandem_request_errors", "Requests by error", ("code",), registry=self._registry)
-        self.retries = Counter("tandem_retries", "Requests placed again, by cause", ("code",), registry=self._registry)
+        self._errors = Counter(
+            "tandem_request_errors", "Requests by error", ("code",), registry=self._registry
+        )
+        self.retries = Counter(
+            "tandem_retries", "Requests placed again, by cause", ("code",), registry=self._registry
+        )
         self._registry.register(self)
 
     def request_finished(self, timeline: Timeline, prompt_tokens: int, generated_tokens: int) -> None:

@@ -1,7 +1,7 @@
 """Who is in the cluster: nodes register themselves, heartbeats carry their load, silence makes them lost.
 
-    (unknown) ──Register──> up ──Drain or heartbeat says so──> draining ──Goodbye──> gone
-                             └──────── no heartbeat, hung loop, closed socket ──────> lost (forgotten)
+(unknown) ──Register──> up ──Drain or heartbeat says so──> draining ──Goodbye──> gone
+                         └──────── no heartbeat, hung loop, closed socket ──────> lost (forgotten)
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class NodeRegistry:
                 self.lose(other, "a new process registered under its name")
         if node.incarnation not in self._nodes:
             self._nodes[node.incarnation] = Node(message, self._clock())
-            self._log.info("node registered", peer=node.name, role=node.role, incarnation=node.incarnation[:8])
+            self._log.info(
+                "node registered", peer=node.name, role=node.role, incarnation=node.incarnation[:8]
+            )
             self._on_change()
         return None
 
@@ -118,7 +120,9 @@ class NodeRegistry:
     def lose(self, node: Node, reason: str) -> None:
         """Forget a node and end what it holds."""
         if self._nodes.pop(node.incarnation, None) is not None:
-            self._log.warning("node lost", peer=node.name, role=node.role, reason=reason, requests=len(node.rooms))
+            self._log.warning(
+                "node lost", peer=node.name, role=node.role, reason=reason, requests=len(node.rooms)
+            )
             self._on_lost(node, reason)
             self._on_change()
 

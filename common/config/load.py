@@ -32,7 +32,17 @@ class Resolved:
 
     @property
     def model_path(self) -> Path:
-        path = Path(os.path.expanduser(self.cluster.model.path))
+        return self._relative(self.cluster.model.path)
+
+    @property
+    def keys_path(self) -> Path | None:
+        """Directory of the link keys; None: loopback only."""
+        keys = self.cluster.security.keys
+        return None if keys is None else self._relative(keys)
+
+    def _relative(self, text: str) -> Path:
+        """Paths in a cluster file are relative to it."""
+        path = Path(os.path.expanduser(text))
         return path if path.is_absolute() else (self.file.parent / path).resolve()
 
     def rows(self) -> Iterator[tuple[str, object, str]]:
@@ -61,7 +71,9 @@ def load_cluster(
     for item in overrides:
         path, separator, text = item.partition("=")
         if not separator or path not in keys.values():
-            raise ConfigError(path, f"--set takes PATH=VALUE with a known path{_suggest(path, keys.values())}")
+            raise ConfigError(
+                path, f"--set takes PATH=VALUE with a known path{_suggest(path, keys.values())}"
+            )
         _assign(data, path, parse_scalar(text))
         origins[path] = "--set"
     try:
@@ -74,14 +86,18 @@ def load_cluster(
 
 def _check_names(cluster: Cluster) -> None:
     names: dict[str, str] = {}
-    for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
-        for index, node in enumerate(nodes):
+    by_role = {
+        "prefill": [node.name for node in cluster.prefill.nodes],
+        "decode": [node.name for node in cluster.decode.nodes],
+    }
+    for role, nodes in by_role.items():
+        for index, name in enumerate(nodes):
             path = f"{role}.nodes[{index}].name"
-            if node.name in names:
-                raise ConfigError(path, f"{node.name!r} is also {names[node.name]}; every node has its own name")
-            if node.name == "router":
+            if name in names:
+                raise ConfigError(path, f"{name!r} is also {names[name]}; every node has its own name")
+            if name == "router":
                 raise ConfigError(path, "'router' is the router's name; choose another")
-            names[node.name] = path
+            names[name] = path
 
 
 def _schema_paths(struct: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
@@ -120,9 +136,8 @@ def _element_struct(struct: type[Section], key: str) -> type[Section] | None:
         kind: Any = field.type
         if field.name == key and isinstance(kind, msgspec.inspect.VarTupleType):
             item = kind.item_type
-            if isinstance(item, msgspec.inspect.StructType):
-                cls: type[Section] = item.cls
-                return cls
+            if isinstance(item, msgspec.inspect.StructType) and issubclass(item.cls, Section):
+                return item.cls
     return None
 
 

@@ -32,7 +32,9 @@ def run_directory(resolved: Resolved) -> Path:
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         path.chmod(0o700)
     if len(str(path)) > 80:
-        raise ConfigError("process.run_dir", f"{path} is too long for ipc sockets; choose one under 80 characters")
+        raise ConfigError(
+            "process.run_dir", f"{path} is too long for ipc sockets; choose one under 80 characters"
+        )
     return path
 
 

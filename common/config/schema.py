@@ -26,43 +26,49 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all sections: strict and immutable."""
 
 
-class Model(Section):
+class Model(Section, frozen=True, kw_only=True):
     """Which checkpoint is served."""
 
     path: str  # Hugging Face directory; relative paths are relative to the cluster file
     served_name: str | None = None  # `model` in the API; default: the directory's name
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, the checkpoint's on GPU
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # auto: float32 on CPU, the checkpoint's on GPU
+    )
     max_model_len: Positive | None = None  # tokens per request in all; default: the model's maximum
 
 
-class Kv(Section):
+class Kv(Section, frozen=True, kw_only=True):
     """The paged KV cache; equal on all nodes."""
 
     page_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens per page
 
 
-class PlacementSection(Section):
+class PlacementSection(Section, frozen=True, kw_only=True):
     """How the router chooses nodes."""
 
     prefill: Placement = "least_loaded"
     decode: Placement = "least_loaded"
 
 
-class Router(Section):
+class Router(Section, frozen=True, kw_only=True):
     """HTTP and placement."""
 
     host: str = "127.0.0.1"
     port: Port = 8000
-    control_address: str = "auto"  # ZMQ address that nodes connect to; auto: an ipc socket in the run directory
+    control_address: str = (
+        "auto"  # ZMQ address that nodes connect to; auto: an ipc socket in the run directory
+    )
     placement: PlacementSection = PlacementSection()
-    max_attempts: Annotated[int, Meta(ge=1, le=10)] = 3  # placements of one request before the client sees an error
+    max_attempts: Annotated[int, Meta(ge=1, le=10)] = (
+        3  # placements of one request before the client sees an error
+    )
     max_requests: Positive = 4096  # in flight; more are answered 503 with Retry-After
     max_body_bytes: Positive = 10 * 1024 * 1024
     request_timeout: Seconds = 600.0
     placement_wait: Seconds = 10.0  # how long a request waits for a node of each role before 503
 
 
-class PrefillNode(Section):
+class PrefillNode(Section, frozen=True, kw_only=True):
     """One prefill process."""
 
     name: NodeName
@@ -70,7 +76,7 @@ class PrefillNode(Section):
     peer_address: str = "auto"  # ZMQ address that decode nodes connect to; auto: ipc in the run directory
 
 
-class DecodeNode(Section):
+class DecodeNode(Section, frozen=True, kw_only=True):
     """One decode process."""
 
     name: NodeName
@@ -82,10 +88,12 @@ class DecodeNode(Section):
 _N = TypeVar("_N", PrefillNode, DecodeNode)
 
 
-class PrefillSection(Section):
+class PrefillSection(Section, frozen=True, kw_only=True):
     """What all prefill nodes share."""
 
-    nodes: Annotated[tuple[PrefillNode, ...], Meta(min_length=1, max_length=256)] = (PrefillNode(name="prefill-0"),)
+    nodes: Annotated[tuple[PrefillNode, ...], Meta(min_length=1, max_length=256)] = (
+        PrefillNode(name="prefill-0"),
+    )
     pool_tokens: Positive = 32_768  # KV pool of each node, in tokens
     chunk_tokens: Positive = 2048  # token budget of one forward, shared by all prompts in it
     max_batch: Positive = 64  # prompts in one forward
@@ -93,22 +101,30 @@ class PrefillSection(Section):
     prefix_cache: bool = True
 
 
-class DecodeSection(Section):
+class DecodeSection(Section, frozen=True, kw_only=True):
     """What all decode nodes share."""
 
-    nodes: Annotated[tuple[DecodeNode, ...], Meta(min_length=1, max_length=256)] = (DecodeNode(name="decode-0"),)
+    nodes: Annotated[tuple[DecodeNode, ...], Meta(min_length=1, max_length=256)] = (
+        DecodeNode(name="decode-0"),
+    )
     pool_tokens: Positive = 65_536
     max_running: Annotated[int, Meta(ge=1, le=4096)] = 64  # requests in one step
     max_transferring: Positive = 64  # reservations beyond the running ones
     max_queue: Positive = 1024
-    reserved_tokens: NotNegative = 256  # kept free per active request at admission, at most what it may still emit
+    reserved_tokens: NotNegative = (
+        256  # kept free per active request at admission, at most what it may still emit
+    )
     skip_ahead: NotNegative = 8  # how often later, smaller requests may pass one that does not fit
     prefix_cache: bool = True
-    backup_mib: NotNegative = 1024  # host memory for the KV of retracted requests; beyond it they are prefilled again
-    read_results: Literal["when_ready", "one_behind"] = "when_ready"  # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do
+    backup_mib: NotNegative = (
+        1024  # host memory for the KV of retracted requests; beyond it they are prefilled again
+    )
+    read_results: Literal["when_ready", "one_behind"] = (
+        "when_ready"  # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do
+    )
 
 
-class Transfer(Section):
+class Transfer(Section, frozen=True, kw_only=True):
     """How KV pages and handoff records move."""
 
     transport: TransportName = "auto"  # auto: shm while all nodes are on 127.0.0.1, else tcp
@@ -119,7 +135,7 @@ class Transfer(Section):
     max_inflight_mib: Positive = 64  # transport tcp: bytes on the way per connection
 
 
-class Health(Section):
+class Health(Section, frozen=True, kw_only=True):
     """How soon the cluster notices."""
 
     heartbeat_interval: Seconds = 0.25
@@ -129,15 +145,21 @@ class Health(Section):
     drain_timeout: Seconds = 30.0
 
 
-class Process(Section):
+class Security(Section, frozen=True, kw_only=True):
+    """Who may speak on the links between processes."""
+
+    keys: str | None = None  # directory made by deploy/keygen; without it sockets bind to loopback only
+
+
+class Process(Section, frozen=True, kw_only=True):
     """Threads and logs of every process."""
 
-    run_dir: str = "auto"  # sockets, pids and logs; auto: a 0700 directory under $XDG_RUNTIME_DIR or /tmp, named after the cluster file
+    run_dir: str = "auto"  # sockets, pids, logs; auto: 0700 under $XDG_RUNTIME_DIR or /tmp
     threads: NotNegative = 1  # torch threads per node on CPU; 0: torch's default
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class Cluster(Section):
+class Cluster(Section, frozen=True, kw_only=True):
     """A whole cluster file."""
 
     model: Model
@@ -147,6 +169,7 @@ class Cluster(Section):
     decode: DecodeSection = DecodeSection()
     transfer: Transfer = Transfer()
     health: Health = Health()
+    security: Security = Security()
     process: Process = Process()
 
     def prefill_node(self, name: str) -> PrefillNode:

@@ -49,11 +49,11 @@ class CudaCompletion:
     """An event recorded on the current stream at construction."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def ready(self) -> bool:
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self._event.synchronize()

@@ -7,15 +7,13 @@ the batch: a request that is retracted, resumed or moved draws the same tokens a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.engine.ops.philox import token_words
-from common.messages.generation import GREEDY_EPSILON, SamplingParams
+from common.messages.generation import GREEDY_EPSILON
 
 
 @dataclass(slots=True)
@@ -43,23 +41,6 @@ class SampleOutput:
     top_logprobs: Tensor | None = None  # [R, n] float32
 
 
-class SamplingVariant(NamedTuple):
-    """The host facts of a `SamplingBatch`."""
-
-    all_greedy: bool
-    any_filter: bool
-    num_logprobs: int | None
-
-
-def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
-    """What the rows of a batch need between them. Filters of greedy rows count for nothing."""
-    rows = list(params)
-    drawn = [p for p in rows if not p.greedy]
-    wanted = [p.logprobs for p in rows if p.logprobs is not None]
-    any_filter = any(p.top_p < 1.0 or p.top_k > 0 for p in drawn)
-    return SamplingVariant(not drawn, any_filter, max(wanted, default=None))
-
-
 @torch.inference_mode()
 def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
     """Draw one token per row of logits [R, V] float32."""
@@ -81,10 +62,16 @@ def _draw(logits: Tensor, batch: SamplingBatch, greedy: Tensor) -> Tensor:
     scaled = logits / torch.where(greedy, 1.0, batch.temperature)[:, None]
     if batch.any_filter:
         scaled = filter_top_k_top_p(scaled, batch.top_k, batch.top_p)
-    words = token_words(batch.seed, batch.position, logits.shape[-1])
-    # -log(u) of u in (0, 1], as log1p of the complement: exact where it is small, which is where it decides
-    uniform = ((words.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
-    return (scaled - torch.log1p(-uniform).neg_().log_()).argmax(-1)
+    return (scaled + gumbel(token_words(batch.seed, batch.position, logits.shape[-1]))).argmax(-1)
+
+
+def gumbel(words: Tensor) -> Tensor:
+    """Gumbel noise -log(-log(u)), float32 and finite, from random words below 2**32 (int64).
+
+    With u = 1 - v the inner logarithm is log1p(-v), exact for small v, and those make the winning values.
+    """
+    v = ((words.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    return torch.log1p(-v).neg_().log_().neg_()
 
 
 def filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

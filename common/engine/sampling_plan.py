@@ -1,4 +1,4 @@
-"""Host side of sampling, shared by both nodes: which variant a batch needs, what was drawn, and whether it ends there."""
+"""Host side of sampling, for both nodes: which variant a batch needs, what was drawn, whether it ends there."""
 
 from __future__ import annotations
 

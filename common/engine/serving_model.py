@@ -68,7 +68,8 @@ def load_serving_model(
     wanted = cluster.model.max_model_len
     if wanted is not None and wanted > config.max_position_embeddings:
         raise ConfigError(
-            "model.max_model_len", f"{wanted} is more than the model's {config.max_position_embeddings} positions"
+            "model.max_model_len",
+            f"{wanted} is more than the model's {config.max_position_embeddings} positions",
         )
     pages = pool_tokens // cluster.kv.page_size
     if pages < 1:

@@ -15,15 +15,16 @@ from pathlib import Path
 import zmq
 
 from common.errors import ConfigError
+from common.ipc.curve import LinkSecurity, LoopbackOnly
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
 HIGH_WATER_MARK = 10_000
 DRAIN_LIMIT = 1_000
 
 
-def check_bind(address: str, key: str) -> None:
-    """Refuse addresses that other hosts can reach: links are not encrypted yet. `key` names the config key."""
-    if address.startswith(("ipc://", "inproc://")):
+def check_bind(address: str, key: str, security: LinkSecurity) -> None:
+    """Refuse addresses that other hosts can reach unless links have keys. `key` names the config key."""
+    if security.open_binds or address.startswith(("ipc://", "inproc://")):
         return
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
@@ -33,8 +34,8 @@ def check_bind(address: str, key: str) -> None:
     if not loopback:
         raise ConfigError(
             key,
-            f"{address} can be reached from other hosts, and links between nodes are not authenticated in this version: "
-            "use a loopback address and carry it over an authenticated tunnel (WireGuard, ssh -L)",
+            f"{address} can be reached from other hosts, and the cluster has no keys: make some with deploy/keygen and "
+            "name their directory in security.keys, or use a loopback address",
         )
 
 
@@ -90,8 +91,11 @@ class _Channel:
 class RouterSocket(_Channel):
     """Bound socket with many peers. A peer's identity is what its Dealer chose."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, security: LinkSecurity | None = None
+    ) -> None:
         super().__init__(context, zmq.ROUTER)
+        (security or LoopbackOnly()).secure_server(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects before its death was seen
         if address.startswith("ipc://"):
@@ -106,7 +110,9 @@ class RouterSocket(_Channel):
             try:
                 self._socket.bind(address)
             except zmq.ZMQError as error:
-                raise ConfigError("", f"cannot bind {address}: {error.strerror or error}; choose another port") from error
+                raise ConfigError(
+                    "", f"cannot bind {address}: {error.strerror or error}; choose another port"
+                ) from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, peer: bytes, frame: bytes) -> bool:
@@ -120,8 +126,17 @@ class RouterSocket(_Channel):
 class Dealer(_Channel):
     """Connected socket with one peer; reconnects by itself."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        identity: bytes,
+        server: str = "",
+        security: LinkSecurity | None = None,
+    ) -> None:
+        """`server` names the process at `address`, whose key is checked."""
         super().__init__(context, zmq.DEALER)
+        (security or LoopbackOnly()).secure_client(self._socket, server)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)

@@ -14,19 +14,36 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import zmq
 
 from common.errors import ProtocolError
 from common.ipc.channel import Dealer
+from common.ipc.curve import LinkSecurity
 from common.messages.identity import NodeCounters, NodeLoad, NodeState
-from common.messages.node_inbox import Abort, AnyNodeMessage, Drain, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.node_inbox import (
+    Abort,
+    AnyNodeMessage,
+    Drain,
+    HeartbeatAck,
+    PeerLost,
+    Registered,
+    Rejected,
+)
 from common.messages.router_inbox import Heartbeat, Register, RouterMessage
 from common.messages.wire import InboxCodec, encode
 from common.observability.logs import Log
 
+M = TypeVar("M")  # the inbox of the node's role
 _CONTROL = (Abort, Drain, PeerLost, Registered, Rejected, HeartbeatAck)
+ROUTER_NAME = "router"  # of its key
 REGISTER_INTERVAL = 0.5  # seconds between repetitions until the router answers
+
+
+def control_first(messages: list[AnyNodeMessage]) -> list[AnyNodeMessage]:
+    """What arrived together, control before work: an abort never waits behind prompts."""
+    return sorted(messages, key=lambda message: not isinstance(message, _CONTROL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +56,7 @@ class Snapshot:
     turned_at: float
 
 
-class RouterLink:
+class RouterLink(Generic[M]):
     """Used by the node's main thread; see the module's text for the heartbeat thread."""
 
     def __init__(
@@ -47,13 +64,15 @@ class RouterLink:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         register: Register,
-        codec: InboxCodec[AnyNodeMessage],
+        codec: InboxCodec[M],
         heartbeat_interval: float,
         router_timeout: float,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
+        security: LinkSecurity | None = None,
     ) -> None:
         self._context = context
+        self._security = security
         self._address = address
         self._register = register
         self._codec = codec
@@ -61,7 +80,7 @@ class RouterLink:
         self._timeout = router_timeout
         self._log = log
         self._clock = clock
-        self._dealer = Dealer(context, address, register.node.incarnation.encode())
+        self._dealer = Dealer(context, address, register.node.incarnation.encode(), ROUTER_NAME, security)
         self._router: str | None = None  # incarnation that has registered us
         self._asked_at = -1e9
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
@@ -94,9 +113,9 @@ class RouterLink:
         if not self._dealer.send(encode(message)):
             self.unsent_messages += 1
 
-    def drain(self) -> list[AnyNodeMessage]:
-        """What has arrived, control before work: an abort never waits behind prompts."""
-        messages: list[AnyNodeMessage] = []
+    def drain(self) -> list[AnyNodeMessage | M]:
+        """What has arrived, in the order of `control_first`."""
+        messages: list[AnyNodeMessage | M] = []
         for frame in self._dealer.drain():
             try:
                 messages.append(self._codec.decode(frame))
@@ -106,11 +125,14 @@ class RouterLink:
         for message in messages:
             if isinstance(message, Registered):
                 self._router = message.router_incarnation
-                self._echo = (message.router_incarnation, self._clock())  # an echo older than this proves nothing
+                self._echo = (
+                    message.router_incarnation,
+                    self._clock(),
+                )  # an echo older than this proves nothing
                 self._registered_at = self._sequence
                 self._given_up = False
         self._register_if_needed()
-        return sorted(messages, key=lambda message: not isinstance(message, _CONTROL))
+        return control_first(messages)
 
     def lost(self) -> bool:
         """True once when the router that registered us has gone or was replaced: drop its requests."""
@@ -138,7 +160,9 @@ class RouterLink:
 
     def _beat(self) -> None:
         incarnation = self._register.node.incarnation
-        dealer = Dealer(self._context, self._address, f"{incarnation}/beat".encode())
+        dealer = Dealer(
+            self._context, self._address, f"{incarnation}/beat".encode(), ROUTER_NAME, self._security
+        )
         try:
             while not self._stop.wait(self._interval):
                 self._sequence += 1
@@ -159,7 +183,7 @@ class RouterLink:
                     try:
                         message = self._codec.decode(frame)
                     except ProtocolError:
-                        continue  # counted by nobody on purpose: the main socket counts, this one only listens for echoes
+                        continue  # not counted: the main socket counts, this one only listens for echoes
                     if isinstance(message, HeartbeatAck):
                         self._echo = (message.router_incarnation, self._clock())
                         if not message.known and message.sequence > self._registered_at:

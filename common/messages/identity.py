@@ -29,7 +29,9 @@ class NodeRef(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: Role
     incarnation: str
-    peer_address: str = ""  # prefill nodes: the ZMQ address that decode nodes connect to; decode nodes connect, so ""
+    peer_address: str = (
+        ""  # prefill nodes: the ZMQ address that decode nodes connect to; decode nodes connect, so ""
+    )
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,4 +62,6 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     checksum_failures: int = 0
     record_failures: int = 0
     refused_messages: int = 0
-    avg_spec_accept_length: float = 1.0  # tokens per target forward and request; exactly 1 without speculation
+    avg_spec_accept_length: float = (
+        1.0  # tokens per target forward and request; exactly 1 without speculation
+    )

@@ -16,7 +16,9 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     room: Room
     request_id: str
     token_ids: list[int]  # prompt, followed by tokens already emitted if the request was moved here
-    emitted: int  # how many of token_ids are output already; sampling.max_tokens counts from the original prompt
+    emitted: (
+        int  # how many of token_ids are output already; sampling.max_tokens counts from the original prompt
+    )
     sampling: SamplingParams
     decode: str  # incarnation of the decode node that holds the reservation
     deadline_ms: int  # remaining

@@ -21,7 +21,9 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     host: str
     pid: int
     model_fingerprint: str
-    max_model_len: int  # tokens that one request may have here in all; the router takes the least of all nodes
+    max_model_len: (
+        int  # tokens that one request may have here in all; the router takes the least of all nodes
+    )
     page_size: int
     total_pages: int
     effective_config: dict[str, object]  # for /server_info

@@ -8,7 +8,7 @@ import msgspec
 
 from common.errors import ProtocolError
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -17,14 +17,14 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-class InboxCodec(Generic[T]):
+class InboxCodec(Generic[T_co]):
     """Decoder for one inbox: a union of tagged structs. Everything else is refused with a sentence."""
 
     def __init__(self, inbox: object, name: str) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(inbox)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[T_co] = msgspec.msgpack.Decoder(inbox)
         self.name = name
 
-    def decode(self, frame: bytes | memoryview) -> T:
+    def decode(self, frame: bytes | memoryview) -> T_co:
         """Raises ProtocolError for truncated, corrupt, unknown or wrongly typed messages."""
         try:
             return self._decoder.decode(frame)

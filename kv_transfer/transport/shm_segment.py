@@ -100,7 +100,6 @@ def sweep_orphans() -> list[str]:
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
     mapped = mmap.mmap(fd, nbytes)
-    mapped.madvise(
-        mmap.MADV_DONTFORK
-    )  # a forked child must not be able to write after its parent is proved dead
+    # a forked child could write after its parent is proved dead
+    mapped.madvise(mmap.MADV_DONTFORK)
     return mapped

@@ -3,7 +3,8 @@
 Keys are one integer per token (token ids; with a draft that shares the pages, bigrams packed in one int64), so page p
 of a sequence is described by keys[p*page_size:(p+1)*page_size]. Only whole pages are ever matched or stored.
 
-A node that a request uses is locked, with all its ancestors; an unlocked leaf may be evicted, least recently used first.
+A node that a request uses is locked, with all its ancestors; an unlocked leaf may be evicted, least recently
+used first.
 """
 
 from __future__ import annotations

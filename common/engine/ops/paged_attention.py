@@ -72,16 +72,17 @@ def decode_reference(
     Args:
         query: [B, heads, D].
         page_table: [B, max_pages] int32.
-        seq_lens: [B] int32.
+        seq_lens: [B] int32, at most max_pages * page_size.
         max_seq_len: host bound of seq_lens that sizes the gather.
 
     Returns [B, heads, D].
     """
     batch, _, head_dim = query.shape
     page_size, kv_heads = key_plane.shape[1], key_plane.shape[2]
-    bound = min(max_seq_len, page_table.shape[1] * page_size)
+    bound = max_seq_len  # not cut to the width of the table: a row's sums must not depend on other rows
     position = torch.arange(bound, device=query.device)  # [L]
-    slot = page_table.long()[:, position // page_size] * page_size + position % page_size  # [B, L]
+    entry = (position // page_size).clamp(max=page_table.shape[1] - 1)
+    slot = page_table.long()[:, entry] * page_size + position % page_size  # [B, L]
     last = seq_lens.long().clamp(1, bound)[:, None] - 1  # [B, 1]
     visible = position <= last
     if window is not None:
@@ -122,17 +123,8 @@ def _decode_cpu(
         out[row] = _attend(query[row : row + 1], key, value, length - 1 - begin, window, scale)[0]
     for bound, rows in buckets.items():
         index = torch.tensor(rows)
-        short = (
-            query[index],
-            key_plane,
-            value_plane,
-            page_table[index],
-            seq_lens[index],
-            bound,
-            window,
-            scale,
-        )
-        out[index] = decode_reference(*short)
+        rest = page_table[index], seq_lens[index], bound, window, scale
+        out[index] = decode_reference(query[index], key_plane, value_plane, *rest)
     return out
 
 

@@ -59,7 +59,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def build(name: str, seed: int = 0, **overrides: Any) -> Any:
-    """A transformers model in float32 with every parameter random: biases and norms too, so that each one counts."""
+    """A float32 transformers model with every parameter random, biases and norms too, so that each counts."""
     family, values = FAMILIES[name]
     config = getattr(transformers, f"{family}Config")(**{**BASE, **values, **overrides})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -1,4 +1,4 @@
-"""Runs sequences through a `ModelRunner` over shuffled pages, the way the nodes do: chunks of prompts, then decode."""
+"""Runs sequences through a `ModelRunner` over shuffled pages, as the nodes do: chunks, then decode."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Driver:
         return output
 
     def run_all(self, chunk: int | None, prompts: Sequence[int]) -> list[Tensor]:
-        """Prompts of the given lengths in chunks (None: whole), then decode to the end: logits [n, V] per sequence."""
+        """Prompts of given lengths in chunks (None: whole), then decode to the end: logits [n, V] each."""
         logits: list[list[Tensor]] = [[] for _ in self.sequences]
 
         def step(rows: list[int], lengths: list[int], mode: ForwardMode) -> None:

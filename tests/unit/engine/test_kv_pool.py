@@ -1,4 +1,4 @@
-"""The KV pool: planes at explicit offsets in storage that may come from outside, and host backups of pages."""
+"""The KV pool: planes at explicit offsets in storage from anywhere, and host backups of pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json as our own code reads them, held against transformers, and what is refused."""
+"""config.json and generation_config.json as our code reads them, against transformers; what is refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.engine import families
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.engine.ops.rotary import inverse_frequencies
 from common.errors import ModelError
 from common.model_config import DefaultSampling, ModelConfig, model_fingerprint
 from common.rope_config import RopeConfig
+from tests.unit.engine import families
 
 RAW: Mapping[str, Any] = {**families.BASE, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
 
@@ -97,6 +97,15 @@ def test_old_rope_scaling_and_new_rope_parameters_read_alike(name: str, key: str
     assert old.attention_factor == pytest.approx(factor)
 
 
+def test_the_original_length_beside_the_rope_parameters_wins(tmp_path: Path) -> None:
+    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert load(tmp_path, rope_scaling=yarn).rope.original_max_positions == 64
+    outer = load(tmp_path, rope_scaling=yarn, original_max_position_embeddings=32)
+    assert outer.rope.original_max_positions == 32
+    del yarn["original_max_position_embeddings"]
+    assert load(tmp_path, rope_scaling=yarn).rope.original_max_positions == 256  # max_position_embeddings
+
+
 def test_plain_rope_of_old_and_new_configs(tmp_path: Path) -> None:
     assert load(tmp_path).rope == RopeConfig(theta=10_000.0)
     assert load(tmp_path, rope_theta=1e6, rope_scaling=None).rope == RopeConfig(theta=1e6)
@@ -111,10 +120,10 @@ def test_defaults_of_a_sparse_config(tmp_path: Path) -> None:
     assert config.sliding_windows == (None, None)
     assert load(tmp_path, architectures=["Qwen3ForCausalLM"]).head_dim == 128
     assert load(tmp_path, architectures=["MistralForCausalLM"]).sliding_windows == (4096, 4096)
-    assert load(tmp_path, architectures=["Qwen2ForCausalLM"], sliding_window=9).sliding_windows == (
-        None,
-        None,
-    )
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9}
+    assert load(tmp_path, **qwen).sliding_windows == (None, None)
+    assert load(tmp_path, **qwen, use_sliding_window=True).sliding_windows == (None, None)  # from layer 28 on
+    assert load(tmp_path, **qwen, use_sliding_window=True, max_window_layers=1).sliding_windows == (None, 9)
 
 
 def test_generation_config_gives_eos_ids_and_sampling_defaults(tmp_path: Path) -> None:
@@ -225,7 +234,7 @@ def test_a_config_without_dtype_takes_that_of_the_weights(tmp_path: Path) -> Non
 
 
 def test_the_control_plane_reads_configs_without_torch() -> None:
-    code = "import sys, common.model_config; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    code = "import sys, common.model_config; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.engine import families
-from tests.unit.engine.paged_driver import Driver
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.model_runner import load_model
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import BUILDERS
 from common.model_config import FAMILIES as CONFIG_FAMILIES
+from tests.unit.engine import families
+from tests.unit.engine.paged_driver import Driver
 
 TOLERANCE = 1e-4
 PROMPTS = (37, 21, 1)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.philox import philox, token_words
-from common.engine.sampler import SamplingBatch, filter_top_k_top_p, sample, sampling_variant
-from common.messages.generation import SamplingParams
+from common.engine.sampler import SamplingBatch, filter_top_k_top_p, gumbel, sample
 
 
 def make(rows: int, **values: object) -> SamplingBatch:
@@ -156,12 +155,27 @@ def test_filter_edges() -> None:
     assert kept(logits, top_k=4) == [0, 1, 2, 3]
     assert kept(logits, top_k=1000) == [0, 1, 2, 3]
     assert kept(logits, top_p=1e-9) == [1]  # at least one
+    assert kept(logits, top_p=0.0) == [1]
     assert kept(logits, top_p=0.39) == [1]
     assert kept(logits, top_p=0.41) == [1, 3]  # the token that reaches the mass is kept
     assert kept(logits, top_p=0.95) == [0, 1, 2, 3]
     assert kept(logits, top_k=3, top_p=0.75) == [1, 3]  # 0.4 + 0.3 of 0.9
     assert kept([1.0, 1.0, 0.0, 1.0], top_k=1) == [0, 1, 3]  # ties are kept together
     assert kept([0.0, -torch.inf, -1.0], top_k=3, top_p=0.999) == [0, 2]
+
+
+def test_top_p_of_one_removes_nothing_whatever_the_sums_round_to() -> None:
+    torch.manual_seed(0)
+    assert len(kept(torch.randn(50_000).tolist())) == 50_000
+    assert kept([30.0, 0.0, 1.0]) == [0, 1, 2]  # the first alone rounds to 1
+
+
+def test_noise_is_finite_at_both_ends_of_the_random_words() -> None:
+    noise = gumbel(torch.tensor([0, 1, (1 << 32) - 2, (1 << 32) - 1]))
+    assert noise.isfinite().all()
+    assert noise[0] > 22
+    assert noise[-1] < -2.8
+    assert (noise.diff() <= 0).all()
 
 
 def test_rows_of_one_batch_are_filtered_each_by_its_own() -> None:
@@ -208,18 +222,3 @@ def test_a_single_token_left_by_the_filter_is_drawn_for_every_random_word() -> N
     rows = 50_000
     batch = make(rows, top_k=1, position=torch.arange(rows))
     assert sample(LOGITS.flip(0).expand(rows, -1), batch).token_ids.eq(7).all()
-
-
-def test_sampling_variant_is_what_the_rows_need_between_them() -> None:
-    def params(**values: object) -> SamplingParams:
-        return SamplingParams(max_tokens=1, **values)  # type: ignore[arg-type]
-
-    assert sampling_variant([params(temperature=0.0, top_k=5), params(temperature=0.0)]) == (
-        True,
-        False,
-        None,
-    )
-    assert sampling_variant([params(), params(temperature=0.0, logprobs=2)]) == (False, False, 2)
-    assert sampling_variant([params(top_p=0.9, logprobs=0), params(logprobs=3)]) == (False, True, 3)
-    assert sampling_variant([params(top_k=1)]) == (False, True, None)
-    assert sampling_variant([]) == (True, False, None)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.unit.engine import families
 from torch import Tensor
 
 from common.engine.model_runner import load_model
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.weights import resolve_dtype
 from common.errors import ModelError
+from tests.unit.engine import families
 
 
 @pytest.fixture

@@ -1,0 +1,210 @@
+"""Composition root of the router: config to objects, start-up and drain order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import zmq
+from aiohttp import web
+
+from common.config import Resolved
+from common.config.run_directory import control_address
+from common.errors import ConfigError, ModelError
+from common.ipc import LinkSecurity, check_bind, link_security
+from common.messages.identity import new_incarnation
+from common.model_config import ModelConfig, model_fingerprint
+from common.observability.logs import Log
+from router.chat_template import ChatTemplate
+from router.control_plane import ControlPlane
+from router.dispatcher import Dispatcher, DispatchLimits
+from router.http_errors import error_middleware
+from router.metrics import RouterMetrics
+from router.node_registry import Node, NodeRegistry
+from router.openai_routes import OpenAiRoutes
+from router.placement import POLICIES, decode_cost, prefill_cost
+from router.request_checks import ServedModel
+from router.status_routes import ClusterView, StatusRoutes
+from router.tokenizer import Tokenizer
+
+MAX_HEADER_BYTES = 16 << 10
+
+
+@dataclass(slots=True)
+class RouterApp:
+    """A running router. `drain` ends it: readiness off, requests finish, sockets close."""
+
+    resolved: Resolved
+    log: Log
+    control: ControlPlane
+    registry: NodeRegistry
+    dispatcher: Dispatcher
+    tokenizer: Tokenizer
+    runner: web.AppRunner
+    context: zmq.Context[zmq.Socket[bytes]]
+    security: LinkSecurity
+    model: ServedModel
+    incarnation: str
+    draining: bool = False
+
+    async def start(self) -> None:
+        """Listen for nodes first, then for clients."""
+        router = self.resolved.cluster.router
+        self.control.start(self.registry, self.dispatcher)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, router.host, router.port, backlog=1024, reuse_address=True)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                "router.port",
+                f"{router.host}:{router.port} cannot be bound ({error.strerror}); choose another port",
+            ) from error
+
+    async def drain(self) -> None:
+        """Take nothing new, let requests finish up to health.drain_timeout, close."""
+        self.draining = True
+        self.log.info("draining", requests=self.dispatcher.active)
+        deadline = time.monotonic() + self.resolved.cluster.health.drain_timeout
+        while self.dispatcher.active and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await self.runner.cleanup()  # cancels what is left: aborts reach the nodes before the socket closes
+        await asyncio.sleep(0.05)
+        self.control.close()
+        self.tokenizer.close()
+        self.security.close()
+        self.context.term()
+
+    def served(self) -> ServedModel:
+        """The model with the context length that every node can serve."""
+        limit = self.registry.max_model_len
+        return (
+            self.model
+            if limit is None
+            else replace(self.model, max_model_len=min(limit, self.model.max_model_len))
+        )
+
+    def not_ready(self) -> str | None:
+        if self.draining:
+            return "draining"
+        for role in ("prefill", "decode"):
+            if not self.registry.count(role):
+                return f"no {role} node is up"
+        return None
+
+    def server_info(self) -> dict[str, Any]:
+        served = self.served()
+        nodes = [_describe(node) for node in self.registry]
+        return {
+            "model_path": served.path,
+            "served_model_name": served.name,
+            "max_model_len": served.max_model_len,
+            "ready": self.not_ready() is None,
+            "incarnation": self.incarnation,
+            "active_requests": self.dispatcher.active,
+            "config": {
+                path: {"value": value, "origin": origin} for path, value, origin in self.resolved.rows()
+            },
+            "nodes": nodes,
+            "internal_states": [
+                {
+                    "node": node.name,
+                    "avg_spec_accept_length": node.counters.avg_spec_accept_length,
+                    "load": msgspec.to_builtins(node.load),
+                }
+                for node in self.registry
+                if node.role == "decode"
+            ],
+        }
+
+
+def build(resolved: Resolved, log: Log) -> RouterApp:
+    """Compose a router. Raises ConfigError or ModelError with the remedy."""
+    cluster = resolved.cluster
+    address = control_address(resolved)
+    path = resolved.model_path
+    config = ModelConfig.load(path)
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"
+        )
+    model = ServedModel(
+        name=cluster.model.served_name or path.name,
+        path=str(path),
+        created=int(time.time()),
+        vocab_size=config.vocab_size,
+        max_model_len=cluster.model.max_model_len or config.max_position_embeddings,
+        eos_token_ids=config.eos_token_ids,
+        defaults=config.default_sampling,
+    )
+    context = zmq.Context[zmq.Socket[bytes]]()
+    security = link_security(context, resolved.keys_path, "router")
+    check_bind(address, "router.control_address", security)
+    incarnation = new_incarnation()
+    control = ControlPlane(context, address, incarnation, security, log)
+
+    def on_lost(node: Node, reason: str) -> None:
+        dispatcher.node_lost(node, reason)
+        control.announce_loss(node)
+
+    registry = NodeRegistry(
+        model_fingerprint(path),
+        cluster.health.node_timeout,
+        cluster.health.loop_timeout,
+        time.monotonic,
+        log,
+        on_lost,
+        lambda: dispatcher.nodes_changed(),
+    )
+    metrics = RouterMetrics(model.name, lambda: registry)
+    dispatcher = Dispatcher(
+        registry,
+        {
+            "prefill": POLICIES[cluster.router.placement.prefill](prefill_cost),
+            "decode": POLICIES[cluster.router.placement.decode](decode_cost),
+        },
+        control.send,
+        DispatchLimits(
+            max_attempts=cluster.router.max_attempts,
+            max_requests=cluster.router.max_requests,
+            request_timeout=cluster.router.request_timeout,
+            placement_wait=cluster.router.placement_wait,
+        ),
+        metrics,
+        log,
+    )
+    app = web.Application(client_max_size=cluster.router.max_body_bytes, middlewares=[error_middleware(log)])
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # else a client that leaves before the first byte is noticed only at the end
+        access_log=None,
+        shutdown_timeout=1.0,
+        max_field_size=MAX_HEADER_BYTES,
+        max_line_size=MAX_HEADER_BYTES,
+    )
+    router = RouterApp(
+        resolved, log, control, registry, dispatcher, tokenizer, runner, context, security, model, incarnation
+    )
+    view = ClusterView(router.not_ready, router.server_info, metrics.render, dispatcher.timelines.get)
+    OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.served, log).add_to(app)
+    StatusRoutes(view, router.served, tokenizer).add_to(app)
+    return router
+
+
+def _describe(node: Node) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "role": node.role,
+        "state": node.state,
+        "incarnation": node.incarnation,
+        "host": node.register.host,
+        "pid": node.register.pid,
+        "config": node.register.effective_config,
+        "load": msgspec.to_builtins(node.load),
+        "counters": msgspec.to_builtins(node.counters),
+        "assigned": len(node.rooms),
+    }

@@ -1,0 +1,34 @@
+"""What the HTTP side asks of the dispatcher: tokens for token ids."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.messages.generation import OutputToken, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt, validated."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    timeout_s: float | None = None
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """Tokens that arrived together."""
+
+    tokens: list[OutputToken]
+    finish_reason: str | None  # on the last delta
+    cached_tokens: int | None  # on the first delta: prompt tokens found in the prefill node's cache
+
+
+class Generator(Protocol):
+    """Closing the generator means that the client is gone; both nodes are freed then. Raises RequestError."""
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]: ...

@@ -1,0 +1,128 @@
+"""From a request's fields to SamplingParams: ranges, defaults, lengths. Every refusal names its field."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass
+
+from common.errors import InvalidRequest, ModelNotFound
+from common.messages.generation import SamplingParams
+from common.model_config import DefaultSampling
+from router.openai_schema import MAX_STOP_LENGTH, MAX_STOPS, TOP_LOGPROBS, SharedFields
+
+MAX_STOP_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the HTTP side knows of the model."""
+
+    name: str
+    path: str
+    created: int  # unix seconds
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    defaults: DefaultSampling
+
+
+def check_model(request: SharedFields, model: ServedModel) -> None:
+    if request.model not in (None, "", model.name, model.path):
+        raise ModelNotFound(
+            f"the model {request.model!r} is not served here; this is {model.name!r}", param="model"
+        )
+
+
+def stop_strings(request: SharedFields) -> list[str]:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"{len(stops)} stop strings, at most {MAX_STOPS}", param="stop")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", param="stop")
+    return stops
+
+
+def check_prompt(token_ids: list[int], model: ServedModel) -> None:
+    if not token_ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if not all(0 <= token < model.vocab_size for token in token_ids):
+        raise InvalidRequest(f"token ids go from 0 to {model.vocab_size - 1}", param="prompt")
+
+
+def sampling_params(
+    request: SharedFields,
+    prompt_tokens: int,
+    model: ServedModel,
+    max_tokens: int | None,
+    max_field: str,
+    logprobs: int | None,
+) -> SamplingParams:
+    """Check and complete. `max_field` is the name under which the client gave `max_tokens`."""
+    defaults = model.defaults
+    room = model.max_model_len - prompt_tokens
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        wanted = f" and {max_tokens} for the completion" if max_tokens is not None else ""
+        raise InvalidRequest(
+            f"This model's maximum context length is {model.max_model_len} tokens; the request has {prompt_tokens} "
+            f"in the prompt{wanted}. Shorten the prompt or lower {max_field}.",
+            param=max_field
+            if room >= 1
+            else "messages"
+            if max_field == "max_completion_tokens"
+            else "prompt",
+        )
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidRequest(f"{max_field} must be at least 1", param=max_field)
+    stop_tokens = set(request.stop_token_ids or [])
+    if len(stop_tokens) > MAX_STOP_TOKENS or not all(0 <= t < model.vocab_size for t in stop_tokens):
+        raise InvalidRequest(
+            f"stop_token_ids takes at most {MAX_STOP_TOKENS} ids from 0 to {model.vocab_size - 1}",
+            param="stop_token_ids",
+        )
+    if not request.ignore_eos:
+        stop_tokens |= set(model.eos_token_ids)
+    if request.seed is not None and not -(2**63) <= request.seed < 2**63:
+        raise InvalidRequest("seed must fit in 64 bits", param="seed")
+    return SamplingParams(
+        max_tokens=room if max_tokens is None else max_tokens,
+        temperature=_in_range("temperature", request.temperature, defaults.temperature, 1.0, 0.0, 2.0),
+        top_p=_in_range("top_p", request.top_p, defaults.top_p, 1.0, 0.0, 1.0, low_open=True),
+        top_k=_top_k(request.top_k, defaults.top_k),
+        seed=secrets.randbits(63) if request.seed is None else request.seed & (2**63 - 1),
+        stop_token_ids=tuple(sorted(stop_tokens)),
+        logprobs=logprobs,
+    )
+
+
+def check_logprobs(count: int | None, field: str) -> int | None:
+    if count is not None and not 0 <= count <= TOP_LOGPROBS:
+        raise InvalidRequest(f"{field} must be between 0 and {TOP_LOGPROBS}", param=field)
+    return count
+
+
+def _in_range(
+    field: str,
+    value: float | None,
+    default: float | None,
+    otherwise: float,
+    low: float,
+    high: float,
+    low_open: bool = False,
+) -> float:
+    if value is None:
+        return otherwise if default is None else default
+    if not (math.isfinite(value) and low <= value <= high) or (low_open and value == low):
+        raise InvalidRequest(
+            f"{field} must be {'over' if low_open else 'at least'} {low:g} and at most {high:g}", param=field
+        )
+    return value
+
+
+def _top_k(value: int | None, default: int | None) -> int:
+    if value is None:
+        return default or 0
+    if not -1 <= value < 2**31:
+        raise InvalidRequest("top_k must be positive, or 0 or -1 for off", param="top_k")
+    return max(value, 0)

@@ -1,0 +1,142 @@
+"""Everything that is not generation: health, readiness, models, metrics, server info, tokenizer, timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from common.errors import InvalidRequest, ModelNotFound
+from router.http_errors import error_body, invalid_body, json_response
+from router.request_checks import ServedModel
+from router.tokenizer import Tokenizer
+
+VERSION = "0.1.0"
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """Questions about the cluster, answered anew each time."""
+
+    ready: Callable[[], str | None]  # None: can serve; else why not
+    server_info: Callable[[], dict[str, Any]]
+    metrics: Callable[[], bytes]
+    timeline: Callable[[str], dict[str, Any] | None]
+
+
+class StatusRoutes:
+    """Handlers. Liveness is that the loop answers; readiness is that a request could be served now."""
+
+    def __init__(self, view: ClusterView, model: Callable[[], ServedModel], tokenizer: Tokenizer) -> None:
+        self._view = view
+        self._model = model
+        self._tokenizer = tokenizer
+
+    def add_to(self, app: web.Application) -> None:
+        for path in ("/live", "/liveness", "/ping"):
+            app.router.add_get(path, self.live)
+        for path in ("/health", "/health_generate"):
+            app.router.add_get(path, self.health)
+        for path in ("/ready", "/readiness"):
+            app.router.add_get(path, self.ready)
+        for path in ("/server_info", "/get_server_info"):
+            app.router.add_get(path, self.server_info)
+        for path in ("/model_info", "/get_model_info"):
+            app.router.add_get(path, self.model_info)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{id:.+}", self.model)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/version", self.version)
+        app.router.add_get("/requests/{id:.+}", self.timeline)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post("/detokenize", self.detokenize)
+
+    async def live(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 or 503 with an empty body, as vLLM."""
+        return web.Response(status=200 if self._view.ready() is None else 503)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        reason = self._view.ready()
+        if reason is None:
+            return json_response({"status": "ready"})
+        return json_response({"status": "not ready", "reason": reason}, 503)
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        return json_response({"version": VERSION, **self._view.server_info()})
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        model = self._model()
+        return json_response(
+            {"model_path": model.path, "served_model_name": model.name, "max_model_len": model.max_model_len}
+        )
+
+    async def models(self, request: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [_card(self._model())]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        model = self._model()
+        if request.match_info["id"] != model.name:
+            raise ModelNotFound(f"the model {request.match_info['id']!r} is not served here", param="model")
+        return json_response(_card(model))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._view.metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def version(self, request: web.Request) -> web.Response:
+        return json_response({"version": VERSION})
+
+    async def timeline(self, request: web.Request) -> web.Response:
+        found = self._view.timeline(request.match_info["id"])
+        if found is None:
+            body = error_body("no recent request has this id", "invalid_request_error", "id", 404)
+            return json_response(body, 404)
+        return json_response(found)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = _decode(await request.read(), TokenizeRequest)
+        tokens = await self._tokenizer.encode(body.prompt, body.add_special_tokens)
+        return json_response(
+            {"tokens": tokens, "count": len(tokens), "max_model_len": self._model().max_model_len}
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = _decode(await request.read(), DetokenizeRequest)
+        if not all(0 <= token < self._model().vocab_size for token in body.tokens):
+            raise InvalidRequest(f"token ids go from 0 to {self._model().vocab_size - 1}", param="tokens")
+        return json_response({"prompt": self._tokenizer.decode(body.tokens, body.skip_special_tokens)})
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tandem",
+        "root": model.path,
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _decode(raw: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.MsgspecError as error:
+        raise invalid_body(error) from error

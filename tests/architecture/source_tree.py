@@ -1,0 +1,102 @@
+"""The project's own source as data: modules, their syntax trees, and who imports whom."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router", "deploy")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One `import` statement, per module that it loads."""
+
+    target: str  # dotted name as written, absolute
+    line: int
+    scope: str  # enclosing function, "" at module level
+    type_checking: bool  # under `if TYPE_CHECKING:`, so that it never runs
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    place: str  # path relative to the repository root
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.place)
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        package = self.name if self.place.endswith("__init__.py") else self.name.rpartition(".")[0]
+        return list(_imports(self.tree, package, "", False))
+
+
+def _imports(node: ast.AST, package: str, scope: str, type_checking: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, scope, type_checking)
+        elif isinstance(child, ast.ImportFrom):
+            base = child.module or ""
+            if child.level:
+                parent = package.split(".")[: len(package.split(".")) - child.level + 1]
+                base = ".".join([*parent, base] if base else parent)
+            for alias in child.names:  # `from a import b`: b may be a module of a
+                yield Import(f"{base}.{alias.name}", child.lineno, scope, type_checking)
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            name = getattr(child, "name", "lambda")
+            yield from _imports(child, package, f"{scope}.{name}" if scope else name, type_checking)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            for statement in child.body:
+                yield from _imports(ast.Module(body=[statement], type_ignores=[]), package, scope, True)
+            for statement in child.orelse:
+                yield from _imports(
+                    ast.Module(body=[statement], type_ignores=[]), package, scope, type_checking
+                )
+        else:
+            yield from _imports(child, package, scope, type_checking)
+
+
+def modules(packages: Iterable[str] = PACKAGES) -> list[Module]:
+    """Every module of the given top-level packages."""
+    found: list[Module] = []
+    for package in packages:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found.append(Module(name, str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
+    return found
+
+
+def resolve(target: str, known: Iterable[str]) -> str | None:
+    """The module of ours that `import target` loads, or None if it is not ours."""
+    while target:
+        if target in known:
+            return target
+        target = target.rpartition(".")[0]
+    return None
+
+
+def imported(module: Module, known: dict[str, Module], *, run: bool = True) -> set[str]:
+    """Our modules that `module` imports; with `run`, those of type checking alone do not count."""
+    found = set()
+    for each in module.imports:
+        if run and each.type_checking:
+            continue
+        name = resolve(each.target, known)
+        if name is not None and name != module.name:
+            found.add(name)
+    return found
+
+
+def with_packages(name: str) -> set[str]:
+    """A module and the packages above it: importing it runs their __init__ too."""
+    parts = name.split(".")
+    return {".".join(parts[: count + 1]) for count in range(len(parts))}

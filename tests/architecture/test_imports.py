@@ -1,0 +1,249 @@
+"""Import directions of ARCHITECTURE.md, read from the syntax trees: no module is imported to find out."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source_tree import (
+    ROOT,
+    Import,
+    Module,
+    imported,
+    modules,
+    resolve,
+    with_packages,
+)
+
+MODULES = {module.name: module for module in modules()}
+HEAVY = ("torch", "triton", "transformers", "safetensors")  # transformers and safetensors load torch
+TRANSPORTS = "kv_transfer.transport"
+
+# Which of our packages each one may import, itself aside. "control" is common without common.engine.
+ALLOWED = {
+    "control": set[str](),
+    "engine": {"control"},
+    "kv_transfer": {"control"},
+    "prefill_node": {"control", "engine", "kv_transfer"},
+    "decode_node": {"control", "engine", "kv_transfer"},
+    "router": {"control"},
+    # starts the others as processes; kv_transfer for the sweep of shared memory
+    "deploy": {"control", "kv_transfer"},
+}
+# Trains the tiny models: the only part of deploy that computes, so it may use the engine (never a node).
+MODEL_MAKERS = "deploy.models"
+
+
+def _area(name: str) -> str:
+    if name == "common.engine" or name.startswith("common.engine."):
+        return "engine"
+    top = name.partition(".")[0]
+    return "control" if top == "common" else top
+
+
+def _is_under(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def _third_party(module: Module) -> set[str]:
+    return {
+        each.target.partition(".")[0]
+        for each in module.imports
+        if not each.type_checking and resolve(each.target, MODULES) is None
+    }
+
+
+def _allowed(module: Module) -> set[str]:
+    area = _area(module.name)
+    return ALLOWED[area] | {area} | ({"engine"} if _is_under(module.name, MODEL_MAKERS) else set())
+
+
+def test_directions() -> None:
+    wrong = [
+        f"{module.place}:{each.line} imports {target}; {_area(module.name)} may import {sorted(_allowed(module))}"
+        for module in MODULES.values()
+        for each in module.imports
+        if (target := resolve(each.target, MODULES)) is not None and _area(target) not in _allowed(module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _reaches(start: str, graph: dict[str, set[str]]) -> dict[str, str]:
+    """module -> who imported it first, for all that importing `start` runs."""
+    came_from = {start: ""}
+    queue = [start]
+    for name in queue:
+        for each in sorted(graph[name]):
+            if each not in came_from:
+                came_from[each] = name
+                queue.append(each)
+    return came_from
+
+
+def _chain(name: str, came_from: dict[str, str]) -> str:
+    chain = [name]
+    while came_from[chain[-1]]:
+        chain.append(came_from[chain[-1]])
+    return " <- ".join(chain)
+
+
+def _run_graph() -> dict[str, set[str]]:
+    """What importing a module runs: what it imports, and the packages above that."""
+    return {
+        name: {
+            each
+            for target in imported(module, MODULES) | {name}
+            for each in with_packages(target)
+            if each in MODULES and each != name
+        }
+        for name, module in MODULES.items()
+    }
+
+
+RUN_GRAPH = _run_graph()
+
+
+def test_control_plane_never_reaches_torch() -> None:
+    """router, kv_transfer and common's control plane; kv_transfer.transport may touch device memory."""
+    heavy = []
+    for name in MODULES:
+        if _area(name) not in ("router", "control", "kv_transfer") or _is_under(name, TRANSPORTS):
+            continue
+        came_from = _reaches(name, RUN_GRAPH)
+        heavy += [
+            f"{_chain(each, came_from)} imports {package}"
+            for each in came_from
+            if not _is_under(each, TRANSPORTS)
+            for package in sorted(_third_party(MODULES[each]).intersection(HEAVY))
+        ]
+    assert not heavy, "\n".join(heavy)
+
+
+def test_no_cycles() -> None:
+    """Between modules, packages' __init__ included where they are imported by name."""
+    graph = {name: imported(module, MODULES, run=False) for name, module in MODULES.items()}
+    cycles = [sorted(group) for group in _components(graph) if len(group) > 1]
+    assert not cycles, "\n".join(" <-> ".join(cycle) for cycle in cycles)
+
+
+def _components(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Strongly connected components (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for each in graph[name]:
+            if each not in index:
+                visit(each)
+                low[name] = min(low[name], low[each])
+            elif each in stack:
+                low[name] = min(low[name], index[each])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            found.append(set(stack[at:]))
+            del stack[at:]
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def _may_hide(module: Module, each: Import) -> bool:
+    """`from x_node.build import build` inside __main__: torch takes seconds, and progress is said first."""
+    top, _, rest = module.name.partition(".")
+    return rest == "__main__" and each.target in (f"{top}.build", f"{top}.build.build", f"{top}.app.run")
+
+
+def test_no_import_is_hidden_in_a_function() -> None:
+    """Ours never (that is how cycles are dodged); a third party's only where it is slow and optional."""
+    hidden = [
+        f"{module.place}:{each.line} {each.scope}() imports {each.target}"
+        for module in MODULES.values()
+        for each in module.imports
+        if each.scope and resolve(each.target, MODULES) is not None and not _may_hide(module, each)
+    ]
+    assert not hidden, "\n".join(hidden)
+
+
+def test_no_import_for_types_alone() -> None:
+    """TYPE_CHECKING is the other way to dodge a cycle."""
+    dodged = [
+        f"{module.place}:{each.line} imports {each.target}"
+        for module in MODULES.values()
+        for each in module.imports
+        if each.type_checking and resolve(each.target, MODULES) is not None
+    ]
+    assert not dodged, "\n".join(dodged)
+
+
+def test_no_dynamic_import() -> None:
+    wrong = []
+    for module in MODULES.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if called in ("__import__", "importlib.import_module", "import_module"):
+                    wrong.append(f"{module.place}:{node.lineno} {called}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_relative_import() -> None:
+    """One way to name a module, so that a search finds all of its users."""
+    wrong = [
+        f"{module.place}:{node.lineno}"
+        for module in MODULES.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("entry", ["router.app", "router.dispatcher", "kv_transfer.sender", "common.config"])
+def test_torch_is_not_loaded(entry: str) -> None:
+    """What the syntax trees say, proved once by the interpreter. A module that is not written yet is passed over."""
+    if entry not in MODULES:
+        pytest.skip(f"{entry} does not exist")
+    code = f"import {entry}, sys; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_checks_see_what_they_should() -> None:
+    """The import reader itself: nested, relative, aliased, type checking."""
+    text = (
+        "import a.b as c\n"
+        "from . import d\n"
+        "from .e import f\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import g\nelse:\n    import h\n"
+        "def outer():\n    def inner():\n        from i import j\n"
+        "class K:\n    def method(self):\n        import l\n"
+        "try:\n    import m\nexcept ImportError:\n    import n\n"
+    )
+    module = Module("p.q.r", "p/q/r.py", text)
+    seen = {(each.target, each.scope, each.type_checking) for each in module.imports}
+    assert seen == {
+        ("a.b", "", False),
+        ("p.q.d", "", False),
+        ("p.q.e.f", "", False),
+        ("typing.TYPE_CHECKING", "", False),
+        ("g", "", True),
+        ("h", "", False),
+        ("i.j", "outer.inner", False),
+        ("l", "method", False),
+        ("m", "", False),
+        ("n", "", False),
+    }
+    assert {frozenset(group) for group in _components({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})} == {
+        frozenset("abc"),
+        frozenset("d"),
+    }

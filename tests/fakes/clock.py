@@ -1,0 +1,13 @@
+"""Time that the test moves."""
+
+from __future__ import annotations
+
+
+class Clock:
+    """Monotonic seconds; call it to read it."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now

@@ -1,0 +1,54 @@
+"""A node's link to the router without a router: the methods of RouterLink, the real messages through the real codecs."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+
+from common.ipc.router_link import control_first
+from common.messages import router_inbox
+from common.messages.identity import NodeCounters, NodeLoad, NodeState
+from common.messages.node_inbox import AnyNodeMessage
+from common.messages.router_inbox import RouterMessage
+from common.messages.wire import InboxCodec, encode
+
+
+class FakeLink:
+    """`deliver` puts messages in front of the node, `taken` returns what it said since the last call."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], codec: InboxCodec[AnyNodeMessage]) -> None:
+        self.socket = context.socket(zmq.PULL)  # never readable: for the node's poller
+        self.refused_messages = 0
+        self.router_lost = False  # what `lost` answers next, once
+        self.state: NodeState = "loading"
+        self.load = NodeLoad()
+        self.counters = NodeCounters()
+        self._codec = codec
+        self._inbox: list[bytes] = []
+        self._said: list[bytes] = []
+
+    def deliver(self, *messages: msgspec.Struct) -> None:
+        self._inbox.extend(encode(message) for message in messages)
+
+    def taken(self) -> list[RouterMessage]:
+        said, self._said = self._said, []
+        return [router_inbox.codec.decode(frame) for frame in said]
+
+    # -- as RouterLink
+
+    def send(self, message: RouterMessage) -> None:
+        self._said.append(encode(message))
+
+    def drain(self) -> list[AnyNodeMessage]:
+        inbox, self._inbox = self._inbox, []
+        return control_first([self._codec.decode(frame) for frame in inbox])
+
+    def lost(self) -> bool:
+        lost, self.router_lost = self.router_lost, False
+        return lost
+
+    def publish(self, state: NodeState, load: NodeLoad, counters: NodeCounters) -> None:
+        self.state, self.load, self.counters = state, load, counters
+
+    def close(self) -> None:
+        self.socket.close(linger=0)

@@ -1,0 +1,464 @@
+"""Real prefill and decode nodes in one process, joined by kv_transfer's loopback transport and inproc sockets.
+
+The test plays the router: `submit` places a request, `turn` gives every node one round of its loop and takes in what
+the nodes say. Tokens are merged by offset; a gap or a repeat that differs is an error at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import zmq
+
+import decode_node.node
+import prefill_node.node
+from common.engine.attention.paged import PagedAttention
+from common.engine.kv_cache.page_space import PageSpace
+from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
+from common.engine.kv_cache.relay_state import RelayState
+from common.engine.kv_cache.request_table import RequestTable
+from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.overlap import Completion, Deferred, Immediate
+from common.ipc import RouterSocket
+from common.messages import decode_inbox, prefill_inbox
+from common.messages.decode_inbox import Reserve
+from common.messages.generation import OutputToken, SamplingParams
+from common.messages.identity import NodeRef
+from common.messages.node_inbox import Abort, PeerLost
+from common.messages.prefill_inbox import Prefill
+from common.messages.router_inbox import Failed, FirstToken, PrefillDone, Tokens
+from common.observability.logs import Log
+from decode_node.node import DecodeLimits, DecodeNode
+from decode_node.peers import PeerConnections
+from decode_node.retraction import Retraction
+from decode_node.step import AutoregressiveStep
+from kv_transfer.handoff_record import record_bytes
+from kv_transfer.layout import KvLayout
+from kv_transfer.limits import TransferLimits
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from kv_transfer.transport.base import Region
+from kv_transfer.transport.loopback import Fabric
+from prefill_node.node import PrefillLimits, PrefillNode
+from prefill_node.step import PrefillStep
+from tests.fakes.clock import Clock
+from tests.fakes.fake_link import FakeLink
+from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, tiny_model
+
+RETRYABLE = ("node_lost", "transfer_failed", "preempted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How big everything is; pools are in tokens, without the padding page."""
+
+    page_size: int = 16
+    prefill_pool: int = 1024
+    decode_pool: int = 1024
+    chunk_tokens: int = 64
+    prefill_batch: int = 8
+    max_queue: int = 64
+    max_running: int = 8
+    max_transferring: int = 8
+    reserved_tokens: int = 16
+    skip_ahead: int = 4
+    backup_bytes: int = 1 << 24
+    prefill_cache: bool = True
+    decode_cache: bool = True
+    completion: Callable[[], Completion] = Immediate
+    prefills: int = 1
+    decodes: int = 1
+    fencing: bool = False
+    max_len: int = MAX_LEN
+    transfer: TransferLimits = field(
+        default_factory=lambda: TransferLimits(record_bytes=record_bytes(MAX_LEN, 20), slots_timeout=1e6)
+    )
+
+
+ONE_BEHIND = Deferred
+
+
+@dataclass(slots=True)
+class Side:
+    """What both kinds of node have."""
+
+    ref: NodeRef
+    link: FakeLink
+    space: PageSpace
+    alive: bool = True
+
+
+@dataclass(slots=True)
+class PrefillSide(Side):
+    node: PrefillNode = None  # type: ignore[assignment]
+    sender: Sender = None  # type: ignore[assignment]
+    peers: RouterSocket = None  # type: ignore[assignment]
+    step: PrefillStep = None  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class DecodeSide(Side):
+    node: DecodeNode = None  # type: ignore[assignment]
+    receiver: Receiver = None  # type: ignore[assignment]
+    peers: PeerConnections = None  # type: ignore[assignment]
+    table: RequestTable = None  # type: ignore[assignment]
+    retraction: Retraction = None  # type: ignore[assignment]
+    step: AutoregressiveStep = None  # type: ignore[assignment]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request as its client sees it; `room` is of the present attempt."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    room: int = 0
+    prefill: PrefillSide = None  # type: ignore[assignment]
+    decode: DecodeSide = None  # type: ignore[assignment]
+    output: list[OutputToken] = field(default_factory=list)
+    base: int = 0  # output tokens of earlier attempts
+    early: dict[int, tuple[list[OutputToken], str | None]] = field(default_factory=dict)
+    finish: str | None = None
+    error: Failed | None = None
+    cached_tokens: int | None = None
+    attempts: int = 0
+    first_token_turn: int | None = None
+    done_turn: int | None = None
+    prefill_stages: dict[str, float] | None = None
+    decode_stages: dict[str, float] | None = None
+    aborted: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.output]
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None or self.error is not None or self.aborted
+
+
+class NodeCluster:
+    """See the module's text. `close` at the end, or use it as a context."""
+
+    def __init__(self, shape: Shape = Shape(), resubmit: bool = True) -> None:  # noqa: B008 - frozen
+        for module in (prefill_node.node, decode_node.node):
+            assert module.IDLE_WAIT == 0, "use the `nodes` fixture: idle turns must not wait"
+        self.shape = shape
+        self.clock = Clock()
+        self.fabric = Fabric(self.clock)
+        self.context = zmq.Context[zmq.Socket[bytes]]()
+        self.calls: list[Call] = []
+        self.turns = 0
+        self.failures: list[Failed] = []
+        self._resubmit = resubmit
+        self._rooms = itertools.count(1)
+        self._by_room: dict[int, Call] = {}
+        self._names = itertools.count()
+        self.prefills = [self._prefill() for _ in range(shape.prefills)]
+        self.decodes = [self._decode() for _ in range(shape.decodes)]
+
+    def __enter__(self) -> NodeCluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for prefill in self.prefills:
+            prefill.peers.close()
+            prefill.link.close()
+        for decode in self.decodes:
+            decode.peers.close()
+            decode.link.close()
+        self.context.term()
+
+    @property
+    def prefill(self) -> PrefillSide:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> DecodeSide:
+        return self.decodes[0]
+
+    # -- the router's part
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        prefill: int = 0,
+        decode: int = 0,
+        deadline: float = 1e6,
+        legs: str = "dp",
+        **sampling: object,
+    ) -> Call:
+        """`legs`: which halves are sent, in order: d for the reservation, p for the prompt."""
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
+        call = Call(list(prompt), params)
+        self.calls.append(call)
+        self.place(call, prefill, decode, deadline, legs)
+        return call
+
+    def place(
+        self, call: Call, prefill: int = 0, decode: int = 0, deadline: float = 1e6, legs: str = "dp"
+    ) -> None:
+        """A new attempt, with what the call has said so far."""
+        call.room = next(self._rooms)
+        call.prefill, call.decode = self.prefills[prefill], self.decodes[decode]
+        call.base, call.early, call.error = len(call.output), {}, None
+        call.attempts += 1
+        self._by_room[call.room] = call
+        for leg in legs:
+            self.send_leg(call, leg, deadline)
+
+    def send_leg(self, call: Call, leg: str, deadline: float = 1e6) -> None:
+        common = {
+            "room": call.room,
+            "request_id": f"r{call.room}",
+            "token_ids": call.prompt + call.ids[: call.base],
+            "emitted": call.base,
+            "sampling": call.sampling,
+            "deadline_ms": int(deadline * 1000),
+        }
+        if leg == "d":
+            call.decode.link.deliver(Reserve(prefill=call.prefill.ref, **common))  # type: ignore[arg-type]
+        else:
+            call.prefill.link.deliver(Prefill(decode=call.decode.ref.incarnation, **common))  # type: ignore[arg-type]
+
+    def abort(self, call: Call, reason: str = "client left") -> None:
+        call.aborted = True
+        self._end_attempt(call, reason)
+
+    def lose(self, side: Side) -> None:
+        """The router declares a node lost: the other role hears of it, its requests are placed again or fail."""
+        for other in (*self.prefills, *self.decodes):
+            if other.alive and other.ref.role != side.ref.role:
+                other.link.deliver(PeerLost(incarnation=side.ref.incarnation))
+        for call in self.calls:
+            if not call.over and side in (call.prefill, call.decode):
+                self._failed(call, Failed(room=call.room, code="node_lost", message="the node is gone"))
+
+    def kill(self, side: Side) -> None:
+        """The node's process ends, nobody has noticed yet."""
+        side.alive = False
+        if isinstance(side, PrefillSide):
+            self.fabric.kill(side.ref.incarnation)
+
+    # -- time
+
+    def turn(self, count: int = 1, dt: float = 0.001) -> None:
+        for _ in range(count):
+            self.turns += 1
+            self.clock.now += dt
+            for side in (*self.prefills, *self.decodes):
+                if side.alive:
+                    side.node.loop.turn()
+                    self._listen(side)
+
+    def turn_one(self, side: PrefillSide | DecodeSide) -> None:
+        """One round of one node alone."""
+        self.clock.now += 0.001
+        side.node.loop.turn()
+        self._listen(side)
+
+    def run(self, until: Callable[[], bool] | None = None, limit: int = 3000, dt: float = 0.001) -> None:
+        """Turn until every call is over (or `until`); more than `limit` turns is a hang."""
+        done = until or (lambda: all(call.over for call in self.calls))
+        for _ in range(limit):
+            if done():
+                return
+            self.turn(dt=dt)
+        raise AssertionError(f"nothing ends after {limit} turns: {self.describe()}")
+
+    def settle(self, limit: int = 200) -> None:
+        """Turn until all nodes are idle, then check that nothing leaked."""
+
+        def idle() -> bool:
+            live = [side for side in (*self.prefills, *self.decodes) if side.alive]
+            return all(not len(side.node.queues) for side in live)
+
+        self.run(idle, limit)
+        self.turn(3)
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        for prefill in self.prefills:
+            if prefill.alive:
+                assert prefill.sender.active == 0, "a room is left in the sender"
+                self._check_space(prefill)
+        for decode in self.decodes:
+            if decode.alive:
+                assert decode.receiver.active == 0, "a room is left in the receiver"
+                assert decode.receiver.quarantined_pages == 0
+                assert decode.table.free_rows == self.shape.max_running, "a row is held"
+                assert decode.retraction.used_bytes == 0, "a backup is held"
+                self._check_space(decode)
+
+    def _check_space(self, side: PrefillSide | DecodeSide) -> None:
+        space = side.space
+        assert not len(side.node.queues), "a queue is not empty"
+        space.check_integrity()
+        assert space.leased_pages == 0, f"{space.leased_pages} pages are leased"
+        assert space.free_pages + space.cache.cached_pages == space.total_pages
+        assert space.cache.evictable_pages == space.cache.cached_pages, "a lock is held"
+
+    def describe(self) -> str:
+        queues = [
+            {name: [r.room for r in _requests(getattr(side.node.queues, name))] for name in vars(side.node.queues)}
+            for side in (*self.prefills, *self.decodes)
+        ]
+        spaces = [(s.space.free_pages, s.space.cache.cached_pages) for s in (*self.prefills, *self.decodes)]
+        return f"queues {queues}, (free, cached) {spaces}, failures {self.failures}"
+
+    # -- what nodes say
+
+    def _listen(self, side: PrefillSide | DecodeSide) -> None:
+        for message in side.link.taken():
+            if isinstance(message, FirstToken):
+                call = self._by_room.get(message.room)
+                if call is not None:
+                    call.first_token_turn = call.first_token_turn or self.turns
+                    call.cached_tokens = message.cached_tokens
+                    self._tokens(call, 0, [message.token], message.finish_reason)
+            elif isinstance(message, Tokens):
+                for run in message.runs:
+                    call = self._by_room.get(run.room)
+                    if call is not None:
+                        call.decode_stages = run.stages or call.decode_stages
+                        self._tokens(call, run.offset, run.tokens, run.finish_reason)
+            elif isinstance(message, PrefillDone):
+                call = self._by_room.get(message.room)
+                if call is not None:
+                    call.prefill_stages = message.stages
+            elif isinstance(message, Failed):
+                self.failures.append(message)
+                call = self._by_room.get(message.room)
+                if call is not None and not call.over:
+                    self._failed(call, message)
+
+    def _tokens(self, call: Call, offset: int, tokens: list[OutputToken], finish: str | None) -> None:
+        assert call.finish is None, "tokens after the last one"
+        assert offset not in call.early, "the same tokens twice"
+        call.early[offset] = (tokens, finish)
+        while (run := call.early.pop(len(call.output) - call.base, None)) is not None:
+            call.output.extend(run[0])
+            if run[1] is not None:
+                call.finish, call.done_turn = run[1], self.turns
+                del self._by_room[call.room]
+                break
+
+    def _failed(self, call: Call, failed: Failed) -> None:
+        retry = self._resubmit and failed.code in RETRYABLE
+        prefill = next((i for i, side in enumerate(self.prefills) if side.alive), None)
+        decode = next((i for i, side in enumerate(self.decodes) if side.alive), None)
+        self._end_attempt(call, "the request ended at the router")
+        if retry and prefill is not None and decode is not None:
+            self.place(call, prefill, decode)
+        else:
+            call.error, call.done_turn = failed, self.turns
+
+    def _end_attempt(self, call: Call, reason: str) -> None:
+        self._by_room.pop(call.room, None)
+        for side in (call.prefill, call.decode):
+            if side.alive:
+                side.link.deliver(Abort(room=call.room, reason=reason))
+
+    # -- composition, as the nodes' build.py
+
+    def _layout(self, pool_tokens: int) -> KvLayout:
+        pages = pool_tokens // self.shape.page_size + 1
+        kv = [(CONFIG.num_kv_heads, CONFIG.head_dim)] * CONFIG.num_layers
+        return KvLayout.build("tiny", "float32", self.shape.page_size, pages, kv)
+
+    def _incarnation(self) -> str:
+        return f"{next(self._names) + 1:032x}"
+
+    def _prefill(self) -> PrefillSide:
+        shape, incarnation = self.shape, self._incarnation()
+        name = f"prefill-{len(getattr(self, 'prefills', []))}-{incarnation[-2:]}"
+        layout = self._layout(shape.prefill_pool)
+        storage = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+        offsets = [plane.offset for plane in layout.planes]
+        pool = make_pool(CONFIG, shape.page_size, layout.num_pages, PLACEMENT, storage, offsets)
+        endpoint = self.fabric.sender(incarnation)
+        endpoint.register(layout, memoryview(storage.numpy()))
+        peers = RouterSocket(self.context, f"inproc://{incarnation}")
+        sender = Sender(incarnation, name, endpoint, layout, peers.send, self.clock, shape.transfer)
+        cache = RadixCache(shape.page_size) if shape.prefill_cache else NoPrefixCache()
+        space = PageSpace(shape.page_size, layout.num_pages, cache)
+        runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
+        step = PrefillStep(runner, shape.page_size, PLACEMENT.device, shape.completion)
+        link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
+        node = PrefillNode(
+            incarnation,
+            link,  # type: ignore[arg-type]
+            peers,
+            sender,
+            space,
+            step,
+            PrefillLimits(
+                chunk_tokens=shape.chunk_tokens,
+                max_batch=shape.prefill_batch,
+                max_queue=shape.max_queue,
+                max_model_len=min(shape.max_len, shape.prefill_pool // shape.page_size * shape.page_size),
+                vocab_size=VOCAB,
+                drain_timeout=10.0,
+            ),
+            Log(name),
+            self.clock,
+        )
+        ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}")
+        return PrefillSide(ref, link, space, True, node, sender, peers, step)
+
+    def _decode(self) -> DecodeSide:
+        shape, incarnation = self.shape, self._incarnation()
+        name = f"decode-{incarnation[-2:]}"
+        layout = self._layout(shape.decode_pool)
+        endpoint = self.fabric.receiver(incarnation, fencing=shape.fencing)
+        storage = torch.frombuffer(endpoint.allocate(Region.KV, layout.total_bytes), dtype=torch.uint8)
+        offsets = [plane.offset for plane in layout.planes]
+        pool = make_pool(CONFIG, shape.page_size, layout.num_pages, PLACEMENT, storage, offsets)
+        slots = 2 * shape.max_transferring
+        receiver = Receiver(incarnation, name, endpoint, layout, self.clock, shape.transfer, slots)
+        cache = RadixCache(shape.page_size) if shape.decode_cache else NoPrefixCache()
+        space = PageSpace(shape.page_size, layout.num_pages, cache)
+        max_len = min(shape.max_len, space.total_pages * shape.page_size)
+        table = RequestTable(shape.max_running, space.pages_for(max_len), PLACEMENT.device)
+        relay = RelayState.allocate(shape.max_running, PLACEMENT.device)
+        runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
+        step = AutoregressiveStep(runner, table, relay, shape.page_size, PLACEMENT.device, shape.completion)
+        link = FakeLink(self.context, decode_inbox.codec)  # type: ignore[arg-type]
+        poller = zmq.Poller()
+        peers = PeerConnections(self.context, incarnation, receiver, poller)
+        retraction = Retraction(pool, space, table, relay, shape.backup_bytes)
+        node = DecodeNode(
+            incarnation,
+            link,  # type: ignore[arg-type]
+            peers,
+            poller,
+            receiver,
+            space,
+            table,
+            retraction,
+            step,
+            DecodeLimits(
+                max_running=shape.max_running,
+                max_transferring=shape.max_transferring,
+                max_queue=shape.max_queue,
+                max_model_len=max_len,
+                reserved_tokens=shape.reserved_tokens,
+                skip_ahead=shape.skip_ahead,
+                drain_timeout=10.0,
+            ),
+            Log(name),
+            self.clock,
+        )
+        ref = NodeRef(name=name, role="decode", incarnation=incarnation)
+        return DecodeSide(ref, link, space, True, node, receiver, peers, table, retraction, step)
+
+
+def _requests(queue: object) -> list[object]:
+    return list(queue.values()) if isinstance(queue, dict) else list(queue)  # type: ignore[call-overload]

@@ -1,0 +1,108 @@
+"""A tiny random Llama in float32 and the plainest way to generate with it: everything again for each token."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from common.engine.attention.paged import PagedAttention
+from common.engine.forward.batch import ForwardBatch, ForwardMode
+from common.engine.layers.placement import Placement
+from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.registry import build_model
+from common.engine.sampler import SamplingBatch, sample
+from common.engine.sampling_plan import finish_reason, read_tokens, sampling_variant
+from common.messages.generation import SamplingParams
+from common.model_config import ModelConfig
+from common.rope_config import RopeConfig
+
+VOCAB = 64
+MAX_LEN = 512
+PLACEMENT = Placement(torch.float32, torch.device("cpu"))
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=VOCAB,
+    max_position_embeddings=MAX_LEN,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    sliding_windows=(None, None),
+    dtype="float32",
+)
+
+
+@functools.cache
+def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+    """Every weight random, so that the text wanders; one instance for all tests of a process."""
+    model = build_model(CONFIG, PLACEMENT).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.3, generator=generator)
+            if "norm" in name:
+                parameter.add_(1.0)
+    return model
+
+
+@functools.lru_cache(maxsize=4096)
+def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 0) -> tuple[list[int], str]:
+    """(output token ids, finish reason) of one request alone, without a cache, chunks or pages that grow."""
+    ids = list(prompt)
+    output: list[int] = []
+    while True:
+        batch = SamplingBatch(
+            temperature=torch.tensor([sampling.temperature]),
+            top_p=torch.tensor([sampling.top_p]),
+            top_k=torch.tensor([sampling.top_k], dtype=torch.int32),
+            seed=torch.tensor([sampling.seed]),
+            position=torch.tensor([len(ids)]),
+            **{k: getattr(sampling_variant([sampling]), k) for k in ("all_greedy", "any_filter", "num_logprobs")},
+        )
+        token = read_tokens(sample(_logits(ids), batch), [sampling])[0]
+        assert token is not None
+        ids.append(token.id)
+        output.append(token.id)
+        reason = finish_reason(token.id, emitted + len(output), sampling)
+        if reason is not None:
+            return output, reason
+
+
+def _logits(ids: list[int]) -> torch.Tensor:
+    """[1, V] after the last of `ids`: one forward over all of them in one page."""
+    runner = _runner()
+    count = len(ids)
+    arange = torch.arange(count)
+    return runner(
+        ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=torch.tensor(ids),
+            positions=arange,
+            kv_slots=arange + MAX_LEN,
+            page_table=torch.ones(1, 1, dtype=torch.int32),
+            seq_lens=torch.tensor([count], dtype=torch.int32),
+            query_start=torch.tensor([0, count], dtype=torch.int32),
+            logits_rows=torch.tensor([count - 1]),
+            max_seq_len=count,
+            query_lens_host=(count,),
+            seq_lens_host=(count,),
+        )
+    ).logits
+
+
+@functools.cache
+def _runner() -> ModelRunner:
+    pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
+    return ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))

@@ -1,0 +1,589 @@
+"""Aborts at every station, quarantine, damaged and repeated writes and messages, deadlines, floods."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    TransferFailed,
+)
+from kv_transfer import messages
+from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, SlotsGranted, TransferLost
+from kv_transfer.handoff_record import HandoffRecord
+from kv_transfer.limits import TransferLimits
+from kv_transfer.messages import Abort, AbortAck, PagesWritten, RecordWritten, SenderFailed, Slots
+from kv_transfer.transport.loopback import Fabric, Fault
+from tests.unit.kv_transfer.rig import (
+    LIMITS,
+    RECORD,
+    Clock,
+    Decode,
+    Prefill,
+    page_bytes,
+    same_pages,
+    send_all,
+)
+
+
+class Rig:
+    """One prefill and one decode node that have shaken hands, over a loopback without fence (as shm is)."""
+
+    def __init__(
+        self,
+        plan: dict[int, Fault] | None = None,
+        *,
+        fencing: bool = False,
+        limits: TransferLimits = LIMITS,
+        **kw: int,
+    ) -> None:
+        self.clock = Clock()
+        faults = plan or {}
+        self.fabric = Fabric(self.clock, lambda n: faults.get(n, Fault()))
+        incarnation = secrets.token_hex(16)
+        self.prefill = Prefill(self.clock, self.fabric.sender(incarnation), limits, incarnation=incarnation)
+        incarnation = secrets.token_hex(16)
+        self.decode = Decode(
+            self.clock,
+            self.fabric.receiver(incarnation, fencing=fencing),
+            limits,
+            incarnation=incarnation,
+            **kw,
+        )
+        self.connect()
+        self.decode.pump()
+        self.sender, self.receiver = self.prefill.sender, self.decode.receiver
+
+    def connect(self, deliver: Callable[[bytes], object] | None = None) -> None:
+        self.decode.connect(self.prefill, deliver)
+
+    def begin(self, room: int = 1, pages: tuple[int, ...] = (4, 5), deadline: float | None = None) -> int:
+        generation = self.receiver.open(room, self.prefill.incarnation, pages, 0, deadline)
+        self.sender.expect(room)
+        assert SlotsGranted(room) in self.prefill.poll()
+        return generation
+
+    def say(self, message: messages.ReceiverInbox) -> None:
+        """A frame that the prefill node sends, as if."""
+        self.receiver.handle(self.prefill.incarnation, messages.encode(message, self.prefill.incarnation))
+
+    def ask(self, message: messages.SenderInbox) -> None:
+        self.sender.handle(self.decode.identity, messages.encode(message, self.decode.incarnation))
+
+    def answers(self) -> list[messages.ReceiverInbox]:
+        said = [messages.decode_for_receiver(frame)[1] for _, frame in self.prefill.sent]
+        self.prefill.sent.clear()
+        return said
+
+    def assert_idle(self) -> None:
+        assert (self.sender.active, self.receiver.active, self.receiver.quarantined_pages) == (0, 0, 0)
+        assert not self.receiver._held
+        assert len(self.receiver._free_slots) == self.receiver._record_slots
+
+
+# ---- aborts by the decode node
+
+
+def test_abort_before_any_write_is_acknowledged_at_once() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.receiver.abort(1, "client gone", "client_gone")
+    assert rig.receiver.quarantined_pages == 2
+    assert rig.prefill.poll() == [TransferLost(1, "client_gone", "client gone")]
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]
+    rig.sender.send_pages(1, [1, 2], 0)  # the prefill node has not looked yet: ignored
+    rig.sender.finish(1, RECORD)
+    rig.assert_idle()
+
+
+def test_abort_while_writing_waits_until_the_writes_have_landed() -> None:
+    rig = Rig({0: Fault(delay=3.0)})
+    generation = rig.begin()
+    rig.sender.send_pages(1, [1], 0)
+    rig.receiver.abort(1, "enough")
+    rig.sender.send_pages(1, [2], 1)  # nothing is posted any more
+    assert (rig.prefill.poll(), rig.decode.poll()) == ([], [])
+    assert (rig.sender.draining, rig.receiver.quarantined_pages) == (1, 2)
+    before = page_bytes(rig.decode.kv, rig.decode.layout, 4)
+    rig.clock.now += 3
+    assert rig.prefill.poll() == [TransferLost(1, TransferFailed.code, "enough")]
+    assert page_bytes(rig.decode.kv, rig.decode.layout, 4) != before  # it landed, in quarantine
+    assert rig.answers()[-1] == AbortAck(1, generation)
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]
+    rig.assert_idle()
+
+
+def test_abort_while_the_record_is_on_the_way_and_after_it_arrived() -> None:
+    rig = Rig({1: Fault(delay=1.0)})
+    rig.begin()
+    send_all(rig.prefill, 1, [1, 2])
+    rig.decode.pump()
+    rig.receiver.abort(1, "late")
+    rig.clock.now += 1
+    assert rig.prefill.poll() == [TransferLost(1, TransferFailed.code, "late")]
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]
+    rig.begin(2)
+    send_all(rig.prefill, 2, [1, 2])
+    rig.decode.pump()
+    rig.receiver.abort(2, "before the node looked")  # Arrived is withdrawn
+    assert rig.decode.poll() == [PagesFree(2, (4, 5))]
+    rig.begin(3)
+    send_all(rig.prefill, 3, [1, 2])
+    assert isinstance(rig.decode.poll()[0], Arrived)
+    rig.receiver.abort(3, "after the node looked")
+    assert rig.decode.poll() == [PagesFree(3, (4, 5))]
+    rig.prefill.poll()
+    rig.assert_idle()
+
+
+def test_record_that_lands_before_the_abort_is_heard_ends_the_quarantine() -> None:
+    rig = Rig()
+    rig.begin()
+    send_all(rig.prefill, 1, [1, 2])  # RecordWritten waits in the inbox
+    rig.receiver.abort(1, "crossing")
+    assert rig.prefill.poll() == [Delivered(1)]
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]
+    rig.assert_idle()
+
+
+def test_an_unanswered_abort_is_repeated_and_no_timeout_frees_the_pages() -> None:
+    rig = Rig()
+    heard: list[bytes] = []
+    rig.begin()
+    rig.receiver._links[rig.prefill.incarnation].send = heard.append
+    rig.receiver.abort(1, "x")
+    for _ in range(1000):
+        rig.clock.now += 5
+        assert rig.decode.poll() == []
+    assert rig.receiver.quarantined_pages == 2
+    assert len(heard) == 1001
+    assert rig.receiver.counters.abort_retries == 1000
+    rig.sender.handle(rig.decode.identity, heard[-1])
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]
+    rig.sender.handle(rig.decode.identity, heard[0])  # a repetition is acknowledged again, and ignored
+    assert rig.decode.poll() == []
+
+
+def test_a_poisoned_room_never_acks_until_its_process_is_dead() -> None:
+    rig = Rig({0: Fault(damage="stick")})
+    rig.begin()
+    rig.sender.send_pages(1, [1, 2], 0)
+    rig.receiver.abort(1, "x")
+    rig.clock.now += 10_000
+    assert (rig.prefill.poll(), rig.decode.poll(), rig.sender.draining) == ([], [], 1)
+    rig.receiver.peer_lost(rig.prefill.incarnation)
+    assert rig.decode.poll() == []  # lost is not dead
+    assert rig.receiver.quarantined_pages == 2
+    rig.fabric.kill(rig.prefill.incarnation)
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]
+    rig.fabric.unstick()
+    rig.fabric.advance()
+    assert page_bytes(rig.decode.kv, rig.decode.layout, 4) == bytes(rig.decode.layout.page_bytes)
+
+
+def test_late_writes_cannot_hit_pages_that_another_room_got() -> None:
+    """With a fence the pages are free at once, and the write that lands later is turned away."""
+    rig = Rig({0: Fault(delay=5.0)}, fencing=True)
+    rig.begin(1)
+    rig.sender.send_pages(1, [1, 2], 0)
+    rig.receiver.abort(1, "x")
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]
+    rig.begin(2)  # the same pages
+    rig.clock.now += 5
+    rig.prefill.poll()
+    assert page_bytes(rig.decode.kv, rig.decode.layout, 4) == bytes(rig.decode.layout.page_bytes)
+    send_all(rig.prefill, 2, [8, 9])
+    assert isinstance(rig.decode.poll()[0], Arrived)
+    assert same_pages(rig.prefill, [8, 9], rig.decode, [4, 5])
+
+
+def test_pages_in_the_hands_of_a_room_cannot_be_given_again() -> None:
+    rig = Rig({0: Fault(damage="stick")})
+    rig.begin(1)
+    rig.sender.send_pages(1, [1], 0)
+    rig.receiver.abort(1, "x")
+    with pytest.raises(InternalError, match="in the hands of another room"):
+        rig.receiver.open(2, rig.prefill.incarnation, [5], 0)
+    with pytest.raises(InternalError, match="outside of the pool"):
+        rig.receiver.open(2, rig.prefill.incarnation, [99], 0)
+    with pytest.raises(InternalError, match="given twice"):
+        rig.receiver.open(2, rig.prefill.incarnation, [1, 1], 0)
+
+
+def test_an_abort_that_overtakes_the_prompt_and_one_without_slots() -> None:
+    rig = Rig()
+    rig.receiver.open(1, rig.prefill.incarnation, [1], 0)
+    rig.receiver.abort(1, "gone", "client_gone")
+    assert rig.decode.poll() == [PagesFree(1, (1,))]
+    rig.sender.expect(1)
+    assert rig.prefill.poll() == [TransferLost(1, "client_gone", "gone")]
+    rig.sender.expect(2)
+    rig.ask(Abort(2, 50, "c", "slots were lost"))
+    assert rig.prefill.poll() == [TransferLost(2, "c", "slots were lost")]
+    rig.answers()
+    rig.ask(Slots(2, 50, (1,), 0, 0))  # they come after all
+    assert rig.answers() == [AbortAck(2, 50)]
+    rig.ask(Abort(3, 7, "c", "never heard of"))
+    assert rig.answers() == [AbortAck(3, 7)]
+
+
+def test_an_abort_of_another_generation_does_not_touch_the_room() -> None:
+    rig = Rig()
+    generation = rig.begin()
+    rig.answers()
+    rig.ask(Abort(1, generation + 1, "c", "r"))
+    assert rig.answers() == [AbortAck(1, generation + 1)]
+    send_all(rig.prefill, 1, [1, 2])
+    assert isinstance(rig.decode.poll()[0], Arrived)
+
+
+# ---- ends by the prefill node
+
+
+def test_cancel_before_and_after_the_slots_came() -> None:
+    rig = Rig({0: Fault(delay=1.0)})
+    rig.begin(1)
+    rig.sender.send_pages(1, [1], 0)
+    rig.sender.cancel(1, "finished", "the first token was the last")
+    rig.sender.cancel(1, "other", "the first cause stays")
+    assert (rig.prefill.poll(), rig.decode.poll()) == ([], [])
+    rig.clock.now += 1
+    assert rig.prefill.poll() == [TransferLost(1, "finished", "the first token was the last")]
+    assert rig.decode.poll() == [Failed(1, "finished", "the first token was the last"), PagesFree(1, (4, 5))]
+    rig.sender.expect(2)
+    rig.sender.cancel(2, "finished", "eos")
+    assert rig.prefill.poll() == [TransferLost(2, "finished", "eos")]
+    rig.receiver.open(2, rig.prefill.incarnation, [4], 0)
+    assert rig.decode.poll() == [Failed(2, "finished", "eos"), PagesFree(2, (4,))]
+    rig.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [
+        (Fault(damage="drop"), "checksum_failures"),
+        (Fault(damage="truncate"), "checksum_failures"),
+        (Fault(damage="corrupt"), "checksum_failures"),
+    ],
+)
+def test_damaged_pages_never_arrive(fault: Fault, counter: str) -> None:
+    rig = Rig({0: fault})
+    rig.begin()
+    send_all(rig.prefill, 1, [1, 2])
+    failed, free = rig.decode.poll()
+    assert isinstance(failed, Failed)
+    assert failed.code == TransferFailed.code
+    assert "differs from what was sent" in failed.reason
+    assert free == PagesFree(1, (4, 5))
+    assert getattr(rig.receiver.counters, counter) == 1
+    rig.prefill.poll()
+    rig.assert_idle()
+
+
+@pytest.mark.parametrize(("damage", "cause"), [("drop", "magic"), ("truncate", "crc"), ("corrupt", "magic")])
+def test_damaged_records_never_arrive(damage: str, cause: str) -> None:
+    rig = Rig({1: Fault(damage=damage)})  # type: ignore[arg-type]
+    rig.begin()
+    send_all(rig.prefill, 1, [1, 2])
+    failed, free = rig.decode.poll()
+    assert isinstance(failed, Failed)
+    assert failed.code == TransferFailed.code
+    assert free == PagesFree(1, (4, 5))
+    assert rig.receiver.counters.record_failures == {cause: 1}
+    assert rig.receiver.counters.checksum_failures == 0
+
+
+def test_duplicated_writes_are_harmless_and_failed_ones_end_the_room() -> None:
+    rig = Rig({0: Fault(damage="duplicate"), 1: Fault(damage="duplicate"), 2: Fault(damage="fail")})
+    rig.begin(1)
+    send_all(rig.prefill, 1, [1, 2])
+    assert isinstance(rig.decode.poll()[0], Arrived)
+    rig.receiver.close(1)
+    rig.prefill.poll()
+    rig.begin(2)
+    send_all(rig.prefill, 2, [1, 2])
+    (lost,) = rig.prefill.poll()
+    assert isinstance(lost, TransferLost)
+    assert lost.code == TransferFailed.code
+    failed, free = rig.decode.poll()
+    assert (failed.room, free) == (2, PagesFree(2, (4, 5)))
+    rig.assert_idle()
+
+
+def test_without_checksums_damage_passes_and_both_sides_must_agree() -> None:
+    rig = Rig({0: Fault(damage="corrupt")}, limits=msgspec.structs.replace(LIMITS, verify_checksums=False))
+    rig.begin()
+    send_all(rig.prefill, 1, [1, 2])
+    assert isinstance(rig.decode.poll()[0], Arrived)
+    strict = Rig()
+    strict.prefill.sender._limits = msgspec.structs.replace(LIMITS, verify_checksums=False)
+    strict.begin()
+    send_all(strict.prefill, 1, [1, 2])
+    (failed, _) = strict.decode.poll()
+    assert isinstance(failed, Failed)
+    assert "same verify_checksums" in failed.reason
+    assert strict.receiver.counters.record_failures == {"pages": 1}
+
+
+def test_a_record_too_large_for_its_slot_fails_the_room() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.sender.send_pages(1, [1, 2], 0)
+    rig.sender.finish(
+        1, HandoffRecord(first_token=1, num_tokens=1, draft_hidden=bytes(2000), draft_hidden_dtype="float16")
+    )
+    (lost,) = rig.prefill.poll()
+    assert isinstance(lost, TransferLost)
+    assert lost.code == InternalError.code
+    assert "raise record_bytes" in lost.reason
+
+
+# ---- repeated, late and foreign messages
+
+
+def test_repeated_announcements_change_nothing() -> None:
+    rig = Rig()
+    generation = rig.begin()
+    rig.sender.send_pages(1, [1, 2], 0)
+    rig.decode.pump()
+    rig.say(PagesWritten(1, generation, 0, 2))
+    rig.say(PagesWritten(1, generation, 5, 2**31))
+    rig.sender.finish(1, RECORD)
+    (arrived,) = rig.decode.poll()
+    rig.say(RecordWritten(1, generation, 100))
+    rig.say(PagesWritten(1, generation, 0, 2))
+    rig.say(SenderFailed(1, generation, "c", "r"))
+    assert rig.decode.poll() == []
+    assert isinstance(arrived, Arrived)
+    assert rig.receiver.counters.duplicates == 5
+    rig.receiver.close(1)
+    rig.say(RecordWritten(1, generation, 100))
+    assert rig.receiver.counters.unknown_room == 1
+    rig.begin(1)  # the room again: announcements of the former generation are stale
+    rig.say(RecordWritten(1, generation, 100))
+    rig.say(SenderFailed(1, generation, "c", "r"))
+    assert rig.receiver.counters.stale_generation == 2
+    assert rig.decode.poll() == []
+
+
+def test_an_announcement_by_another_peer_is_ignored() -> None:
+    rig = Rig()
+    generation = rig.begin()
+    other = secrets.token_hex(16)
+    rig.receiver.connect(other, lambda frame: None)
+    for message in (
+        SenderFailed(1, generation, "c", "r"),
+        AbortAck(1, generation),
+        RecordWritten(1, generation, 1),
+    ):
+        rig.receiver.handle(other, messages.encode(message, other))
+    rig.receiver.handle(
+        rig.prefill.incarnation, messages.encode(SenderFailed(1, generation, "c", "r"), other)
+    )
+    assert (rig.receiver.counters.unknown_room, rig.receiver.counters.stale_incarnation) == (2, 1)
+    assert rig.decode.poll() == []
+    rig.receiver.handle(secrets.token_hex(16), b"from nobody")
+    rig.receiver.handle(rig.prefill.incarnation, b"noise")
+    rig.sender.handle(b"anybody", b"noise")
+    assert (rig.receiver.counters.malformed, rig.sender.counters.malformed) == (1, 1)
+
+
+def test_slots_are_checked_and_granted_once() -> None:
+    rig = Rig()
+    rig.answers()
+    for pages, slot, says in (
+        ((99,), 0, "outside of the pool"),
+        ((1, 1), 0, "named twice"),
+        ((1,), 4, "record slot 4"),
+    ):
+        rig.ask(Slots(1, 1, pages, slot, 0))
+        (answer,) = rig.answers()
+        assert isinstance(answer, SenderFailed)
+        assert says in answer.reason
+    assert rig.sender.counters.invalid_slots == 3
+    rig.sender.expect(2)
+    rig.ask(Slots(2, 5, (1,), 0, 0))
+    rig.ask(Slots(2, 5, (1,), 0, 0))  # a repetition
+    assert rig.answers() == []
+    rig.ask(Slots(2, 6, (2,), 1, 0))  # another grant
+    (answer,) = rig.answers()
+    assert (answer.generation, rig.sender.counters.duplicate_slots) == (6, 2)
+    granted = rig.sender.slots(2)
+    assert granted is not None
+    assert granted.generation == 5
+    rig.sender.expect(3, decode=secrets.token_hex(16))
+    rig.ask(Slots(3, 7, (3,), 2, 0))
+    (answer,) = rig.answers()
+    assert isinstance(answer, SenderFailed)
+    assert "another decode node" in answer.reason
+
+
+def test_misuse_by_the_own_node_is_named() -> None:
+    rig = Rig(record_slots=1)
+    rig.begin()
+    with pytest.raises(InvalidRequest, match="active already"):
+        rig.sender.expect(1)
+    with pytest.raises(InvalidRequest, match="active already"):
+        rig.receiver.open(1, rig.prefill.incarnation, [1], 0)
+    with pytest.raises(Overloaded, match="record slots"):
+        rig.receiver.open(2, rig.prefill.incarnation, [1], 0)
+    with pytest.raises(InternalError, match="0 is next"):
+        rig.sender.send_pages(1, [1], 1)
+    with pytest.raises(InternalError, match="slots are for 2"):
+        rig.sender.send_pages(1, [1, 2, 3], 0)
+    with pytest.raises(InternalError, match="finished after page 0"):
+        rig.sender.finish(1, RECORD)
+    with pytest.raises(InternalError, match="not expected"):
+        rig.sender.send_pages(9, [1], 0)
+    with pytest.raises(InternalError, match="abort it instead"):
+        rig.receiver.close(1)
+    rig.sender.expect(5)
+    with pytest.raises(InternalError, match="wait for SlotsGranted"):
+        rig.sender.send_pages(5, [1], 0)
+    rig.sender.cancel(77, "c", "unknown rooms are ignored")
+    rig.receiver.abort(77, "unknown rooms are ignored")
+    rig.receiver.close(77)
+
+
+# ---- time
+
+
+def test_deadlines_by_progress_and_by_the_request() -> None:
+    rig = Rig()
+    rig.sender.expect(7)
+    rig.clock.now += LIMITS.slots_timeout
+    (lost,) = rig.prefill.poll()
+    assert isinstance(lost, TransferLost)
+    assert "granted no slots within 60 s" in lost.reason
+
+    rig.begin(1)
+    rig.clock.now += LIMITS.first_page_timeout - 1
+    assert rig.decode.poll() == []
+    rig.sender.send_pages(1, [1], 0)
+    rig.decode.pump()
+    rig.clock.now += LIMITS.stall_timeout - 1
+    assert rig.decode.poll() == []
+    rig.sender.send_pages(1, [2], 1)
+    rig.decode.pump()
+    rig.clock.now += LIMITS.stall_timeout
+    (failed,) = rig.decode.poll()
+    assert isinstance(failed, Failed)
+    assert "no progress for 10 s" in failed.reason
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]  # the abort was acknowledged
+
+    rig.begin(2)
+    rig.clock.now += LIMITS.first_page_timeout
+    (failed,) = rig.decode.poll()
+    assert isinstance(failed, Failed)
+    assert "no page came" in failed.reason
+    rig.decode.poll()
+
+    rig.begin(3, deadline=rig.clock.now + 2)
+    rig.clock.now += 2
+    (lost,) = [e for e in rig.prefill.poll() if e.room == 3]
+    assert isinstance(lost, TransferLost)
+    assert lost.code == DeadlineExceeded.code
+    assert [type(e) for e in rig.decode.poll()] == [Failed, PagesFree]
+    rig.begin(4, deadline=rig.clock.now + 2)
+    rig.sender.send_pages(4, [1], 0)
+    rig.clock.now += 2
+    failed, *_ = rig.decode.poll()
+    assert isinstance(failed, Failed)
+    assert rig.receiver.counters.timeouts == {"stall": 1, "first_page": 1, "deadline": 1}
+    rig.prefill.poll()
+    rig.decode.poll()
+    rig.assert_idle()
+
+
+def test_a_stalled_write_is_given_up_but_not_settled() -> None:
+    rig = Rig({0: Fault(damage="stick")})
+    rig.begin()
+    rig.sender.send_pages(1, [1], 0)
+    rig.prefill.poll()
+    rig.clock.now += LIMITS.stall_timeout
+    assert rig.prefill.poll() == []
+    assert (rig.sender.counters.stalled, rig.sender.draining, rig.sender.writing) == (1, 1, True)
+    assert all(not isinstance(said, SenderFailed) for said in rig.answers())
+    rig.sender.peer_lost(rig.decode.incarnation)  # letting go of the memory settles it
+    (lost,) = rig.prefill.poll()
+    assert isinstance(lost, TransferLost)
+    assert "no byte reached" in lost.reason
+
+
+def test_the_death_of_a_prefill_node_fails_its_rooms_at_once() -> None:
+    rig = Rig({0: Fault(delay=9.0)})
+    rig.begin()
+    rig.sender.send_pages(1, [1, 2], 0)
+    rig.fabric.kill(rig.prefill.incarnation)
+    failed, free = rig.decode.poll()
+    assert isinstance(failed, Failed)
+    assert (failed.code, free) == (NodeLost.code, PagesFree(1, (4, 5)))
+    rig.decode.poll()
+    assert rig.receiver._links == {}
+
+
+def test_a_full_socket_is_counted_and_the_room_ends_by_its_deadline() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.prefill.decodes.clear()
+    send_all(rig.prefill, 1, [1, 2])
+    assert rig.prefill.poll() == [Delivered(1)]
+    assert rig.sender.counters.unsent == 2
+    rig.prefill.decodes[rig.decode.identity] = rig.decode
+    rig.clock.now += LIMITS.first_page_timeout
+    assert isinstance(rig.decode.poll()[0], Failed)
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]
+
+
+# ---- floods
+
+
+def test_a_flood_of_unknown_rooms_is_bounded_and_answered() -> None:
+    rig = Rig(limits=msgspec.structs.replace(LIMITS, early_slots=64, early_slots_per_peer=32))
+    rig.receiver.open(9, rig.prefill.incarnation, [1], 0)
+    for room in range(100_000, 110_000):
+        rig.ask(Slots(room, room, (2,), 1, 0))
+        rig.ask(Abort(room + 10**6, 1, "c", "r"))
+    assert len(rig.sender._early) == 32
+    assert len(rig.sender._aborted) == 64
+    assert rig.sender.active == 0
+    assert sum(isinstance(m, SenderFailed) for m in rig.answers()) == 10_000 - 31
+    rig.sender.expect(9)  # slots that came before the flood are still there
+    assert SlotsGranted(9) in rig.prefill.poll()
+    rig.clock.now += LIMITS.early_ttl
+    rig.prefill.poll()
+    assert (len(rig.sender._early), len(rig.sender._aborted)) == (0, 0)
+    assert sum(isinstance(m, SenderFailed) for m in rig.answers()) == 31
+
+
+def test_a_hundred_thousand_unknown_rooms_at_default_limits() -> None:
+    rig = Rig()
+    frame = bytearray(messages.encode(Slots(2**62, 1, (), 1, 0), rig.decode.incarnation))
+    at = bytes(frame).index((2**62).to_bytes(8, "big"))
+    for room in range(100_000):
+        frame[at : at + 8] = (2**62 + room).to_bytes(8, "big")
+        rig.sender.handle(rig.decode.identity, bytes(frame))
+        rig.prefill.sent.clear()
+    rig.decode.inbox.clear()
+    assert len(rig.sender._early) == LIMITS.early_slots_per_peer
+    assert rig.sender.counters.early_evicted == 100_000 - LIMITS.early_slots_per_peer
+
+
+def test_ended_rooms_are_remembered_for_a_bounded_time() -> None:
+    rig = Rig(limits=msgspec.structs.replace(LIMITS, early_slots=16))
+    for room in range(1000):
+        rig.sender.expect(room)
+        rig.sender.cancel(room, "finished", "eos")
+    assert len(rig.sender._ended) == 16
+    rig.prefill.poll()
+    rig.clock.now += LIMITS.early_ttl
+    rig.prefill.poll()
+    assert len(rig.sender._ended) == 0

@@ -1,0 +1,125 @@
+"""One room from Hello to Delivered over every transport, with real bytes."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from common.messages.generation import TokenLogprob
+from kv_transfer.events import Arrived, Delivered, Failed, ReceiverEvent, SenderEvent, SlotsGranted
+from kv_transfer.handoff_record import HandoffRecord, unpack_checksums
+from kv_transfer.transport.loopback import Fabric
+from kv_transfer.transport.shm import ShmReceiver, ShmSender
+from kv_transfer.transport.tcp import TcpReceiver, TcpSender
+from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, same_pages, send_all
+
+
+@dataclass
+class Ends:
+    prefill: Prefill
+    decode: Decode
+    sent: list[SenderEvent] = field(default_factory=list)
+    got: list[ReceiverEvent] = field(default_factory=list)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Poll both sides until `done`; tcp needs moments, the others none."""
+        deadline = time.monotonic() + 5
+        while not done():
+            self.sent += self.prefill.poll()
+            self.got += self.decode.poll()
+            assert time.monotonic() < deadline, (self.sent, self.got)
+            time.sleep(0.0005)
+
+
+def _loopback() -> Ends:
+    clock = Clock()
+    fabric = Fabric(clock)
+    prefill = Prefill(clock, fabric.sender("p"))
+    incarnation = secrets.token_hex(16)
+    return Ends(prefill, Decode(clock, fabric.receiver(incarnation), incarnation=incarnation))
+
+
+def _shm() -> Ends:
+    clock = Clock()
+    incarnation = secrets.token_hex(16)
+    return Ends(Prefill(clock, ShmSender()), Decode(clock, ShmReceiver(incarnation), incarnation=incarnation))
+
+
+def _tcp() -> Ends:
+    clock = Clock()
+    limits = msgspec.structs.replace(
+        LIMITS, max_frame_bytes=100, max_inflight_bytes=1000
+    )  # many small frames
+    return Ends(
+        Prefill(clock, TcpSender(limits), limits), Decode(clock, TcpReceiver("127.0.0.1", 0, limits), limits)
+    )
+
+
+@pytest.fixture(params=[_loopback, _shm, _tcp], ids=["loopback", "shm", "tcp"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    made: Ends = request.param()
+    yield made
+    made.prefill.sender.close()
+    made.decode.receiver.shutdown()
+
+
+def test_pages_and_record_arrive_as_they_were(ends: Ends) -> None:
+    prefill, decode = ends.prefill, ends.decode
+    decode.connect(prefill)
+    generation = decode.receiver.open(5, prefill.incarnation, [9, 3, 4], held_pages=2)
+    prefill.sender.expect(5)
+    ends.until(lambda: SlotsGranted(5) in ends.sent)
+    granted = prefill.sender.slots(5)
+    assert granted is not None
+    assert (granted.held_pages, granted.num_pages, granted.generation) == (2, 3, generation)
+    assert granted.incarnation == decode.incarnation
+    record = HandoffRecord(
+        first_token=42,
+        first_logprob=TokenLogprob(-0.5, (42, 7), (-0.5, -1.5)),
+        num_tokens=10,
+        cached_tokens=4,
+        draft_topk_p=(0.5, 0.25),
+        draft_topk_ids=(1, 2),
+        draft_hidden=b"\x01\x02",
+        draft_hidden_dtype="float16",
+    )
+    prefill.sender.send_pages(5, [1, 2], first=2)
+    prefill.sender.send_pages(5, [8], first=4)
+    prefill.sender.finish(5, record)
+    ends.until(lambda: Delivered(5) in ends.sent and any(isinstance(e, Arrived) for e in ends.got))
+    (arrived,) = [event for event in ends.got if isinstance(event, Arrived)]
+    assert msgspec.structs.replace(arrived.record, page_checksums=b"") == record
+    assert len(unpack_checksums(arrived.record.page_checksums)) == 3
+    assert same_pages(prefill, [1, 2, 8], decode, [9, 3, 4])
+    decode.receiver.close(5)
+    assert (prefill.sender.active, decode.receiver.active, decode.receiver.quarantined_pages) == (0, 0, 0)
+    assert not prefill.sender.writing
+    assert (prefill.sender.counters.pages_written, prefill.sender.counters.records_written) == (3, 1)
+    assert decode.receiver.counters.pages_received == 3
+
+
+def test_several_rooms_at_once_slots_before_and_after_their_prompt(ends: Ends) -> None:
+    prefill, decode = ends.prefill, ends.decode
+    decode.connect(prefill)
+    pages = {1: [1, 2, 3], 2: [6, 5], 3: []}
+    source = {1: [4, 5, 6], 2: [6, 7], 3: []}
+    prefill.sender.expect(1)
+    for room in pages:
+        decode.receiver.open(room, prefill.incarnation, pages[room], held_pages=3)
+    ends.until(lambda: SlotsGranted(1) in ends.sent)
+    prefill.sender.expect(2)
+    prefill.sender.expect(3)
+    ends.until(lambda: SlotsGranted(3) in ends.sent and SlotsGranted(2) in ends.sent)
+    for room in (2, 3, 1):
+        send_all(prefill, room, source[room], held=3)
+    ends.until(lambda: len([e for e in ends.got if isinstance(e, Arrived)]) == 3)
+    for room in pages:
+        assert same_pages(prefill, source[room], decode, pages[room])
+        decode.receiver.close(room)
+    assert not [event for event in ends.got if isinstance(event, Failed)]
+    assert decode.receiver.active == 0

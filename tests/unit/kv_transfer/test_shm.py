@@ -1,0 +1,300 @@
+"""Shared memory: names, sweeping, and the proof of a sender's death, with real child processes and signals."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError, HandshakeRefused
+from kv_transfer import messages
+from kv_transfer.events import Failed, PagesFree
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport import process, shm_segment
+from kv_transfer.transport.base import Region, Target
+from kv_transfer.transport.description import ShmDescription
+from kv_transfer.transport.process import ProcessIdentity, ProcessWatch
+from kv_transfer.transport.shm import ShmReceiver, ShmSender, sweep_orphans
+from tests.unit.kv_transfer.rig import Clock, Decode
+
+INCARNATION = "ab" * 16
+LAYOUT = KvLayout.build("m", "float32", 2, 4, [(2, 4)])
+ROOT = Path(__file__).parents[3]
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Child:
+    """A python process that has printed one line and sleeps."""
+
+    def __init__(self, code: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", code + "\nimport time; time.sleep(60)"],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        )
+        assert self.popen.stdout is not None
+        self.line = self.popen.stdout.readline().strip()
+
+    @property
+    def identity(self) -> ProcessIdentity:
+        started = process.start_ticks(self.popen.pid)
+        assert started is not None
+        return ProcessIdentity(process.current().host, self.popen.pid, started)
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[str], Child]]:
+    made: list[Child] = []
+
+    def start(code: str) -> Child:
+        made.append(Child(code))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.end()
+
+
+@pytest.fixture
+def receiver() -> Iterator[ShmReceiver]:
+    incarnation = secrets.token_hex(16)
+    made = ShmReceiver(incarnation)
+    made.allocate(Region.KV, LAYOUT.total_bytes)
+    made.allocate(Region.RECORDS, 256)
+    made.open(LAYOUT, 64)
+    yield made
+    made.close()
+
+
+def target(receiver: ShmReceiver, **changes: object) -> Target:
+    description = receiver.describe("p")
+    assert isinstance(description, ShmDescription)
+    values = {"kv": description.kv, "records": description.records, "owner": description.owner, **changes}
+    incarnation = description.kv.split(".")[5]
+    return Target(incarnation, ShmDescription(**values), LAYOUT.total_bytes, 256)  # type: ignore[arg-type]
+
+
+def segments(receiver: ShmReceiver) -> list[Path]:
+    description = receiver.describe("p")
+    assert isinstance(description, ShmDescription)
+    return [shm_segment.SHM_DIR / description.kv, shm_segment.SHM_DIR / description.records]
+
+
+def test_segments_are_private_and_gone_after_close_while_the_view_lives(receiver: ShmReceiver) -> None:
+    paths = segments(receiver)
+    for path in paths:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    view = receiver.kv
+    receiver.close()
+    assert not any(path.exists() for path in paths)
+    view[0] = 1  # the engine's pool is still there
+    receiver.close()
+
+
+def test_a_sender_lets_go_of_the_memory_at_detach(receiver: ShmReceiver) -> None:
+    sender = ShmSender()
+    sender.register(LAYOUT, memoryview(bytearray(LAYOUT.total_bytes)))
+    peer = sender.attach(target(receiver))
+    name = segments(receiver)[0].name
+    assert name in Path("/proc/self/maps").read_text()
+    mapped = Path("/proc/self/maps").read_text().count(name)
+    sender.detach(peer)
+    assert Path("/proc/self/maps").read_text().count(name) == mapped - 1
+    assert sender.poll(sender.write(peer, [], 1)).value == "failed"
+    assert sender.poll(sender.write_record(peer, 0, b"x", 1)).value == "failed"
+    sender.detach(peer)
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kv": "../../etc/passwd"}, "not the name of a segment that it made"),
+        ({"owner": ProcessIdentity(process.current().host, 1, 1)}, "not the name of a segment that it made"),
+        ({"owner": ProcessIdentity("elsewhere", 1, 1)}, "another host or in another pid namespace"),
+    ],
+)
+def test_refused_descriptions(receiver: ShmReceiver, changes: dict[str, object], says: str) -> None:
+    with pytest.raises(HandshakeRefused, match=says):
+        ShmSender().attach(target(receiver, **changes))
+
+
+def test_refused_segments(receiver: ShmReceiver) -> None:
+    wanted = target(receiver)
+    too_much = Target(wanted.incarnation, wanted.description, LAYOUT.total_bytes, 10**6)
+    with pytest.raises(HandshakeRefused, match="its layout needs 1000000"):
+        ShmSender().attach(too_much)
+    segments(receiver)[1].unlink()
+    with pytest.raises(HandshakeRefused, match="cannot be opened"):
+        ShmSender().attach(wanted)
+
+
+def test_no_room_in_dev_shm_is_a_sentence() -> None:
+    endpoint = ShmReceiver(secrets.token_hex(16))
+    with pytest.raises(ConfigError, match="has no room for .* MiB of KV pages: enlarge it"):
+        endpoint.allocate(Region.KV, 1 << 50)
+    assert not list(shm_segment.SHM_DIR.glob(f"*{endpoint._incarnation}*"))
+
+
+CREATE = f"""
+from kv_transfer.transport.shm import ShmReceiver
+from kv_transfer.transport.base import Region
+made = ShmReceiver({INCARNATION!r})
+made.allocate(Region.KV, 4096); made.allocate(Region.RECORDS, 64)
+print(made.describe("p").kv, flush=True)
+"""
+
+
+def test_a_killed_owner_is_swept_and_a_living_one_is_not(
+    child: Callable[[str], Child], receiver: ShmReceiver
+) -> None:
+    owner = child(CREATE)
+    path = shm_segment.SHM_DIR / owner.line
+    os.kill(owner.popen.pid, signal.SIGSTOP)
+    assert owner.line not in sweep_orphans()
+    assert path.exists()
+    os.kill(owner.popen.pid, signal.SIGKILL)
+    owner.popen.wait()
+    assert path.exists()  # nobody could clean up
+    removed = sweep_orphans()
+    assert {owner.line, owner.line.replace(".kv", ".records")} <= set(removed)
+    assert not path.exists()
+    assert all(own.exists() for own in segments(receiver))
+
+
+def test_sweeping_sees_through_a_reused_pid_and_leaves_strangers_alone() -> None:
+    me = process.current()
+    prefix = f"tandem.{os.getuid()}.{process.pid_namespace()}"
+    reused = shm_segment.SHM_DIR / f"{prefix}.{me.pid}.{me.started - 1}.{'cd' * 16}.kv"
+    foreign = shm_segment.SHM_DIR / f"tandem.{os.getuid()}.1.{me.pid}.1.{'cd' * 16}.kv"
+    odd = shm_segment.SHM_DIR / f"{prefix}.not-ours"
+    for path in (reused, foreign, odd):
+        path.touch()
+    try:
+        removed = sweep_orphans()
+        assert reused.name in removed
+        assert foreign.exists()
+        assert odd.exists()
+    finally:
+        for path in (reused, foreign, odd):
+            path.unlink(missing_ok=True)
+
+
+def test_death_is_proved_by_the_process_and_by_nothing_less(
+    child: Callable[[str], Child], receiver: ShmReceiver
+) -> None:
+    sender = child("print('up', flush=True)")
+    receiver.admit("p", sender.identity)
+    assert not receiver.proves_dead("p")
+    assert not receiver.proves_dead("never admitted")
+    os.kill(sender.popen.pid, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{sender.popen.pid}/stat").read_text().rpartition(") ")[2][0] == "T")
+    receiver.expel("p")
+    assert not receiver.proves_dead("p")  # stopped: it may go on and write
+    assert receiver.revoke(1) is False
+    os.kill(sender.popen.pid, signal.SIGKILL)
+    until(lambda: receiver.proves_dead("p"))  # a zombie already proves it
+    sender.popen.wait()
+    assert receiver.proves_dead("p")
+    receiver.forget("p")
+    assert not receiver.proves_dead("p")
+
+
+def test_a_watch_is_not_fooled_by_another_process_with_the_same_pid(child: Callable[[str], Child]) -> None:
+    alive = child("print('up', flush=True)")
+    other = ProcessIdentity(alive.identity.host, alive.identity.pid, alive.identity.started - 1)
+    assert ProcessWatch(other).dead
+    alive.end()
+    assert ProcessWatch(other).dead  # no such pid at all
+    alive.popen = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+
+
+def test_a_process_that_cannot_be_watched_is_refused(
+    receiver: ShmReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(pid: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", denied)
+    with pytest.raises(HandshakeRefused, match="cannot be watched"):
+        receiver.admit("p", process.current())
+
+
+WRITER = """
+import sys, mmap, os
+from kv_transfer.transport import shm_segment
+mapped = shm_segment.attach(sys.argv[1], 64)
+if os.fork() == 0:
+    try:
+        mapped[0] = 1
+    finally:
+        os._exit(0)
+print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_a_forked_child_does_not_inherit_the_mapping(receiver: ShmReceiver) -> None:
+    """Otherwise it could write after its parent was proved dead."""
+    name = segments(receiver)[1].name
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER, name], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
+    )
+    assert done.stdout.strip() == str(-signal.SIGSEGV)
+    assert receiver.records[0] == 0
+
+
+def test_the_receiver_frees_pages_of_a_killed_sender_and_keeps_those_of_a_stopped_one(
+    child: Callable[[str], Child],
+) -> None:
+    clock = Clock()
+    incarnation, peer = secrets.token_hex(16), secrets.token_hex(16)
+    decode = Decode(clock, ShmReceiver(incarnation), incarnation=incarnation)
+    sender = child("print('up', flush=True)")
+    said: list[bytes] = []
+    decode.receiver.connect(peer, said.append)
+    welcome = messages.encode(messages.Welcome("prefill-0", sender.identity), peer)
+    decode.receiver.handle(peer, welcome)
+    decode.receiver.open(1, peer, [1, 2], 0)
+    os.kill(sender.popen.pid, signal.SIGSTOP)
+    decode.receiver.peer_lost(peer)
+    (failed,) = decode.poll()
+    assert isinstance(failed, Failed)
+    clock.now += 1000
+    assert decode.poll() == []
+    assert decode.receiver.quarantined_pages == 2
+    sender.end()
+    assert decode.poll() == [PagesFree(1, (1, 2))]
+    assert decode.receiver.quarantined_pages == 0
+    # without any word from the router: the death of a process is seen at the next poll
+    second = child("print('up', flush=True)")
+    peer = secrets.token_hex(16)
+    decode.receiver.connect(peer, said.append)
+    decode.receiver.handle(peer, messages.encode(messages.Welcome("prefill-1", second.identity), peer))
+    decode.receiver.open(2, peer, [1, 2], 0)
+    assert decode.poll() == []
+    second.end()
+    failed, free = decode.poll()
+    assert isinstance(failed, Failed)
+    assert (failed.code, free) == ("node_lost", PagesFree(2, (1, 2)))
+    decode.receiver.shutdown()

@@ -1,0 +1,365 @@
+"""TCP: the fence, the key, bounds and time limits, against hand-made connections and against real endpoints."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from common.errors import HandshakeRefused
+from kv_transfer.copy_plan import Copy
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport import tcp_frames
+from kv_transfer.transport.base import PeerMemory, Region, Target, Ticket, Window, WriteState
+from kv_transfer.transport.description import LoopbackDescription, TcpDescription
+from kv_transfer.transport.tcp import TcpReceiver, TcpSender
+from kv_transfer.transport.tcp_frames import Frame
+from tests.unit.kv_transfer.rig import LIMITS, noise
+
+LAYOUT = KvLayout.build("m", "float32", 2, 8, [(2, 4)])
+PAGE = LAYOUT.planes[0].page_bytes
+FAST = msgspec.structs.replace(LIMITS, handshake_timeout=0.1, stall_timeout=0.15, max_frame_bytes=1 << 16)
+PEER = "0a" * 16
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def receiver() -> Iterator[TcpReceiver]:
+    made = TcpReceiver("127.0.0.1", 0, FAST)
+    made.allocate(Region.KV, LAYOUT.total_bytes)
+    made.allocate(Region.RECORDS, 4 * 64)
+    made.open(LAYOUT, 64)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[TcpSender]:
+    made = TcpSender(FAST)
+    made.register(LAYOUT, memoryview(noise(LAYOUT.total_bytes)))
+    yield made
+    made.close()
+
+
+def description(receiver: TcpReceiver, peer: str = PEER) -> TcpDescription:
+    made = receiver.describe(peer)
+    assert isinstance(made, TcpDescription)
+    return made
+
+
+def attach(sender: TcpSender, receiver: TcpReceiver) -> PeerMemory:
+    return sender.attach(Target("0b" * 16, description(receiver), LAYOUT.total_bytes, 256))
+
+
+def settle(sender: TcpSender, ticket: Ticket) -> WriteState:
+    until(lambda: sender.poll(ticket) is not WriteState.PENDING)
+    return sender.poll(ticket)
+
+
+class Raw:
+    """A hand-made connection."""
+
+    def __init__(self, receiver: TcpReceiver, key: bytes | None = None) -> None:
+        where = description(receiver)
+        self.sock = socket.create_connection((where.host, where.port), timeout=3)
+        self.nonce = self.read(tcp_frames.CHALLENGE.size)[4:]
+        if key is not None:
+            self.sock.sendall(tcp_frames.proof(key, self.nonce))
+
+    def read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            part = self.sock.recv(nbytes - len(data))
+            if not part:
+                break
+            data += part
+        return data
+
+    @property
+    def closed(self) -> bool:
+        """True once the other side has closed, whatever came before."""
+        try:
+            while self.sock.recv(1000):
+                pass
+        except ConnectionError:
+            pass
+        return True
+
+
+@pytest.fixture
+def raw(receiver: TcpReceiver) -> Iterator[Callable[..., Raw]]:
+    made: list[Raw] = []
+
+    def connect(**kw: bytes) -> Raw:
+        made.append(Raw(receiver, **kw))
+        return made[-1]
+
+    yield connect
+    for each in made:
+        each.sock.close()
+
+
+def proved(raw: Callable[..., Raw], receiver: TcpReceiver) -> Raw:
+    return raw(key=description(receiver).key)
+
+
+def frame(offset: int, data: bytes, generation: int = 1, region: Region = Region.KV) -> bytes:
+    return tcp_frames.pack(Frame(region, generation, offset, len(data))) + data
+
+
+def announce(
+    receiver: TcpReceiver, *pages: int, generation: int = 1, peer: str = PEER, slot: int = 0
+) -> None:
+    receiver.announce(Window(generation, peer, frozenset(pages), slot))
+
+
+def test_writes_land_in_order_and_are_reported_done(receiver: TcpReceiver, sender: TcpSender) -> None:
+    peer = attach(sender, receiver)
+    announce(receiver, 2, 3, slot=1)
+    v = LAYOUT.planes[1].offset
+    pages = sender.write(peer, [Copy(0, 2 * PAGE, 2 * PAGE), Copy(v + PAGE, v + 3 * PAGE, PAGE)], 1)
+    record = sender.write_record(peer, 64, b"r" * 64, 1)
+    assert settle(sender, record) is WriteState.DONE
+    assert sender.poll(pages) is WriteState.DONE  # one connection keeps the order
+    assert receiver.kv[2 * PAGE : 4 * PAGE] == sender.kv[: 2 * PAGE]
+    assert receiver.kv[v + 3 * PAGE : v + 4 * PAGE] == sender.kv[v + PAGE : v + 2 * PAGE]
+    assert receiver.record(1) == b"r" * 64
+    assert sender.progress(peer) == 3 * PAGE + 64
+    assert settle(sender, sender.write(peer, [], 1)) is WriteState.DONE
+
+
+def test_a_revoked_window_throws_away_and_other_rooms_go_on(receiver: TcpReceiver, sender: TcpSender) -> None:
+    peer = attach(sender, receiver)
+    announce(receiver, 1, generation=1)
+    announce(receiver, 2, generation=2)
+    assert receiver.revoke(1) is True
+    late = sender.write(peer, [Copy(0, PAGE, PAGE)], 1)
+    fine = sender.write(peer, [Copy(0, 2 * PAGE, PAGE)], 2)
+    assert settle(sender, fine) is WriteState.DONE
+    assert sender.poll(late) is WriteState.FAILED
+    assert receiver.kv[PAGE : 2 * PAGE] == bytes(PAGE)
+    assert not receiver.dropped
+
+
+def test_after_revoke_not_one_byte_of_a_frame_under_way_lands(
+    receiver: TcpReceiver, raw: Callable[..., Raw]
+) -> None:
+    announce(receiver, 1)
+    connection = proved(raw, receiver)
+    data = frame(PAGE, b"\x55" * PAGE)
+    connection.sock.sendall(data[:-10])
+    until(lambda: receiver.kv[2 * PAGE - 11] == 0x55)
+    receiver.revoke(1)
+    receiver.kv[PAGE : 2 * PAGE] = bytes(PAGE)  # the pages are given to somebody else
+    connection.sock.sendall(data[-10:])
+    magic, status, length = tcp_frames.ACK.unpack(connection.read(tcp_frames.ACK.size))
+    assert (magic, status, length) == (tcp_frames.ACK_MAGIC, tcp_frames.REVOKED, PAGE)
+    assert receiver.kv[PAGE : 2 * PAGE] == bytes(PAGE)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        frame(0, b"x" * PAGE),  # page 0 was not announced
+        frame(PAGE, b"x" * (PAGE + 1)),  # one byte beyond
+        frame(2 * PAGE - 1, b"xx"),
+        frame(LAYOUT.planes[1].offset - 1, b"x"),  # the gap between planes
+        frame(10**12, b"x"),
+        frame(PAGE, b"x", generation=99),  # never announced
+        frame(PAGE, b"x", generation=2),  # of another peer
+        frame(0, b"x", region=Region.RECORDS),  # another slot
+        frame(64, b"x" * 65, region=Region.RECORDS),
+    ],
+)
+def test_what_was_not_announced_is_refused(
+    receiver: TcpReceiver, raw: Callable[..., Raw], bad: bytes
+) -> None:
+    announce(receiver, 1, slot=1)
+    announce(receiver, 1, 2, generation=2, peer="ff" * 16, slot=2)
+    connection = proved(raw, receiver)
+    connection.sock.sendall(bad)
+    assert connection.closed
+    assert receiver.dropped == {"unannounced": 1}
+    assert not any(receiver.kv)
+    assert not any(receiver.records)
+
+
+def test_damaged_headers_and_truncated_frames_drop_the_connection(
+    receiver: TcpReceiver, raw: Callable[..., Raw]
+) -> None:
+    announce(receiver, 1)
+    good = frame(PAGE, b"x" * PAGE)
+    for at in (0, 4, 9, 30, 39):
+        connection = proved(raw, receiver)
+        connection.sock.sendall(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 : 40])
+        assert connection.closed
+    too_long = Frame(Region.KV, 1, PAGE, FAST.max_frame_bytes + 1)
+    connection = proved(raw, receiver)
+    connection.sock.sendall(tcp_frames.pack(too_long))
+    assert connection.closed
+    assert receiver.dropped["header"] == 6
+    for cut in (20, 40, 41, len(good) - 1):
+        connection = proved(raw, receiver)
+        connection.sock.sendall(good[:cut])
+        connection.sock.shutdown(socket.SHUT_WR)
+        assert connection.closed
+    assert receiver.dropped["truncated"] == 4
+
+
+def test_a_wrong_key_is_refused_and_nothing_of_it_is_read(
+    receiver: TcpReceiver, raw: Callable[..., Raw]
+) -> None:
+    announce(receiver, 1)
+    description(receiver)
+    connection = raw(key=secrets.token_bytes(32))
+    connection.sock.sendall(frame(PAGE, b"x" * PAGE))
+    assert connection.closed
+    replay = raw()
+    replay.sock.sendall(tcp_frames.proof(description(receiver).key, b"\0" * 32))  # of another challenge
+    assert replay.closed
+    assert receiver.dropped == {"proof": 2}
+    assert not any(receiver.kv)
+
+
+def test_silent_and_stuck_peers_are_dropped_and_idle_ones_kept(
+    receiver: TcpReceiver, raw: Callable[..., Raw]
+) -> None:
+    announce(receiver, 1)
+    idle = proved(raw, receiver)
+    silent = raw()
+    stuck = proved(raw, receiver)  # replaces `idle`: one connection per key
+    assert idle.closed
+    stuck.sock.sendall(frame(PAGE, b"x" * PAGE)[:50])
+    assert silent.closed
+    assert stuck.closed
+    assert receiver.dropped == {"replaced": 1, "silent": 1, "stalled": 1}
+    calm = proved(raw, receiver)
+    calm.sock.sendall(frame(PAGE, b"y" * PAGE))
+    assert calm.read(tcp_frames.ACK.size)
+    calm.sock.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        calm.sock.recv(1)
+
+
+def test_an_expelled_peer_is_cut_off_and_needs_a_new_key(receiver: TcpReceiver, sender: TcpSender) -> None:
+    peer = attach(sender, receiver)
+    announce(receiver, 1)
+    assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
+    assert not receiver.proves_dead(PEER)
+    old = description(receiver).key
+    receiver.expel(PEER)
+    assert receiver.proves_dead(PEER)
+    until(lambda: receiver.dropped["expelled"] == 1)
+    assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.FAILED
+    assert (
+        settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.FAILED
+    )  # tries again, in vain
+    assert "closed the connection" in sender.trouble(peer) or "reset" in sender.trouble(peer)
+    assert description(receiver).key != old
+
+
+def test_strangers_are_bounded(
+    receiver: TcpReceiver, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer.transport.tcp_receiver._MAX_STRANGERS", 3)
+    kept = [raw() for _ in range(3)]
+    where = description(receiver)
+    with socket.create_connection((where.host, where.port), timeout=3) as refused:
+        assert refused.recv(1) == b""
+    assert receiver.dropped["full"] == 1
+    assert all(each.closed for each in kept)  # they never spoke
+
+
+def test_inflight_bytes_are_bounded() -> None:
+    """A peer that reads nothing: the sender stops at the bound, gives up for lack of progress, and everything settles."""
+    limits = msgspec.structs.replace(FAST, max_frame_bytes=1024, max_inflight_bytes=4096, stall_timeout=0.2)
+    sender = TcpSender(limits)
+    memory = memoryview(bytearray(LAYOUT.total_bytes))
+    sender.register(LAYOUT, memory)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        peer = sender.attach(
+            Target("0b" * 16, TcpDescription("127.0.0.1", port, bytes(32)), LAYOUT.total_bytes, 256)
+        )
+        ticket = sender.write(peer, [Copy(0, 0, 4096)] * 50, 1)
+        accepted, _ = server.accept()
+        with accepted:
+            accepted.sendall(tcp_frames.CHALLENGE.pack(tcp_frames.CHALLENGE_MAGIC, bytes(32)))
+            assert settle(sender, ticket) is WriteState.FAILED
+            assert "no progress for 0.2 s" in sender.trouble(peer)
+            accepted.settimeout(1)
+            received = 0
+            while part := accepted.recv(1 << 16):
+                received += len(part)
+    assert received == tcp_frames.PROOF.size + 4 * (1024 + tcp_frames.HEADER_BYTES)
+    sender.close()
+
+
+def test_nobody_listens_or_somebody_else(sender: TcpSender) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        peer = sender.attach(
+            Target("0b" * 16, TcpDescription("127.0.0.1", port, bytes(32)), LAYOUT.total_bytes, 256)
+        )
+        ticket = sender.write(peer, [Copy(0, 0, 8)], 1)
+        accepted, _ = server.accept()
+        accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\nand more text to fill it")
+        assert settle(sender, ticket) is WriteState.FAILED
+        assert "no decode node" in sender.trouble(peer)
+        accepted.close()
+    assert settle(sender, sender.write(peer, [Copy(0, 0, 8)], 1)) is WriteState.FAILED
+    assert "refused" in sender.trouble(peer).lower()
+    with pytest.raises(HandshakeRefused, match="takes pages by loopback, this prefill node sends by tcp"):
+        sender.attach(Target("0b" * 16, LoopbackDescription("x"), 1, 1))
+
+
+def test_detach_settles_at_once_even_while_connecting_or_stalled(sender: TcpSender) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts in the kernel and says nothing
+        port = server.getsockname()[1]
+        where = Target("0b" * 16, TcpDescription("127.0.0.1", port, bytes(32)), LAYOUT.total_bytes, 256)
+        peer = sender.attach(where)
+        ticket = sender.write(peer, [Copy(0, 0, 8)], 1)
+        begun = time.monotonic()
+        sender.detach(peer)
+        assert sender.poll(ticket) is WriteState.FAILED
+        assert time.monotonic() - begun < 0.05
+        assert sender.poll(sender.write(peer, [Copy(0, 0, 8)], 1)) is WriteState.FAILED
+    until(lambda: all(each.name != "kv-tcp-send" for each in threading.enumerate()))
+
+
+def test_cancel_drops_what_is_not_sent(receiver: TcpReceiver, sender: TcpSender) -> None:
+    peer = attach(sender, receiver)
+    announce(receiver, 1)
+    big = sender.write(peer, [Copy(0, PAGE, PAGE)] * 20_000, 1)
+    sender.cancel(big)
+    assert settle(sender, big) is WriteState.FAILED
+    assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
+    assert sender.progress(peer) < 20_000 * PAGE
+
+
+def test_threads_and_descriptors_end_with_the_endpoints() -> None:
+    before = threading.active_count()
+    receiver = TcpReceiver("127.0.0.1", 0, FAST)
+    receiver.allocate(Region.KV, LAYOUT.total_bytes)
+    receiver.allocate(Region.RECORDS, 256)
+    receiver.open(LAYOUT, 64)
+    sender = TcpSender(FAST)
+    sender.register(LAYOUT, memoryview(bytearray(LAYOUT.total_bytes)))
+    peer = attach(sender, receiver)
+    announce(receiver, 1)
+    settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1))
+    sender.close()
+    receiver.close()
+    receiver.close()
+    assert threading.active_count() == before
