@@ -10,6 +10,7 @@
         +-- InvalidRequest     400  the client can mend it; names the field
         +-- ModelNotFound      404  `model` is not the served one
         +-- RequestTooLarge    413  body over the limit
+        +-- UnsupportedMedia   415  a body that is not plain JSON
         +-- Overloaded         503  a bounded queue is full; retry later
         +-- Unavailable        503  no node of a role can serve
         +-- DeadlineExceeded   408  the request's own deadline passed
@@ -97,6 +98,14 @@ class RequestTooLarge(RequestError):
     type = "invalid_request_error"
 
 
+class UnsupportedMedia(RequestError):
+    """The HTTP body is not declared as JSON, or is compressed."""
+
+    status = 415
+    code = "unsupported_media_type"
+    type = "invalid_request_error"
+
+
 class Overloaded(RequestError):
     """A bounded queue is full."""
 
@@ -159,6 +168,7 @@ BY_CODE: dict[str, type[RequestError]] = {
         InvalidRequest,
         ModelNotFound,
         RequestTooLarge,
+        UnsupportedMedia,
         Overloaded,
         Unavailable,
         DeadlineExceeded,

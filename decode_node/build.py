@@ -129,6 +129,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             max_running=section.max_running,
             max_transferring=section.max_transferring,
             max_queue=section.max_queue,
+            max_model_len=served.max_model_len,
             reserved_tokens=section.reserved_tokens,
             skip_ahead=section.skip_ahead,
             drain_timeout=cluster.health.drain_timeout,

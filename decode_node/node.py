@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from common.engine.kv_cache.page_space import PageSpace, as_keys
+from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.overlap import OverlapLoop
 from common.engine.sampling_plan import finish_reason
@@ -25,6 +25,7 @@ from common.errors import (
     Preempted,
     RequestError,
     TransferFailed,
+    Unavailable,
 )
 from common.ipc.router_link import RouterLink
 from common.messages.decode_inbox import DecodeMessage, Reserve
@@ -54,6 +55,7 @@ class DecodeLimits:
     max_running: int
     max_transferring: int
     max_queue: int
+    max_model_len: int
     reserved_tokens: int
     skip_ahead: int
     drain_timeout: float
@@ -89,6 +91,8 @@ class DecodeNode:
         self._limits = limits
         self._log = log
         self._clock = clock
+        # never less than a step takes: a resumed request must not come back for the very page that another lacks
+        self._reserved_tokens = max(limits.reserved_tokens, step.tokens_per_step)
         self._queues = Queues()
         self._state: NodeState = "up"
         self._stopping = False
@@ -172,7 +176,7 @@ class DecodeNode:
                 if request is not None and not request.ended:
                     self._drop(request, message.reason)
             elif isinstance(message, PeerLost):
-                self._peers.lost(message.incarnation)
+                self._on_peer_lost(message.incarnation)
             elif isinstance(message, Drain):
                 self.drain()
             elif isinstance(message, Rejected):
@@ -183,7 +187,15 @@ class DecodeNode:
             self._log.warning("no answer from the router: dropping its requests", requests=len(self._queues))
             for request in self._queues.live():
                 if not request.ended:
-                    self._drop(request, "the router of this request is gone")
+                    # told even so: a router that only stalled still counts on this node
+                    self._fail(request, NodeLost.code, "the router of this request is gone")
+
+    def _on_peer_lost(self, incarnation: str) -> None:
+        """Transfers under way fail by the receiver's events, reservations that wait for pages here."""
+        self._peers.lost(incarnation)
+        for request in list(self._queues.waiting):
+            if request.prefill.incarnation == incarnation:
+                self._fail(request, NodeLost.code, "the prefill node of this request is gone")
 
     def _on_reserve(self, message: Reserve, now: float) -> None:
         request = DecodeRequest(
@@ -217,6 +229,12 @@ class DecodeNode:
         if not request.prompt or request.max_output < 1:
             raise InvalidRequest("a reservation needs a prompt and room for at least one token")
         most = len(request.prompt) + request.max_output
+        if most > self._limits.max_model_len:
+            raise InvalidRequest(
+                f"prompt and max_tokens make {most} tokens, this cluster serves at most "
+                f"{self._limits.max_model_len}; lower max_tokens",
+                param="max_tokens",
+            )
         if self._space.pages_for(most) > self._space.total_pages:
             raise InvalidRequest(
                 f"prompt and max_tokens make {most} tokens, the decode node's pool holds "
@@ -241,13 +259,12 @@ class DecodeNode:
             self._queues.transferring[request.room] = request
 
     def _try_reserve(self, request: DecodeRequest) -> bool:
-        keys = as_keys(request.prompt)
         pages = self._space.pages_for(len(request.prompt))
-        lease = self._space.lease(keys, pages, max_cached_tokens=len(request.prompt))
+        lease = self._space.lease(request.prompt_keys, pages, max_cached_tokens=len(request.prompt))
         if lease is None:
             return False
         active = list(self._queues.holding())
-        headroom = headroom_pages([*active, request], self._limits.reserved_tokens, self._space.page_size)
+        headroom = headroom_pages([*active, request], self._reserved_tokens, self._space.page_size)
         if active and self._space.available_pages < headroom:
             lease.release()
             return False
@@ -257,10 +274,20 @@ class DecodeNode:
                 request.prefill.incarnation,
                 lease.pages[lease.cached_pages :],
                 lease.cached_pages,
+                request.deadline,
             )
+        except Overloaded:  # the record slots are taken, by quarantined requests too: wait for one
+            lease.release()
+            return False
         except RequestError as error:
             lease.release()
-            self._link.send(Failed(room=request.room, code=error.code, message=str(error)))
+            code = error.code
+            if isinstance(
+                error, Unavailable
+            ):  # lost while this request waited: the next one says Hello again
+                self._peers.lost(request.prefill.incarnation)
+                code = NodeLost.code
+            self._link.send(Failed(room=request.room, code=code, message=str(error)))
             return True  # taken from the queue, without a lease
         request.lease = lease
         return True
@@ -320,7 +347,7 @@ class DecodeNode:
         while queue and len(self._queues.running) < self._limits.max_running and self._table.free_rows:
             request = queue[0]
             active = list(self._queues.holding())
-            headroom = headroom_pages([*active, request], self._limits.reserved_tokens, self._space.page_size)
+            headroom = headroom_pages([*active, request], self._reserved_tokens, self._space.page_size)
             needed = self._space.pages_for(request.seq_len + 1)
             if active and self._space.available_pages < needed + headroom:
                 return
@@ -337,6 +364,7 @@ class DecodeNode:
     ) -> None:
         if isinstance(event, transfer.PeerRefused):
             self._log.error("a prefill node and this node cannot work together", reason=event.reason)
+            self._peers.lost(event.incarnation)
             return
         if isinstance(event, transfer.PagesFree):
             request = self._queues.quarantined.pop(event.room, None)
@@ -364,7 +392,7 @@ class DecodeNode:
         request.mark("record_accepted", now)
         request.output.append(event.record.first_token)
         request.launched = 1
-        request.lease.commit(as_keys(request.prompt))
+        request.lease.commit(request.prompt_keys)
         self._queues.arrived.append(request)
 
     def _accept(self, emission: Emission, now: float) -> TokenRun | None:
@@ -430,6 +458,7 @@ class DecodeNode:
         for request in self._queues.live():
             if not request.ended and now > request.deadline:
                 self._fail(request, DeadlineExceeded.code, "the request's deadline passed on the decode node")
+        self._peers.close_unused({request.prefill.incarnation for request in self._queues})
 
     # -- what others see ---------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import zmq
 
-from common.errors import ConfigError, Overloaded, Unavailable
+from common.errors import ConfigError, Overloaded, TransferFailed
 from common.ipc import Dealer, LinkSecurity
 from common.messages.identity import NodeRef
 from kv_transfer.receiver import Receiver
@@ -29,20 +31,17 @@ class PeerConnections:
         self._poller = poller
         self._security = security
         self._dealers: dict[str, Dealer] = {}  # prefill incarnation -> socket
+        self._lost: set[str] = set()  # of those: Hello has to be said (again) before pages are reserved
 
     def ensure(self, peer: NodeRef) -> None:
-        """Connect and say Hello unless that has happened."""
-        if peer.incarnation in self._dealers:
+        """Connect and say Hello unless that has happened; say it again to one that was lost. Raises RequestError."""
+        dealer = self._dealers.get(peer.incarnation)
+        if dealer is None:
+            dealer = self._open(peer)
+        elif peer.incarnation not in self._lost:
             return
-        if len(self._dealers) >= MAX_PEERS:
-            raise Overloaded(f"this decode node talks to {MAX_PEERS} prefill nodes already")
-        try:
-            dealer = Dealer(self._context, peer.peer_address, self._identity, peer.name, self._security)
-        except ConfigError as error:
-            raise Unavailable(f"prefill node {peer.name} cannot be connected to: {error}") from error
-        self._dealers[peer.incarnation] = dealer
-        self._poller.register(dealer.socket, zmq.POLLIN)
         self._receiver.connect(peer.incarnation, dealer.send)
+        self._lost.discard(peer.incarnation)
 
     def pump(self) -> None:
         """Hand everything that has arrived to the receiver."""
@@ -51,11 +50,30 @@ class PeerConnections:
                 self._receiver.handle(incarnation, frame)
 
     def lost(self, incarnation: str) -> None:
+        """The node is gone, or counts as gone. Its socket stays: if it lives it has aborts to acknowledge."""
         self._receiver.peer_lost(incarnation)
-        dealer = self._dealers.pop(incarnation, None)
-        if dealer is not None:
+        if incarnation in self._dealers:
+            self._lost.add(incarnation)
+
+    def close_unused(self, needed: Container[str]) -> None:
+        """Close the sockets to lost nodes, but those that some request still names, in quarantine perhaps."""
+        for incarnation in [each for each in self._lost if each not in needed]:
+            self._lost.discard(incarnation)
+            dealer = self._dealers.pop(incarnation)
             self._poller.unregister(dealer.socket)
             dealer.close()
+
+    def _open(self, peer: NodeRef) -> Dealer:
+        if len(self._dealers) >= MAX_PEERS:
+            raise Overloaded(f"this decode node talks to {MAX_PEERS} prefill nodes already")
+        try:
+            dealer = Dealer(self._context, peer.peer_address, self._identity, peer.name, self._security)
+        except ConfigError as error:
+            raise TransferFailed(f"prefill node {peer.name} cannot be connected to: {error}") from error
+        self._dealers[peer.incarnation] = dealer
+        self._lost.add(peer.incarnation)
+        self._poller.register(dealer.socket, zmq.POLLIN)
+        return dealer
 
     def close(self) -> None:
         for dealer in self._dealers.values():

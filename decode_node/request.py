@@ -53,6 +53,10 @@ class DecodeRequest:
     retract: bool = False  # leaves the batch as soon as nothing is in flight
     backup: Backup | None = None
     stages: dict[str, float] = field(default_factory=dict)
+    prompt_keys: Keys = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_keys = as_keys(self.prompt)
 
     @property
     def seq_len(self) -> int:

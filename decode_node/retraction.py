@@ -22,16 +22,21 @@ class Retraction:
         self._max_bytes = max_bytes
         self._used = 0
 
+    @property
+    def used_bytes(self) -> int:
+        """Host memory that backups hold now."""
+        return self._used
+
     def save(self, request: DecodeRequest) -> bool:
         """Free the request's pages and row; nothing of it may be in flight. False: no room, its KV is dropped."""
         assert request.in_flight == 0
         assert request.lease is not None
         pages = request.lease.pages[: self._space.pages_for(request.seq_len)]
-        backup = Backup(self._pool.copy_pages_out(pages), len(pages))
-        kept = self._used + backup.nbytes <= self._max_bytes
+        size = len(pages) * self._space.page_size * self._pool.bytes_per_token
+        kept = self._used + size <= self._max_bytes
         if kept:
-            self._used += backup.nbytes
-            request.backup = backup
+            request.backup = Backup(self._pool.copy_pages_out(pages), len(pages))
+            self._used += request.backup.nbytes
         request.lease.commit(request.computed_keys())  # still there at resume, if nobody needed the pages
         self.release(request)
         request.retract = False

@@ -23,12 +23,13 @@ def admit(
 ) -> list[DecodeRequest]:
     """First in, first out with bounded skip-ahead: a request that does not fit may be passed `max_skips` times.
 
-    `try_admit` takes the pages, or returns False and takes nothing. Returns what was admitted.
+    `try_admit` takes the pages, or returns False and takes nothing; it is asked in vain at most max_skips + 1 times,
+    however long the queue is. Returns what was admitted.
     """
     admitted: list[DecodeRequest] = []
     passed: list[DecodeRequest] = []
     for request in waiting:
-        if len(admitted) >= slots:
+        if len(admitted) >= slots or len(passed) > max_skips:
             break
         if try_admit(request):
             admitted.append(request)

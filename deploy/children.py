@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -17,13 +18,13 @@ import msgspec
 from common.observability.startup import Progress
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+_prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before any fork: not much is safe after it
 TAIL_BYTES = 2000
 
 
 def _die_with_parent() -> None:
     """Between fork and exec: a supervisor that is killed takes its children along (SIGTERM: they drain)."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass(slots=True)
@@ -40,6 +41,8 @@ class Child:
     _buffer: bytes = b""
 
     def start(self) -> None:
+        if self._status >= 0:  # the last process died before its end was read
+            os.close(self._status)
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
         self.progress = Progress(phase="importing")
@@ -84,7 +87,8 @@ class Child:
             self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
-            self.progress = msgspec.json.decode(line, type=Progress)
+            with contextlib.suppress(msgspec.DecodeError):  # what a dying process left half written
+                self.progress = msgspec.json.decode(line, type=Progress)
         return self.progress
 
     def signal(self, number: signal.Signals) -> None:
@@ -107,7 +111,10 @@ class Child:
     def log_tail(self) -> str:
         """The end of its log, for the person who sees it fail."""
         try:
-            text = self.log_path.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+            data = self.log_path.read_bytes()
         except OSError:
             return ""
-        return text.partition("\n")[2] if len(text) >= TAIL_BYTES else text
+        text = data[-TAIL_BYTES:].decode(errors="replace")
+        if len(data) > TAIL_BYTES:  # begin with a whole line, unless one long line is all there is
+            text = text.partition("\n")[2] or text
+        return text

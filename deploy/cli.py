@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
+from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
@@ -22,7 +24,7 @@ from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from deploy.children import Child
 from deploy.process_table import read_table
-from deploy.supervisor import AlreadyRunning, StartError, Supervisor
+from deploy.supervisor import LOCAL, AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
 DETACH_TIMEOUT = 960.0
@@ -47,55 +49,58 @@ def up(
         return
     try:
         supervisor = Supervisor(resolved, overrides or [])
-    except (AlreadyRunning, ConfigError) as error:
+    except ConfigError as error:
+        _refuse(cluster, error)
+    except AlreadyRunning as error:
         _fail(str(error))
     signal.signal(signal.SIGINT, supervisor.request_stop)
     signal.signal(signal.SIGTERM, supervisor.request_stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, supervisor.request_stop)  # the terminal is closed
     try:
         with StartView() as view:
             supervisor.start(view.show)
     except StartError as error:
         _fail(str(error))
     name = resolved.cluster.model.served_name or resolved.model_path.name
-    console.print(
-        f"[bold]{name}[/] answers at [bold]{supervisor.url}/v1[/]  (logs: {supervisor.run_dir}/logs)"
-    )
-    console.print("Ctrl-C stops it.")
+    _say(f"{name} answers at {supervisor.url}/v1  (logs: {supervisor.run_dir}/logs)", "bold")
+    _say("Ctrl-C stops it.")
     try:
-        supervisor.watch(lambda text: console.print(text, style="yellow"))
+        supervisor.watch(lambda text: _say(text, "yellow"))
+        _say("draining ...")
     except StartError as error:
-        supervisor.stop()
         _fail(str(error))
-    console.print("draining ...")
-    supervisor.stop()
-    console.print("stopped")
+    finally:
+        supervisor.stop()
+    _say("stopped")
 
 
 @app.command()
 def down(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     """Drain and stop a cluster."""
     resolved = _load(cluster, overrides)
-    table = read_table(run_directory(resolved))
+    table = read_table(_run_dir(cluster, resolved))
     if table is None:
-        console.print("not running")
+        _say("not running")
         return
-    os.kill(table.supervisor.pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):  # it was just leaving
+        os.kill(table.supervisor.pid, signal.SIGTERM)
     patience = 2 * resolved.cluster.health.drain_timeout + 20
     deadline = time.monotonic() + patience
     while table.supervisor.alive:
         if time.monotonic() > deadline:
             _fail(f"the supervisor (pid {table.supervisor.pid}) did not stop within {patience:.0f} s")
         time.sleep(0.05)
-    console.print("stopped")
+    _say("stopped")
 
 
 @app.command()
 def status(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     """Show the processes of a cluster and what the router says of its nodes."""
     resolved = _load(cluster, overrides)
-    table = read_table(run_directory(resolved))
+    table = read_table(_run_dir(cluster, resolved))
     if table is None:
-        console.print("not running")
+        _say("not running")
         raise typer.Exit(3)
     info = _server_info(table.url)
     nodes = {node["name"]: node for node in info.get("nodes", [])} if info else {}
@@ -112,7 +117,7 @@ def status(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
             str(load.get("queued", "")),
             f"{load['free_pages'] + load['cached_pages']} / {load['total_pages']}" if load else "",
         )
-    out = Console()
+    out = _output()
     out.print(f"{table.url}: {table.state}")
     out.print(view)
     raise typer.Exit(0 if info is not None and info.get("ready") else 1)
@@ -123,8 +128,10 @@ def config(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     """Show every value of a cluster and where it comes from."""
     view = RichTable("key", "value", "origin")
     for path, value, origin in _load(cluster, overrides).rows():
-        view.add_row(path, str(value), origin, style=None if origin == "default" else "bold")
-    Console().print(view)
+        view.add_row(
+            escape(path), escape(str(value)), escape(origin), style=None if origin == "default" else "bold"
+        )
+    _output().print(view)
 
 
 class StartView:
@@ -162,11 +169,11 @@ class StartView:
             )
             if not console.is_terminal and self._said.get(child.name) != at.phase:
                 self._said[child.name] = at.phase
-                console.print(f"{child.name}: {at.phase}", highlight=False)
+                _say(f"{child.name}: {at.phase}")
 
 
 def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
-    run_dir = run_directory(resolved)
+    run_dir = _run_dir(cluster, resolved)
     table = read_table(run_dir)
     if table is not None:
         _fail(
@@ -183,7 +190,7 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
     while time.monotonic() < deadline:
         table = read_table(run_dir)
         if table is not None and table.state == "ready":
-            console.print(f"answers at {table.url}/v1 (supervisor pid {process.pid}, logs: {run_dir}/logs)")
+            _say(f"answers at {table.url}/v1 (supervisor pid {process.pid}, logs: {run_dir}/logs)")
             return
         if process.poll() is not None:
             _fail(
@@ -199,21 +206,42 @@ def _load(cluster: Path, overrides: list[str] | None) -> Resolved:
     try:
         return load_cluster(cluster, overrides or [])
     except ConfigError as error:
-        console.print(f"{cluster}: {error}", style="red", highlight=False)
-        raise typer.Exit(2) from None
+        _refuse(cluster, error)
+
+
+def _run_dir(cluster: Path, resolved: Resolved) -> Path:
+    try:
+        return run_directory(resolved)
+    except ConfigError as error:
+        _refuse(cluster, error)
 
 
 def _server_info(url: str) -> dict[str, Any] | None:
     try:
-        with urllib.request.urlopen(f"{url}/server_info", timeout=5) as response:
+        with LOCAL.open(f"{url}/server_info", timeout=5) as response:
             return msgspec.json.decode(response.read(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, HTTPException, msgspec.DecodeError):
         return None
 
 
-def _fail(text: str) -> Any:
-    console.print(text, style="red", highlight=False, markup=False)
+def _output() -> Console:
+    """For tables on stdout: cut to the terminal, but not for a script that reads them."""
+    return Console(width=None if sys.stdout.isatty() else 1000)
+
+
+def _say(text: str, style: str | None = None) -> None:
+    """One line to the person; brackets in it are no markup, and no path is broken in two."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _fail(text: str) -> NoReturn:
+    _say(text, "red")
     raise typer.Exit(1)
+
+
+def _refuse(cluster: Path, error: ConfigError) -> NoReturn:
+    _say(f"{cluster}: {error}", "red")
+    raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 def start_time(pid: int) -> int | None:
     """None if there is no such process, or only its zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        # the name between the brackets may hold anything, brackets and broken UTF-8 included
+        fields = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace").rpartition(") ")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])

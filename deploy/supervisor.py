@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -16,7 +17,7 @@ import msgspec
 
 from common.config import Resolved
 from common.config.run_directory import run_directory
-from common.errors import TandemError
+from common.errors import ConfigError, TandemError
 from deploy.children import Child
 from deploy.process_table import State, Table, entry, read_table, table_path, write_table
 from kv_transfer.transport.shm_segment import sweep_orphans
@@ -26,6 +27,13 @@ PROBE_TIMEOUT = 60.0
 RESTARTS = 5  # of one process within RESTART_WINDOW seconds; then the cluster is given up
 RESTART_WINDOW = 120.0
 EXIT_REFUSED = 2  # common.observability.process: starting again would not help
+LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # http_proxy is not for this host
+
+
+def local_url(host: str, port: int) -> str:
+    """How this host reaches a server that binds to `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class StartError(TandemError):
@@ -43,8 +51,9 @@ class Supervisor:
         self._resolved = resolved
         self._run_dir = run_directory(resolved)
         cluster = resolved.cluster
-        host = "127.0.0.1" if cluster.router.host in ("0.0.0.0", "::") else cluster.router.host
-        self.url = f"http://{host}:{cluster.router.port}"
+        if cluster.router.port == 0:
+            raise ConfigError("router.port", "deploy/up has to know the port: choose one")
+        self.url = local_url(cluster.router.host, cluster.router.port)
         self._drain = cluster.health.drain_timeout
         logs = self._run_dir / "logs"
         logs.mkdir(exist_ok=True)
@@ -155,7 +164,7 @@ class Supervisor:
         while True:
             self._check_children()
             try:
-                with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT) as response:
+                with LOCAL.open(request, timeout=PROBE_TIMEOUT) as response:
                     answer = msgspec.json.decode(response.read())
                     if answer["usage"]["completion_tokens"] == 2:
                         return
@@ -184,15 +193,19 @@ class Supervisor:
 
     def _take_lock(self) -> int:
         self._lock_path = self._run_dir / "lock"
-        descriptor = os.open(self._lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            table = read_table(self._run_dir)
-            where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
-            raise AlreadyRunning(f"this cluster runs already{where}; stop it with deploy/down") from None
-        return descriptor
+        while True:
+            descriptor = os.open(self._lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                table = read_table(self._run_dir)
+                where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
+                raise AlreadyRunning(f"this cluster runs already{where}; stop it with deploy/down") from None
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), self._lock_path.stat()):
+                    return descriptor
+            os.close(descriptor)  # the lock of a file that its last owner has just removed holds nobody off
 
     def _write(self, state: State) -> None:
         write_table(

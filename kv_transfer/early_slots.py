@@ -35,15 +35,18 @@ class EarlySlots:
     def take(self, room: int) -> Early | None:
         early = self._entries.pop(room)
         if early is not None:
-            early.peer.early -= 1
+            self._left([early])
         return early
 
-    def full(self, peer: Peer) -> bool:
-        return peer.early >= self._per_peer
+    def full(self, peer: Peer, slots: Slots) -> bool:
+        """True past the peer's share, or if it grants more pages than its pool has."""
+        pages = peer.early_pages + len(slots.pages)
+        return peer.early >= self._per_peer or pages > peer.hello.layout.num_pages
 
     def put(self, peer: Peer, slots: Slots) -> list[Early]:
         """Returns the oldest entries, where they had to make room."""
         peer.early += 1
+        peer.early_pages += len(slots.pages)
         return self._left(self._entries.put(slots.room, Early(peer, slots, self._clock())))
 
     def expire(self) -> list[Early]:
@@ -52,9 +55,10 @@ class EarlySlots:
 
     def forget(self, peer: Peer) -> None:
         self._entries.remove_where(lambda early: early.peer is peer)
-        peer.early = 0
+        peer.early = peer.early_pages = 0
 
     def _left(self, entries: list[Early]) -> list[Early]:
         for early in entries:
             early.peer.early -= 1
+            early.peer.early_pages -= len(early.slots.pages)
         return entries

@@ -30,6 +30,7 @@ class Peer:
     hello: Hello
     memory: PeerMemory
     early: int = 0  # entries of the early-slots map that are its own
+    early_pages: int = 0  # pages in them
     lost: bool = False  # detached: nothing is written or said any more
 
     def rejects(self, slots: Slots) -> str | None:

@@ -143,7 +143,6 @@ class Receiver:
         inbound.next_page, inbound.moved_at = held_pages, self._clock()
         self._rooms[room] = inbound
         self._held.update(pages)
-        self._endpoint.wipe_record(inbound.record_slot)
         if link.state is LinkState.READY:
             self._send_slots(inbound)
         return inbound.generation

@@ -264,7 +264,7 @@ class Sender:
         kept = self._early.get(slots.room)
         if kept is not None:
             self._again(peer, slots, kept.peer, kept.slots)
-        elif self._early.full(peer):
+        elif self._early.full(peer, slots):
             self.counters.early_evicted += 1
             self._decline(peer, slots, Overloaded.code, "too many slots without a prompt")
         else:

@@ -113,6 +113,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             max_batch=section.max_batch,
             max_queue=section.max_queue,
             max_model_len=served.max_model_len,
+            vocab_size=served.config.vocab_size,
             drain_timeout=cluster.health.drain_timeout,
         ),
         log,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from common.engine.kv_cache.page_space import PageSpace, as_keys
+from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys
+from common.engine.kv_cache.radix_cache import Keys
 from common.engine.overlap import OverlapLoop
 from common.engine.sampling_plan import finish_reason, read_tokens
 from common.errors import DeadlineExceeded, InternalError, InvalidRequest, NodeLost, Overloaded, RequestError
@@ -44,6 +45,7 @@ class PrefillLimits:
     max_batch: int
     max_queue: int
     max_model_len: int
+    vocab_size: int
     drain_timeout: float
 
 
@@ -81,6 +83,7 @@ class PrefillNode:
         self._poller = zmq.Poller()
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(peers.socket, zmq.POLLIN)
+        self._longest = space.pages_for(limits.max_model_len)
         self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, lambda: self._stopping)
 
     @property
@@ -173,7 +176,7 @@ class PrefillNode:
 
     def _on_prefill(self, message: Prefill, now: float) -> None:
         try:
-            self._check(message)
+            keys = self._check(message)
             self._sender.expect(message.room, now + message.deadline_ms / 1000, message.decode)
         except RequestError as error:
             self._link.send(Failed(room=message.room, code=error.code, message=str(error)))
@@ -181,7 +184,7 @@ class PrefillNode:
         request = PrefillRequest(
             room=message.room,
             request_id=message.request_id,
-            keys=as_keys(message.token_ids),
+            keys=keys,
             emitted=message.emitted,
             sampling=message.sampling,
             decode=message.decode,
@@ -191,7 +194,7 @@ class PrefillNode:
         self._requests += 1
         self._queues.waiting.append(request)
 
-    def _check(self, message: Prefill) -> None:
+    def _check(self, message: Prefill) -> Keys:
         tokens = len(message.token_ids)
         if self._state != "up":
             raise NodeLost("this prefill node is draining")
@@ -208,6 +211,10 @@ class PrefillNode:
             raise InvalidRequest(
                 f"the prompt's {tokens} tokens do not fit in prefill.pool_tokens", param="prompt"
             )
+        keys = as_keys(message.token_ids)
+        if keys.min() < 0 or keys.max() >= self._limits.vocab_size:
+            raise InvalidRequest(f"token ids go from 0 to {self._limits.vocab_size - 1}", param="prompt")
+        return keys
 
     def _on_peer_lost(self, incarnation: str) -> None:
         self._sender.peer_lost(incarnation)
@@ -218,19 +225,17 @@ class PrefillNode:
     # -- moving between queues ---------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """First come, first served: a prompt gets all its pages at once, so two can never wait for each other."""
+        """First come, first served among those that have their decode pages, then among the others.
+
+        A prompt gets all its pages at once, so two can never wait for each other.
+        """
         waiting = self._queues.waiting
         while waiting and len(self._queues.computing) < self._limits.max_batch:
-            request = waiting[0]
-            # at least one token has to be computed: its logits give the first output token
-            lease = self._space.lease(
-                request.keys,
-                self._space.pages_for(request.num_tokens),
-                max_cached_tokens=request.num_tokens - 1,
-            )
+            request = next((each for each in waiting if each.granted), waiting[0])
+            lease = self._lease(request)
             if lease is None:
                 return
-            waiting.popleft()
+            waiting.remove(request)
             request.lease = lease
             request.scheduled = request.computed = lease.cached_tokens
             self._prompt_tokens += request.num_tokens
@@ -238,6 +243,22 @@ class PrefillNode:
             request.mark("queued", now)
             self._queues.computing[request.room] = request
             self._send_pages(request)  # the cached prefix leaves before anything is computed
+
+    def _lease(self, request: PrefillRequest) -> PageLease | None:
+        """Pages for a prompt, or None while there is not enough room.
+
+        A prompt may be computed before the decode node has pages for it, but never with the room that the longest
+        prompt needs: it would hold that room until another request leaves the decode node, which may be one whose
+        pages are reserved there and whose prompt waits here for the same room.
+        """
+        # at least one token has to be computed: its logits give the first output token
+        lease = self._space.lease(
+            request.keys, self._space.pages_for(request.num_tokens), max_cached_tokens=request.num_tokens - 1
+        )
+        if lease is not None and not request.granted and self._space.available_pages < self._longest:
+            lease.release()
+            return None
+        return lease
 
     def _complete(self, request: PrefillRequest, token: OutputToken | None) -> None:
         """The whole prompt is computed and its next token drawn."""
@@ -294,6 +315,7 @@ class PrefillNode:
         if request is None:
             return
         if isinstance(event, SlotsGranted):
+            request.granted = True
             request.mark("slots", self._clock())
             if request.lease is not None:
                 self._send_pages(request)

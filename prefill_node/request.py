@@ -25,6 +25,7 @@ class PrefillRequest:
     decode: str  # incarnation of the node that takes over
     received: float  # monotonic seconds
     deadline: float  # monotonic seconds
+    granted: bool = False  # the decode node has set its pages aside
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
     scheduled: int = 0  # tokens whose forward has been launched, cached prefix included
     computed: int = 0  # tokens whose KV is known to be written

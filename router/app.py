@@ -13,7 +13,7 @@ from aiohttp import web
 
 from common.config import Resolved
 from common.config.run_directory import control_address
-from common.errors import ConfigError, ModelError
+from common.errors import ConfigError, ModelError, Unavailable
 from common.ipc import LinkSecurity, check_bind, link_security
 from common.messages.identity import new_incarnation
 from common.model_config import ModelConfig, model_fingerprint
@@ -31,6 +31,7 @@ from router.status_routes import ClusterView, StatusRoutes
 from router.tokenizer import Tokenizer
 
 MAX_HEADER_BYTES = 16 << 10
+MAX_HEADERS = 100
 
 
 @dataclass(slots=True)
@@ -86,6 +87,12 @@ class RouterApp:
             if limit is None
             else replace(self.model, max_model_len=min(limit, self.model.max_model_len))
         )
+
+    def admitting(self) -> ServedModel:
+        """As `served`, for requests that generate. Raises Unavailable while draining."""
+        if self.draining:
+            raise Unavailable("this router is shutting down; try again in a few seconds")
+        return self.served()
 
     def not_ready(self) -> str | None:
         if self.draining:
@@ -178,21 +185,28 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         log,
     )
     app = web.Application(client_max_size=cluster.router.max_body_bytes, middlewares=[error_middleware(log)])
-    runner = web.AppRunner(
+    runner = http_runner(app)
+    router = RouterApp(
+        resolved, log, control, registry, dispatcher, tokenizer, runner, context, security, model, incarnation
+    )
+    view = ClusterView(router.not_ready, router.server_info, metrics.render, dispatcher.timelines.get)
+    OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.admitting, log).add_to(app)
+    StatusRoutes(view, router.served, tokenizer).add_to(app)
+    return router
+
+
+def http_runner(app: web.Application) -> web.AppRunner:
+    """The HTTP server of an application, with the limits that hold before a handler is asked."""
+    return web.AppRunner(
         app,
         handler_cancellation=True,  # else a client that leaves before the first byte is noticed only at the end
         access_log=None,
         shutdown_timeout=1.0,
         max_field_size=MAX_HEADER_BYTES,
         max_line_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        auto_decompress=False,  # a small compressed body must not become a large one
     )
-    router = RouterApp(
-        resolved, log, control, registry, dispatcher, tokenizer, runner, context, security, model, incarnation
-    )
-    view = ClusterView(router.not_ready, router.server_info, metrics.render, dispatcher.timelines.get)
-    OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.served, log).add_to(app)
-    StatusRoutes(view, router.served, tokenizer).add_to(app)
-    return router
 
 
 def _describe(node: Node) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Attempt:
     cached_tokens: int = 0
     prefill_over: bool = False  # pages handed over, or the leg failed: nothing to abort there
     decode_over: bool = False
+    blamed: set[str] = field(default_factory=set)  # incarnations that another attempt had better avoid
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_first_token(self, message: FirstToken) -> None:
@@ -38,6 +39,8 @@ class Attempt:
 
     def on_run(self, run: TokenRun) -> None:
         """Take tokens in from either node; duplicates are dropped, what comes early waits."""
+        if self.finish_reason is not None:
+            return
         if run.offset > self.next_offset:
             if len(self.early) >= MAX_EARLY_RUNS:
                 self.fail(InternalError("a decode node is far ahead of the prefill node"))
@@ -45,8 +48,8 @@ class Attempt:
                 self.early[run.offset] = run
             return
         self._append(run)
-        while (early := self.early.pop(self.next_offset, None)) is not None:
-            self._append(early)
+        while self.finish_reason is None and self.early and min(self.early) <= self.next_offset:
+            self._append(self.early.pop(min(self.early)))
         self.woken.set()
 
     def fail(self, error: RequestError) -> None:

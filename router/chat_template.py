@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import msgspec
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import InvalidRequest, ModelError
 from router.openai_schema import Message
+from router.template_sandbox import TemplateSandbox
 
 MAX_PROMPT_CHARACTERS = 8 << 20
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
@@ -25,42 +24,33 @@ class ChatTemplate:
         """Raises ModelError when the template cannot be compiled. A model without one serves no chat."""
         config = _tokenizer_config(path)
         source = _source(path, config)
+        # a token that the model does not have stays undefined: templates test for it, and print it as ""
         self._variables = {
-            name: _token_text(config.get(name))
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None
         }
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
+        self._sandbox = TemplateSandbox()
         try:
-            self._template = environment.from_string(source) if source is not None else None
-        except jinja2.TemplateError as error:
+            self._template = self._sandbox.from_string(source) if source is not None else None
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template of {path} cannot be compiled: {error}") from error
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt, generation prompt included. Raises InvalidRequest("messages")."""
+        """The prompt, generation prompt included. Raises InvalidRequest("messages"). May run on any thread."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        variables = {
+            **self._variables,
+            "messages": [_plain(message, index) for index, message in enumerate(messages)],
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+        }
         try:
-            text = self._template.render(
-                messages=[_plain(message, index) for index, message in enumerate(messages)],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._variables,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+            return self._sandbox.render(self._template, variables, MAX_PROMPT_CHARACTERS)
+        except Exception as error:  # a template can raise anything that Python can
             raise InvalidRequest(
                 f"the chat template refused the messages: {error}", param="messages"
             ) from error
-        if len(text) > MAX_PROMPT_CHARACTERS:
-            raise InvalidRequest(
-                f"the rendered prompt has more than {MAX_PROMPT_CHARACTERS} characters", param="messages"
-            )
-        return text
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
@@ -83,7 +73,10 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 def _source(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # named templates
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
@@ -97,19 +90,11 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 
 def _token_text(value: Any) -> str | None:
     """A special token is a string, or an object with `content`."""
-    return value.get("content") if isinstance(value, dict) else value
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    text = msgspec.json.encode(value)
-    return (msgspec.json.format(text, indent=indent) if indent else text).decode()
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None

@@ -11,7 +11,7 @@ import asyncio
 import msgspec
 import zmq
 
-from common.errors import ProtocolError, RequestError, from_code
+from common.errors import NodeLost, ProtocolError, RequestError, TransferFailed, from_code
 from common.ipc import LinkSecurity, RouterSocket
 from common.messages.node_inbox import Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import (
@@ -31,6 +31,7 @@ from router.dispatcher import Dispatcher
 from router.node_registry import Node, NodeRegistry
 
 SWEEP_INTERVAL = 0.25
+PROBE_DELAYS = (0.02, 0.2, 0.6)  # the pipe of a dead peer goes a moment after the event, later on a busy host
 
 
 class ControlPlane:
@@ -52,6 +53,7 @@ class ControlPlane:
         self._registry: NodeRegistry
         self._dispatcher: Dispatcher
         self._sweeper: asyncio.Task[None] | None = None
+        self._closed = False
         self.refused_messages = 0
         self.address = self._socket.address
 
@@ -64,8 +66,10 @@ class ControlPlane:
         loop.add_reader(self._monitor_fd, self._on_disconnect)
         self._sweeper = loop.create_task(self._sweep())
         self._on_readable()
+        self._on_disconnect()  # arms the monitor's descriptor: its edge comes only after a look that found nothing
 
     def close(self) -> None:
+        self._closed = True
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket.fileno())
         loop.remove_reader(self._monitor_fd)
@@ -93,6 +97,8 @@ class ControlPlane:
                 self.send(other.incarnation, PeerLost(incarnation=node.incarnation))
 
     def _on_readable(self) -> None:
+        if self._closed:  # a look that was scheduled before
+            return
         while batch := self._socket.drain():  # the descriptor is edge-triggered: until it is empty
             for identity, frame in batch:
                 try:
@@ -109,8 +115,8 @@ class ControlPlane:
                     continue  # ended here already, or not this node's
                 if run.finish_reason is not None:
                     attempt.decode_over = True
-                if run.stages is not None and (timeline := self._dispatcher.timeline(run.room)) is not None:
-                    timeline.anchor(run.stages, "decode")
+                if run.stages is not None:
+                    self._dispatcher.timelines.anchor(run.room, identity, run.stages)
                 attempt.on_run(run)
         elif isinstance(message, Heartbeat):
             if message.incarnation == identity.removesuffix("/beat"):
@@ -127,8 +133,9 @@ class ControlPlane:
             if attempt is not None and attempt.prefill.incarnation == identity:
                 attempt.prefill_over = True
                 attempt.prefill.rooms.pop(message.room, None)
-                if (timeline := self._dispatcher.timeline(message.room)) is not None:
-                    timeline.anchor(message.stages, "prefill")
+            self._dispatcher.timelines.anchor(
+                message.room, identity, message.stages
+            )  # also behind the last token
         elif isinstance(message, Failed):
             self._on_failed(identity, message)
         elif isinstance(message, Register):
@@ -138,16 +145,18 @@ class ControlPlane:
 
     def _on_failed(self, identity: str, message: Failed) -> None:
         attempt = self._dispatcher.attempt(message.room)
-        if attempt is None:
+        if attempt is None or identity not in (attempt.prefill.incarnation, attempt.decode.incarnation):
             return
         error: RequestError = from_code(message.code, message.message)
+        attempt.blamed.add(identity)
+        if isinstance(error, TransferFailed | NodeLost):  # of a pair, either end may be the cause
+            attempt.blamed |= {attempt.prefill.incarnation, attempt.decode.incarnation}
         if attempt.prefill.incarnation == identity:
             attempt.prefill_over = True
             attempt.prefill.rooms.pop(message.room, None)
-            attempt.fail(error)
-        elif attempt.decode.incarnation == identity:
+        else:
             attempt.decode_over = True
-            attempt.fail(error)
+        attempt.fail(error)
 
     def _on_register(self, identity: str, message: Register) -> None:
         if message.node.incarnation != identity:
@@ -171,9 +180,12 @@ class ControlPlane:
             except zmq.Again:
                 break
         if closed:
-            asyncio.get_running_loop().call_later(0.02, self._probe)  # the pipe goes a moment after the event
+            for delay in PROBE_DELAYS:
+                asyncio.get_running_loop().call_later(delay, self._probe)
 
     def _probe(self) -> None:
+        if self._closed:
+            return
         ack = encode(self._ack(0, known=True))
         for node in self._registry:
             if not self._socket.send(node.incarnation.encode(), ack):
@@ -185,5 +197,8 @@ class ControlPlane:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL)
-            self._on_readable()
-            self._registry.sweep()
+            try:
+                self._on_readable()
+                self._registry.sweep()
+            except Exception:  # a defect must not end the watch over all nodes
+                self._log.exception("looking after the nodes failed; trying again")

@@ -16,12 +16,13 @@ import msgspec
 
 from common.errors import DeadlineExceeded, InvalidRequest, NodeLost, Overloaded, RequestError, Unavailable
 from common.messages.decode_inbox import Reserve
+from common.messages.generation import FINISH_STOP
 from common.messages.identity import Role, new_room
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
 from router.attempt import Attempt
-from router.generation import GenerationRequest, TokenDelta
+from router.generation import AnswerComplete, GenerationRequest, TokenDelta
 from router.metrics import RouterMetrics
 from router.node_registry import Node, NodeRegistry
 from router.placement import PlacementPolicy
@@ -58,7 +59,6 @@ class Dispatcher:
         self._metrics = metrics
         self._log = log
         self._attempts: dict[int, Attempt] = {}  # room -> attempt under way
-        self._timelines_by_room: dict[int, Timeline] = {}
         self._changed = asyncio.Event()  # replaced at every change of the registry
         self._active = 0
         self.timelines = Timelines()
@@ -71,9 +71,6 @@ class Dispatcher:
     def attempt(self, room: int) -> Attempt | None:
         """For the control plane: whom a node's message concerns."""
         return self._attempts.get(room)
-
-    def timeline(self, room: int) -> Timeline | None:
-        return self._timelines_by_room.get(room)
 
     def nodes_changed(self) -> None:
         """Wake everybody who waits for a node."""
@@ -104,6 +101,8 @@ class Dispatcher:
                     count += len(delta.tokens)
                     yield delta
             timeline.outcome = finished or "aborted"
+        except AnswerComplete:
+            timeline.outcome = FINISH_STOP
         except RequestError as error:
             timeline.outcome = f"error: {error.code}"
             raise
@@ -119,10 +118,13 @@ class Dispatcher:
         self, request: GenerationRequest, timeline: Timeline, deadline: float
     ) -> AsyncGenerator[TokenDelta, None]:
         said: list[int] = []
+        avoid: set[str] = set()
         for number in range(1, self._limits.max_attempts + 1):
             try:
                 # closed here and not by the garbage collector: a client that leaves frees both nodes at once
-                async with aclosing(self._attempt(request, said, timeline, deadline, number > 1)) as deltas:
+                async with aclosing(
+                    self._attempt(request, said, avoid, timeline, deadline, number > 1)
+                ) as deltas:
                     async for delta in deltas:
                         said.extend(token.id for token in delta.tokens)
                         yield delta
@@ -140,9 +142,16 @@ class Dispatcher:
                 )
 
     async def _attempt(
-        self, request: GenerationRequest, said: list[int], timeline: Timeline, deadline: float, retry: bool
+        self,
+        request: GenerationRequest,
+        said: list[int],
+        avoid: set[str],
+        timeline: Timeline,
+        deadline: float,
+        retry: bool,
     ) -> AsyncGenerator[TokenDelta, None]:
-        attempt = await self._place(request, said, timeline, deadline, retry)
+        """`avoid` gains the nodes that are to blame if this fails."""
+        attempt = await self._place(request, said, avoid, timeline, deadline, retry)
         first = not said
         try:
             while True:
@@ -163,18 +172,25 @@ class Dispatcher:
                 if attempt.error is not None:
                     raise attempt.error
         finally:
+            avoid |= attempt.blamed
             self._close(attempt)
 
     async def _place(
-        self, request: GenerationRequest, said: list[int], timeline: Timeline, deadline: float, retry: bool
+        self,
+        request: GenerationRequest,
+        said: list[int],
+        avoid: set[str],
+        timeline: Timeline,
+        deadline: float,
+        retry: bool,
     ) -> Attempt:
         """Choose a pair of nodes and send both halves of the request."""
         loop = asyncio.get_running_loop()
         patience = loop.time() + self._limits.placement_wait if retry else loop.time()
         while True:
             changed = self._changed
-            prefill = self._registry.choose("prefill", self._policies["prefill"])
-            decode = self._registry.choose("decode", self._policies["decode"])
+            prefill = self._registry.choose("prefill", self._policies["prefill"], avoid)
+            decode = self._registry.choose("decode", self._policies["decode"], avoid)
             if prefill is not None and decode is not None:
                 break
             missing = "prefill" if prefill is None else "decode"
@@ -196,45 +212,47 @@ class Dispatcher:
                 param="max_tokens",
             )
         self._attempts[attempt.room] = attempt
-        self._timelines_by_room[attempt.room] = timeline
+        now = time.monotonic()
+        self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
         prefill.rooms[attempt.room] = len(tokens)
         decode.rooms[attempt.room] = 0
-        timeline.mark("placed", time.monotonic())
+        timeline.mark("placed", now)
         timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
         remaining_ms = max(int((deadline - loop.time()) * 1000), 1)
-        reached = self._send(
-            decode.incarnation,
-            Reserve(
-                room=attempt.room,
-                request_id=request.request_id,
-                token_ids=tokens,
-                emitted=len(said),
-                sampling=request.sampling,
-                prefill=prefill.register.node,
-                deadline_ms=remaining_ms,
-            ),
-        ) and self._send(
-            prefill.incarnation,
-            Prefill(
-                room=attempt.room,
-                request_id=request.request_id,
-                token_ids=tokens,
-                emitted=len(said),
-                sampling=request.sampling,
-                decode=decode.incarnation,
-                deadline_ms=remaining_ms,
-            ),
+        reserve = Reserve(
+            room=attempt.room,
+            request_id=request.request_id,
+            token_ids=tokens,
+            emitted=len(said),
+            sampling=request.sampling,
+            prefill=prefill.register.node,
+            deadline_ms=remaining_ms,
         )
-        if not reached:
-            attempt.fail(NodeLost("a node went away while the request was placed"))
+        prompt = Prefill(
+            room=attempt.room,
+            request_id=request.request_id,
+            token_ids=tokens,
+            emitted=len(said),
+            sampling=request.sampling,
+            decode=decode.incarnation,
+            deadline_ms=remaining_ms,
+        )
+        for node, half in ((decode, reserve), (prefill, prompt)):
+            if not self._send(node.incarnation, half):
+                attempt.blamed.add(node.incarnation)
+                attempt.fail(NodeLost(f"{node.role} node {node.name} went away while the request was placed"))
+                break
         return attempt
 
     def _close(self, attempt: Attempt) -> None:
         """End an attempt, finished or not: whatever a node still holds of it is aborted."""
         del self._attempts[attempt.room]
-        del self._timelines_by_room[attempt.room]
-        reason = "finished" if attempt.finish_reason is not None else "the request ended at the router"
-        for node, over in ((attempt.prefill, attempt.prefill_over), (attempt.decode, attempt.decode_over)):
+        self.timelines.close(attempt.room)
+        finished = attempt.finish_reason is not None
+        reason = "finished" if finished else "the request ended at the router"
+        # where the last token has come the prompt was handed over: the prefill node is about to say so
+        prefill_over = attempt.prefill_over or finished
+        for node, over in ((attempt.prefill, prefill_over), (attempt.decode, attempt.decode_over)):
             node.rooms.pop(attempt.room, None)
             if not over:
                 self._send(node.incarnation, Abort(room=attempt.room, reason=reason))

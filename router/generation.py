@@ -28,7 +28,12 @@ class TokenDelta:
     cached_tokens: int | None  # on the first delta: prompt tokens found in the prefill node's cache
 
 
+class AnswerComplete(Exception):
+    """Thrown into a generator by its reader: the text is whole, more tokens are not wanted (a stop string)."""
+
+
 class Generator(Protocol):
-    """Closing the generator means that the client is gone; both nodes are freed then. Raises RequestError."""
+    """Closing the generator means that the client is gone, `athrow(AnswerComplete())` that it has what it wants; both
+    nodes are freed then. Raises RequestError."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]: ...

@@ -10,16 +10,21 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from common.errors import InternalError, InvalidRequest, RequestError
+from common.errors import InternalError, RequestError
 from common.observability.logs import Log
 
 REQUEST_ID = "X-Request-Id"
+MAX_REQUEST_ID = 128
+MAX_MESSAGE = 1000  # characters of an error message; what a client sent is not echoed at length
 RETRY_AFTER_SECONDS = 1
-_SAFE_ID = re.compile(r"[^A-Za-z0-9._:/+=-]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=-]")
+_HTTP_TEXT = {404: "there is no such route", 405: "this method is not allowed here"}
 request_id_key: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
 def error_body(message: str, kind: str, param: str | None, code: int | str) -> dict[str, Any]:
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + " ..."
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -40,9 +45,16 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     )
 
 
+def defect(log: Log, request: web.Request) -> InternalError:
+    """Log the exception being handled; what the client may know of it."""
+    identity = request[request_id_key]
+    log.exception("a handler failed", request_id=identity, path=request.path)
+    return InternalError(f"internal error; the log has the details under request id {identity}")
+
+
 def request_id(request: web.Request) -> str:
     """The client's X-Request-Id, cut and cleaned, or a fresh one."""
-    given = _SAFE_ID.sub("", request.headers.get(REQUEST_ID, ""))[:128]
+    given = _UNSAFE.sub("", request.headers.get(REQUEST_ID, "")[: 8 * MAX_REQUEST_ID])[:MAX_REQUEST_ID]
     return given or secrets.token_hex(12)
 
 
@@ -57,37 +69,15 @@ def error_middleware(log: Log) -> Middleware:
             response = await handler(request)
         except RequestError as error:
             response = response_of(error)
-        except web.HTTPRequestEntityTooLarge:
-            limit = request.client_max_size
-            response = json_response(
-                error_body(f"the body is larger than {limit} bytes", "invalid_request_error", None, 413), 413
-            )
         except web.HTTPException as error:
-            text = {404: "there is no such route", 405: f"{request.method} is not allowed here"}.get(
-                error.status
-            )
-            body = error_body(text or error.reason, "invalid_request_error", None, error.status)
-            response = json_response(
-                body, error.status, {"Allow": error.headers["Allow"]} if error.status == 405 else None
-            )
+            text = _HTTP_TEXT.get(error.status, error.reason)
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+            response = json_response(error_body(text, kind, None, error.status), error.status, allow)
         except Exception:
-            log.exception("a handler failed", request_id=identity, path=request.path)
-            failure = InternalError(f"internal error; the log has the details under request id {identity}")
-            response = response_of(failure)
+            response = response_of(defect(log, request))
         if not response.prepared:
             response.headers[REQUEST_ID] = identity
         return response
 
     return handle
-
-
-def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:
-    """A body that does not fit the schema, with the field's name."""
-    text, _, path = str(error).partition(" - at `$")
-    field = path.rstrip("`").lstrip(".")
-    missing = re.search(r"required field `(\w+)`", text)
-    if missing:
-        field = f"{field}.{missing[1]}" if field else missing[1]
-    return InvalidRequest(
-        f"{field}: {text}" if field else f"the body is not valid: {text}", param=field or None
-    )

@@ -44,7 +44,9 @@ GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
     "vllm:num_requests_waiting": ("Requests not started yet", lambda load: load.queued),
     "vllm:kv_cache_usage_perc": (
         "Pages that cannot be had, 0 to 1",
-        lambda load: 1 - (load.free_pages + load.cached_pages) / max(load.total_pages, 1),
+        lambda load: (
+            1 - (load.free_pages + load.cached_pages) / load.total_pages if load.total_pages else 0.0
+        ),
     ),
     "tandem_transferring_requests": ("Requests whose pages are on the way", lambda load: load.transferring),
     "tandem_free_pages": ("Free KV pages", lambda load: load.free_pages),

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 from common.messages.identity import NodeCounters, NodeLoad, NodeState, Role
@@ -135,9 +135,10 @@ class NodeRegistry:
             elif node.loop_age > self._loop_timeout:
                 self.lose(node, f"its main loop has not turned for {node.loop_age:.0f} s")
 
-    def choose(self, role: Role, policy: PlacementPolicy) -> Node | None:
-        """A node of `role` that takes requests, or None."""
+    def choose(self, role: Role, policy: PlacementPolicy, avoid: Container[str] = ()) -> Node | None:
+        """A node of `role` that takes requests, one of `avoid` (incarnations) only if there is no other; or None."""
         candidates = [node.candidate() for node in self if node.role == role and node.state == "up"]
+        candidates = [each for each in candidates if each.incarnation not in avoid] or candidates
         return self._nodes[policy.choose(candidates).incarnation] if candidates else None
 
     def count(self, role: Role) -> int:

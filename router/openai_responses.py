@@ -1,4 +1,7 @@
-"""Answers of the OpenAI API as Python values: complete, and chunk by chunk. Formats as ECOSYSTEM.md lists them."""
+"""Answers of the OpenAI API, complete and as server-sent events. Formats as ECOSYSTEM.md lists them.
+
+Events are put together from bytes: of a streamed token only its text is encoded anew.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
+
 from common.messages.generation import OutputToken
 from router.tokenizer import Tokenizer
 
 FINGERPRINT = "tandem"
+LOWEST_LOGPROB = -9999.0  # for minus infinity, which JSON cannot say
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
@@ -37,49 +44,27 @@ class Piece:
     index: int
     text: str
     tokens: Sequence[OutputToken]
-    offset: int  # characters of this choice given out before
+    offsets: Sequence[int]  # per token: characters of this choice's text before it
     finish_reason: str | None
 
 
-@dataclass(slots=True)
 class Format(ABC):
     """Common part of both endpoints' formats; subclasses say how a choice looks."""
 
     whole: ClassVar[str]  # `object` of the complete answer
     part: ClassVar[str]  # `object` of a chunk
 
-    id: str
-    model: str
-    created: int
-    tokenizer: Tokenizer
-    logprobs: bool
+    def __init__(
+        self, identity: str, model: str, created: int, tokenizer: Tokenizer, logprobs: int | None
+    ) -> None:
+        """`logprobs`: likeliest tokens listed with each token; None for no logprobs."""
+        self._head = {"id": identity, "created": created, "model": model, "system_fingerprint": FINGERPRINT}
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._open = b"data: " + _encode({"object": self.part, **self._head})[:-1] + b',"choices":['
 
-    def head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-        }
-
-    def chunk(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        return {
-            **self.head(self.part),
-            "choices": [choice for piece in pieces for choice in self.deltas(piece)],
-        }
-
-    def opening(self, choices: int) -> list[dict[str, Any]]:
-        """Chunks before the first token."""
-        return []
-
-    @abstractmethod
-    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        """Choices of a chunk."""
-
-    def closing(self, piece: Piece) -> dict[str, Any] | None:
-        """The chunk that carries the finish reason, where it is one of its own."""
-        return None
+    def complete(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return {"object": self.whole, **self._head, "choices": choices, "usage": usage.report()}
 
     @abstractmethod
     def choice(
@@ -87,8 +72,20 @@ class Format(ABC):
     ) -> dict[str, Any]:
         """A choice of the complete answer."""
 
-    def complete(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        return {**self.head(self.whole), "choices": choices, "usage": usage.report()}
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        """Events before the first token. `usage` is what each event says of it, from `usage_field`."""
+        return b""
+
+    @abstractmethod
+    def events(self, piece: Piece, usage: bytes) -> bytes:
+        """What a piece adds to the stream; b"" while its text is held back."""
+
+    def last_event(self, usage: Usage) -> bytes:
+        """The event of stream_options.include_usage."""
+        return self._event(b"", usage_field(usage))
+
+    def _event(self, choice: bytes, usage: bytes) -> bytes:
+        return self._open + choice + b"]" + usage + b"}\n\n"
 
 
 class ChatFormat(Format):
@@ -97,67 +94,53 @@ class ChatFormat(Format):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def opening(self, choices: int) -> list[dict[str, Any]]:
-        return [
-            {
-                **self.head(self.part),
-                "choices": [
-                    {
-                        "index": i,
-                        "delta": {"role": "assistant", "content": ""},
-                        "logprobs": None,
-                        "finish_reason": None,
-                    }
-                ],
-            }
-            for i in range(choices)
-        ]
-
-    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        if not piece.text and not (self.logprobs and piece.tokens):
-            return []
-        return [
-            {
-                "index": piece.index,
-                "delta": {"content": piece.text},
-                "logprobs": self._logprobs([piece]),
-                "finish_reason": None,
-            }
-        ]
-
-    def closing(self, piece: Piece) -> dict[str, Any] | None:
-        last = {"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": piece.finish_reason}
-        return {**self.head(self.part), "choices": [last]}
-
     def choice(
         self, index: int, text: str, pieces: Sequence[Piece], finish_reason: str | None
     ) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(pieces),
+            "logprobs": self._listed(pieces),
             "finish_reason": finish_reason,
         }
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        if not self.logprobs:
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        delta = b'{"role":"assistant","content":""}'
+        return b"".join(self._event(_chunk(i, delta, b"null", b"null"), usage) for i in range(choices))
+
+    def events(self, piece: Piece, usage: bytes) -> bytes:
+        events = b""
+        if piece.text or (self._logprobs is not None and piece.tokens):
+            logprobs = b"null" if self._logprobs is None else _encode(self._listed([piece]))
+            delta = b'{"content":' + _encode(piece.text) + b"}"
+            events = self._event(_chunk(piece.index, delta, logprobs, b"null"), usage)
+        if piece.finish_reason is not None:
+            events += self._event(_chunk(piece.index, b"{}", b"null", _encode(piece.finish_reason)), usage)
+        return events
+
+    def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        if self._logprobs is None:
             return None
-        content = [
-            self._entry(token) for piece in pieces for token in piece.tokens if token.logprob is not None
-        ]
-        return {"content": content, "refusal": None}
+        tokens = (token for piece in pieces for token in piece.tokens)
+        return {
+            "content": [self._entry(token) for token in tokens if token.logprob is not None],
+            "refusal": None,
+        }
 
     def _entry(self, token: OutputToken) -> dict[str, Any]:
         assert token.logprob is not None
         top = zip(token.logprob.top_ids, token.logprob.top_logprobs)
         return {
             **self._named(token.id, token.logprob.logprob),
-            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in top],
+            "top_logprobs": [self._named(token_id, value) for token_id, value in top][: self._logprobs],
         }
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.tokenizer.token_text(token_id)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": max(LOWEST_LOGPROB, logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
 
 
 class CompletionFormat(Format):
@@ -165,38 +148,81 @@ class CompletionFormat(Format):
 
     whole = part = "text_completion"
 
-    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        if not piece.text and piece.finish_reason is None and not (self.logprobs and piece.tokens):
-            return []
-        return [self.choice(piece.index, piece.text, [piece], piece.finish_reason)]
-
     def choice(
         self, index: int, text: str, pieces: Sequence[Piece], finish_reason: str | None
     ) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(pieces),
+            "logprobs": self._listed(pieces),
             "finish_reason": finish_reason,
         }
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        if not self.logprobs:
+    def events(self, piece: Piece, usage: bytes) -> bytes:
+        if self._logprobs is not None:
+            if not (piece.text or piece.tokens or piece.finish_reason):
+                return b""
+            return self._event(
+                _encode(self.choice(piece.index, piece.text, [piece], piece.finish_reason)), usage
+            )
+        if not piece.text and piece.finish_reason is None:
+            return b""
+        finish = b"null" if piece.finish_reason is None else _encode(piece.finish_reason)
+        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}' % (
+            piece.index,
+            _encode(piece.text),
+            finish,
+        )
+        return self._event(choice, usage)
+
+    def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        if self._logprobs is None:
             return None
+        text_of = self._tokenizer.token_text
         offsets: list[int] = []
         texts: list[str] = []
         values: list[float] = []
         tops: list[dict[str, float]] = []
         for piece in pieces:
-            offset = piece.offset
-            for token in piece.tokens:
-                if token.logprob is None:
+            for token, offset in zip(piece.tokens, piece.offsets):
+                if (found := token.logprob) is None:
                     continue
-                text = self.tokenizer.token_text(token.id)
                 offsets.append(offset)
-                texts.append(text)
-                values.append(max(token.logprob.logprob, -9999.0))
-                pairs = zip(token.logprob.top_ids, token.logprob.top_logprobs)
-                tops.append({self.tokenizer.token_text(each): max(value, -9999.0) for each, value in pairs})
-                offset += len(text)
+                texts.append(text_of(token.id))
+                values.append(max(LOWEST_LOGPROB, found.logprob))
+                top: dict[str, float] = {}
+                # the drawn token is always listed; of tokens with one text the likeliest counts
+                pairs = [
+                    *list(zip(found.top_ids, found.top_logprobs))[: self._logprobs],
+                    (token.id, found.logprob),
+                ]
+                for each, value in pairs:
+                    top.setdefault(text_of(each), max(LOWEST_LOGPROB, value))
+                tops.append(top)
         return {"text_offset": offsets, "tokens": texts, "token_logprobs": values, "top_logprobs": tops}
+
+
+def usage_field(usage: Usage) -> bytes:
+    """`,"usage":{...}` for an event."""
+    return (
+        b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,'
+        b'"prompt_tokens_details":{"cached_tokens":%d}}'
+    ) % (
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens + usage.completion_tokens,
+        usage.cached_tokens,
+    )
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def _chunk(index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+    return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (
+        index,
+        delta,
+        logprobs,
+        finish_reason,
+    )

@@ -1,7 +1,8 @@
 """Requests of the OpenAI API as clients send them: typed, bounded, unknown fields ignored as vLLM does.
 
-Fields that a later version will honour stand in NOT_YET with the values that change nothing: those are accepted, every
-other value is refused with the field's name.
+A field that would change the answer and is not honoured must never pass silently. Fields that a later version will
+honour stand in NOT_YET with the values that change nothing: those are accepted, every other value is refused with the
+field's name.
 """
 
 from __future__ import annotations
@@ -36,9 +37,14 @@ class TextPart(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    role: Annotated[str, Meta(max_length=64)]
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Text | list[TextPart] | None = None
     name: str | None = None
+    # parts of conversations with tools: see MESSAGE_NOT_YET
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    audio: Any = None
 
 
 class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +63,7 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
     user: Any = None
     # not yet: see NOT_YET
     n: Any = None
@@ -73,9 +80,23 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_regex: Any = None
     guided_grammar: Any = None
     guided_choice: Any = None
+    guided_decoding_backend: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
     prompt_logprobs: Any = None
     priority: Any = None
     cache_salt: Any = None
+    echo: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_embeds: Any = None
+    return_tokens_as_token_ids: Any = None
+    lora_path: Any = None
 
 
 class ChatRequest(SharedFields, frozen=True, kw_only=True):
@@ -93,8 +114,11 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
+    parallel_tool_calls: Any = None
+    documents: Any = None
     modalities: Any = None
     audio: Any = None
+    web_search_options: Any = None
 
 
 class CompletionRequest(SharedFields, frozen=True, kw_only=True):
@@ -102,7 +126,6 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
 
     prompt: Text | list[Any]  # text, texts, token ids, or lists of token ids: see `prompts`
     logprobs: int | None = None
-    echo: Any = None
     suffix: Any = None
 
 
@@ -121,56 +144,102 @@ NOT_YET: dict[str, tuple[Any, ...]] = {  # field -> values that change nothing
     "guided_regex": (),
     "guided_grammar": (),
     "guided_choice": (),
+    "guided_decoding_backend": (),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
     "prompt_logprobs": (),
     "priority": (0,),
     "cache_salt": (),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "return_tokens_as_token_ids": (False,),
+    "lora_path": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
+    "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
-    "echo": (False,),
+    "web_search_options": (),
     "suffix": ("",),
+}
+
+MESSAGE_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "audio": (),
 }
 
 
 def refuse_unsupported(request: SharedFields) -> None:
-    """Raises InvalidRequest naming the first field of NOT_YET that would change the answer."""
-    for field in request.__struct_fields__:
-        neutral = NOT_YET.get(field)
-        value = getattr(request, field)
-        if (
-            neutral is None
-            or value is None
-            or any((value == each and type(value) is not bool) or value is each for each in neutral)
-        ):
+    """Raises InvalidRequest naming the first field that would change the answer and is not honoured yet."""
+    _refuse(request, NOT_YET, "")
+    if isinstance(request, ChatRequest):
+        for index, message in enumerate(request.messages):
+            _refuse(message, MESSAGE_NOT_YET, f"messages[{index}].")
+
+
+def _refuse(struct: msgspec.Struct, not_yet: dict[str, tuple[Any, ...]], where: str) -> None:
+    for field, neutral in not_yet.items():
+        value = getattr(struct, field, None)
+        if value is None or any(_same(value, each) for each in neutral):
             continue
-        remedy = f"leave it out or send {neutral[0]!r}" if neutral else "leave it out"
-        raise InvalidRequest(f"{field} is not supported by this version of tandem; {remedy}", param=field)
+        remedy = (
+            f"leave it out or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else "leave it out"
+        )
+        raise InvalidRequest(
+            f"{where}{field} is not supported by this version of tandem; {remedy}", param=f"{where}{field}"
+        )
 
 
-def prompts(request: CompletionRequest) -> list[str | TokenIds]:
-    """The prompts of a completions request, one per choice. Raises InvalidRequest("prompt")."""
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    numbers = (int, float)
+    if type(neutral) in numbers:
+        return type(value) in numbers and bool(value == neutral)
+    return type(value) is type(neutral) and bool(value == neutral)
+
+
+def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]:
+    """The prompts of a completions request, one per choice. Raises InvalidRequest("prompt").
+
+    Token ids are looked at only in prompts of at most `max_tokens`; longer ones are refused by their length later.
+    """
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt is empty; send a text or token ids", param="prompt")
-    if all(type(item) is int for item in prompt):
+    if type(prompt[0]) is int:
+        _check_ids(prompt, max_tokens)
         return [prompt]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"{len(prompt)} prompts in one request, at most {MAX_PROMPTS}", param="prompt")
     for item in prompt:
-        if not (
-            isinstance(item, str) or (isinstance(item, list) and all(type(each) is int for each in item))
-        ):
-            raise InvalidRequest(
-                "prompt must be a text, a list of texts, a list of token ids, or a list of such lists",
-                param="prompt",
-            )
+        if isinstance(item, list):
+            _check_ids(item, max_tokens)
+        elif not isinstance(item, str):
+            raise InvalidRequest(_PROMPT_KINDS, param="prompt")
     return prompt
+
+
+_PROMPT_KINDS = "prompt must be a text, a list of texts, a list of token ids, or a list of such lists"
+
+
+def _check_ids(ids: list[Any], max_tokens: int) -> None:
+    if len(ids) <= max_tokens and not all(type(each) is int for each in ids):
+        raise InvalidRequest(_PROMPT_KINDS, param="prompt")

@@ -60,7 +60,7 @@ def prefill_cost(candidate: Candidate) -> float:
 def decode_cost(candidate: Candidate) -> float:
     """Requests per step, and how full the pool is: what inter-token latency and retraction depend on."""
     load = candidate.load
-    used = 1.0 - (load.free_pages + load.cached_pages) / max(load.total_pages, 1)
+    used = 1.0 - (load.free_pages + load.cached_pages) / load.total_pages if load.total_pages else 0.0
     return max(candidate.assigned, load.running + load.transferring + load.queued) + 8.0 * max(
         used - 0.8, 0.0
     )

@@ -44,11 +44,18 @@ def stop_strings(request: SharedFields) -> list[str]:
     return stops
 
 
-def check_prompt(token_ids: list[int], model: ServedModel) -> None:
+def check_prompt(token_ids: list[int], model: ServedModel, prompt_field: str) -> None:
+    """Not empty, shorter than the context, and every id in the vocabulary. Length first: it costs nothing."""
     if not token_ids:
-        raise InvalidRequest("the prompt is empty", param="prompt")
+        raise InvalidRequest("the prompt is empty", param=prompt_field)
+    if len(token_ids) >= model.max_model_len:
+        raise InvalidRequest(
+            f"This model's maximum context length is {model.max_model_len} tokens; the prompt has "
+            f"{len(token_ids)}, which leaves none for the completion. Shorten the prompt.",
+            param=prompt_field,
+        )
     if not all(0 <= token < model.vocab_size for token in token_ids):
-        raise InvalidRequest(f"token ids go from 0 to {model.vocab_size - 1}", param="prompt")
+        raise InvalidRequest(f"token ids go from 0 to {model.vocab_size - 1}", param=prompt_field)
 
 
 def sampling_params(
@@ -62,19 +69,14 @@ def sampling_params(
     """Check and complete. `max_field` is the name under which the client gave `max_tokens`."""
     defaults = model.defaults
     room = model.max_model_len - prompt_tokens
-    if room < 1 or (max_tokens is not None and max_tokens > room):
-        wanted = f" and {max_tokens} for the completion" if max_tokens is not None else ""
-        raise InvalidRequest(
-            f"This model's maximum context length is {model.max_model_len} tokens; the request has {prompt_tokens} "
-            f"in the prompt{wanted}. Shorten the prompt or lower {max_field}.",
-            param=max_field
-            if room >= 1
-            else "messages"
-            if max_field == "max_completion_tokens"
-            else "prompt",
-        )
     if max_tokens is not None and max_tokens < 1:
         raise InvalidRequest(f"{max_field} must be at least 1", param=max_field)
+    if max_tokens is not None and max_tokens > room:
+        raise InvalidRequest(
+            f"This model's maximum context length is {model.max_model_len} tokens; the request has {prompt_tokens} "
+            f"in the prompt and {max_tokens} for the completion. Shorten the prompt or lower {max_field}.",
+            param=max_field,
+        )
     stop_tokens = set(request.stop_token_ids or [])
     if len(stop_tokens) > MAX_STOP_TOKENS or not all(0 <= t < model.vocab_size for t in stop_tokens):
         raise InvalidRequest(
@@ -89,7 +91,7 @@ def sampling_params(
         max_tokens=room if max_tokens is None else max_tokens,
         temperature=_in_range("temperature", request.temperature, defaults.temperature, 1.0, 0.0, 2.0),
         top_p=_in_range("top_p", request.top_p, defaults.top_p, 1.0, 0.0, 1.0, low_open=True),
-        top_k=_top_k(request.top_k, defaults.top_k),
+        top_k=_top_k(request.top_k, defaults.top_k, model.vocab_size),
         seed=secrets.randbits(63) if request.seed is None else request.seed & (2**63 - 1),
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
@@ -120,9 +122,10 @@ def _in_range(
     return value
 
 
-def _top_k(value: int | None, default: int | None) -> int:
+def _top_k(value: int | None, default: int | None, vocab_size: int) -> int:
+    """0 is off, and so is anything that keeps the whole vocabulary."""
     if value is None:
-        return default or 0
-    if not -1 <= value < 2**31:
+        value = default or 0
+    elif not -1 <= value < 2**63:
         raise InvalidRequest("top_k must be positive, or 0 or -1 for off", param="top_k")
-    return max(value, 0)
+    return value if 0 < value < vocab_size else 0

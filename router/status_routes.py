@@ -10,11 +10,13 @@ import msgspec
 from aiohttp import web
 
 from common.errors import InvalidRequest, ModelNotFound
-from router.http_errors import error_body, invalid_body, json_response
+from router.http_errors import error_body, json_response
+from router.request_body import read_json
 from router.request_checks import ServedModel
 from router.tokenizer import Tokenizer
 
 VERSION = "0.1.0"
+MAX_DETOKENIZE = 1 << 20  # token ids in one request
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
@@ -25,6 +27,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
 class DetokenizeRequest(msgspec.Struct, frozen=True):
     tokens: list[int]
     skip_special_tokens: bool = False
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +117,21 @@ class StatusRoutes:
         return json_response(found)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = _decode(await request.read(), TokenizeRequest)
+        body = await read_json(request, _TOKENIZE)
         tokens = await self._tokenizer.encode(body.prompt, body.add_special_tokens)
         return json_response(
             {"tokens": tokens, "count": len(tokens), "max_model_len": self._model().max_model_len}
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        body = _decode(await request.read(), DetokenizeRequest)
-        if not all(0 <= token < self._model().vocab_size for token in body.tokens):
-            raise InvalidRequest(f"token ids go from 0 to {self._model().vocab_size - 1}", param="tokens")
-        return json_response({"prompt": self._tokenizer.decode(body.tokens, body.skip_special_tokens)})
+        body = await read_json(request, _DETOKENIZE)
+        vocab_size = self._model().vocab_size
+        if len(body.tokens) > MAX_DETOKENIZE:
+            raise InvalidRequest(f"at most {MAX_DETOKENIZE} tokens in one request", param="tokens")
+        if not all(0 <= token < vocab_size for token in body.tokens):
+            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="tokens")
+        text = await self._tokenizer.decode_long(body.tokens, body.skip_special_tokens)
+        return json_response({"prompt": text})
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
@@ -133,10 +143,3 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "root": model.path,
         "max_model_len": model.max_model_len,
     }
-
-
-def _decode(raw: bytes, kind: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.MsgspecError as error:
-        raise invalid_body(error) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 KEPT = 512
@@ -24,10 +25,10 @@ class Timeline:
         if stage == "placed" or stage not in self.stages:
             self.stages[stage] = now - self._started
 
-    def anchor(self, stages: Mapping[str, float], prefix: str) -> None:
-        placed = self.stages.get("placed", 0.0)
+    def anchor(self, stages: Mapping[str, float], prefix: str, placed: float) -> None:
+        """`stages` count from the moment `placed`."""
         for stage, seconds in stages.items():
-            self.stages[f"{prefix}.{stage}"] = placed + seconds
+            self.stages[f"{prefix}.{stage}"] = placed - self._started + seconds
 
     def report(self) -> dict[str, Any]:
         ordered = sorted(self.stages.items(), key=lambda item: item[1])
@@ -39,11 +40,50 @@ class Timeline:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One attempt of a request."""
+
+    timeline: Timeline
+    at: float  # monotonic seconds
+    prefill: str  # incarnation
+    decode: str
+
+
 class Timelines:
-    """Bounded memory of recent timelines by request id."""
+    """Bounded memory of recent timelines by request id, and of the rooms that nodes report stages of.
+
+    A room is remembered a while after its attempt: the last stages of a node may come behind the last token.
+    """
 
     def __init__(self) -> None:
         self._recent: OrderedDict[str, Timeline] = OrderedDict()
+        self._open: dict[int, Placed] = {}
+        self._closed: OrderedDict[int, Placed] = OrderedDict()
+
+    @property
+    def rooms(self) -> int:
+        """How many are remembered."""
+        return len(self._open) + len(self._closed)
+
+    def open(self, room: int, timeline: Timeline, now: float, prefill: str, decode: str) -> None:
+        """An attempt begins."""
+        self._open[room] = Placed(timeline, now, prefill, decode)
+
+    def close(self, room: int) -> None:
+        """The attempt is over."""
+        placed = self._open.pop(room, None)
+        if placed is not None:
+            self._closed[room] = placed
+            while len(self._closed) > KEPT:
+                self._closed.popitem(last=False)
+
+    def anchor(self, room: int, incarnation: str, stages: Mapping[str, float]) -> None:
+        """A node reports its stages; rooms that it has no part in are ignored."""
+        placed = self._open.get(room) or self._closed.get(room)
+        if placed is not None and incarnation in (placed.prefill, placed.decode):
+            prefix = "prefill" if incarnation == placed.prefill else "decode"
+            placed.timeline.anchor(stages, prefix, placed.at)
 
     def add(self, timeline: Timeline) -> None:
         self._recent[timeline.request_id] = timeline

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers.decoders import DecodeStream
 
 from common.errors import ModelError
+from router.detokenizer import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 
-INLINE_CHARACTERS = 4096  # shorter texts encode faster than a thread hop takes
-ENCODE_THREADS = 2
+INLINE_CHARACTERS = 2048  # shorter texts encode faster than a thread hop takes
+INLINE_TOKENS = 4096
+WORK_THREADS = 2
+T = TypeVar("T")
 
 
 class Tokenizer:
@@ -26,61 +30,72 @@ class Tokenizer:
             self._tokenizer = HfTokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception for every kind of bad file
             raise ModelError(f"{file} cannot be read: {error}") from error
-        self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
+        self._tokenizer.no_truncation()  # a length in the file would cut prompts silently
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._texts: dict[int, str] = {}  # token alone -> text; at most the vocabulary
+        self._bytes = TokenBytes(self._tokenizer) if TokenBytes.fit(self._tokenizer) else None
+        self._pool = ThreadPoolExecutor(WORK_THREADS, thread_name_prefix="tokenizer")
 
     @property
     def vocab_size(self) -> int:
-        return int(self._tokenizer.get_vocab_size())
+        """One more than the largest id."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return max(vocabulary.values(), default=-1) + 1
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Long texts are encoded off the event loop. Lone surrogates become U+FFFD."""
-        text = text.encode("utf-8", "replace").decode("utf-8")
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._encode, text, add_special_tokens)
+        return await self.off_loop(lambda: self._encode(text, add_special_tokens))
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    async def decode_long(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """As `decode`, off the event loop where it takes long."""
+        if len(token_ids) <= INLINE_TOKENS:
+            return self.decode(token_ids, skip_special_tokens)
+        return await self.off_loop(lambda: self.decode(token_ids, skip_special_tokens))
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Run something about text on the tokenizer's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def token_text(self, token_id: int) -> str:
         """One token alone, as logprobs show it; part of a character shows as U+FFFD."""
-        return self.decode([token_id], skip_special_tokens=False)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token alone; of a byte-level vocabulary its own bytes, also where they are no whole character."""
+        return self._bytes[token_id] if self._bytes is not None else self.token_text(token_id).encode()
 
     def token_to_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def stream(self, skip_special_tokens: bool) -> IncrementalDecoder:
-        return IncrementalDecoder(self._tokenizer, skip_special_tokens)
+    def stream(self, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> IncrementalDecoder:
+        """A decoder whose texts, joined, are what decoding `prompt` and the answer together adds to the prompt."""
+        skip = self._special if skip_special_tokens else frozenset[int]()
+        if self._bytes is not None:
+            return ByteDecoder(self._bytes, skip, prompt)
+        return WindowDecoder(
+            lambda ids: self.decode(ids, skip_special_tokens), self._tokenizer.id_to_token, skip, prompt
+        )
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        # encode() keeps the GIL for seconds on long texts; the batch call lets it go, and skips offsets
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
-
-
-class IncrementalDecoder:
-    """Token by token to text; never emits half a character. O(1) per token."""
-
-    def __init__(self, tokenizer: HfTokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._held: list[int] = []  # tokens since the last text came out
-
-    def step(self, token_id: int) -> str:
-        """The text that became certain with this token; "" inside a character."""
-        piece: str | None = self._stream.step(self._tokenizer, token_id)
-        if piece is None:
-            self._held.append(token_id)
-            return ""
-        self._held.clear()
-        return piece
-
-    def flush(self) -> str:
-        """What an unfinished character at the end shows as: U+FFFD."""
-        held, self._held = self._held, []
-        return str(self._tokenizer.decode(held, skip_special_tokens=self._skip)) if held else ""

@@ -61,13 +61,13 @@ def load_cluster(
     file = Path(file).resolve()
     data = read_mapping(file)
     _refuse_unknown(Cluster, data, "")
-    origins = {path: f"file:{file.name}" for path, _ in _leaves(data, "")}
     keys = dict(_schema_paths(Cluster, ""))
+    given: dict[str, str] = {}  # path -> origin, of what stands over the file
     for name, text in sorted((os.environ if environ is None else environ).items()):
         path = keys.get(name.removeprefix(ENV_PREFIX).lower()) if name.startswith(ENV_PREFIX) else None
         if path is not None:
             _assign(data, path, parse_scalar(text))
-            origins[path] = f"env:{name}"
+            given[path] = f"env:{name}"
     for item in overrides:
         path, separator, text = item.partition("=")
         if not separator or path not in keys.values():
@@ -75,13 +75,26 @@ def load_cluster(
                 path, f"--set takes PATH=VALUE with a known path{_suggest(path, keys.values())}"
             )
         _assign(data, path, parse_scalar(text))
-        origins[path] = "--set"
+        given[path] = "--set"
+    _refuse_unknown(Cluster, data, "")  # again: a list of nodes may have come from outside the file
     try:
         cluster = msgspec.convert(data, Cluster)
     except msgspec.ValidationError as error:
-        raise _readable(error) from error
+        raise _readable(error, given) from error
     _check_names(cluster)
-    return Resolved(cluster, file, origins)
+    _check_health(cluster)
+    return Resolved(
+        cluster,
+        file,
+        {path: _origin(path, given, f"file:{file.name}") for path, _ in _leaves(data, "")},
+    )
+
+
+def _origin(path: str, given: Mapping[str, str], default: str) -> str:
+    """The origin of `path`, or of the list that it stands in."""
+    return next(
+        (origin for key, origin in given.items() if path == key or path.startswith(key + "[")), default
+    )
 
 
 def _check_names(cluster: Cluster) -> None:
@@ -100,8 +113,19 @@ def _check_names(cluster: Cluster) -> None:
             names[name] = path
 
 
+def _check_health(cluster: Cluster) -> None:
+    health = cluster.health
+    for name, timeout in (("node_timeout", health.node_timeout), ("router_timeout", health.router_timeout)):
+        if timeout < 2 * health.heartbeat_interval:
+            raise ConfigError(
+                f"health.{name}",
+                f"{timeout:g} s leaves no room for two heartbeats (health.heartbeat_interval is "
+                f"{health.heartbeat_interval:g} s): healthy nodes would be given up",
+            )
+
+
 def _schema_paths(struct: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
-    """(ENVIRONMENT_STYLE, dotted.path) of every key that is not a list of nodes."""
+    """(environment_style, dotted.path) of every key; a list of nodes is one key."""
     for field in msgspec.structs.fields(struct):
         path = f"{prefix}{field.name}"
         if isinstance(field.type, type) and issubclass(field.type, Section):
@@ -120,6 +144,8 @@ def _refuse_unknown(struct: type[Section], data: Any, prefix: str) -> None:
             raise ConfigError(path, f"unknown key{_suggest(key, fields)}")
         kind = fields[key]
         if isinstance(kind, type) and issubclass(kind, Section):
+            if value is None:
+                raise ConfigError(path, "the section is empty; give it keys or remove it")
             _refuse_unknown(kind, value, path + ".")
         elif isinstance(value, list):
             element = _element_struct(struct, key)
@@ -148,9 +174,11 @@ def _suggest(key: str, known: Any) -> str:
     return "; known here: " + ", ".join(sorted(known)[:40])
 
 
-def _readable(error: msgspec.ValidationError) -> ConfigError:
+def _readable(error: msgspec.ValidationError, given: Mapping[str, str]) -> ConfigError:
     text, _, path = str(error).partition(" - at `$")
-    return ConfigError(re.sub(r"\[\.\.\.\]", "[]", path.rstrip("`").lstrip(".")), text)
+    path = re.sub(r"\[\.\.\.\]", "[]", path.rstrip("`").lstrip("."))
+    origin = _origin(path, given, "")
+    return ConfigError(path, f"{text} (from {origin})" if origin else text)
 
 
 def _assign(data: dict[str, Any], path: str, value: object) -> None:

@@ -10,32 +10,62 @@ from pathlib import Path
 from common.config.load import Resolved
 from common.errors import ConfigError
 
+KEY = "process.run_dir"
+MAX_SOCKET_BYTES = 107  # sockaddr_un.sun_path, less its end
+
 
 def run_directory(resolved: Resolved) -> Path:
-    """Create (0700) and return it. Short on purpose: an ipc path holds at most 107 bytes.
+    """Create (0700) and return it. Short on purpose, since sockets lie in it.
 
-    Raises ConfigError if it exists and belongs to somebody else.
+    Raises ConfigError if it cannot be made, is somebody else's, or is too long for its sockets.
     """
     configured = resolved.cluster.process.run_dir
-    if configured != "auto":
-        path = Path(os.path.expanduser(configured))
-        path = path if path.is_absolute() else (resolved.file.parent / path).resolve()
-    else:
-        base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/tandem-{os.getuid()}"
-        tag = hashlib.sha256(str(resolved.file).encode()).hexdigest()[:8]
-        path = Path(base) / f"{resolved.file.stem[:24]}-{tag}"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for directory in (path, path.parent) if configured == "auto" else (path,):
-        info = directory.stat()
-        if info.st_uid not in (os.getuid(), 0):
-            raise ConfigError("process.run_dir", f"{directory} belongs to another user; set process.run_dir")
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        path.chmod(0o700)
-    if len(str(path)) > 80:
+    try:
+        if configured == "auto":
+            tag = hashlib.sha256(os.fsencode(resolved.file)).hexdigest()[:8]
+            path = _base() / f"{resolved.file.stem[:24]}-{tag}"
+        else:
+            path = Path(os.path.expanduser(configured))
+            path = path if path.is_absolute() else (resolved.file.parent / path).resolve()
+        _own(path, follow=configured != "auto")
+    except OSError as error:
+        raise ConfigError(KEY, f"cannot make {error.filename}: {error.strerror}; set {KEY}") from error
+    names = ["router", *(node.name for node in resolved.cluster.prefill.nodes)]
+    longest = path / f"{max(names, key=len)}.sock"
+    if len(os.fsencode(longest)) > MAX_SOCKET_BYTES:
         raise ConfigError(
-            "process.run_dir", f"{path} is too long for ipc sockets; choose one under 80 characters"
+            KEY,
+            f"{path} is too long: {longest.name} in it would have more than {MAX_SOCKET_BYTES} bytes, the most that a "
+            "socket's path may have; choose a shorter directory",
         )
     return path
+
+
+def _base() -> Path:
+    """Where run directories lie: nobody else can write there, so nobody can put something in our place."""
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
+    if runtime.is_dir() and runtime.stat().st_uid == os.getuid() and not runtime.stat().st_mode & 0o022:
+        return runtime
+    base = Path(f"/tmp/tandem-{os.getuid()}")  # also where sudo or su left somebody else's XDG_RUNTIME_DIR
+    _own(base, follow=False)
+    return base
+
+
+def _own(directory: Path, follow: bool) -> None:
+    """Make it unless it is there, and close it to readers. Refuses what others own or could have written to.
+
+    `follow`: a person who configured a link meant it; a link that we find in /tmp is a trap.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = directory.stat(follow_symlinks=follow)
+    if not stat.S_ISDIR(info.st_mode):
+        raise ConfigError(KEY, f"{directory} is not a directory; remove it or set {KEY}")
+    if info.st_uid != os.getuid():
+        raise ConfigError(KEY, f"{directory} belongs to another user; set {KEY}")
+    if info.st_mode & 0o022:
+        raise ConfigError(KEY, f"others can write to {directory}; chmod 700 it, or set {KEY}")
+    if info.st_mode & 0o055:
+        directory.chmod(0o700)
 
 
 def control_address(resolved: Resolved) -> str:

@@ -16,7 +16,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")]
+NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
 
 Placement = Literal["round_robin", "least_loaded"]
 TransportName = Literal["auto", "shm", "tcp"]
@@ -129,9 +129,9 @@ class Transfer(Section, frozen=True, kw_only=True):
 
     transport: TransportName = "auto"  # auto: shm while all nodes are on 127.0.0.1, else tcp
     verify_checksums: bool = True
-    slots_timeout: Seconds = 120.0  # prefill node: from the prompt's arrival to the decode node's pages
-    first_page_timeout: Seconds = 120.0  # decode node: from its pages' announcement to the first written page
-    stall_timeout: Seconds = 10.0  # either side: between two signs of progress
+    slots_timeout: Seconds = 600.0  # prefill node: from the prompt's arrival to the decode node's pages
+    first_page_timeout: Seconds = 600.0  # decode node: from its pages' announcement to the first written page
+    stall_timeout: Seconds = 60.0  # either side: between two signs of progress
     max_inflight_mib: Positive = 64  # transport tcp: bytes on the way per connection
 
 
@@ -139,7 +139,7 @@ class Health(Section, frozen=True, kw_only=True):
     """How soon the cluster notices."""
 
     heartbeat_interval: Seconds = 0.25
-    node_timeout: Seconds = 3.0  # no heartbeat, or a main loop that does not come round: the node is lost
+    node_timeout: Seconds = 3.0  # no heartbeat for so long: the node is lost
     loop_timeout: Seconds = 60.0  # a main loop that does not come round for so long is hung
     router_timeout: Seconds = 2.0  # no echo from the router: a node drops the router's requests
     drain_timeout: Seconds = 30.0

@@ -15,5 +15,9 @@ def choose_transport(cluster: Cluster) -> Literal["shm", "tcp"]:
         return cluster.transfer.transport
     local_decode = all(node.host in LOOPBACK for node in cluster.decode.nodes)
     addresses = (node.peer_address for node in cluster.prefill.nodes)
-    local_prefill = all(a == "auto" or a.startswith("ipc://") or "127.0.0.1" in a for a in addresses)
+    local_prefill = all(a == "auto" or a.startswith("ipc://") or _host(a) in LOOPBACK for a in addresses)
     return "shm" if local_decode and local_prefill else "tcp"
+
+
+def _host(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

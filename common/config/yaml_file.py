@@ -10,6 +10,8 @@ import yaml
 from common.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
+# SafeLoader's constructors raise these, too: 2024-13-45, !!bool maybe, !!timestamp soon, brackets without end
+_UNREADABLE = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -43,7 +45,7 @@ def parse_mapping(text: str, origin: str) -> dict[str, Any]:
     """As read_mapping, from text."""
     try:
         data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506, TID251 - a SafeLoader subclass
-    except yaml.YAMLError as error:
+    except _UNREADABLE as error:
         raise ConfigError("", f"{origin} is not YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError("", f"{origin} must hold a mapping with at least `model: {{path: ...}}`")
@@ -54,5 +56,5 @@ def parse_scalar(text: str) -> Any:
     """A value from an environment variable or --set, read as YAML reads it."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506, TID251 - a SafeLoader subclass
-    except yaml.YAMLError:
+    except _UNREADABLE:
         return text

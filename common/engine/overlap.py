@@ -76,7 +76,7 @@ Launched = TypeVar("Launched", bound=HasCompletion)
 
 
 class OverlapLoop(Generic[Plan, Launched]):
-    """Runs until `stop` returns True and nothing is in flight."""
+    """Runs until `stop` returns True, then finishes what is in flight."""
 
     def __init__(
         self,
@@ -94,8 +94,12 @@ class OverlapLoop(Generic[Plan, Launched]):
         self._in_flight: deque[Launched] = deque()
 
     def run(self) -> None:
-        while not (self._stop() and not self._in_flight):
+        while not self._stop():
             self.turn()
+        while (
+            self._in_flight
+        ):  # nothing new: where results are read one step behind, work would never run out
+            self._finish_oldest()
 
     def turn(self) -> None:
         """One round; tests drive it step by step."""
@@ -105,9 +109,12 @@ class OverlapLoop(Generic[Plan, Launched]):
         keep = 1 if plan is not None else 0
         finished = False
         while self._in_flight and (len(self._in_flight) > keep or self._in_flight[0].completion.ready()):
-            launched = self._in_flight.popleft()
-            launched.completion.wait()
-            self._finish(launched)
+            self._finish_oldest()
             finished = True
         if plan is None and not finished:
             self._idle()
+
+    def _finish_oldest(self) -> None:
+        launched = self._in_flight.popleft()
+        launched.completion.wait()
+        self._finish(launched)

@@ -15,6 +15,7 @@ from common.engine.model_runner import load_model
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.weights import resolve_dtype
 from common.errors import ConfigError
+from common.messages.router_inbox import ConfigValue
 from common.model_config import ModelConfig, model_fingerprint
 from common.observability.startup import StartupReporter
 
@@ -39,7 +40,7 @@ class ServingModel:
         """(KV heads, head_dim) per layer."""
         return [(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
 
-    def describe(self, pool_bytes: int, transport: str) -> dict[str, object]:
+    def describe(self, pool_bytes: int, transport: str) -> dict[str, ConfigValue]:
         """What /server_info shows of this node."""
         return {
             "device": str(self.placement.device),

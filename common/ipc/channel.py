@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,10 +21,15 @@ from common.ipc.curve import LinkSecurity, LoopbackOnly
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
 HIGH_WATER_MARK = 10_000
 DRAIN_LIMIT = 1_000
+LINGER_MS = 500  # after close: without it a Goodbye behind a burst of tokens is dropped half of the time
 
 
 def check_bind(address: str, key: str, security: LinkSecurity) -> None:
     """Refuse addresses that other hosts can reach unless links have keys. `key` names the config key."""
+    if address.startswith(("ipc://@", "ipc://*")):
+        raise ConfigError(
+            key, f"{address} is a socket without a file, so without permissions: give it a path"
+        )
     if security.open_binds or address.startswith(("ipc://", "inproc://")):
         return
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
@@ -44,7 +50,7 @@ class _Channel:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
         self._socket = context.socket(kind)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -72,6 +78,8 @@ class _Channel:
         return messages
 
     def _send(self, frames: Sequence[bytes]) -> bool:
+        if len(frames[-1]) > MAX_MESSAGE_BYTES:  # the peer would close the connection over it
+            return False
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -83,7 +91,8 @@ class _Channel:
         return True
 
     def close(self) -> None:
-        self._socket.close(linger=0)
+        """What was sent last gets LINGER_MS to leave; nothing here waits for it, `Context.term` does."""
+        self._socket.close()
         if self._bound_file is not None:
             self._bound_file.unlink(missing_ok=True)
 
@@ -94,26 +103,36 @@ class RouterSocket(_Channel):
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, security: LinkSecurity | None = None
     ) -> None:
+        """Raises ConfigError when the address cannot be bound, or another process serves it."""
         super().__init__(context, zmq.ROUTER)
-        (security or LoopbackOnly()).secure_server(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects before its death was seen
-        if address.startswith("ipc://"):
-            self._bound_file = Path(address.removeprefix("ipc://"))
-            self._bound_file.unlink(missing_ok=True)  # left by a process that was killed
-            previous = os.umask(0o177)
-            try:
-                self._socket.bind(address)
-            finally:
-                os.umask(previous)
-        else:
-            try:
-                self._socket.bind(address)
-            except zmq.ZMQError as error:
-                raise ConfigError(
-                    "", f"cannot bind {address}: {error.strerror or error}; choose another port"
-                ) from error
+        try:
+            (security or LoopbackOnly()).secure_server(self._socket)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
+            self._socket.setsockopt(
+                zmq.ROUTER_HANDOVER, 1
+            )  # a peer that reconnects before its death was seen
+            self._bind(address)
+        except ConfigError:
+            self.close()
+            raise
+        except (zmq.ZMQError, OSError) as error:
+            self.close()
+            reason = error.strerror or error
+            raise ConfigError("", f"cannot bind {address}: {reason}; choose another address") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _bind(self, address: str) -> None:
+        if not address.startswith("ipc://"):
+            self._socket.bind(address)
+            return
+        file = Path(address.removeprefix("ipc://"))
+        _remove_stale(file)
+        previous = os.umask(0o177)
+        try:
+            self._socket.bind(address)
+        finally:
+            os.umask(previous)
+        self._bound_file = file
 
     def send(self, peer: bytes, frame: bytes) -> bool:
         return self._send((peer, frame))
@@ -121,6 +140,21 @@ class RouterSocket(_Channel):
     def drain(self) -> list[tuple[bytes, bytes]]:
         """(peer identity, frame) of everything that has arrived; malformed multiparts are dropped."""
         return [(parts[0], parts[1]) for parts in self._receive() if len(parts) == 2]
+
+
+def _remove_stale(file: Path) -> None:
+    """Unlink the socket of a process that was killed; never that of a living one, nor a file that is no socket."""
+    if not file.exists():
+        return
+    if not file.is_socket():
+        raise ConfigError("", f"{file} is in the way and not a socket; remove it or choose another address")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(file))
+        except ConnectionRefusedError:
+            file.unlink(missing_ok=True)
+            return
+    raise ConfigError("", f"another process serves {file}; stop it first")
 
 
 class Dealer(_Channel):
@@ -134,13 +168,20 @@ class Dealer(_Channel):
         server: str = "",
         security: LinkSecurity | None = None,
     ) -> None:
-        """`server` names the process at `address`, whose key is checked."""
+        """`server` names the process at `address`, whose key is checked. Raises ConfigError."""
         super().__init__(context, zmq.DEALER)
-        (security or LoopbackOnly()).secure_client(self._socket, server)
-        self._socket.setsockopt(zmq.IDENTITY, identity)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-        self._socket.connect(address)
+        try:
+            (security or LoopbackOnly()).secure_client(self._socket, server)
+            self._socket.setsockopt(zmq.IDENTITY, identity)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+            self._socket.connect(address)
+        except ConfigError:
+            self.close()
+            raise
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError("", f"cannot connect to {address}: {error.strerror or error}") from error
 
     def send(self, frame: bytes) -> bool:
         return self._send((frame,))

@@ -17,6 +17,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from common.errors import ConfigError
 
 KEY = "security.keys"
+ZAP_DOMAIN = "tandem"
 
 
 class LinkSecurity(Protocol):
@@ -63,19 +64,20 @@ class Curve:
         if stat.S_IMODE(secret_file.stat().st_mode) & 0o077:
             raise ConfigError(KEY, f"{secret_file} can be read by others; chmod 600 it")
         self._public, secret = _load(secret_file)
-        assert secret is not None
+        if secret is None:
+            raise ConfigError(KEY, f"{secret_file} is not a key file: it has no secret key")
         self._secret = secret
         self._authenticator = ThreadAuthenticator(
             context
         )  # answers ZAP: only keys in the directory are let in
         self._authenticator.start()
-        self._authenticator.configure_curve(domain="*", location=str(directory))
+        self._authenticator.configure_curve(domain=ZAP_DOMAIN, location=str(directory))
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
-        socket.setsockopt(zmq.ZAP_DOMAIN, b"tandem")
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
 
     def secure_client(self, socket: zmq.Socket[bytes], server: str) -> None:
         """`server` is the name of the process at the other end: its key is pinned."""

@@ -41,9 +41,14 @@ ROUTER_NAME = "router"  # of its key
 REGISTER_INTERVAL = 0.5  # seconds between repetitions until the router answers
 
 
-def control_first(messages: list[AnyNodeMessage]) -> list[AnyNodeMessage]:
-    """What arrived together, control before work: an abort never waits behind prompts."""
-    return sorted(messages, key=lambda message: not isinstance(message, _CONTROL))
+def control_first(messages: list[AnyNodeMessage | M]) -> list[AnyNodeMessage | M]:
+    """What arrived together, control before work: an abort never waits behind prompts.
+
+    Work that is aborted by what arrived with it is left out: the abort is about to overtake it.
+    """
+    aborted = {message.room for message in messages if isinstance(message, Abort)}
+    kept = [m for m in messages if isinstance(m, _CONTROL) or getattr(m, "room", None) not in aborted]
+    return sorted(kept, key=lambda message: not isinstance(message, _CONTROL))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages.generation import SamplingParams
+from common.messages.generation import SamplingParams, TokenIds
 from common.messages.identity import NodeRef
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import Room
@@ -16,7 +16,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     room: Room
     request_id: str
-    token_ids: list[int]  # as in Prefill: for the prefix cache, and for the request's length
+    token_ids: TokenIds  # as in Prefill: for the prefix cache, and for the request's length
     emitted: int
     sampling: SamplingParams
     prefill: NodeRef

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 GREEDY_EPSILON = 1e-5  # temperatures below this are greedy, as in vLLM
+
+
+Int64 = Annotated[
+    int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)
+]  # what a tensor can hold; refused at the socket
+TokenIds = list[Int64]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,8 +25,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int  # output tokens in total, the first one included; >= 1
     temperature: float = 1.0  # < GREEDY_EPSILON: argmax
     top_p: float = 1.0  # (0, 1]
-    top_k: int = 0  # 0: off
-    seed: int = 0  # 63 bit; the router draws one where the client gave none
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0  # 0: off
+    seed: Int64 = 0  # 63 bit; the router draws one where the client gave none
     stop_token_ids: tuple[int, ...] = ()  # eos ids included unless ignore_eos
     logprobs: int | None = None  # None: none; n: the drawn token's and the n likeliest tokens' (n may be 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages.generation import SamplingParams
+from common.messages.generation import SamplingParams, TokenIds
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import Room
 from common.messages.wire import InboxCodec
@@ -15,7 +15,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     room: Room
     request_id: str
-    token_ids: list[int]  # prompt, followed by tokens already emitted if the request was moved here
+    token_ids: TokenIds  # prompt, followed by tokens already emitted if the request was moved here
     emitted: (
         int  # how many of token_ids are output already; sampling.max_tokens counts from the original prompt
     )

@@ -11,6 +11,7 @@ from common.messages.identity import MAX_ROOM, NodeCounters, NodeLoad, NodeRef, 
 from common.messages.wire import InboxCodec
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROOM)]
+ConfigValue = str | int | float | bool | None
 Stages = dict[str, float]  # stage name -> seconds since this node received the request
 
 
@@ -26,7 +27,7 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     )
     page_size: int
     total_pages: int
-    effective_config: dict[str, object]  # for /server_info
+    effective_config: dict[str, ConfigValue]  # for /server_info, which has to be able to write it as JSON
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -10,6 +10,8 @@ from common.errors import ProtocolError
 
 T_co = TypeVar("T_co", covariant=True)
 
+MAX_REASON = 300  # characters: msgspec quotes what it refuses, and a peer chooses how long that is
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -29,4 +31,5 @@ class InboxCodec(Generic[T_co]):
         try:
             return self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-            raise ProtocolError(f"{self.name}: refused a message of {len(frame)} bytes: {error}") from error
+            reason = str(error)[:MAX_REASON]
+            raise ProtocolError(f"{self.name}: refused a message of {len(frame)} bytes: {reason}") from error

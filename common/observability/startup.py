@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from types import TracebackType
@@ -58,9 +59,10 @@ class StartupReporter:
         try:
             os.write(self._descriptor, line)
         except OSError:
-            self._descriptor = None
+            self.close()
 
     def close(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            with contextlib.suppress(OSError):  # a number that never was a descriptor
+                os.close(self._descriptor)
             self._descriptor = None

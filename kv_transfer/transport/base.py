@@ -151,11 +151,6 @@ class ReceiverEndpoint(ABC):
         """A copy of a record slot: what is checked cannot change afterwards."""
         return bytes(self.records[slot * self.record_bytes : (slot + 1) * self.record_bytes])
 
-    def wipe_record(self, slot: int) -> None:
-        """Forget a slot's last record, so that it cannot be taken for the next one."""
-        start = slot * self.record_bytes
-        self.records[start : start + self.record_bytes] = bytes(self.record_bytes)
-
     @abstractmethod
     def describe(self, incarnation: str) -> TransportDescription:
         """The way into this memory, for this one peer."""

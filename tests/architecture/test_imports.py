@@ -157,13 +157,15 @@ def _components(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def _may_hide(module: Module, each: Import) -> bool:
-    """`from x_node.build import build` inside __main__: torch takes seconds, and progress is said first."""
+    """Entry points that put off torch: nodes say "importing" first, and the data workers do without it."""
     top, _, rest = module.name.partition(".")
-    return rest == "__main__" and each.target in (f"{top}.build", f"{top}.build.build", f"{top}.app.run")
+    if rest == "__main__":
+        return each.target in (f"{top}.build.build", f"{top}.app.run")
+    return module.name == "deploy.models.train_target" and each.target.startswith("deploy.models.")
 
 
 def test_no_import_is_hidden_in_a_function() -> None:
-    """Ours never (that is how cycles are dodged); a third party's only where it is slow and optional."""
+    """Ours, that is: it is how cycles are dodged."""
     hidden = [
         f"{module.place}:{each.line} {each.scope}() imports {each.target}"
         for module in MODULES.values()
@@ -179,7 +181,7 @@ def test_no_import_for_types_alone() -> None:
         f"{module.place}:{each.line} imports {each.target}"
         for module in MODULES.values()
         for each in module.imports
-        if each.type_checking and resolve(each.target, MODULES) is not None
+        if each.type_checking and resolve(each.target, MODULES) is not None and not _may_hide(module, each)
     ]
     assert not dodged, "\n".join(dodged)
 

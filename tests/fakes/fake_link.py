@@ -1,4 +1,4 @@
-"""A node's link to the router without a router: the methods of RouterLink, the real messages through the real codecs."""
+"""A node's link to the router without a router: RouterLink's methods, real messages through the real codecs."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 import zmq
@@ -143,9 +144,18 @@ class Call:
 class NodeCluster:
     """See the module's text. `close` at the end, or use it as a context."""
 
-    def __init__(self, shape: Shape = Shape(), resubmit: bool = True) -> None:  # noqa: B008 - frozen
-        for module in (prefill_node.node, decode_node.node):
-            assert module.IDLE_WAIT == 0, "use the `nodes` fixture: idle turns must not wait"
+    def __init__(self, shape: Shape = Shape(), resubmit: bool = True) -> None:
+        self._patches = [
+            mock.patch.object(module, name, 0)  # idle turns must not wait: time is the test's
+            for module, name in (
+                (prefill_node.node, "IDLE_WAIT_MS"),
+                (prefill_node.node, "BUSY_WAIT_MS"),
+                (decode_node.node, "IDLE_WAIT_MS"),
+                (decode_node.node, "TRANSFER_WAIT_MS"),
+            )
+        ]
+        for patch in self._patches:
+            patch.start()
         self.shape = shape
         self.clock = Clock()
         self.fabric = Fabric(self.clock)
@@ -174,6 +184,8 @@ class NodeCluster:
             decode.peers.close()
             decode.link.close()
         self.context.term()
+        for patch in self._patches:
+            patch.stop()
 
     @property
     def prefill(self) -> PrefillSide:
@@ -307,7 +319,10 @@ class NodeCluster:
 
     def describe(self) -> str:
         queues = [
-            {name: [r.room for r in _requests(getattr(side.node.queues, name))] for name in vars(side.node.queues)}
+            {
+                name: [r.room for r in _requests(getattr(side.node.queues, name))]
+                for name in vars(side.node.queues)
+            }
             for side in (*self.prefills, *self.decodes)
         ]
         spaces = [(s.space.free_pages, s.space.cache.cached_pages) for s in (*self.prefills, *self.decodes)]
@@ -410,7 +425,9 @@ class NodeCluster:
             Log(name),
             self.clock,
         )
-        ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}")
+        ref = NodeRef(
+            name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}"
+        )
         return PrefillSide(ref, link, space, True, node, sender, peers, step)
 
     def _decode(self) -> DecodeSide:

@@ -69,7 +69,10 @@ def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 
             top_k=torch.tensor([sampling.top_k], dtype=torch.int32),
             seed=torch.tensor([sampling.seed]),
             position=torch.tensor([len(ids)]),
-            **{k: getattr(sampling_variant([sampling]), k) for k in ("all_greedy", "any_filter", "num_logprobs")},
+            **{
+                k: getattr(sampling_variant([sampling]), k)
+                for k in ("all_greedy", "any_filter", "num_logprobs")
+            },
         )
         token = read_tokens(sample(_logits(ids), batch), [sampling])[0]
         assert token is not None

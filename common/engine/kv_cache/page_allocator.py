@@ -33,7 +33,7 @@ class PageAllocator:
     def free(self, pages: Iterable[int]) -> None:
         """Give pages back. A page that is free already is a defect that would corrupt two requests: raises."""
         for page in pages:
-            if page == 0 or self._is_free[page]:
+            if not 0 < page <= self.total or self._is_free[page]:
                 raise ValueError(f"page {page} is freed but not held")
             self._is_free[page] = 1
             self._free.append(page)

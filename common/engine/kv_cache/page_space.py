@@ -61,12 +61,12 @@ class PageSpace:
         self._allocator.free(pages)
 
     def lease(self, keys: Keys, num_pages: int, max_cached_tokens: int) -> PageLease | None:
-        """Pages for a sequence: a cached prefix of at most `max_cached_tokens`, fresh pages behind it.
+        """`num_pages` pages for a sequence: a cached prefix of at most `max_cached_tokens`, fresh ones behind it.
 
         None if there is not enough room; then nothing is held.
         """
-        limit = max_cached_tokens // self.page_size * self.page_size
-        match = self.cache.match(keys[:limit])
+        limit = min(max_cached_tokens // self.page_size, num_pages)
+        match = self.cache.match(keys[: limit * self.page_size])
         self.cache.lock(match.node)  # before allocating: eviction must not take what was just matched
         fresh = self.allocate(num_pages - len(match.pages))
         if fresh is None:
@@ -83,7 +83,7 @@ class PageSpace:
 class PageLease:
     """The pages of one request in logical order. `release` exactly once."""
 
-    __slots__ = ("_node", "_own", "_space", "cached_pages", "pages")
+    __slots__ = ("_committed", "_node", "_own", "_released", "_space", "cached_pages", "pages")
 
     def __init__(self, space: PageSpace, pages: list[int], own: list[int], node: Node) -> None:
         self._space = space
@@ -93,6 +93,10 @@ class PageLease:
         self._node = node  # locked
         self.pages = pages
         self.cached_pages = len(pages) - len(own)  # prefix that the cache held at the start
+        self._committed = (
+            self.cached_pages
+        )  # prefix that `_node` keeps from eviction, as these pages or others
+        self._released = False
 
     @property
     def cached_tokens(self) -> int:
@@ -107,8 +111,14 @@ class PageLease:
         return fresh
 
     def commit(self, keys: Keys) -> None:
-        """Offer the whole pages behind `keys` (all computed) to the cache; the lease goes on using them."""
-        whole = len(keys) // self._space.page_size
+        """Offer the whole pages behind `keys` (all computed) to the cache; the lease goes on using them.
+
+        Less than the cache has of it already changes nothing: what the lease reads stays locked.
+        """
+        whole = min(len(keys) // self._space.page_size, len(self.pages))
+        if whole <= self._committed:
+            return
+        self._committed = whole
         cache = self._space.cache
         node, first_adopted = cache.insert(keys, self.pages[:whole])
         cache.lock(node)
@@ -118,6 +128,10 @@ class PageLease:
         self._own = [page for page in self._own if page not in adopted]
 
     def release(self) -> None:
+        """A second time would take the lock of another request with the same prefix: raises."""
+        if self._released:
+            raise ValueError("a lease is released twice")
+        self._released = True
         self._space.cache.unlock(self._node)
         self._space.free(self._own)
         self._own = []

@@ -141,7 +141,7 @@ class RadixCache:
         return freed
 
     def check_integrity(self) -> None:
-        """Raises AssertionError on a page owned twice, a wrong edge, a lock below an unlocked parent, a wrong count."""
+        """Raises AssertionError on a page owned twice, a wrong edge, a lock that its parents lack, a wrong count."""
         seen: set[int] = set()
         cached = evictable = 0
         stack = [self._root]
@@ -157,8 +157,10 @@ class RadixCache:
             for edge, child in node.children.items():
                 assert child.parent is node, "a child that does not know its parent"
                 assert edge == self._edge(child.keys), "an edge under a wrong key"
-                assert node is self._root or node.locks >= child.locks, "a lock below an unlocked parent"
                 stack.append(child)
+            if node is not self._root:
+                below = sum(child.locks for child in node.children.values())
+                assert node.locks >= below, "fewer locks than its children have together"
         assert cached == self._cached, (cached, self._cached)
         assert evictable == self._evictable, (evictable, self._evictable)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -19,7 +21,7 @@ def test_runs_cover_every_pair_once_and_are_maximal(data: st.DataObject, src: li
     dst = data.draw(st.lists(st.integers(0, 30), min_size=len(src), max_size=len(src)))
     found = runs(src, dst)
     assert [(r.src + i, r.dst + i) for r in found for i in range(r.pages)] == list(zip(src, dst))
-    for a, b in zip(found, found[1:]):
+    for a, b in itertools.pairwise(found):
         assert (a.src + a.pages, a.dst + a.pages) != (b.src, b.dst)
 
 

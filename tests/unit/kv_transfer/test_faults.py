@@ -121,6 +121,28 @@ def test_abort_while_writing_waits_until_the_writes_have_landed() -> None:
     rig.assert_idle()
 
 
+def test_news_of_pages_does_not_end_a_quarantine() -> None:
+    rig = Rig({1: Fault(delay=3.0)})
+    rig.begin()
+    rig.sender.send_pages(1, [1], 0)  # landed, and its announcement is in the inbox
+    rig.sender.send_pages(1, [2], 1)  # still on the way
+    rig.receiver.abort(1, "x")
+    assert rig.decode.poll() == []
+    assert rig.receiver.quarantined_pages == 2
+    rig.clock.now += 3
+    rig.prefill.poll()
+    assert rig.decode.poll() == [PagesFree(1, (4, 5))]
+
+
+def test_the_window_is_shut_before_the_record_is_believed() -> None:
+    rig = Rig(fencing=True)
+    generation = rig.begin()
+    assert generation in rig.fabric.receivers[rig.decode.incarnation].windows
+    send_all(rig.prefill, 1, [1, 2])
+    assert isinstance(rig.decode.poll()[0], Arrived)
+    assert not rig.fabric.receivers[rig.decode.incarnation].windows
+
+
 def test_abort_while_the_record_is_on_the_way_and_after_it_arrived() -> None:
     rig = Rig({1: Fault(delay=1.0)})
     rig.begin()
@@ -346,6 +368,33 @@ def test_a_record_too_large_for_its_slot_fails_the_room() -> None:
     assert "raise record_bytes" in lost.reason
 
 
+def test_the_record_is_not_written_before_every_page_has_landed() -> None:
+    rig = Rig({0: Fault(delay=2.0), 1: Fault(delay=4.0)})
+    rig.begin()
+    send_all(rig.prefill, 1, [1, 2], chunk=1)
+    for _ in range(4):
+        assert rig.prefill.poll() == []
+        assert rig.fabric.writes == 2
+        rig.clock.now += 1
+    assert rig.prefill.poll() == [Delivered(1)]
+    assert rig.fabric.writes == 3
+    said = [type(message) for message in rig.answers() if not isinstance(message, messages.Welcome)]
+    assert said == [PagesWritten, PagesWritten, RecordWritten]
+
+
+def test_a_record_slot_used_again_does_not_show_the_former_record() -> None:
+    rig = Rig({3: Fault(damage="drop")}, record_slots=1)
+    rig.begin(1)
+    send_all(rig.prefill, 1, [1, 2])
+    assert isinstance(rig.decode.poll()[0], Arrived)
+    rig.receiver.close(1)
+    rig.prefill.poll()
+    rig.begin(1)  # even for the same room
+    send_all(rig.prefill, 1, [1, 2])
+    assert isinstance(rig.decode.poll()[0], Failed)
+    assert rig.receiver.counters.record_failures == {"generation": 1}
+
+
 # ---- repeated, late and foreign messages
 
 
@@ -518,6 +567,20 @@ def test_a_stalled_write_is_given_up_but_not_settled() -> None:
     assert "no byte reached" in lost.reason
 
 
+def test_a_write_behind_others_is_not_stalled_while_bytes_move() -> None:
+    rig = Rig({0: Fault(delay=8.0), 1: Fault(delay=16.0)})
+    rig.begin(1, (1,))
+    rig.begin(2, (2,))
+    rig.sender.send_pages(1, [1], 0)
+    rig.sender.send_pages(2, [2], 0)
+    for _ in range(16):
+        assert rig.prefill.poll() == []
+        rig.clock.now += 1
+    rig.prefill.poll()
+    assert rig.sender.counters.stalled == 0
+    assert rig.sender.counters.pages_written == 2
+
+
 def test_the_death_of_a_prefill_node_fails_its_rooms_at_once() -> None:
     rig = Rig({0: Fault(delay=9.0)})
     rig.begin()
@@ -550,7 +613,7 @@ def test_a_flood_of_unknown_rooms_is_bounded_and_answered() -> None:
     rig = Rig(limits=msgspec.structs.replace(LIMITS, early_slots=64, early_slots_per_peer=32))
     rig.receiver.open(9, rig.prefill.incarnation, [1], 0)
     for room in range(100_000, 110_000):
-        rig.ask(Slots(room, room, (2,), 1, 0))
+        rig.ask(Slots(room, room, (), 1, 0))
         rig.ask(Abort(room + 10**6, 1, "c", "r"))
     assert len(rig.sender._early) == 32
     assert len(rig.sender._aborted) == 64
@@ -562,6 +625,16 @@ def test_a_flood_of_unknown_rooms_is_bounded_and_answered() -> None:
     rig.prefill.poll()
     assert (len(rig.sender._early), len(rig.sender._aborted)) == (0, 0)
     assert sum(isinstance(m, SenderFailed) for m in rig.answers()) == 31
+
+
+def test_early_slots_cannot_hold_more_pages_than_the_pool_of_their_node() -> None:
+    rig = Rig()
+    for room in range(10):
+        rig.ask(Slots(room, room + 1, tuple(range(6)), 1, 0))
+    assert len(rig.sender._early) == 2  # 12 of 16 pages
+    rig.sender.expect(0)
+    rig.ask(Slots(20, 20, tuple(range(6)), 1, 0))
+    assert len(rig.sender._early) == 2
 
 
 def test_a_hundred_thousand_unknown_rooms_at_default_limits() -> None:

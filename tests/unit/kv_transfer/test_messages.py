@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import pytest
@@ -75,10 +76,8 @@ def test_receiver_inbox_round_trip_and_only_there(message: ReceiverInbox) -> Non
 
 def _quiet(frame: bytes) -> None:
     for decode in (decode_for_sender, decode_for_receiver):
-        try:
+        with contextlib.suppress(ProtocolError):
             decode(frame)
-        except ProtocolError as error:
-            assert str(error)
 
 
 @given(st.binary(max_size=200))

@@ -282,7 +282,7 @@ def test_strangers_are_bounded(
 
 
 def test_inflight_bytes_are_bounded() -> None:
-    """A peer that reads nothing: the sender stops at the bound, gives up for lack of progress, and everything settles."""
+    """A peer that reads nothing: the sender stops at the bound, gives up in time, and everything settles."""
     limits = msgspec.structs.replace(FAST, max_frame_bytes=1024, max_inflight_bytes=4096, stall_timeout=0.2)
     sender = TcpSender(limits)
     memory = memoryview(bytearray(LAYOUT.total_bytes))

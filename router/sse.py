@@ -1,0 +1,73 @@
+"""Server-sent events with a bound on how long a slow reader is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from common.errors import ClientGone
+from router.http_errors import REQUEST_ID, request_id_key
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+UNWATCHED = 32 << 10  # bytes in the socket's buffer below which a write cannot block: half of what blocks
+
+
+class SseWriter:
+    """One stream. Every method that writes raises ClientGone when the reader is gone or asleep."""
+
+    def __init__(self, request: web.Request, write_timeout: float) -> None:
+        """`write_timeout`: seconds that a reader may leave its socket full."""
+        self._request = request
+        self._timeout = write_timeout
+        self.response = web.StreamResponse(headers={**HEADERS, REQUEST_ID: request[request_id_key]})
+        self.started = False
+
+    async def start(self) -> None:
+        self.started = True
+        async with self._watched():
+            await self.response.prepare(self._request)
+
+    async def send(self, events: bytes) -> None:
+        """Events in one write; nothing for b""."""
+        if not events:
+            return
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() + len(events) < UNWATCHED:
+            try:  # a timer for every token would cost more than the write
+                await self.response.write(events)
+            except ConnectionError:
+                raise ClientGone("the client left") from None
+            return
+        async with self._watched():
+            await self.response.write(events)
+
+    async def finish(self, events: bytes) -> web.StreamResponse:
+        """The last events and the end of the body."""
+        async with self._watched():
+            await self.response.write(events)
+            await self.response.write_eof()
+        return self.response
+
+    def abandon(self) -> web.StreamResponse:
+        """Cut the connection: the reader must not take what it has for a whole answer."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self.response
+
+    @asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except ConnectionError:
+            raise ClientGone("the client left") from None
+        except TimeoutError:
+            raise ClientGone("the client reads too slowly") from None

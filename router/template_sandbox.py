@@ -1,0 +1,203 @@
+"""Where a model's chat template runs: no attribute of Python behind it, and work and memory in proportion.
+
+A template comes with a model, from whoever made it, and its loops run over what a client sent. Loops and calls draw
+from a budget per rendering; operators, filters and methods that make much out of little are capped. What cannot be
+capped here is listed in the tests.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Sized
+from contextvars import ContextVar
+from itertools import islice
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_STEPS = (
+    1_000_000  # of one rendering; a round of a loop is one; an honest template needs hundreds per message
+)
+CALL_STEPS = 10  # a call of a macro takes that much longer than a round of a loop
+MAX_SIZE = 16 << 20  # characters of one value, or items of one list
+MAX_NUMBER = 100_000  # widths, counts and exponents
+_budget: ContextVar[list[int]] = ContextVar("steps left")
+_WIDE_PERCENT = re.compile(r"\d{6}|[*]")
+_WIDE_BRACES = re.compile(r"\d{6}|:[^}]*\{")
+_NUMBER_FILTERS = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Compiles templates as transformers does, with limits. Use `render`, which sets the budget."""
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        self.filters["tojson"] = _to_json
+        self.filters["format"] = _format
+        self.filters.update({name: _paid(name, each) for name, each in self.filters.items()})
+        del self.globals["lipsum"]
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = _strftime_now
+        self.metered = _metered  # by attribute: a template can set a global's name, not this
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Call(nodes.EnvironmentAttribute("metered"), [loop.iter], [], None, None)
+        tree.set_environment(self)
+        return tree
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Every call that a template makes: macros, methods of strings, globals."""
+        _draw(CALL_STEPS)
+        if isinstance(getattr(__obj, "__self__", None), str):
+            _check_method(__obj, args)
+        if isinstance(__obj, LoopContext) and args:  # {% for ... recursive %}
+            args = (_metered(args[0]), *args[1:])
+        result = super().call(__context, __obj, *args, **kwargs)
+        if isinstance(result, range):
+            _draw(len(result))
+        return result
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and _WIDE_BRACES.search(value.__self__):
+            raise SecurityError("a format this wide")
+        return wrapped
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*" and (_size(left) or _size(right)):
+            times = right if _size(left) else left
+            _check_size(max(_size(left), _size(right)) * (times if isinstance(times, int) else 1))
+        elif operator == "+":
+            _check_size(_size(left) + _size(right))
+        elif operator == "**" and (abs(right) > 64 or abs(left) > MAX_NUMBER):
+            raise SecurityError("a power this large")
+        elif operator == "%" and isinstance(left, str) and _WIDE_PERCENT.search(left):
+            raise SecurityError("a format this wide")
+        return super().call_binop(context, operator, left, right)
+
+    def render(self, template: jinja2.Template, variables: dict[str, Any], limit: int) -> str:
+        """The text. Raises SecurityError over the limits, and whatever the template raises."""
+        token = _budget.set([MAX_STEPS])
+        try:
+            parts, size = [], 0
+            for part in template.generate(variables):
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise SecurityError(f"the rendered prompt has more than {limit} characters")
+            return "".join(parts)
+        finally:
+            _budget.reset(token)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant said, for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _draw(steps: int) -> None:
+    left = _budget.get()
+    left[0] -= steps
+    if left[0] < 0:
+        raise SecurityError(f"the template takes more than {MAX_STEPS} steps")
+
+
+def _metered(iterable: Iterable[Any]) -> Iterable[Any]:
+    """What a loop runs over, paid for in advance."""
+    if not isinstance(iterable, Sized):
+        iterable = list(islice(iterable, MAX_STEPS + 1))
+    _draw(1 + len(iterable))
+    return iterable
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+def _filter_steps(value: Any) -> int:
+    return len(value) >> 6 if isinstance(value, str) else 4 * _size(value)
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_SIZE:
+        raise SecurityError("a value this large")
+    _draw(size >> 8)  # long values cost their share
+
+
+def _check_numbers(args: Iterable[Any]) -> None:
+    if any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in args):
+        raise SecurityError("a number this large")
+
+
+def _check_method(method: Any, args: tuple[Any, ...]) -> None:
+    _check_numbers(args)
+    text = method.__self__
+    _draw(len(text) >> 6)
+    if (
+        method.__name__ == "replace"
+        and len(args) >= 2
+        and isinstance(args[0], str)
+        and isinstance(args[1], str)
+    ):
+        _check_size(len(text) + text.count(args[0]) * len(args[1]))
+
+
+def _paid(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that draws from the budget by the size of what it works on, and whose numbers are capped."""
+
+    @functools.wraps(function)  # keeps jinja's marks, such as pass_environment
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _draw(1 + max(map(_filter_steps, args), default=0))
+        if name in _NUMBER_FILTERS:
+            _check_numbers((*args, *kwargs.values()))
+        if name == "replace" and len(args) >= 4 and all(isinstance(arg, str) for arg in args[1:4]):
+            _check_size(len(args[1]) + args[1].count(args[2]) * len(args[3]))
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _format(text: Any, *args: Any, **kwargs: Any) -> str:
+    if _WIDE_PERCENT.search(str(text)):
+        raise SecurityError("a format this wide")
+    return str(text) % (kwargs or args)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers: models are trained on this very spacing."""
+    _check_numbers((indent,))
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,79 @@
+"""Fixtures of the cluster tests: a default cluster for all, prompts of every length, and the reference's answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import tokenizers
+import torch
+from transformers import AutoModelForCausalLM
+
+from deploy.models.prompts import few_shot_prompt
+from deploy.models.word_problems import take
+from router.tokenizer import Tokenizer
+from tests.cluster.harness import MODEL, RunningCluster
+
+OUTPUT_TOKENS = 12
+LONGEST = 1500
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MODEL)
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """100 prompts of 1 to 1,500 tokens: beginnings of few-shot documents, and random token ids."""
+    rng = random.Random(11)
+    encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    lengths = [max(1, round(LONGEST ** (i / 99))) for i in range(100)]  # 1 .. 1500, as many short as long
+    result: list[list[int]] = []
+    for index, length in enumerate(lengths):
+        if index % 3 == 0:
+            result.append([rng.randrange(3, tokenizer.vocab_size) for _ in range(length)])
+            continue
+        *shots, last = take(40, 1000 + index, "heldout")
+        document = few_shot_prompt(shots, last.question)
+        ids = encoder.encode(document).ids
+        result.append((ids * 2)[:length])
+    return result
+
+
+class Reference:
+    """Greedy continuations by `transformers` in float32, made once per prompt and length."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        self._tokenizer = tokenizer
+        self._made: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> list[str]:
+        """The texts of the tokens, one by one, as logprobs show them."""
+        known = self._made.get(tuple(prompt), [])
+        if len(known) < max_tokens:
+            with torch.inference_mode():
+                output = self._model.generate(
+                    torch.tensor([prompt]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                    max_new_tokens=max_tokens,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                )
+            known = self._made[tuple(prompt)] = output[0, len(prompt) :].tolist()
+        return [self._tokenizer.token_text(token) for token in known[:max_tokens]]
+
+
+@pytest.fixture(scope="session")
+def reference(tokenizer: Tokenizer) -> Reference:
+    return Reference(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """One prefill and one decode node with the default config; shared by a module's tests."""
+    with RunningCluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running

@@ -1,0 +1,246 @@
+"""Real clusters for tests: every process as a user starts it, talked to over HTTP alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "deploy" / "models" / "tiny-target"
+START_TIMEOUT = 90.0
+ENV = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class RunningCluster:
+    """Processes by name: "router", "prefill-0", "decode-0", ... Use as a context manager, in tests as an async one."""
+
+    directory: Path
+    prefill: int = 1
+    decode: int = 1
+    config: dict[str, Any] = field(default_factory=dict)  # sections, merged over the harness's
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.port = free_port()
+        self.file = self.directory / "cluster.yaml"
+        tcp = self.config.get("transfer", {}).get("transport") == "tcp"
+        base: dict[str, Any] = {
+            "model": {"path": str(MODEL), "served_name": "tiny"},
+            "router": {"port": self.port},
+            "prefill": {"nodes": [self._prefill_node(i, tcp) for i in range(self.prefill)]},
+            "decode": {"nodes": [{"name": f"decode-{i}"} for i in range(self.decode)]},
+            # short: the path of an ipc socket is limited
+            "process": {"run_dir": f"/tmp/tandem-test-{secrets.token_hex(4)}"},
+        }
+        if tcp:
+            base["router"]["control_address"] = f"tcp://127.0.0.1:{free_port()}"
+        for section, values in self.config.items():
+            base.setdefault(section, {}).update(values)
+        self.run_dir = Path(base["process"]["run_dir"])
+        self.file.write_text(yaml.safe_dump(base))
+
+    @staticmethod
+    def _prefill_node(index: int, tcp: bool) -> dict[str, Any]:
+        node: dict[str, Any] = {"name": f"prefill-{index}"}
+        if tcp:
+            node["peer_address"] = f"tcp://127.0.0.1:{free_port()}"
+        return node
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def names(self) -> list[str]:
+        prefill = [f"prefill-{i}" for i in range(self.prefill)]
+        return ["router", *prefill, *(f"decode-{i}" for i in range(self.decode))]
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()
+
+    def launch(self, name: str) -> None:
+        role = name.rpartition("-")[0]
+        module = ["router"] if name == "router" else [f"{role}_node", "--name", name]
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", *module, "--cluster", str(self.file)],
+                cwd=ROOT,
+                env=ENV,
+                stdout=log,
+                stderr=log,
+            )
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        self.processes[name].send_signal(number)
+        if number == signal.SIGKILL:
+            self.processes[name].wait(10)
+
+    def __enter__(self) -> RunningCluster:
+        """For fixtures, outside of an event loop."""
+        return asyncio.run(self.__aenter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop(error)
+
+    async def __aenter__(self) -> RunningCluster:
+        for name in self.names:
+            self.launch(name)
+        try:
+            await self.wait_nodes()
+        except BaseException as error:
+            self._stop(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self._stop, error)
+
+    def _stop(self, error: BaseException | None) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        for name, process in self.processes.items():
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(5)
+                if error is None:
+                    raise AssertionError(f"{name} did not drain:\n{self.log(name)[-3000:]}") from None
+        if error is not None:
+            for name in self.processes:
+                print(f"---- {name}\n{self.log(name)[-3000:]}")
+
+    async def wait_nodes(self, timeout: float = START_TIMEOUT, expect: Sequence[str] | None = None) -> None:
+        """Until every node of `expect` (default: all) is registered and up."""
+        wanted = set(expect if expect is not None else self.names[1:])
+        deadline = time.monotonic() + timeout
+        async with Client(self.url) as client:
+            while True:
+                try:
+                    info = await client.info()
+                    if wanted <= {node["name"] for node in info["nodes"] if node["state"] == "up"}:
+                        return
+                except aiohttp.ClientError:
+                    pass
+                for name, process in self.processes.items():
+                    if process.poll() is not None and name in {"router", *wanted}:
+                        raise AssertionError(
+                            f"{name} ended with {process.returncode}:\n{self.log(name)[-3000:]}"
+                        )
+                if time.monotonic() > deadline:
+                    logs = "\n".join(f"---- {name}\n{self.log(name)[-2000:]}" for name in self.processes)
+                    raise AssertionError(f"not up after {timeout} s: {wanted}\n{logs}")
+                await asyncio.sleep(0.1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completed request."""
+
+    tokens: list[str]
+    text: str
+    finish_reason: str
+    usage: dict[str, Any]
+
+
+class Client:
+    """One aiohttp session against one router."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def __aenter__(self) -> Client:
+        timeout = aiohttp.ClientTimeout(total=110)
+        self.session = aiohttp.ClientSession(
+            self._url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.session.close()
+
+    async def complete(self, prompt: list[int] | str, max_tokens: int = 16, **fields: Any) -> Answer:
+        """A completion whose tokens can be told apart; raises ClientResponseError with the body's message."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"logprobs": 0, "skip_special_tokens": False, **fields}
+        async with self.session.post("/v1/completions", json=body) as response:
+            answer = await response.json()
+            if response.status != 200:
+                raise RuntimeError(f"{response.status}: {answer}")
+        choice = answer["choices"][0]
+        return Answer(choice["logprobs"]["tokens"], choice["text"], choice["finish_reason"], answer["usage"])
+
+    async def complete_all(
+        self, prompts: Sequence[list[int]], at_once: int, max_tokens: int = 16, **fields: Any
+    ) -> list[Answer]:
+        """All prompts, at most `at_once` in flight; answers in the order of the prompts."""
+        gate = asyncio.Semaphore(at_once)
+
+        async def one(prompt: list[int]) -> Answer:
+            async with gate:
+                return await self.complete(prompt, max_tokens, **fields)
+
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    async def info(self) -> dict[str, Any]:
+        async with self.session.get("/server_info") as response:
+            result: dict[str, Any] = await response.json()
+            return result
+
+    async def node(self, name: str) -> dict[str, Any]:
+        info = await self.info()
+        found: dict[str, Any] = next(node for node in info["nodes"] if node["name"] == name)
+        return found
+
+    async def wait_idle(self, timeout: float = 10.0) -> None:
+        """Until every node is idle: free + cached = total, nothing in quarantine. AssertionError: pages leaked."""
+        deadline = time.monotonic() + timeout
+        await asyncio.sleep(0.6)  # what the router says of a node is as old as its last heartbeat
+        while True:
+            nodes = (await self.info())["nodes"]
+            loads = {node["name"]: node["load"] for node in nodes}
+            leaked = {
+                name: load
+                for name, load in loads.items()
+                if load["free_pages"] + load["cached_pages"] != load["total_pages"]
+                or load["quarantined_pages"]
+                or load["running"] + load["queued"] + load["transferring"]
+            }
+            if not leaked:
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not idle after {timeout} s: {leaked}")
+            await asyncio.sleep(0.1)

@@ -1,0 +1,134 @@
+"""The real cluster behind the real `openai` client, and what the HTTP side tells about it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from deploy.models.word_problems import take
+from tests.cluster.harness import ENV, ROOT, Client, RunningCluster
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def client_of(cluster: RunningCluster) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+
+
+async def test_chat_streaming_or_not_gives_the_same_right_answer(cluster: RunningCluster) -> None:
+    problem = take(1, 77, "heldout")[0]
+    messages: Any = [{"role": "user", "content": problem.question}]
+    async with client_of(cluster) as client:
+        whole = await client.chat.completions.create(model="tiny", messages=messages, temperature=0)
+        pieces: list[str] = []
+        usage = None
+        async for chunk in await client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            usage = chunk.usage or usage
+            pieces.extend(choice.delta.content or "" for choice in chunk.choices)
+    text = whole.choices[0].message.content
+    assert text is not None
+    assert text.rstrip().endswith(f"#### {problem.value}")
+    assert "".join(pieces) == text
+    assert whole.choices[0].finish_reason == "stop"
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+
+async def test_same_seed_same_text_alone_and_in_company(cluster: RunningCluster) -> None:
+    """Also when every request draws, and other seeds give other texts."""
+    async with client_of(cluster) as client:
+
+        async def sample(seed: int, prompt: str = "Question: Tom has") -> str:
+            answer = await client.completions.create(
+                model="tiny",
+                prompt=prompt,
+                max_tokens=40,
+                temperature=1.5,
+                top_p=0.95,
+                seed=seed,
+                extra_body={"top_k": 200},
+            )
+            return answer.choices[0].text
+
+        alone = await sample(5)
+        company = await asyncio.gather(
+            sample(5), *(sample(i, f"Question: {i} birds") for i in range(20)), sample(5)
+        )
+        others = await asyncio.gather(*(sample(seed) for seed in range(100, 106)))
+    assert company[0] == company[-1] == alone
+    assert len({alone, *others}) > 4
+
+
+async def test_errors_reach_the_client_in_openais_shape(cluster: RunningCluster) -> None:
+    async with client_of(cluster) as client:
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="gpt-4", prompt="x")
+        with pytest.raises(openai.BadRequestError) as info:
+            await client.completions.create(model="tiny", prompt=[1] * 4090, max_tokens=100)
+        assert "4096" in str(info.value)
+        with pytest.raises(openai.BadRequestError) as info:
+            await client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "x"}], n=3
+            )
+        assert info.value.param == "n"
+
+
+async def test_server_info_metrics_and_timeline(cluster: RunningCluster) -> None:
+    async with Client(cluster.url) as client:
+        headers = {"X-Request-Id": "seen-by-a-person"}
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+        async with client.session.post("/v1/completions", json=body, headers=headers) as response:
+            assert response.headers["X-Request-Id"] == "seen-by-a-person"
+        await client.wait_idle()
+        info = await client.info()
+        assert info["model_path"].endswith("tiny-target")
+        assert info["config"]["kv.page_size"] == {"value": 16, "origin": "default"}
+        assert [state["avg_spec_accept_length"] for state in info["internal_states"]] == [1.0]
+        assert {node["name"]: node["state"] for node in info["nodes"]} == {
+            "prefill-0": "up",
+            "decode-0": "up",
+        }
+        async with client.session.get("/requests/seen-by-a-person") as response:
+            stages = (await response.json())["stages"]
+        order = [
+            "received",
+            "placed",
+            "prefill.prefill_start",
+            "prefill.prefill_end",
+            "prefill.last_page_sent",
+            "decode.record_accepted",
+            "decode.first_decode",
+            "finished",
+        ]
+        assert set(order) <= set(stages)
+        assert stages["decode.reserved"] >= 0
+        async with client.session.get("/metrics") as response:
+            text = await response.text()
+        assert 'vllm:num_requests_running{engine="decode-0",model_name="tiny",role="decode"} 0.0' in text
+        assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in text
+
+
+@pytest.mark.parametrize("shots", [0, 8])
+def test_word_problems_are_solved_through_http(cluster: RunningCluster, shots: int, tmp_path: Path) -> None:
+    """At least 0.90 of held-out problems, chat and 8-shot."""
+    report = tmp_path / "score.json"
+    command = [sys.executable, "-m", "deploy.eval_cli", cluster.url, "--count", "40", "--seed", "17"]
+    command += ["--shots", str(shots), "--json", str(report)]
+    subprocess.run(command, cwd=ROOT, env=ENV, check=True, timeout=150)
+    result = json.loads(report.read_text())
+    assert (result["count"], result["seed"]) == (40, 17)
+    assert result["score"] >= 0.90

@@ -1,0 +1,148 @@
+"""deploy/up, status and down as a person and as a script use them: exit codes, messages, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.harness import ENV, MODEL, ROOT, free_port
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.yaml"
+    # short: the path of an ipc socket is limited
+    run_dir = f"/tmp/tandem-deploy-{os.getpid()}-{time.monotonic_ns() % 100_000}"
+    file.write_text(
+        f"model: {{path: {MODEL}}}\nrouter: {{port: {free_port()}}}\nprocess: {{run_dir: {run_dir}}}\n"
+    )
+    return file
+
+
+def run_dir_of(file: Path) -> Path:
+    return Path(file.read_text().rpartition("run_dir: ")[2].strip(" }\n"))
+
+
+def deploy(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What deploy/COMMAND runs once the environment is set up."""
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", command, *arguments],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def left_behind(file: Path) -> dict[str, list[str]]:
+    """Processes, sockets, segments and state of this cluster that still exist."""
+    processes = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if str(file).encode() in (entry / "cmdline").read_bytes():
+                    processes.append(entry.name)
+            except OSError:
+                continue
+    run_dir = run_dir_of(file)
+    files = [path.name for path in run_dir.iterdir() if path.name not in ("logs", "supervisor.log")]
+    return {"processes": processes, "files": files}
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("tandem.*")}
+
+
+def test_up_detached_status_down(cluster_file: Path) -> None:
+    before = segments()
+    assert deploy("status", str(cluster_file)).returncode == 3
+    up = deploy("up", str(cluster_file), "--detach")
+    try:
+        assert up.returncode == 0, up.stderr
+        assert "answers at http://127.0.0.1:" in up.stderr
+        status = deploy("status", str(cluster_file))
+        assert status.returncode == 0, status.stdout
+        assert "prefill-0" in status.stdout
+        second = deploy("up", str(cluster_file))
+        assert second.returncode == 1
+        assert "runs already" in second.stderr
+    finally:
+        down = deploy("down", str(cluster_file))
+    assert down.returncode == 0
+    assert left_behind(cluster_file) == {"processes": [], "files": []}
+    assert segments() <= before
+
+
+def test_ctrl_c_drains_and_a_killed_node_is_restarted(cluster_file: Path) -> None:
+    before = segments()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deploy.cli", "up", str(cluster_file)],
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "Ctrl-C" in line:
+                break
+        table = json.loads((run_dir_of(cluster_file) / "cluster.json").read_text())
+        os.kill(table["processes"]["decode-0"]["pid"], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                body = json.dumps({"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}).encode()
+                request = urllib.request.Request(
+                    f"{table['url']}/v1/completions", body, {"Content-Type": "application/json"}
+                )
+                with urllib.request.urlopen(request, timeout=30) as response:
+                    if (
+                        json.loads((run_dir_of(cluster_file) / "cluster.json").read_text())["processes"]
+                        != table["processes"]
+                    ):
+                        assert json.loads(response.read())["usage"]["completion_tokens"] == 3
+                        break
+            except OSError:
+                pass
+            assert time.monotonic() < deadline, "the killed node did not come back"
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output = process.stdout.read()
+        assert process.wait(60) == 0, output
+        assert "stopped" in output
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(10)
+        process.stdout.close()
+    assert left_behind(cluster_file) == {"processes": [], "files": []}
+    assert segments() <= before
+
+
+def test_what_cannot_start_is_said_and_leaves_nothing(cluster_file: Path, tmp_path: Path) -> None:
+    missing = deploy("up", str(cluster_file), "--set", f"model.path={tmp_path}/nothing")
+    assert missing.returncode == 1
+    assert "is not a model directory" in missing.stderr
+    assert left_behind(cluster_file) == {"processes": [], "files": []}
+    gpu = cluster_file.read_text() + "decode: {nodes: [{name: decode-0, device: cuda}]}\n"
+    cluster_file.write_text(gpu)
+    refused = deploy("up", str(cluster_file))
+    assert refused.returncode == 1
+    assert "cuda" in refused.stderr
+    cluster_file.write_text("model: {path: x}\nrouter: {prot: 1}\n")
+    typo = deploy("up", str(cluster_file))
+    assert typo.returncode == 2
+    assert "router.prot: unknown key; did you mean 'port'?" in typo.stderr

@@ -1,0 +1,139 @@
+"""Greedy output through HTTP equals `transformers` token by token, however the work is cut up and moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import OUTPUT_TOKENS, Reference
+from tests.cluster.harness import Answer, Client, RunningCluster
+
+pytestmark = pytest.mark.timeout(300)  # two busy cores
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to cut up and move the work. `longest` keeps the one-token chunks within CI's time."""
+
+    name: str
+    config: dict[str, Any]
+    prefill: int = 1
+    decode: int = 1
+    longest: int = 1500
+    every: int = 1  # of the prompts
+    max_tokens: int = OUTPUT_TOKENS
+    counters: dict[str, int] = field(default_factory=dict)  # least totals over decode nodes afterwards
+
+
+CASES = [
+    Case(
+        "tcp-chunk64-page64",
+        {"kv": {"page_size": 64}, "prefill": {"chunk_tokens": 64}, "transfer": {"transport": "tcp"}},
+    ),
+    Case("chunk1-page16", {"prefill": {"chunk_tokens": 1}}, longest=60),
+    Case(
+        "chunk7-page1-2p2d-round-robin",
+        {
+            "kv": {"page_size": 1},
+            "prefill": {"chunk_tokens": 7},
+            "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}},
+        },
+        prefill=2,
+        decode=2,
+        longest=300,
+    ),
+    Case(
+        "small-pool-one-behind",
+        {
+            "decode": {"pool_tokens": 1024, "reserved_tokens": 0, "read_results": "one_behind"},
+            "prefill": {"pool_tokens": 1024, "chunk_tokens": 512},
+        },
+        longest=400,
+        every=3,
+        max_tokens=60,
+        counters={"retractions": 1},
+    ),
+    Case(
+        "2p2d-tcp-no-prefix-cache",
+        {
+            "transfer": {"transport": "tcp"},
+            "prefill": {"prefix_cache": False, "chunk_tokens": 256},
+            "decode": {"prefix_cache": False, "read_results": "one_behind"},
+        },
+        prefill=2,
+        decode=2,
+        every=4,
+    ),
+]
+
+
+def differences(
+    prompts: list[list[int]], answers: list[Answer], reference: Reference, length: int
+) -> list[str]:
+    """A line per prompt whose tokens differ."""
+    return [
+        f"{len(prompt)} tokens: {answer.tokens} instead of {reference(prompt, length)}"
+        for prompt, answer in zip(prompts, answers, strict=True)
+        if answer.tokens != reference(prompt, length)
+    ]
+
+
+async def test_alone_at_once_and_from_the_caches(
+    cluster: RunningCluster, prompts: list[list[int]], reference: Reference
+) -> None:
+    """Whole prompts in one chunk: one after another, then 32 at once with prefix hits on both nodes."""
+    async with Client(cluster.url) as client:
+        alone = await client.complete_all(prompts, 1, OUTPUT_TOKENS)
+        assert not differences(prompts, alone, reference, OUTPUT_TOKENS)
+        again = await client.complete_all(prompts, 32, OUTPUT_TOKENS)
+        assert not differences(prompts, again, reference, OUTPUT_TOKENS)
+        hits = [answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in again]
+        assert all(hit == (len(p) - 1) // 16 * 16 for hit, p in zip(hits, prompts, strict=True))
+        decode = (await client.node("decode-0"))["counters"]
+        assert decode["cached_tokens"] > 0, "the decode node's own prefix cache was never hit"
+        await client.wait_idle()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_every_way_of_cutting(
+    case: Case, prompts: list[list[int]], reference: Reference, tmp_path: Path
+) -> None:
+    chosen = [prompt for prompt in prompts if len(prompt) <= case.longest][:: case.every]
+    async with RunningCluster(tmp_path, case.prefill, case.decode, case.config) as cluster:
+        async with Client(cluster.url) as client:
+            answers = await client.complete_all(chosen, 32, case.max_tokens)
+            assert not differences(chosen, answers, reference, case.max_tokens)
+            await client.wait_idle()
+            nodes = (await client.info())["nodes"]
+            for name, least in case.counters.items():
+                total = sum(node["counters"][name] for node in nodes if node["role"] == "decode")
+                assert total >= least, f"{name}: {total}; this case did not show what it is for"
+            assert all(node["counters"]["requests"] > 0 for node in nodes), "a node was never used"
+
+
+async def test_next_turn_moves_only_new_pages(cluster: RunningCluster) -> None:
+    """A chat goes on: the decode node has prompt and answer of the first turn already."""
+    question = {"role": "user", "content": "Ann has 12 pens. " * 20 + "How many pens does Ann have?"}
+    async with Client(cluster.url) as client:
+
+        async def turn(messages: list[dict[str, str]]) -> dict[str, Any]:
+            body = {"messages": messages, "max_tokens": 40, "temperature": 0}
+            async with client.session.post("/v1/chat/completions", json=body) as response:
+                assert response.status == 200
+                answer: dict[str, Any] = await response.json()
+                return answer
+
+        first = await turn([question])
+        await client.wait_idle()
+        before = (await client.node("decode-0"))["counters"]
+        reply = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+        second = await turn([question, reply, {"role": "user", "content": "And now?"}])
+        await client.wait_idle()
+        after = (await client.node("decode-0"))["counters"]
+    held = first["usage"]["total_tokens"] - 1  # the last token was drawn, its KV never written
+    assert after["cached_tokens"] - before["cached_tokens"] == held // 16 * 16
+    moved = after["transferred_pages"] - before["transferred_pages"]
+    assert moved == -(-second["usage"]["prompt_tokens"] // 16) - held // 16

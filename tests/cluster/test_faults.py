@@ -1,0 +1,186 @@
+"""kill -9 and SIGSTOP of each role with requests in flight, clients that leave, and garbage on the sockets.
+
+Outcomes as RELIABILITY.md lists them: every request gets its answer or a clear error, none hangs, no page leaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+import zmq
+
+from tests.cluster.conftest import Reference
+from tests.cluster.harness import Client, RunningCluster
+
+QUICK = {"heartbeat_interval": 0.1, "node_timeout": 1.5, "router_timeout": 1.5}
+pytestmark = pytest.mark.timeout(180)  # two busy cores
+LONG = 200  # tokens: long enough to be in the middle of something
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 700) for _ in range(length)]
+
+
+async def first_event(response: aiohttp.ClientResponse) -> None:
+    """Read until the first token's event."""
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            return
+    raise AssertionError("the stream ended without an event")
+
+
+def streaming(prompt: list[int], max_tokens: int = LONG) -> dict[str, object]:
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+async def test_killed_node_is_replaced_by_another(victim: str, tmp_path: Path, reference: Reference) -> None:
+    """2p2d, one node killed with requests everywhere: all of them end with the tokens they would have had."""
+    config = {"health": QUICK, "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}}}
+    prompts = [prompt_of(40 + 31 * i, i) for i in range(12)]
+    async with RunningCluster(tmp_path, 2, 2, config) as cluster, Client(cluster.url) as client:
+        running = [asyncio.create_task(client.complete(prompt, 60)) for prompt in prompts]
+        await asyncio.sleep(0.4)
+        killed = time.monotonic()
+        cluster.kill(victim)
+        while victim in {node["name"] for node in (await client.info())["nodes"]}:
+            await asyncio.sleep(0.02)
+        assert time.monotonic() - killed < 1.0, "a dead process is noticed within a second"
+        answers = await asyncio.gather(*running)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.tokens == reference(prompt, 60)
+        await client.wait_idle()
+        cluster.launch(victim)
+        await cluster.wait_nodes()
+        again = await client.complete_all(prompts, 12, 20)
+        assert [a.tokens for a in again] == [reference(p, 60)[:20] for p in prompts]
+        await client.wait_idle()
+
+
+async def test_last_node_of_a_role_killed_gives_an_error_at_once(tmp_path: Path) -> None:
+    """Nothing to continue on: an SSE error without [DONE] for streams, 503 with Retry-After for new requests."""
+    config = {"health": QUICK, "router": {"placement_wait": 0.5}}
+    async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
+        async with client.session.post("/v1/completions", json=streaming(prompt_of(50, 1), 1500)) as response:
+            await first_event(response)
+            cluster.kill("decode-0")
+            started = time.monotonic()
+            rest = await response.text()
+        assert time.monotonic() - started < 5
+        assert "[DONE]" not in rest
+        events = [json.loads(line[6:]) for line in rest.splitlines() if line.startswith("data: ")]
+        assert events[-1]["error"]["code"] in ("unavailable", "node_lost")
+        async with client.session.post("/v1/completions", json=streaming([5, 6])) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"]
+        async with client.session.get("/ready") as response:
+            assert response.status == 503
+            assert "decode" in (await response.json())["reason"]
+        await client.wait_idle()
+        cluster.launch("decode-0")
+        await cluster.wait_nodes()
+        await client.complete(prompt_of(50, 1), 5)
+        await client.wait_idle()
+
+
+async def test_killed_router_frees_the_nodes_and_a_new_one_finds_them(tmp_path: Path) -> None:
+    async with RunningCluster(tmp_path, config={"health": QUICK}) as cluster:
+        async with Client(cluster.url) as client:
+            async with client.session.post(
+                "/v1/completions", json=streaming(prompt_of(300, 2), 1500)
+            ) as response:
+                await first_event(response)
+                cluster.kill("router")
+                with pytest.raises(aiohttp.ClientError):
+                    await response.text()
+        cluster.launch("router")
+        await cluster.wait_nodes()
+        async with Client(cluster.url) as client:
+            await client.wait_idle()
+            assert (await client.node("decode-0"))["counters"]["requests"] == 1, (
+                "the node was restarted, not found"
+            )
+            await client.complete(prompt_of(300, 2), 5)
+            await client.wait_idle()
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+async def test_stopped_node_is_given_up_and_comes_back_fenced(
+    victim: str, tmp_path: Path, reference: Reference
+) -> None:
+    """SIGSTOP for longer than the bound: requests go on elsewhere; resumed, the zombie disturbs nobody."""
+    config = {"health": QUICK, "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}}}
+    prompts = [prompt_of(60 + 40 * i, 50 + i) for i in range(8)]
+    async with RunningCluster(tmp_path, 2, 2, config) as cluster, Client(cluster.url) as client:
+        running = [asyncio.create_task(client.complete(prompt, 60)) for prompt in prompts]
+        await asyncio.sleep(0.3)
+        cluster.kill(victim, signal.SIGSTOP)
+        answers = await asyncio.wait_for(asyncio.gather(*running), 30)
+        assert [a.tokens for a in answers] == [reference(p, 60) for p in prompts]
+        assert victim not in {node["name"] for node in (await client.info())["nodes"]}
+        cluster.kill(victim, signal.SIGCONT)
+        await cluster.wait_nodes(15)
+        again = await client.complete_all(prompts, 8, 60)
+        assert [a.tokens for a in again] == [reference(p, 60) for p in prompts]
+        await client.wait_idle()
+
+
+async def test_client_that_leaves_frees_both_nodes_within_a_second(tmp_path: Path) -> None:
+    """At every station that a client can see: queued, computing its prompt in chunks, streaming."""
+    config = {
+        "prefill": {"chunk_tokens": 16, "max_batch": 2},
+        "decode": {"max_running": 2, "max_transferring": 2},
+    }
+    async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
+        for delay in (0.0, 0.02, 0.1, 0.3, 0.8):
+            requests = [
+                asyncio.create_task(
+                    client.session.post("/v1/completions", json=streaming(prompt_of(700, 10 * i), 1000))
+                )
+                for i in range(8)
+            ]
+            await asyncio.sleep(delay)
+            for request in requests:
+                request.cancel()
+            left = await asyncio.gather(*requests, return_exceptions=True)
+            for response in left:
+                if isinstance(response, aiohttp.ClientResponse):
+                    response.close()
+            await client.wait_idle(1.6)  # a second, and heartbeats to hear of it
+        answer = await client.complete(prompt_of(30, 1), 5)
+        assert len(answer.tokens) == 5
+
+
+async def test_garbage_on_every_socket_is_refused_counted_and_survived(cluster: RunningCluster) -> None:
+    """Random, truncated and oversized frames to the router's and the prefill node's sockets, from a stranger."""
+    rng = random.Random(3)
+    context = zmq.Context()
+    try:
+        for name in ("router", "prefill-0"):
+            stranger = context.socket(zmq.DEALER)
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(f"ipc://{cluster.run_dir}/{name}.sock")
+            for size in (0, 1, 20, 300, 70_000):
+                stranger.send(rng.randbytes(size))
+                stranger.send_multipart([b"", rng.randbytes(size), b"x"])
+            stranger.send(b"TKVT" + os.urandom(28))
+            stranger.send(b"\x81\xa4type\xa8Register")
+            await asyncio.sleep(0.3)
+            stranger.close()
+    finally:
+        context.term()
+    async with Client(cluster.url) as client:
+        answer = await client.complete(prompt_of(40, 5), 8)
+        assert len(answer.tokens) == 8
+        await client.wait_idle()
+        assert (await client.node("prefill-0"))["counters"]["refused_messages"] > 0
+    assert "refused a message" in cluster.log("router")

@@ -1,0 +1,127 @@
+"""A node as the router sees it: the real messages over a real socket, and the test decides what it says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from common.ipc import Dealer
+from common.messages import decode_inbox, prefill_inbox
+from common.messages.generation import OutputToken
+from common.messages.identity import NodeCounters, NodeLoad, NodeRef, NodeState, Role, new_incarnation
+from common.messages.node_inbox import Registered, Rejected
+from common.messages.router_inbox import Heartbeat, Register, TokenRun, Tokens
+from common.messages.wire import encode
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class FakeNode:
+    """`expect` waits for the next message of a type and keeps the others for later."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        role: Role,
+        name: str,
+        fingerprint: str = "f" * 64,
+        page_size: int = 16,
+        max_model_len: int = 4096,
+        incarnation: str | None = None,
+    ) -> None:
+        self.ref = NodeRef(
+            name=name,
+            role=role,
+            incarnation=incarnation or new_incarnation(),
+            peer_address="ipc:///nowhere" if role == "prefill" else "",
+        )
+        self._register = Register(
+            node=self.ref,
+            host="host",
+            pid=1,
+            model_fingerprint=fingerprint,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            total_pages=100,
+            effective_config={},
+        )
+        self._dealer = Dealer(context, address, self.ref.incarnation.encode())
+        self._beats = Dealer(context, address, f"{self.ref.incarnation}/beat".encode())
+        self._codec = prefill_inbox.codec if role == "prefill" else decode_inbox.codec
+        self._got: deque[msgspec.Struct] = deque()
+        self._sequence = 0
+
+    def say(self, *messages: msgspec.Struct) -> None:
+        for message in messages:
+            assert self._dealer.send(encode(message))
+
+    def say_raw(self, frame: bytes) -> None:
+        assert self._dealer.send(frame)
+
+    async def register(self) -> Registered | Rejected:
+        self.say(self._register)
+        answer = await self.expect((Registered, Rejected))
+        assert isinstance(answer, Registered | Rejected)
+        return answer
+
+    def beat(
+        self,
+        state: NodeState = "up",
+        loop_age_ms: int = 0,
+        load: NodeLoad | None = None,
+        incarnation: str = "",
+    ) -> None:
+        self._sequence += 1
+        self._beats.send(
+            encode(
+                Heartbeat(
+                    incarnation=incarnation or self.ref.incarnation,
+                    sequence=self._sequence,
+                    state=state,
+                    loop_age_ms=loop_age_ms,
+                    load=load or NodeLoad(total_pages=100, free_pages=100),
+                    counters=NodeCounters(),
+                )
+            )
+        )
+
+    def tokens(
+        self, room: int, offset: int, ids: list[int], finish: str | None = None, **stages: float
+    ) -> None:
+        run = TokenRun(room, offset, [OutputToken(i) for i in ids], finish, stages or None)
+        self.say(Tokens(runs=[run]))
+
+    async def expect(self, kind: type[M] | tuple[type[M], ...], timeout: float = 2.0) -> M:
+        async with asyncio.timeout(timeout):
+            while True:
+                for message in self.received():
+                    if isinstance(message, kind):
+                        self._got.remove(message)
+                        return message
+                await asyncio.sleep(0.001)
+
+    async def echo(self, timeout: float = 2.0) -> msgspec.Struct:
+        """The router's answer to a heartbeat."""
+        async with asyncio.timeout(timeout):
+            while not (frames := self._beats.drain()):
+                await asyncio.sleep(0.001)
+        return self._codec.decode(frames[-1])
+
+    def received(self) -> list[msgspec.Struct]:
+        """Everything that came and was not expected yet."""
+        self._got.extend(self._codec.decode(frame) for frame in self._dealer.drain())
+        return list(self._got)
+
+    async def silence(self, kind: type[msgspec.Struct], seconds: float = 0.03) -> bool:
+        """True if no message of this type comes."""
+        await asyncio.sleep(seconds)
+        return not any(isinstance(message, kind) for message in self.received())
+
+    def close(self) -> None:
+        self._dealer.close()
+        self._beats.close()

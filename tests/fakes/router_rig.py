@@ -1,0 +1,170 @@
+"""The router's core without HTTP, composed as in router/app.py, and fake nodes on a real ipc socket."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import zmq
+
+from common.ipc.curve import LoopbackOnly
+from common.messages.decode_inbox import Reserve
+from common.messages.generation import SamplingParams
+from common.messages.identity import Role
+from common.messages.node_inbox import Registered
+from common.messages.prefill_inbox import Prefill
+from common.observability.logs import Log
+from router.control_plane import ControlPlane
+from router.dispatcher import Dispatcher, DispatchLimits
+from router.generation import GenerationRequest, TokenDelta
+from router.metrics import RouterMetrics
+from router.node_registry import Node, NodeRegistry
+from router.placement import RoundRobin
+from tests.fakes.clock import Clock
+from tests.fakes.fake_node import FakeNode
+
+FINGERPRINT = "f" * 64
+
+
+class RouterRig:
+    """Made by `router_rig`."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], clock: Callable[[], float], **limits: Any
+    ) -> None:
+        self.context = context
+        self.log = Log("router")
+        self.directory = tempfile.mkdtemp(prefix="tandem-test-")
+        self.control = ControlPlane(
+            context, f"ipc://{self.directory}/control", "router-incarnation", LoopbackOnly(), self.log
+        )
+        self.registry = NodeRegistry(
+            FINGERPRINT, 3.0, 5.0, clock, self.log, self._on_lost, lambda: self.dispatcher.nodes_changed()
+        )
+        self.metrics = RouterMetrics("tiny", lambda: self.registry)
+        values = {
+            "max_attempts": 3,
+            "max_requests": 100,
+            "request_timeout": 20.0,
+            "placement_wait": 0.5,
+            **limits,
+        }
+        self.dispatcher = Dispatcher(
+            self.registry,
+            {"prefill": RoundRobin(), "decode": RoundRobin()},
+            self.control.send,
+            DispatchLimits(**values),
+            self.metrics,
+            self.log,
+        )
+        self.nodes: list[FakeNode] = []
+        self.control.start(self.registry, self.dispatcher)
+
+    def _on_lost(self, node: Node, reason: str) -> None:
+        self.dispatcher.node_lost(node, reason)
+        self.control.announce_loss(node)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+        self.control.close()
+        shutil.rmtree(self.directory)
+
+    def fake(self, role: Role, name: str, **options: Any) -> FakeNode:
+        """Not registered yet."""
+        node = FakeNode(self.context, self.control.address, role, name, **options)
+        self.nodes.append(node)
+        return node
+
+    async def node(self, role: Role, name: str, **options: Any) -> FakeNode:
+        node = self.fake(role, name, **options)
+        assert isinstance(await node.register(), Registered)
+        return node
+
+    async def pair(self, number: int = 0) -> tuple[FakeNode, FakeNode]:
+        return await self.node("prefill", f"prefill-{number}"), await self.node("decode", f"decode-{number}")
+
+    def client(
+        self, prompt: list[int] | None = None, timeout_s: float | None = None, **sampling: Any
+    ) -> Client:
+        params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, **sampling})
+        return Client(
+            self.dispatcher.generate(GenerationRequest("r1", prompt or [1, 2, 3], params, timeout_s))
+        )
+
+    def nothing_left(self) -> None:
+        assert self.dispatcher.active == 0
+        assert not self.dispatcher._attempts
+        assert not [node.rooms for node in self.registry if node.rooms]
+
+
+class Client:
+    """Reads a generation in a task of its own."""
+
+    def __init__(self, deltas: AsyncGenerator[TokenDelta, None]) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.error: BaseException | None = None
+        self.task = asyncio.get_running_loop().create_task(self._read(deltas))
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for delta in self.deltas for token in delta.tokens]
+
+    @property
+    def finish(self) -> str | None:
+        return self.deltas[-1].finish_reason if self.deltas else None
+
+    async def done(self, timeout: float = 3.0) -> Client:
+        async with asyncio.timeout(timeout):
+            await asyncio.shield(asyncio.gather(self.task, return_exceptions=True))
+        return self
+
+    async def until(self, count: int, timeout: float = 2.0) -> None:
+        """Until so many tokens have come."""
+        async with asyncio.timeout(timeout):
+            while len(self.ids) < count:
+                await asyncio.sleep(0.001)
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def _read(self, deltas: AsyncGenerator[TokenDelta, None]) -> None:
+        try:
+            async for delta in deltas:
+                self.deltas.append(delta)
+        except Exception as error:
+            self.error = error
+        finally:
+            await deltas.aclose()
+
+
+@asynccontextmanager
+async def router_rig(
+    clock: Callable[[], float] | None = None, **limits: Any
+) -> AsyncGenerator[RouterRig, None]:
+    """`clock` is the registry's; by default it stands still, so that nobody has to beat."""
+    context = zmq.Context[zmq.Socket[bytes]]()
+    rig = RouterRig(context, clock or Clock(), **limits)
+    try:
+        yield rig
+    finally:
+        rig.close()
+        await asyncio.sleep(0)
+        context.term()
+
+
+async def legs(prefill: FakeNode, decode: FakeNode) -> tuple[Reserve, Prefill]:
+    """The two halves of the next request; they agree."""
+    reserve, prompt = await decode.expect(Reserve), await prefill.expect(Prefill)
+    assert (reserve.room, reserve.token_ids, reserve.emitted) == (
+        prompt.room,
+        prompt.token_ids,
+        prompt.emitted,
+    )
+    assert (reserve.prefill, prompt.decode) == (prefill.ref, decode.ref.incarnation)
+    return reserve, prompt

@@ -1,0 +1,406 @@
+"""Sockets for real, over ipc and over TCP on loopback: bounds, lost peers, identities, binding."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import zmq
+
+from common.errors import ConfigError
+from common.ipc import Dealer, RouterSocket, check_bind
+from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES
+from common.ipc.curve import Curve, LoopbackOnly
+
+T = TypeVar("T")
+
+
+class Context(zmq.Context[zmq.Socket[bytes]]):
+    """Holds on to its sockets until it is destroyed: one that is only forgotten is a ResourceWarning."""
+
+    def socket(self, *arguments: Any, **options: Any) -> zmq.Socket[bytes]:
+        made = super().socket(*arguments, **options)
+        self.__dict__.setdefault("made", []).append(made)
+        return made
+
+
+class Open(LoopbackOnly):
+    """Security with keys, as far as binding is concerned."""
+
+    open_binds = True
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="td") as path:  # short: it holds sockets
+        yield Path(path)
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    """Destroyed with all its sockets: a test that fails must not hang in term()."""
+    made = Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, directory: Path) -> str:
+    return f"ipc://{directory}/r.sock" if request.param == "ipc" else "tcp://127.0.0.1:0"
+
+
+def until(condition: Callable[[], T], seconds: float = 5.0) -> T:
+    """Poll without sleeping long; the value once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+    return value
+
+
+def pair(context: Context, address: str, identity: bytes = b"peer") -> tuple[RouterSocket, Dealer]:
+    """A router and a dealer that know each other."""
+    router = RouterSocket(context, address)
+    dealer = Dealer(context, router.address, identity)
+    assert dealer.send(b"hello")
+    assert until(router.drain) == [(identity, b"hello")]
+    return router, dealer
+
+
+def test_both_ways(context: Context, address: str) -> None:
+    router, dealer = pair(context, address)
+    assert router.send(b"peer", b"answer")
+    assert until(dealer.drain) == [b"answer"]
+    assert dealer.drain() == []
+    assert router.drain() == []
+
+
+def test_peers_are_told_apart(context: Context, address: str) -> None:
+    router, first = pair(context, address, b"first")
+    second = Dealer(context, router.address, b"second")
+    second.send(b"2")
+    first.send(b"1")
+    got: list[tuple[bytes, bytes]] = []
+    until(lambda: (got.extend(router.drain()), len(got) == 2)[1])
+    assert sorted(got) == [(b"first", b"1"), (b"second", b"2")]
+    assert router.send(b"second", b"for the second")
+    assert until(second.drain) == [b"for the second"]
+    assert first.drain() == []
+
+
+def test_drain_is_bounded(context: Context, address: str) -> None:
+    """A flood cannot keep the loop from its work."""
+    router, dealer = pair(context, address)
+    total = DRAIN_LIMIT * 2 + 10
+    for number in range(total):
+        assert dealer.send(str(number).encode())
+    sizes: list[int] = []
+    got: list[bytes] = []
+
+    def read() -> bool:
+        batch = router.drain()
+        sizes.append(len(batch))
+        got.extend(frame for _, frame in batch)
+        return len(got) == total
+
+    until(read)
+    assert max(sizes) <= DRAIN_LIMIT
+    assert got == [str(number).encode() for number in range(total)]  # in order
+
+
+def test_a_peer_that_never_was(context: Context, address: str) -> None:
+    router = RouterSocket(context, address)
+    assert router.send(b"nobody", b"x") is False
+
+
+def test_a_peer_that_is_gone(context: Context, address: str) -> None:
+    router, dealer = pair(context, address)
+    dealer.close()
+    until(lambda: not router.send(b"peer", b"x"))
+
+
+def test_a_full_queue_is_false_and_does_not_block(context: Context, directory: Path) -> None:
+    dealer = Dealer(context, f"ipc://{directory}/nobody.sock", b"peer")
+    begun = time.monotonic()
+    sent = [dealer.send(b"x") for _ in range(HIGH_WATER_MARK + 5)]
+    assert sent == [True] * HIGH_WATER_MARK + [False] * 5
+    assert time.monotonic() - begun < 3
+
+
+def test_a_new_process_takes_over_its_identity(context: Context, address: str) -> None:
+    """Before the death of the old one was seen."""
+    router, old = pair(context, address)
+    new = Dealer(context, router.address, b"peer")
+    new.send(b"I am back")
+    assert until(router.drain) == [(b"peer", b"I am back")]
+    assert router.send(b"peer", b"welcome")
+    assert until(new.drain) == [b"welcome"]
+    assert old.drain() == []
+
+
+def test_a_dealer_finds_a_router_that_starts_later(context: Context, directory: Path) -> None:
+    dealer = Dealer(context, f"ipc://{directory}/late.sock", b"peer")
+    assert dealer.send(b"waiting")
+    router = RouterSocket(context, f"ipc://{directory}/late.sock")
+    assert until(router.drain) == [(b"peer", b"waiting")]
+
+
+def test_the_last_words_arrive(directory: Path) -> None:
+    """A node that drains says its last tokens and Goodbye, closes and exits: nothing of it may be dropped."""
+    for attempt in range(10):
+        receiving, sending = Context(), Context()
+        router = RouterSocket(receiving, f"ipc://{directory}/{attempt}.sock")
+        dealer = Dealer(sending, router.address, b"peer")
+        try:
+            dealer.send(b"hello")
+            until(router.drain)
+            for _ in range(100):
+                dealer.send(b"tokens" * 500)
+            dealer.send(b"goodbye")
+            dealer.close()
+            sending.term()
+            got: list[bytes] = []
+            while b"goodbye" not in got:
+                got += [frame for _, frame in until(router.drain, 2)]
+            assert len(got) == 101
+        finally:
+            sending.destroy(linger=0)
+            receiving.destroy(linger=0)
+
+
+def test_closing_does_not_wait_long_for_nobody(directory: Path) -> None:
+    context = Context()
+    dealer = Dealer(context, f"ipc://{directory}/nobody.sock", b"peer")
+    dealer.send(b"goodbye")
+    begun = time.monotonic()
+    dealer.close()
+    context.term()
+    assert time.monotonic() - begun < 2
+
+
+def test_too_large_to_send(context: Context, address: str) -> None:
+    """The peer would close the connection over it: say no here, where somebody can answer for it."""
+    router, dealer = pair(context, address)
+    huge = bytes(MAX_MESSAGE_BYTES + 1)
+    assert dealer.send(huge) is False
+    assert router.send(b"peer", huge) is False
+    assert dealer.send(b"still here")
+    assert until(router.drain) == [(b"peer", b"still here")]
+
+
+def test_too_large_to_receive(context: Context, address: str) -> None:
+    """From a peer that is not ours: refused before it is in memory, and the others are served on."""
+    router, dealer = pair(context, address)
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.IDENTITY, b"stranger")
+    stranger.connect(router.address)
+    stranger.send(bytes(MAX_MESSAGE_BYTES + 1))
+    stranger.send(b"after")
+    dealer.send(b"mine")
+    got: list[tuple[bytes, bytes]] = []
+    until(lambda: (got.extend(router.drain()), (b"peer", b"mine") in got)[1])
+    assert all(len(frame) < 100 for _, frame in got)
+
+
+def test_messages_of_several_parts_are_dropped(context: Context, address: str) -> None:
+    router, dealer = pair(context, address)
+    dealer.socket.send_multipart([b"a", b"b"])
+    dealer.send(b"whole")
+    assert until(router.drain) == [(b"peer", b"whole")]
+    router.socket.send_multipart([b"peer", b"a", b"b"])
+    router.send(b"peer", b"whole")
+    assert until(dealer.drain) == [b"whole"]
+
+
+def test_an_event_loop_can_wait_for_it(context: Context, address: str) -> None:
+    router, dealer = pair(context, address)
+    assert router.fileno() > 2
+    assert router.fileno() != dealer.fileno()
+    poller = zmq.Poller()
+    poller.register(router.socket, zmq.POLLIN)
+    dealer.send(b"x")
+    assert poller.poll(2000)
+
+
+# -- binding ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ipc:///run/x.sock",
+        "inproc://x",
+        "tcp://127.0.0.1:7100",
+        "tcp://127.9.9.9:7100",
+        "tcp://[::1]:7100",
+        "tcp://localhost:7100",
+    ],
+)
+def test_addresses_of_this_host_may_be_bound(address: str) -> None:
+    check_bind(address, "router.control_address", LoopbackOnly())
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://0.0.0.0:7100",
+        "tcp://*:7100",
+        "tcp://[::]:7100",
+        "tcp://10.0.0.1:7100",
+        "tcp://eth0:7100",
+        "tcp://example.com:7100",
+        "tcp://127.0.0.1;0.0.0.0:7100",
+        "tcp://127.0.0.1.example.com:7100",
+        "tcp://:7100",
+        "ws://127.0.0.1:7100",
+        "udp://127.0.0.1:7100",
+        "0.0.0.0:7100",
+        "",
+    ],
+)
+def test_addresses_that_others_reach_need_keys(address: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_bind(address, "router.control_address", LoopbackOnly())
+    assert caught.value.path == "router.control_address"
+    check_bind(address, "router.control_address", Open())
+
+
+@pytest.mark.parametrize("address", ["ipc://@tandem", "ipc://*"])
+@pytest.mark.parametrize("security", [LoopbackOnly(), Open()])
+def test_sockets_without_a_file_are_refused(address: str, security: LoopbackOnly) -> None:
+    """The abstract namespace has no permissions: every user of the host could connect."""
+    with pytest.raises(ConfigError, match="without a file"):
+        check_bind(address, "router.control_address", security)
+
+
+def test_an_ipc_socket_is_its_owners_alone(context: Context, directory: Path) -> None:
+    file = directory / "r.sock"
+    router = RouterSocket(context, f"ipc://{file}")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    router.close()
+    assert not file.exists()
+
+
+def test_the_socket_of_a_killed_process_is_replaced(context: Context, directory: Path) -> None:
+    file = directory / "r.sock"
+    dead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    dead.bind(str(file))
+    dead.close()  # the file stays, nobody listens
+    assert file.is_socket()
+    router = RouterSocket(context, f"ipc://{file}")
+    dealer = Dealer(context, router.address, b"peer")
+    dealer.send(b"x")
+    assert until(router.drain) == [(b"peer", b"x")]
+
+
+def test_the_socket_of_a_living_process_is_not_taken(context: Context, directory: Path) -> None:
+    """Two routers from one cluster file: the second must not cut off the first."""
+    router, dealer = pair(context, f"ipc://{directory}/r.sock")
+    with pytest.raises(ConfigError, match="another process serves"):
+        RouterSocket(context, f"ipc://{directory}/r.sock")
+    late = Dealer(context, router.address, b"late")  # the first one's file is still there
+    late.send(b"x")
+    assert until(router.drain) == [(b"late", b"x")]
+    assert dealer.send(b"y")
+
+
+def test_a_file_that_is_no_socket_is_not_deleted(context: Context, directory: Path) -> None:
+    file = directory / "thesis.txt"
+    file.write_text("years of work")
+    with pytest.raises(ConfigError, match="not a socket"):
+        RouterSocket(context, f"ipc://{file}")
+    assert file.read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    "address", ["ipc:///nowhere/r.sock", "ipc:///tmp/" + "n" * 120, "tcp://127.0.0.1", "x"]
+)
+def test_what_cannot_be_bound_is_a_config_error(address: str) -> None:
+    context = Context()
+    with pytest.raises(ConfigError, match="cannot bind"):
+        RouterSocket(context, address)
+    context.term()  # hangs if the socket of the failed attempt is still open
+
+
+def test_a_port_that_is_taken(context: Context) -> None:
+    router = RouterSocket(context, "tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match="in use"):
+        RouterSocket(context, router.address)
+
+
+def test_what_cannot_be_connected_to_is_a_config_error() -> None:
+    context = Context()
+    with pytest.raises(ConfigError, match="cannot connect"):
+        Dealer(context, "nonsense", b"peer")
+    context.term()
+
+
+# -- keys ------------------------------------------------------------------------------------------------------
+
+
+def make_keys(directory: Path, *names: str) -> Path:
+    directory.mkdir(mode=0o700)
+    for name in names:
+        zmq.auth.create_certificates(directory, name)
+        (directory / f"{name}.key_secret").chmod(0o600)
+    return directory
+
+
+def test_with_keys_only_their_holders_are_heard(directory: Path, context: Context) -> None:
+    keys = make_keys(directory / "keys", "router", "node")
+    foreign = make_keys(directory / "foreign", "router", "node")
+    (foreign / "router.key").write_bytes((keys / "router.key").read_bytes())  # knows the router, is not known
+    server = Curve(context, keys, "router")
+    client_context, foreign_context = Context(), Context()
+    client, stranger = Curve(client_context, keys, "node"), Curve(foreign_context, foreign, "node")
+    try:
+        router = RouterSocket(context, "tcp://127.0.0.1:0", server)
+        outsiders = [
+            Dealer(foreign_context, router.address, b"stranger", "router", stranger),
+            Dealer(foreign_context, router.address, b"plain"),
+        ]
+        for outsider in outsiders:
+            outsider.send(b"let me in")
+        dealer = Dealer(client_context, router.address, b"node", "router", client)
+        dealer.send(b"hello")
+        assert until(router.drain) == [(b"node", b"hello")]
+        assert router.send(b"node", b"welcome")
+        assert until(dealer.drain) == [b"welcome"]
+        assert not router.send(b"stranger", b"x")
+        assert not router.send(b"plain", b"x")
+    finally:
+        for each in (server, client, stranger):
+            each.close()
+        client_context.destroy(linger=0)
+        foreign_context.destroy(linger=0)
+
+
+def test_keys_that_are_missing_open_or_broken(directory: Path, context: Context) -> None:
+    keys = make_keys(directory / "keys", "router")
+    with pytest.raises(ConfigError, match=r"node\.key_secret is missing"):
+        Curve(context, keys, "node")
+    (keys / "router.key_secret").chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        Curve(context, keys, "router")
+    (keys / "router.key_secret").write_text("nothing")
+    (keys / "router.key_secret").chmod(0o600)
+    with pytest.raises(ConfigError, match="not a key file"):
+        Curve(context, keys, "router")
+    (keys / "router.key_secret").write_bytes((keys / "router.key").read_bytes())
+    with pytest.raises(ConfigError, match="not a key file"):
+        Curve(context, keys, "router")
+
+
+def test_a_server_whose_key_is_not_known(directory: Path, context: Context) -> None:
+    security = Curve(context, make_keys(directory / "keys", "node"), "node")
+    try:
+        with pytest.raises(ConfigError, match=r"router\.key is missing"):
+            Dealer(context, "tcp://127.0.0.1:1", b"node", "router", security)
+    finally:
+        security.close()

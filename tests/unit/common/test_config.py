@@ -1,0 +1,475 @@
+"""The cluster file: precedence, origins, refusals with path and suggestion, the example, the shipped files."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config import Cluster, Resolved, load_cluster
+from common.config.load import _schema_paths
+from common.config.schema import DecodeNode, DecodeSection, Health, Model, PrefillNode, PrefillSection
+from common.config.transport_choice import choose_transport
+from common.config.yaml_file import parse_mapping, parse_scalar
+from common.errors import ConfigError
+
+CLUSTERS = Path(__file__).parents[3] / "deploy" / "clusters"
+MINIMAL = "model: {path: m}\n"
+KEYS = sorted(path for _, path in _schema_paths(Cluster, ""))
+
+
+def load(
+    tmp_path: Path,
+    text: str = MINIMAL,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Resolved:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    return load_cluster(file, overrides, environ or {})
+
+
+def refusal(
+    tmp_path: Path,
+    text: str = MINIMAL,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, overrides, environ)
+    return caught.value
+
+
+# -- values and where they come from ---------------------------------------------------------------------------
+
+
+def test_only_the_model_is_required(tmp_path: Path) -> None:
+    assert load(tmp_path).cluster == Cluster(model=Model(path="m"))
+    assert "model" in str(refusal(tmp_path, "router: {port: 1}\n"))
+    assert "path" in str(refusal(tmp_path, "model: {}\n"))
+
+
+def test_precedence_and_origins(tmp_path: Path) -> None:
+    text = "model: {path: m}\nrouter: {port: 1, host: 127.0.0.2, max_attempts: 2}\n"
+    environ = {"TANDEM_ROUTER_PORT": "2", "TANDEM_ROUTER_MAX_ATTEMPTS": "4", "PATH": "/bin"}
+    resolved = load(tmp_path, text, ["router.port=3"], environ)
+    assert resolved.cluster.router.port == 3
+    assert resolved.cluster.router.max_attempts == 4
+    rows = {path: (value, origin) for path, value, origin in resolved.rows()}
+    assert rows["router.port"] == (3, "--set")
+    assert rows["router.max_attempts"] == (4, "env:TANDEM_ROUTER_MAX_ATTEMPTS")
+    assert rows["router.host"] == ("127.0.0.2", "file:cluster.yaml")
+    assert rows["kv.page_size"] == (16, "default")
+    assert rows["model.path"] == ("m", "file:cluster.yaml")
+
+
+def test_rows_hold_every_key_in_the_order_of_the_schema(tmp_path: Path) -> None:
+    paths = [re.sub(r"nodes\[.*", "nodes", path) for path, _, _ in load(tmp_path).rows()]
+    assert list(dict.fromkeys(paths)) == [path for _, path in _schema_paths(Cluster, "")]
+
+
+def test_the_environment_is_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_KV_PAGE_SIZE", "64")
+    (tmp_path / "c.yaml").write_text(MINIMAL)
+    assert load_cluster(tmp_path / "c.yaml").cluster.kv.page_size == 64
+
+
+def test_every_key_has_its_own_environment_name() -> None:
+    names = [name for name, _ in _schema_paths(Cluster, "")]
+    assert len(set(names)) == len(names)
+    assert "router_placement_prefill" in names
+
+
+@pytest.mark.parametrize(
+    "name", ["TANDEM_TORCH", "TANDEM_PYTHON", "TANDEM_ROUTER_SERVICE_HOST", "ROUTER_PORT"]
+)
+def test_other_variables_are_left_alone(tmp_path: Path, name: str) -> None:
+    """deploy/setup has variables of its own, and Kubernetes invents NAME_SERVICE_HOST for each service."""
+    assert load(tmp_path, environ={name: "x"}).cluster == Cluster(model=Model(path="m"))
+
+
+def test_the_last_set_wins(tmp_path: Path) -> None:
+    assert load(tmp_path, overrides=["router.port=1", "router.port=2"]).cluster.router.port == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("model.served_name=a=b", "a=b"),
+        ("model.served_name=[unclosed", "[unclosed"),
+        ('model.served_name="7"', "7"),
+        ("model.served_name=", None),
+        ("model.served_name=null", None),
+    ],
+)
+def test_set_reads_values_as_yaml_does(tmp_path: Path, override: str, value: str | None) -> None:
+    assert load(tmp_path, overrides=[override]).cluster.model.served_name == value
+
+
+@pytest.mark.parametrize("over", ["set", "env"])
+def test_a_list_of_nodes_from_outside_the_file(tmp_path: Path, over: str) -> None:
+    text = MINIMAL + "prefill: {nodes: [{name: a}, {name: b}]}\n"
+    nodes = "[{name: x, device: cpu}]"
+    resolved = (
+        load(tmp_path, text, [f"prefill.nodes={nodes}"])
+        if over == "set"
+        else load(tmp_path, text, environ={"TANDEM_PREFILL_NODES": nodes})
+    )
+    assert [node.name for node in resolved.cluster.prefill.nodes] == ["x"]
+    rows = {path: origin for path, _, origin in resolved.rows()}
+    assert rows["prefill.nodes[0].name"] == {"set": "--set", "env": "env:TANDEM_PREFILL_NODES"}[over]
+    assert rows["prefill.nodes[0].peer_address"] == "default"
+    assert "prefill.nodes[1].name" not in rows
+
+
+def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    assert load(tmp_path, "model: {path: ../models/m}\n").model_path == (tmp_path / "../models/m").resolve()
+    assert load(tmp_path, "model: {path: /models/m}\n").model_path == Path("/models/m")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert load(tmp_path, "model: {path: ~/m}\n").model_path == Path("/home/somebody/m")
+    assert load(tmp_path, MINIMAL).keys_path is None
+    assert load(tmp_path, MINIMAL + "security: {keys: k}\n").keys_path == tmp_path.resolve() / "k"
+
+
+def test_nodes_by_name(tmp_path: Path) -> None:
+    cluster = load(tmp_path).cluster
+    assert cluster.prefill_node("prefill-0") == PrefillNode(name="prefill-0")
+    assert cluster.decode_node("decode-0") == DecodeNode(name="decode-0")
+    with pytest.raises(ConfigError, match="no node is called 'decode-1'; the file has: decode-0"):
+        cluster.decode_node("decode-1")
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "suggestion"),
+    [
+        ("ruoter: {port: 1}\n", "ruoter", "'router'"),
+        ("router: {prot: 1}\n", "router.prot", "'port'"),
+        ("router: {placement: {prefil: round_robin}}\n", "router.placement.prefil", "'prefill'"),
+        ("prefill: {nodes: [{name: a}, {nmae: b}]}\n", "prefill.nodes[1].nmae", "'name'"),
+        ("decode: {nodes: [{name: a, bulk_prot: 1}]}\n", "decode.nodes[0].bulk_prot", "'bulk_port'"),
+        ("kv: {zzz: 1}\n", "kv.zzz", "known here: page_size"),
+    ],
+)
+def test_unknown_keys(tmp_path: Path, text: str, path: str, suggestion: str) -> None:
+    error = refusal(tmp_path, MINIMAL + text)
+    assert error.path == path
+    assert "unknown key" in str(error)
+    assert suggestion in str(error)
+
+
+@pytest.mark.parametrize("section", [path for path in KEYS if "." in path])
+def test_a_misspelt_key_finds_its_neighbour(tmp_path: Path, section: str) -> None:
+    """At every place of the schema."""
+    *parents, last = section.split(".")
+    data: dict[str, Any] = {last + "x": 1}
+    for parent in reversed(parents):
+        data = {parent: data}
+    error = refusal(tmp_path, yaml.safe_dump(data))
+    assert error.path == section + "x"
+    assert f"did you mean {last!r}?" in str(error)
+
+
+def test_unknown_keys_in_a_list_from_outside(tmp_path: Path) -> None:
+    error = refusal(tmp_path, overrides=["decode.nodes=[{name: a, hosst: x}]"])
+    assert error.path == "decode.nodes[0].hosst"
+    assert "'host'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "words"),
+    [
+        ("router.prot=1", "router.prot", "'router.port'"),
+        ("router.port", "router.port", "PATH=VALUE"),
+        ("port=1", "port", "known path"),
+        ("router=1", "router", "known path"),
+        ("", "", "PATH=VALUE"),
+    ],
+)
+def test_bad_overrides(tmp_path: Path, override: str, path: str, words: str) -> None:
+    error = refusal(tmp_path, overrides=[override])
+    assert error.path == path
+    assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("model: {path: 1}\n", "model.path"),
+        (MINIMAL + "router: {port: http}\n", "router.port"),
+        (MINIMAL + "router: {port: true}\n", "router.port"),
+        (MINIMAL + "router: {port: 80.5}\n", "router.port"),
+        (MINIMAL + "router: {port: 65536}\n", "router.port"),
+        (MINIMAL + "router: {port: -1}\n", "router.port"),
+        (MINIMAL + "router: 7\n", "router"),
+        (MINIMAL + "router: [1]\n", "router"),
+        (MINIMAL + "router: {placement: {decode: random}}\n", "router.placement.decode"),
+        (MINIMAL + "router: {request_timeout: 0}\n", "router.request_timeout"),
+        (MINIMAL + "router: {request_timeout: .inf}\n", "router.request_timeout"),
+        (MINIMAL + "router: {request_timeout: .nan}\n", "router.request_timeout"),
+        (MINIMAL + "router: {max_attempts: 0}\n", "router.max_attempts"),
+        (MINIMAL + "kv: {page_size: 0}\n", "kv.page_size"),
+        (MINIMAL + "kv: {page_size: 2048}\n", "kv.page_size"),
+        (MINIMAL + "prefill: {nodes: []}\n", "prefill.nodes"),
+        (MINIMAL + "prefill: {nodes: {name: a}}\n", "prefill.nodes"),
+        (MINIMAL + "prefill: {nodes: [a]}\n", "prefill.nodes[0]"),
+        (MINIMAL + "decode: {nodes: [{name: a}, {device: cpu}]}\n", "decode.nodes[1]"),
+        (MINIMAL + "decode: {nodes: [{name: 7}]}\n", "decode.nodes[0].name"),
+        (MINIMAL + "decode: {backup_mib: -1}\n", "decode.backup_mib"),
+        (MINIMAL + "process: {log_level: loud}\n", "process.log_level"),
+        ("model: {path: m, dtype: int8}\n", "model.dtype"),
+        ("model: {path: m, max_model_len: 0}\n", "model.max_model_len"),
+    ],
+)
+def test_wrong_values_name_their_key(tmp_path: Path, text: str, path: str) -> None:
+    error = refusal(tmp_path, text)
+    assert error.path == path
+    assert str(error).startswith(path + ": ")
+    assert "$" not in str(error)
+
+
+def test_a_wrong_value_names_the_variable_that_it_came_from(tmp_path: Path) -> None:
+    """Nobody finds a forgotten variable by looking at the file. Kubernetes sets such ones by itself."""
+    error = refusal(tmp_path, environ={"TANDEM_ROUTER_PORT": "tcp://10.0.0.1:8000"})
+    assert error.path == "router.port"
+    assert "env:TANDEM_ROUTER_PORT" in str(error)
+    assert "--set" in str(refusal(tmp_path, overrides=["kv.page_size=x"]))
+
+
+def test_an_empty_section_is_said_to_be_empty(tmp_path: Path) -> None:
+    """What remains when all keys of a section are commented out."""
+    error = refusal(tmp_path, MINIMAL + "router:\n  # port: 1\n")
+    assert error.path == "router"
+    assert "empty" in str(error)
+
+
+def test_an_override_below_what_is_no_section(tmp_path: Path) -> None:
+    error = refusal(tmp_path, MINIMAL + "router: 7\n", overrides=["router.port=1"])
+    assert error.path == "router.port"
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("decode-0", True),
+        ("a", True),
+        ("0", True),
+        ("a" * 41, True),
+        ("a" * 42, False),
+        ("", False),
+        ("-a", False),
+        ("A", False),
+        ("a_b", False),
+        ("a/b", False),
+        ("../a", False),
+        ("a\n", False),
+        ("a b", False),
+        ("é", False),
+    ],
+)
+def test_node_names(tmp_path: Path, name: str, good: bool) -> None:
+    """They become names of files and sockets."""
+    text = MINIMAL + yaml.safe_dump({"decode": {"nodes": [{"name": name}]}})
+    if good:
+        assert load(tmp_path, text).cluster.decode.nodes[0].name == name
+    else:
+        assert refusal(tmp_path, text).path == "decode.nodes[0].name"
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "words"),
+    [
+        ("prefill: {nodes: [{name: a}, {name: a}]}\n", "prefill.nodes[1].name", "prefill.nodes[0].name"),
+        ("decode: {nodes: [{name: prefill-0}]}\n", "decode.nodes[0].name", "prefill.nodes[0].name"),
+        ("decode: {nodes: [{name: router}]}\n", "decode.nodes[0].name", "router's"),
+    ],
+)
+def test_names_are_unique_in_the_whole_cluster(tmp_path: Path, text: str, path: str, words: str) -> None:
+    error = refusal(tmp_path, MINIMAL + text)
+    assert error.path == path
+    assert words in str(error)
+
+
+@pytest.mark.parametrize("key", ["node_timeout", "router_timeout"])
+def test_timeouts_leave_room_for_two_heartbeats(tmp_path: Path, key: str) -> None:
+    """Otherwise every healthy node is given up, over and over."""
+    error = refusal(tmp_path, MINIMAL + f"health: {{heartbeat_interval: 1, {key}: 1.9}}\n")
+    assert error.path == f"health.{key}"
+    assert "heartbeat_interval" in str(error)
+    load(tmp_path, MINIMAL + f"health: {{heartbeat_interval: 1, {key}: 2}}\n")
+
+
+# -- YAML ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line", "first"),
+    [
+        ("model: {path: m}\nrouter: {port: 1}\nmodel: {path: n}\n", "model", 3, 1),
+        ("model:\n  path: m\nrouter:\n  port: 1\n  host: a\n  port: 2\n", "port", 6, 4),
+        ("model: {path: m}\ndecode:\n  nodes:\n    - name: a\n      name: b\n", "name", 5, 4),
+    ],
+)
+def test_duplicate_keys_name_both_lines(tmp_path: Path, text: str, key: str, line: int, first: int) -> None:
+    error = refusal(tmp_path, text)
+    assert error.path == key
+    assert f"line {line}: given twice (first on line {first})" in str(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "7\n",
+        "- model\n",
+        "model: {path: m\n",
+        "model: !!python/object/apply:os.system ['true']\n",
+        "model: !!python/name:os.system ''\n",
+        "a: 1\n---\nb: 2\n",
+        "model: {path: 2024-13-45}\n",
+        "model: {path: !!timestamp soon}\n",
+        "model: {path: !!bool maybe}\n",
+        "model: {path: !!int x}\n",
+        "model: &a\n  path: m\nrouter:\n  <<: *a\n",
+        "\tmodel: m\n",
+        "model: \x00\n",
+        pytest.param("model: " + "[" * 5000 + "\n", id="nested"),
+        pytest.param("model: {path: " + "1" * 5000 + "}\n", id="digits"),
+    ],
+)
+def test_what_is_not_a_mapping_of_plain_values(tmp_path: Path, text: str) -> None:
+    """Refused with a sentence; nothing else may come out of the loader."""
+    refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "text", ["{1: 2}\n", "{[1]: 2}\n", "{null: 2}\n", "{2024-01-01: 2}\n", "{{a: 1}: 2}\n"]
+)
+def test_keys_are_names(tmp_path: Path, text: str) -> None:
+    assert "keys are names" in str(refusal(tmp_path, text))
+
+
+def test_a_structure_that_contains_itself(tmp_path: Path) -> None:
+    refusal(tmp_path, "model: &m\n  path: *m\n")
+    refusal(tmp_path, "model: {path: m}\nrouter: &r {placement: *r}\n")
+
+
+def test_aliases_cannot_explode(tmp_path: Path) -> None:
+    """Nine lines that are a billion values when written out."""
+    lines = ["a0: &a0 {x: 1}"] + [
+        f"a{i}: &a{i} {{" + ", ".join(f"k{j}: *a{i - 1}" for j in range(9)) + "}" for i in range(1, 10)
+    ]
+    refusal(tmp_path, "\n".join(lines))
+    refusal(tmp_path, "model: {path: {" + ", ".join(lines) + "}}\n")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for file in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=re.escape(str(file))):
+            load_cluster(file, environ={})
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_cluster(tmp_path / "binary.yaml", environ={})
+    (tmp_path / "large.yaml").write_bytes(b"# " + b"x" * (1 << 20))
+    with pytest.raises(ConfigError, match="larger"):
+        load_cluster(tmp_path / "large.yaml", environ={})
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=200)
+def test_any_text_is_a_mapping_or_a_config_error(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        assert isinstance(parse_mapping(text, "text"), dict)
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=200)
+def test_any_text_is_a_value(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        parse_scalar(text)
+
+
+# -- the files that come with it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["local", "2p2d", "tcp", "example"])
+def test_shipped_files_load(name: str) -> None:
+    resolved = load_cluster(CLUSTERS / f"{name}.yaml", environ={})
+    assert resolved.model_path == (CLUSTERS / "../models/tiny-target").resolve()
+    counts = len(resolved.cluster.prefill.nodes), len(resolved.cluster.decode.nodes)
+    assert counts == ((2, 2) if name == "2p2d" else (1, 1))
+    assert choose_transport(resolved.cluster) == ("tcp" if name == "tcp" else "shm")
+
+
+def test_the_example_holds_every_key_with_its_default() -> None:
+    text = (CLUSTERS / "example.yaml").read_text()
+    data = yaml.safe_load(text)
+    default = Cluster(model=Model(path=data["model"]["path"]))
+    assert data == msgspec.json.decode(msgspec.json.encode(default))
+    assert load_cluster(CLUSTERS / "example.yaml", environ={}).cluster == Cluster(
+        model=Model(path=data["model"]["path"])
+    )
+
+
+def test_the_example_explains_every_key() -> None:
+    """On its own line or in the comment lines directly above it."""
+    lines = (CLUSTERS / "example.yaml").read_text().splitlines()
+    silent = [
+        line
+        for above, line in zip(["", *lines], lines)
+        if re.match(r"[ -]*[a-z_]+:", line) and "#" not in line and not above.lstrip().startswith("#")
+    ]
+    assert not silent
+
+
+def test_the_example_follows_the_order_of_the_schema() -> None:
+    data = yaml.safe_load((CLUSTERS / "example.yaml").read_text())
+    assert list(data) == [field.name for field in msgspec.structs.fields(Cluster)]
+    for field in msgspec.structs.fields(Cluster):
+        assert list(data[field.name]) == [inner.name for inner in msgspec.structs.fields(field.type)]
+
+
+# -- which transport -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("peer", "host", "expected"),
+    [
+        ("auto", "127.0.0.1", "shm"),
+        ("ipc:///run/x.sock", "localhost", "shm"),
+        ("tcp://127.0.0.1:7110", "127.0.0.1", "shm"),
+        ("tcp://localhost:7110", "::1", "shm"),
+        ("tcp://[::1]:7110", "127.0.0.1", "shm"),
+        ("tcp://10.127.0.0.1.example:7110", "127.0.0.1", "tcp"),
+        ("tcp://10.0.0.1:7110", "127.0.0.1", "tcp"),
+        ("auto", "10.0.0.1", "tcp"),
+    ],
+)
+def test_auto_is_shm_while_all_nodes_are_here(peer: str, host: str, expected: str) -> None:
+    cluster = Cluster(
+        model=Model(path="m"),
+        prefill=PrefillSection(nodes=(PrefillNode(name="a", peer_address=peer),)),
+        decode=DecodeSection(nodes=(DecodeNode(name="b", host=host),)),
+    )
+    assert choose_transport(cluster) == expected
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_a_named_transport_is_taken(tmp_path: Path, name: str) -> None:
+    assert choose_transport(load(tmp_path, MINIMAL + f"transfer: {{transport: {name}}}\n").cluster) == name
+
+
+def test_defaults_leave_room_for_heartbeats() -> None:
+    health = Health()
+    assert 2 * health.heartbeat_interval <= min(health.node_timeout, health.router_timeout)

@@ -1,0 +1,263 @@
+"""The control inboxes: round trips, and that nothing but ProtocolError comes out of a decoder."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ProtocolError
+from common.messages import decode_inbox, prefill_inbox, router_inbox
+from common.messages.generation import OutputToken, SamplingParams, TokenLogprob
+from common.messages.identity import MAX_ROOM, NodeCounters, NodeLoad, NodeRef, new_incarnation, new_room
+from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.wire import InboxCodec, encode
+
+SAMPLING = SamplingParams(
+    max_tokens=4, temperature=0.5, top_p=0.9, top_k=5, seed=2**63 - 1, stop_token_ids=(1, 2)
+)
+TOKEN = OutputToken(7, TokenLogprob(-0.5, (7, 8), (-0.5, -1.5)))
+NODE = NodeRef(name="prefill-0", role="prefill", incarnation="a" * 32, peer_address="ipc:///run/p.sock")
+
+FOR_NODES = [
+    Registered(router_incarnation="r"),
+    Rejected(reason="no"),
+    HeartbeatAck(router_incarnation="r", sequence=3, known=False),
+    Abort(room=1, reason="gone"),
+    PeerLost(incarnation="a"),
+    Drain(),
+]
+FOR_PREFILL = prefill_inbox.Prefill(
+    room=MAX_ROOM,
+    request_id="q",
+    token_ids=[1, 2, 3],
+    emitted=1,
+    sampling=SAMPLING,
+    decode="d",
+    deadline_ms=500,
+)
+FOR_DECODE = decode_inbox.Reserve(
+    room=5, request_id="q", token_ids=[], emitted=0, sampling=SAMPLING, prefill=NODE, deadline_ms=500
+)
+FOR_ROUTER = [
+    router_inbox.Register(
+        node=NODE,
+        host="h",
+        pid=7,
+        model_fingerprint="f",
+        max_model_len=2048,
+        page_size=16,
+        total_pages=100,
+        effective_config={"device": "cpu", "pool_bytes": 2**40, "share": 0.5, "graphs": False, "tp": None},
+    ),
+    router_inbox.Heartbeat(
+        incarnation="a",
+        sequence=2**40,
+        state="draining",
+        loop_age_ms=0,
+        load=NodeLoad(queued=1, free_pages=2),
+        counters=NodeCounters(requests=3, avg_spec_accept_length=2.5),
+    ),
+    router_inbox.FirstToken(room=5, token=TOKEN, finish_reason=None, cached_tokens=16),
+    router_inbox.PrefillDone(room=5, stages={"queued": 0.25}),
+    router_inbox.Tokens(
+        runs=[
+            router_inbox.TokenRun(5, 1, [TOKEN, OutputToken(9)]),
+            router_inbox.TokenRun(6, 0, [], "stop", {"decode_start": 1.5}),
+        ]
+    ),
+    router_inbox.Failed(room=5, code="node_lost", message="gone"),
+    router_inbox.Goodbye(incarnation="a"),
+]
+INBOXES: dict[str, tuple[InboxCodec[Any], list[msgspec.Struct]]] = {
+    "prefill": (prefill_inbox.codec, [*FOR_NODES, FOR_PREFILL]),
+    "decode": (decode_inbox.codec, [*FOR_NODES, FOR_DECODE]),
+    "router": (router_inbox.codec, FOR_ROUTER),
+}
+ALL = [(name, message) for name, (_, messages) in INBOXES.items() for message in messages]
+
+
+def refused(codec: InboxCodec[Any], frame: bytes) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        codec.decode(frame)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inbox", "message"), ALL, ids=lambda value: str(getattr(value, "__class__", value).__name__)
+)
+def test_round_trip(inbox: str, message: msgspec.Struct) -> None:
+    codec = INBOXES[inbox][0]
+    assert codec.decode(encode(message)) == message
+    assert codec.decode(memoryview(encode(message))) == message
+
+
+def test_every_message_of_every_inbox_is_tested() -> None:
+    unions = {
+        "prefill": prefill_inbox.PrefillMessage,
+        "decode": decode_inbox.DecodeMessage,
+        "router": router_inbox.RouterMessage,
+    }
+    for name, union in unions.items():
+        assert {type(message) for message in INBOXES[name][1]} == set(union.__args__)
+
+
+@pytest.mark.parametrize("inbox", INBOXES)
+def test_a_message_of_another_inbox_is_refused(inbox: str) -> None:
+    codec, own = INBOXES[inbox]
+    foreign = [message for _, message in ALL if type(message) not in {type(each) for each in own}]
+    assert foreign
+    for message in foreign:
+        assert codec.name in refused(codec, encode(message))
+
+
+def test_messages_cannot_be_changed() -> None:
+    for _, message in ALL:
+        for field in message.__struct_fields__:
+            with pytest.raises(AttributeError):
+                setattr(message, field, None)
+
+
+@pytest.mark.parametrize("inbox", INBOXES)
+@given(st.binary(max_size=200))
+def test_noise_is_refused(inbox: str, frame: bytes) -> None:
+    refused(INBOXES[inbox][0], frame)
+
+
+@settings(max_examples=600)
+@given(st.data())
+def test_damaged_messages_are_refused_or_decode(data: st.DataObject) -> None:
+    """Truncated, extended, flipped and spliced: a message or a ProtocolError, nothing else."""
+    inbox, message = data.draw(st.sampled_from(ALL))
+    frame = bytearray(encode(message))
+    kind = data.draw(st.sampled_from(["cut", "flip", "insert", "append", "splice"]))
+    at = data.draw(st.integers(0, len(frame) - 1))
+    if kind == "cut":
+        del frame[at:]
+    elif kind == "flip":
+        frame[at] ^= data.draw(st.integers(1, 255))
+    elif kind == "insert":
+        frame[at:at] = data.draw(st.binary(min_size=1, max_size=8))
+    elif kind == "append":
+        frame += data.draw(st.binary(min_size=1, max_size=8))
+    else:
+        other = encode(data.draw(st.sampled_from(ALL))[1])
+        frame[at:] = other[data.draw(st.integers(0, len(other) - 1)) :]
+    codec = INBOXES[inbox][0]
+    with contextlib.suppress(ProtocolError):
+        assert type(codec.decode(bytes(frame))) in {type(each) for each in INBOXES[inbox][1]}
+        assert kind not in ("cut", "append")
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_wrongly_typed_fields_are_refused_or_decode(data: st.DataObject) -> None:
+    """Well-formed msgpack with the right tag, and anything at all in one of the fields."""
+    inbox, message = data.draw(st.sampled_from([each for each in ALL if each[1].__struct_fields__]))
+    fields = msgspec.msgpack.decode(encode(message))
+    fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(VALUES)
+    with contextlib.suppress(ProtocolError):
+        INBOXES[inbox][0].decode(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        b"\x81\xa4type",
+        b"\x81\xa4type\xa5Drain" + b"\x00",
+        b"\x81\xa4type\xa4\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x81\xa4type\xdb\xff\xff\xff\xff",
+        b"\x82\xa4type\xa6Failed\xa4room\xc7\x0c\xff" + b"\xff" * 12,
+        b"\x81\x81\x01\x01\x02",
+    ],
+)
+@pytest.mark.parametrize("inbox", INBOXES)
+def test_chosen_frames(inbox: str, frame: bytes) -> None:
+    """Depth, lengths that are not there, text that is no UTF-8, dates that do not exist, keys that cannot be hashed."""
+    refused(INBOXES[inbox][0], frame)
+
+
+def test_depth_inside_a_field() -> None:
+    frame = encode(FOR_ROUTER[0])
+    name = b"effective_config"
+    start = frame.index(name) + len(name)
+    refused(router_inbox.codec, frame[:start] + b"\x81\xa1a" + b"\x91" * 50_000 + b"\x01")
+
+
+@pytest.mark.parametrize("inbox", INBOXES)
+def test_a_refusal_is_short_whatever_the_peer_sent(inbox: str) -> None:
+    """It goes to the log: a peer must not be able to write megabytes there."""
+    frame = msgspec.msgpack.encode({"type": "x" * 1_000_000})
+    text = refused(INBOXES[inbox][0], frame)
+    assert len(text) < 500
+    assert str(len(frame)) in text
+
+
+@pytest.mark.parametrize("room", [0, -1, MAX_ROOM + 1, "1", 1.0, None])
+def test_rooms(room: object) -> None:
+    frame = msgspec.msgpack.encode({"type": "Abort", "room": room, "reason": ""})
+    refused(prefill_inbox.codec, frame)
+    refused(router_inbox.codec, msgspec.msgpack.encode({"type": "Tokens", "runs": [[room, 0, []]]}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seed", 2**63), ("top_k", -1), ("top_k", 2**31), ("max_tokens", "9"), ("temperature", "hot")],
+)
+def test_sampling_values_that_no_tensor_holds(field: str, value: object) -> None:
+    """They are written into int32 and int64 rows on the device: refused at the socket, not there."""
+    for codec, message in ((prefill_inbox.codec, FOR_PREFILL), (decode_inbox.codec, FOR_DECODE)):
+        fields = msgspec.msgpack.decode(encode(message))
+        fields["sampling"][field] = value
+        refused(codec, msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize("token", [2**63, 2**64 - 1, "1", 1.5, None])
+def test_token_ids_that_no_tensor_holds(token: object) -> None:
+    for codec, message in ((prefill_inbox.codec, FOR_PREFILL), (decode_inbox.codec, FOR_DECODE)):
+        fields = msgspec.msgpack.decode(encode(message))
+        fields["token_ids"] = [1, token]
+        refused(codec, msgspec.msgpack.encode(fields))
+
+
+def test_what_a_node_says_of_itself_can_be_shown_as_json() -> None:
+    """/server_info writes it: extension types and keys that are no names must not get that far."""
+    fields = msgspec.msgpack.decode(encode(FOR_ROUTER[0]))
+    for value in ({"x": msgspec.msgpack.Ext(5, b"")}, {"x": [1]}, {1: 2}, {"x": b"raw"}):
+        refused(router_inbox.codec, msgspec.msgpack.encode({**fields, "effective_config": value}))
+
+
+def test_greedy() -> None:
+    assert SamplingParams(max_tokens=1, temperature=0.0).greedy
+    assert SamplingParams(max_tokens=1, temperature=1e-6).greedy
+    assert not SamplingParams(max_tokens=1, temperature=1e-4).greedy
+
+
+def test_identities_are_random_and_in_range() -> None:
+    rooms = {new_room() for _ in range(1000)}
+    assert len(rooms) == 1000
+    assert all(1 <= room <= MAX_ROOM for room in rooms)
+    assert len({new_incarnation() for _ in range(100)}) == 100
+    assert len(new_incarnation()) == 32

@@ -1,0 +1,382 @@
+"""A node's link to a router that is scripted by the test, over a real socket. The link's clock is the test's."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import zmq
+
+from common.ipc import RouterSocket
+from common.ipc.router_link import REGISTER_INTERVAL, RouterLink, control_first
+from common.messages import prefill_inbox, router_inbox
+from common.messages.generation import SamplingParams
+from common.messages.identity import NodeCounters, NodeLoad, NodeRef
+from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.prefill_inbox import Prefill
+from common.messages.router_inbox import Failed, Goodbye, Heartbeat, Register
+from common.messages.wire import encode
+from common.observability.logs import Log
+
+T = TypeVar("T")
+NODE = "n" * 32
+BEAT = f"{NODE}/beat".encode()
+INTERVAL = 0.01  # real seconds between heartbeats
+TIMEOUT = 2.0  # of the test's clock
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def until(condition: Callable[[], T], seconds: float = 5.0) -> T:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+    return value
+
+
+def prefill(room: int) -> Prefill:
+    return Prefill(
+        room=room,
+        request_id="q",
+        token_ids=[1],
+        emitted=0,
+        sampling=SamplingParams(max_tokens=1),
+        decode="d",
+        deadline_ms=1000,
+    )
+
+
+class Rig:
+    """A link and a router that answers what the test tells it to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.clock = Clock()
+        self.address = f"ipc://{directory}/router.sock"
+        self.node_context, self.router_context = (zmq.Context[zmq.Socket[bytes]]() for _ in range(2))
+        self.router: RouterSocket | None = RouterSocket(self.router_context, self.address)
+        self.link: RouterLink[Any] = RouterLink(
+            self.node_context,
+            self.address,
+            Register(
+                node=NodeRef(name="prefill-0", role="prefill", incarnation=NODE),
+                host="h",
+                pid=1,
+                model_fingerprint="f",
+                max_model_len=10,
+                page_size=16,
+                total_pages=4,
+                effective_config={},
+            ),
+            prefill_inbox.codec,
+            INTERVAL,
+            TIMEOUT,
+            Log("test"),
+            clock=self.clock,
+        )
+        self.heard: list[tuple[bytes, router_inbox.RouterMessage]] = []
+        self.incarnation = "router-a"
+        self.echoing = False
+        self.known = True
+
+    def close(self) -> None:
+        self.link.close()
+        if self.router is not None:
+            self.router.close()
+        self.node_context.destroy(linger=0)
+        self.router_context.destroy(linger=0)
+
+    def listen(self) -> list[tuple[bytes, router_inbox.RouterMessage]]:
+        """Take in what nodes said; echo heartbeats if told to."""
+        assert self.router is not None
+        for peer, frame in self.router.drain():
+            message = router_inbox.codec.decode(frame)
+            self.heard.append((peer, message))
+            if isinstance(message, Heartbeat) and self.echoing:
+                self.echo(message.sequence)
+        return self.heard
+
+    def echo(self, sequence: int) -> None:
+        self.say(
+            HeartbeatAck(router_incarnation=self.incarnation, sequence=sequence, known=self.known), to=BEAT
+        )
+
+    def say(self, message: msgspec.Struct, to: bytes = NODE.encode()) -> None:
+        assert self.router is not None
+        assert self.router.send(to, encode(message))
+
+    def said(self, kind: type[T]) -> list[T]:
+        return [message for _, message in self.listen() if isinstance(message, kind)]
+
+    def receive(self, count: int = 1) -> list[Any]:
+        """What the link hands to the main loop, once `count` messages have come."""
+        got: list[Any] = []
+        until(lambda: (got.extend(self.link.drain()), len(got) >= count)[1])
+        return got
+
+    def register(self) -> None:
+        """The node asks, the router answers."""
+        before = len(self.said(Register))
+        self.link.drain()
+        until(lambda: len(self.said(Register)) > before)
+        self.say(Registered(router_incarnation=self.incarnation))
+        self.receive()
+        assert self.link.registered
+
+    def beat(self) -> Heartbeat:
+        """A heartbeat that was sent from now on."""
+        count = len(self.said(Heartbeat))
+        return until(lambda: self.said(Heartbeat)[count + 1 :])[-1]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory(prefix="td") as directory:
+        made = Rig(Path(directory))
+        yield made
+        made.close()
+
+
+# -- registration ----------------------------------------------------------------------------------------------
+
+
+def test_registration_is_repeated_until_it_is_answered(rig: Rig) -> None:
+    for count in range(1, 4):
+        rig.link.drain()
+        rig.link.drain()  # at once again: nothing more is sent
+        until(lambda: len(rig.said(Register)) == count)  # noqa: B023
+        rig.clock.now += REGISTER_INTERVAL
+    assert not rig.link.registered
+    rig.say(Registered(router_incarnation="router-a"))
+    assert rig.receive() == [Registered(router_incarnation="router-a")]
+    assert rig.link.registered
+    said = len(rig.said(Register))
+    rig.clock.now += 10 * REGISTER_INTERVAL
+    rig.link.drain()
+    rig.link.send(Goodbye(incarnation=NODE))
+    until(lambda: rig.said(Goodbye))
+    assert len(rig.said(Register)) == said
+
+
+def test_a_rejection_reaches_the_node(rig: Rig) -> None:
+    rig.link.drain()
+    until(lambda: rig.said(Register))
+    rig.say(Rejected(reason="another model"))
+    assert rig.receive() == [Rejected(reason="another model")]
+    assert not rig.link.registered
+
+
+def test_a_node_speaks_under_its_incarnation(rig: Rig) -> None:
+    rig.link.drain()
+    rig.link.start()
+    until(lambda: rig.said(Heartbeat) and rig.said(Register))
+    assert {(peer, type(message)) for peer, message in rig.heard} == {
+        (NODE.encode(), Register),
+        (BEAT, Heartbeat),
+    }
+
+
+def test_an_unregistered_node_has_no_router_to_lose(rig: Rig) -> None:
+    rig.clock.now += 1e6
+    assert not rig.link.lost()
+
+
+# -- fencing ---------------------------------------------------------------------------------------------------
+
+
+def test_silence_is_lost_once_and_then_registers_again(rig: Rig) -> None:
+    rig.register()
+    rig.clock.now += TIMEOUT
+    assert not rig.link.lost()
+    rig.clock.now += 0.001
+    assert rig.link.lost()
+    assert not rig.link.lost()
+    assert not rig.link.registered
+    rig.register()  # without waiting for the interval
+    assert not rig.link.lost()
+
+
+def test_echoes_keep_the_link(rig: Rig) -> None:
+    rig.register()
+    rig.echoing = True
+    rig.link.start()
+    for _ in range(4):
+        rig.clock.now += TIMEOUT * 0.75
+        until(lambda: (rig.listen(), rig.link._echo is not None and rig.link._echo[1] == rig.clock.now)[1])
+        assert not rig.link.lost()
+
+
+def test_heartbeats_that_nobody_echoes_do_not_keep_it(rig: Rig) -> None:
+    rig.register()
+    rig.link.start()
+    rig.beat()
+    rig.clock.now += TIMEOUT + 0.001
+    rig.beat()
+    assert rig.link.lost()
+
+
+def test_a_new_router_on_the_same_address(rig: Rig) -> None:
+    """Killed and started again: the node drops the old one's requests and registers with the new one."""
+    rig.register()
+    rig.echoing = True
+    rig.link.start()
+    rig.beat()
+    assert rig.router is not None
+    rig.router.close()
+    rig.router = RouterSocket(rig.router_context, rig.address)
+    rig.incarnation, rig.known = "router-b", False
+    until(lambda: (rig.listen(), rig.link.lost())[1])
+    assert not rig.link.registered
+    rig.known = True
+    rig.register()
+    beat = rig.beat()
+    until(lambda: (rig.listen(), rig.link._echo is not None and rig.link._echo[0] == "router-b")[1])
+    assert beat.incarnation == NODE
+    assert not rig.link.lost()
+
+
+def test_a_node_that_the_router_gave_up_is_lost(rig: Rig) -> None:
+    rig.register()
+    rig.link.start()
+    rig.beat()
+    rig.known = False
+    rig.echo(rig.beat().sequence)
+    until(rig.link.lost)
+    assert not rig.link.lost()
+    rig.known, rig.echoing = True, True
+    rig.register()
+    assert not rig.link.lost()
+
+
+def test_an_old_answer_says_nothing_about_a_new_registration(rig: Rig) -> None:
+    """Heartbeats sent before the registration arrived are answered `known: false` after it."""
+    rig.link.start()
+    early = rig.beat()
+    rig.register()
+    rig.known = False
+    rig.echo(early.sequence)
+    until(lambda: rig.link._echo is not None and rig.link._echo[1] == rig.clock.now)
+    rig.known, rig.echoing = True, True
+    rig.beat()
+    rig.beat()
+    assert not rig.link.lost()
+
+
+def test_a_probe_on_the_main_socket_is_no_echo(rig: Rig) -> None:
+    """The router sends one to see whether the socket is alive: it proves one way only."""
+    rig.register()
+    rig.clock.now += TIMEOUT + 1
+    rig.say(HeartbeatAck(router_incarnation="router-a", sequence=0, known=True))
+    rig.receive()
+    assert rig.link.lost()
+
+
+# -- heartbeats ------------------------------------------------------------------------------------------------
+
+
+def test_heartbeats_go_on_while_the_main_loop_is_blocked(rig: Rig) -> None:
+    """This thread is the main loop and does nothing for the link: the age of its last turn travels."""
+    load = NodeLoad(queued=3, total_pages=9)
+    rig.link.publish("up", load, NodeCounters(steps=7))
+    rig.link.start()
+    first = rig.beat()
+    assert (first.state, first.load, first.counters.steps, first.loop_age_ms) == ("up", load, 7, 0)
+    rig.clock.now += 5.0
+    later = rig.beat()
+    assert later.loop_age_ms == 5000
+    assert later.sequence > first.sequence
+    rig.link.publish("draining", load, NodeCounters())
+    turned = rig.beat()
+    assert (turned.state, turned.loop_age_ms) == ("draining", 0)
+
+
+def test_before_the_first_turn_a_node_is_loading(rig: Rig) -> None:
+    rig.link.start()
+    assert rig.beat().state == "loading"
+
+
+def test_noise_on_the_heartbeat_socket_is_ignored(rig: Rig) -> None:
+    rig.link.start()
+    rig.beat()
+    assert rig.router is not None
+    assert rig.router.send(BEAT, b"\xc1")
+    rig.say(Drain(), to=BEAT)
+    rig.beat()
+    rig.beat()
+    assert rig.link.refused_messages == 0
+
+
+def test_closing_ends_the_thread_and_frees_the_context(rig: Rig) -> None:
+    rig.link.start()
+    rig.beat()
+    rig.link.send(Goodbye(incarnation=NODE))
+    rig.link.close()
+    rig.node_context.term()
+    until(lambda: rig.said(Goodbye))
+    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_closing_a_link_that_was_never_started(rig: Rig) -> None:
+    rig.link.close()
+    rig.node_context.term()
+
+
+# -- messages --------------------------------------------------------------------------------------------------
+
+
+def test_control_comes_before_work(rig: Rig) -> None:
+    rig.register()
+    sent = [
+        prefill(1),
+        prefill(2),
+        Abort(room=9, reason="gone"),
+        prefill(3),
+        PeerLost(incarnation="p"),
+        Drain(),
+    ]
+    for message in sent:
+        rig.say(message)
+    time.sleep(0.05)  # so that all of it is one drain
+    got = rig.receive(len(sent))
+    assert [type(message) for message in got[:3]] == [Abort, PeerLost, Drain]
+    assert [message.room for message in got[3:]] == [1, 2, 3]
+
+
+def test_an_abort_that_overtakes_its_request_takes_it_along() -> None:
+    """Otherwise the abort meets an unknown room, and then the request runs with nobody waiting for it."""
+    messages = [prefill(1), prefill(2), Abort(room=1, reason="gone"), Abort(room=3, reason="gone")]
+    assert control_first(messages) == [*messages[2:], messages[1]]
+
+
+def test_order_within_a_kind_is_kept() -> None:
+    messages = [prefill(2), Drain(), prefill(1), Abort(room=7, reason=""), PeerLost(incarnation="p")]
+    assert control_first(messages) == [messages[1], messages[3], messages[4], messages[0], messages[2]]
+
+
+def test_what_is_not_in_the_inbox_is_counted(rig: Rig) -> None:
+    rig.register()
+    assert rig.router is not None
+    rig.router.send(NODE.encode(), b"\xc1")
+    rig.say(Failed(room=1, code="x", message=""))  # the router's own inbox
+    rig.say(Drain())
+    assert rig.receive() == [Drain()]
+    assert rig.link.refused_messages == 2
+
+
+def test_what_cannot_be_sent_is_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.link._dealer, "send", lambda frame: False)
+    rig.link.send(Goodbye(incarnation=NODE))
+    rig.link.send(Goodbye(incarnation=NODE))
+    assert rig.link.unsent_messages == 2

@@ -1,0 +1,405 @@
+"""Faults between two real nodes: what is lost is answered, what is left goes on, nothing leaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine.overlap import Completion, Deferred, Immediate
+from common.messages.node_inbox import Abort, PeerLost
+from common.messages.router_inbox import Failed, FirstToken, Tokens
+from kv_transfer.transport.loopback import Fault
+from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.fakes.tiny_model import VOCAB, reference
+from tests.unit.decode_node.test_exactness import SAMPLED, expect_reference, prompt_of
+
+SMALL = Shape(page_size=4, chunk_tokens=8, decode_pool=160, reserved_tokens=4)
+
+
+@pytest.mark.parametrize("damage", ["corrupt", "drop", "truncate", "fail", "duplicate"])
+@pytest.mark.parametrize("write", range(4))
+def test_a_damaged_write(damage: Any, write: int) -> None:
+    """Pages 0-3 or the record are damaged once: the request is prefilled again, its text does not differ."""
+    with NodeCluster(SMALL) as cluster:
+        cluster.fabric.plan = lambda n: Fault(damage=damage if n == write else "none")
+        call = cluster.submit(prompt_of(30), 6, seed=1, **SAMPLED)
+        cluster.run()
+        expect_reference(call)
+        assert call.attempts == (1 if damage == "duplicate" else 2)
+        received = cluster.decode.link.counters
+        assert received.transfer_failures == call.attempts - 1
+        if damage in ("corrupt", "drop", "truncate"):
+            assert received.checksum_failures + received.record_failures == 1
+        cluster.settle()
+
+
+@pytest.mark.parametrize("fencing", [False, True])
+def test_a_write_that_hangs_is_given_up_and_its_pages_wait(fencing: bool) -> None:
+    with NodeCluster(replace(SMALL, fencing=fencing), resubmit=False) as cluster:
+        cluster.fabric.plan = lambda n: Fault(damage="stick" if n == 1 else "none")
+        call = cluster.submit(prompt_of(30), 6)
+        cluster.run(dt=0.5)
+        assert call.error is not None
+        assert call.error.code == "transfer_failed"
+        cluster.turn(10)
+        free_then = cluster.decode.space.leased_pages == 0
+        assert free_then is fencing, "without a fence, pages that may still be written are not given away"
+        assert (cluster.decode.link.load.quarantined_pages > 0) is not fencing
+        other = cluster.submit(prompt_of(30, 9), 6)
+        cluster.fabric.unstick()
+        cluster.run()
+        expect_reference(other)
+        cluster.settle()
+
+
+def test_a_prefill_node_dies_in_the_middle() -> None:
+    """It is dead for the decode node's transport at once, for the router later."""
+    with NodeCluster(replace(SMALL, prefills=2)) as cluster:
+        cluster.fabric.plan = lambda n: Fault(delay=1e6 if n < 2 else 0)
+        call = cluster.submit(prompt_of(30), 6)
+        cluster.turn(4)
+        cluster.kill(cluster.prefill)
+        cluster.run()
+        expect_reference(call)
+        assert call.attempts == 2
+        cluster.lose(cluster.prefill)
+        again = cluster.submit(prompt_of(30), 6, prefill=1)
+        cluster.run()
+        expect_reference(again)
+        cluster.settle()
+
+
+def test_a_prefill_node_that_was_declared_lost_but_lives() -> None:
+    """Its pages stay in quarantine until it acknowledges the abort, over the connection that was there before."""
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        cluster.fabric.plan = lambda n: Fault(damage="stick" if n == 1 else "none")
+        call = cluster.submit(prompt_of(30), 6)
+        cluster.run(until=lambda: cluster.fabric.writes >= 2)
+        cluster.turn(2)
+        cluster.decode.link.deliver(PeerLost(incarnation=cluster.prefill.ref.incarnation))
+        cluster.turn(3)
+        assert call.error is not None
+        assert call.error.code == "node_lost"
+        assert cluster.decode.link.load.quarantined_pages == 8
+        cluster.fabric.unstick()
+        cluster.run(until=lambda: not len(cluster.decode.node.queues), limit=50)
+        cluster.settle()
+        # and the same incarnation can be used again
+        later = cluster.submit(prompt_of(20), 6)
+        cluster.run(limit=100)
+        expect_reference(later)
+        cluster.settle()
+
+
+def test_a_prefill_node_that_answers_late_is_asked_again() -> None:
+    """Hello was not answered in time (a stopped process, say): the pair is usable again once it answers."""
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        cluster.prefill.alive = False
+        early = cluster.submit(prompt_of(5), 6)
+        cluster.run(dt=0.5)
+        assert early.error is not None
+        assert early.error.code == "transfer_failed"
+        cluster.prefill.alive = True
+        cluster.prefill.link.deliver(Abort(room=early.room, reason="the request ended at the router"))
+        cluster.turn(5)
+        later = cluster.submit(prompt_of(20), 6)
+        cluster.run(limit=100)
+        assert later.error is None or later.error.code in ("transfer_failed", "node_lost"), (
+            "may be placed again"
+        )
+        again = cluster.submit(prompt_of(20), 6)
+        cluster.run(limit=100)
+        expect_reference(again)
+        cluster.settle()
+
+
+def test_reservations_that_wait_hear_of_a_lost_prefill_node() -> None:
+    with NodeCluster(replace(SMALL, prefills=2, max_transferring=1), resubmit=False) as cluster:
+        cluster.submit(prompt_of(30), 3, legs="d")  # its prompt never comes
+        waits = cluster.submit(prompt_of(30, 1), 3, prefill=1, legs="d")
+        cluster.turn(3)
+        cluster.decode.link.deliver(PeerLost(incarnation=cluster.prefills[1].ref.incarnation))
+        cluster.turn(2)
+        assert waits.error is not None
+        assert waits.error.code == "node_lost"
+
+
+def test_an_address_that_cannot_be_connected_to_fails_one_request() -> None:
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        good = cluster.prefill.ref
+        cluster.prefill.ref = type(good)(
+            name="prefill-x", role="prefill", incarnation="f" * 32, peer_address="carrier-pigeon://roof"
+        )
+        call = cluster.submit(prompt_of(5), 3)
+        cluster.run(limit=20)
+        assert call.error is not None
+        cluster.prefill.ref = good
+        other = cluster.submit(prompt_of(5), 3)
+        cluster.run(limit=50)
+        expect_reference(other)
+        cluster.settle()
+
+
+def test_the_decode_node_is_lost_for_the_prefill_node() -> None:
+    with NodeCluster(replace(SMALL, decodes=2)) as cluster:
+        calls = [cluster.submit(prompt_of(30, n), 6, seed=n, **SAMPLED) for n in range(4)]
+        cluster.turn(3)
+        cluster.kill(cluster.decode)
+        cluster.lose(cluster.decode)
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_a_request_that_ends_with_its_first_token(completion: type[Completion]) -> None:
+    """Its reservation is released, whether it came before or after, and it never enters the batch."""
+    prompt = prompt_of(11)
+    eos = reference(tuple(prompt), _greedy(5))[0][0]
+    for legs in ("dp", "pd", "p"):
+        for max_tokens, stops in ((1, ()), (5, (eos,))):
+            with NodeCluster(replace(SMALL, completion=completion)) as cluster:
+                call = cluster.submit(prompt, max_tokens, stop_token_ids=stops, legs=legs[:1])
+                cluster.turn(2)
+                for leg in legs[1:]:
+                    cluster.send_leg(call, leg)
+                cluster.run()
+                expect_reference(call)
+                assert (call.ids, call.finish) == ([eos], "stop" if stops else "length")
+                cluster.run(until=lambda cluster=cluster: not len(cluster.decode.node.queues), limit=50)  # type: ignore[misc]
+                assert cluster.decode.link.counters.steps == 0
+                assert not cluster.failures
+                cluster.settle()
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_stop_tokens_at_every_place(completion: type[Completion]) -> None:
+    prompt = prompt_of(9)
+    whole = reference(tuple(prompt), _greedy(12))[0]
+    with NodeCluster(replace(SMALL, completion=completion)) as cluster:
+        calls = [cluster.submit(prompt, 12, stop_token_ids=(whole[k], VOCAB + 5)) for k in range(12)]
+        cluster.run()
+        expect_reference(*calls)
+        for k, call in enumerate(calls):
+            assert call.ids == whole[: whole.index(whole[k]) + 1]
+            assert call.finish == "stop"
+        cluster.settle()
+
+
+def _greedy(max_tokens: int) -> Any:
+    from common.messages.generation import SamplingParams
+
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_logits_that_are_not_finite_end_one_request(
+    where: str, sampled: bool, completion: type[Completion]
+) -> None:
+    options: dict[str, Any] = SAMPLED if sampled else {}
+    with NodeCluster(replace(SMALL, completion=completion)) as cluster:
+        bad = cluster.submit(prompt_of(9, 1), 12, seed=1, **options)
+        others = [cluster.submit(prompt_of(9 + n, 2), 12, seed=n, **options) for n in range(3)]
+        side = cluster.prefill if where == "prefill" else cluster.decode
+        _poison(side.step, rows=1 if where == "prefill" else 5)
+        cluster.run()
+        assert bad.error is not None
+        assert bad.error == Failed(
+            room=bad.room, code="internal_error", message="the model produced logits that are not finite"
+        )
+        expect_reference(*others)
+        cluster.settle()
+        again = cluster.submit(
+            prompt_of(9, 1), 12, seed=1, **options
+        )  # nothing of it was kept that spoils others
+        cluster.run()
+        expect_reference(again)
+        cluster.settle()
+
+
+def _poison(step: Any, rows: int) -> None:
+    """NaN for the first row of logits of the `rows`-th forward that has any, and in its KV."""
+    inner, seen = step._runner, 0
+
+    def run(batch: Any) -> Any:
+        nonlocal seen
+        with torch.inference_mode():
+            output = inner(batch)
+            seen += len(output.logits) > 0
+            if len(output.logits) and seen == rows:
+                slot, size = int(batch.kv_slots[batch.logits_rows[0]]), inner.pool.page_size
+                output.logits[0] = torch.nan
+                for layer in range(inner.pool.num_layers):
+                    inner.pool.key(layer)[slot // size, slot % size] = torch.nan
+        return output
+
+    step._runner = run
+
+
+# -- messages that cross, arrive late or make no sense
+
+
+@pytest.mark.parametrize("order", ["before", "after", "alone"])
+def test_an_abort_that_arrives_together_with_its_request(order: str) -> None:
+    """Control goes before work, but an abort must not overtake the very request that it is about."""
+    with NodeCluster(SMALL) as cluster:
+        call = cluster.submit(prompt_of(30), 60)
+        cluster.abort(call)  # in the same drain on both nodes
+        if order == "before":
+            cluster.prefill.link._inbox.reverse()
+            cluster.decode.link._inbox.reverse()
+        elif order == "alone":
+            cluster.decode.link._inbox.clear()
+        cluster.turn(3)
+        assert not len(cluster.prefill.node.queues)
+        assert not len(cluster.decode.node.queues)
+        assert not call.output
+        cluster.settle()
+
+
+def test_unknown_rooms_are_ignored() -> None:
+    with NodeCluster(SMALL) as cluster:
+        for side in (cluster.prefill, cluster.decode):
+            side.link.deliver(Abort(room=99, reason="never heard of"), PeerLost(incarnation="e" * 32))
+        cluster.turn(3)
+        assert not cluster.failures
+        cluster.settle()
+
+
+def test_a_room_twice_is_refused_and_the_first_goes_on() -> None:
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        call = cluster.submit(prompt_of(30), 6, legs="dpdp")
+        call_by_room = cluster._by_room.pop(call.room)
+        cluster.turn(1)
+        refused = [f for f in cluster.failures if f.room == call.room]
+        assert not refused or {f.code for f in refused} <= {"invalid_value"}
+        cluster._by_room[call.room] = call_by_room
+        cluster.abort(call)
+        cluster.settle()
+
+
+@pytest.mark.parametrize("tokens", [[VOCAB], [-1], [2**62], [5, 5, VOCAB + 7]])
+def test_tokens_outside_of_the_vocabulary_are_refused(tokens: list[int]) -> None:
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        call = cluster.submit(tokens, 3)
+        other = cluster.submit(prompt_of(7), 3)
+        cluster.run()
+        assert call.error is not None
+        assert call.error.code == "invalid_value"
+        expect_reference(other)
+        cluster.settle()
+
+
+def test_a_request_that_is_longer_than_the_model_allows() -> None:
+    """The page table has room for max_model_len tokens: more must not get as far as the table."""
+    with NodeCluster(replace(SMALL, max_len=64), resubmit=False) as cluster:
+        too_long = cluster.submit(prompt_of(30), 60)
+        cluster.run(limit=200)
+        assert too_long.error is not None
+        assert too_long.error.code == "invalid_value"
+        fits = cluster.submit(prompt_of(30), 34)
+        cluster.run()
+        expect_reference(fits)
+        cluster.settle()
+
+
+def test_queues_are_bounded() -> None:
+    with NodeCluster(
+        replace(SMALL, max_queue=3, max_transferring=1, prefill_pool=32), resubmit=False
+    ) as cluster:
+        calls = [cluster.submit(prompt_of(30, n), 3) for n in range(12)]
+        cluster.run()
+        codes = {call.error.code for call in calls if call.error}
+        assert codes == {"overloaded"}
+        assert any(call.finish for call in calls)
+        expect_reference(*(call for call in calls if call.finish))
+        cluster.settle()
+
+
+def test_draining_nodes_finish_what_they_have() -> None:
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        calls = [cluster.submit(prompt_of(20, n), 9) for n in range(3)]
+        cluster.turn(2)
+        cluster.prefill.node.drain()
+        cluster.decode.node.drain()
+        late = cluster.submit(prompt_of(5), 3)
+        cluster.run()
+        expect_reference(*calls)
+        assert late.error is not None
+        assert late.error.code == "node_lost", "may be placed elsewhere"
+        cluster.turn(3)
+        assert cluster.prefill.link.state == cluster.decode.link.state == "draining"
+        assert cluster.prefill.node._stopping
+        assert cluster.decode.node._stopping
+        cluster.settle()
+
+
+def test_first_token_goes_out_before_the_transfer() -> None:
+    with NodeCluster(SMALL) as cluster:
+        cluster.fabric.plan = lambda n: Fault(delay=0.05)
+        call = cluster.submit(prompt_of(30), 4)
+        cluster.run()
+        assert call.first_token_turn is not None
+        assert call.done_turn is not None
+        assert call.done_turn - call.first_token_turn > 30
+        stages = list(call.prefill_stages or {})
+        assert sorted(stages[:3]) == ["prefill_start", "queued", "slots"]
+        assert stages[3:] == ["prefill_end", "last_page_sent", "record_sent"]
+        assert list(call.decode_stages or {}) == [
+            "reserved",
+            "record_accepted",
+            "decode_start",
+            "first_decode",
+            "finished",
+        ]
+        cluster.settle()
+
+
+def test_a_prompt_and_a_reservation_that_wait_for_each_other() -> None:
+    """The decode node let a smaller request pass, the prefill node did not: neither may hold what the other needs."""
+    shape = replace(
+        SMALL,
+        prefill_pool=64,
+        decode_pool=96,
+        skip_ahead=4,
+        reserved_tokens=0,
+        decode_cache=False,
+        prefill_cache=False,
+    )
+    with NodeCluster(shape, resubmit=False) as cluster:
+        running = cluster.submit(prompt_of(40), 8)
+        cluster.run(until=lambda: len(running.output) >= 2)
+        large = cluster.submit(prompt_of(60), 8)  # fits on the prefill node, waits on the decode node
+        small = cluster.submit(prompt_of(44), 8)  # passes on the decode node, waits on the prefill node
+        cluster.run(limit=300)
+        expect_reference(running, large, small)
+        cluster.settle()
+
+
+def test_the_prefill_leg_of_a_refused_reservation_is_stopped() -> None:
+    with NodeCluster(replace(SMALL, decode_pool=32), resubmit=False) as cluster:
+        call = cluster.submit(prompt_of(40), 8)
+        cluster.run()
+        assert call.error is not None
+        assert call.error.code == "invalid_value"
+        assert "lower max_tokens" in call.error.message
+        cluster.settle()
+
+
+def test_messages_of_a_refused_request_come_in_order() -> None:
+    """Failed of a preempted request comes behind all its tokens: what the client has is what the retry counts on."""
+    shape = Shape(page_size=4, decode_pool=96, reserved_tokens=4, backup_bytes=0, completion=Deferred)
+    with NodeCluster(shape, resubmit=False) as cluster:
+        calls = [cluster.submit(prompt_of(10 + n, n), 40) for n in range(4)]
+        cluster.run()
+        failed = [call for call in calls if call.error is not None]
+        assert failed
+        for call in failed:
+            assert call.ids == reference(tuple(call.prompt), call.sampling)[0][: len(call.ids)]
+        cluster.settle()
+        assert not [m for m in cluster.decode.link.taken() if isinstance(m, Tokens | FirstToken)]

@@ -1,0 +1,86 @@
+"""The decode node's two helpers alone: connections to prefill nodes, and host memory for retracted requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.errors import Overloaded, TransferFailed
+from common.messages.identity import NodeRef
+from decode_node import peers as module
+from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.unit.decode_node.test_exactness import expect_reference, prompt_of
+
+SMALL = Shape(page_size=4, decode_pool=96, reserved_tokens=4)
+
+
+def ref(number: int, address: str = "") -> NodeRef:
+    return NodeRef(
+        name=f"p{number}",
+        role="prefill",
+        incarnation=f"{number:032x}",
+        peer_address=address or f"inproc://nobody-{number}",
+    )
+
+
+def test_one_socket_per_incarnation_and_lost_ones_are_closed_when_nobody_needs_them() -> None:
+    with NodeCluster(SMALL) as cluster:
+        peers = cluster.decode.peers
+        for _ in range(3):
+            peers.ensure(ref(7))
+        peers.ensure(ref(8))
+        assert set(peers._dealers) == {ref(7).incarnation, ref(8).incarnation}
+        peers.close_unused(set())
+        assert len(peers._dealers) == 2, "nobody is lost"
+        peers.lost(ref(7).incarnation)
+        peers.lost("f" * 32)
+        peers.close_unused({ref(7).incarnation})
+        assert len(peers._dealers) == 2, "an abort is to be acknowledged over it"
+        peers.ensure(ref(7))
+        peers.close_unused(set())
+        assert len(peers._dealers) == 2, "said Hello again: not lost any more"
+        peers.lost(ref(7).incarnation)
+        peers.close_unused(set())
+        assert set(peers._dealers) == {ref(8).incarnation}
+
+
+def test_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PEERS", 3)
+    with NodeCluster(SMALL) as cluster:
+        peers = cluster.decode.peers
+        for number in range(3):
+            peers.ensure(ref(100 + number))
+        with pytest.raises(Overloaded, match="talks to 3 prefill nodes"):
+            peers.ensure(ref(200))
+        peers.lost(ref(100).incarnation)
+        peers.close_unused(set())
+        peers.ensure(ref(200))
+
+
+def test_an_address_that_is_none_may_be_tried_elsewhere() -> None:
+    with NodeCluster(SMALL) as cluster:
+        with pytest.raises(TransferFailed, match="prefill node p7 cannot be connected to"):
+            cluster.decode.peers.ensure(ref(7, "carrier-pigeon://roof"))
+        assert not cluster.decode.peers._dealers
+
+
+def test_backups_stay_within_their_memory() -> None:
+    """Room for one backup of two: one request comes back from it, another is preempted and placed again."""
+    page = 4 * 2 * 2 * 2 * 8 * 4  # tokens, key and value, layers, heads, width, bytes
+    shape = replace(SMALL, backup_bytes=8 * page)
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(10 + n, n), 40) for n in range(5)]
+        most = 0
+        while not all(call.over for call in calls):
+            cluster.turn()
+            used = cluster.decode.retraction.used_bytes
+            held = [r.backup for r in cluster.decode.node.queues.retracted if r.backup]
+            assert used == sum(backup.nbytes for backup in held) <= shape.backup_bytes
+            most = max(most, used)
+            assert cluster.turns < 2000
+        expect_reference(*calls)
+        assert most > 0
+        assert "preempted" in {failed.code for failed in cluster.failures}
+        assert cluster.decode.link.counters.retractions > len(cluster.failures)
+        cluster.settle()

@@ -1,0 +1,159 @@
+"""Child processes of the supervisor: progress, logs, end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.children import TAIL_BYTES, Child
+
+PROGRAM = """
+import argparse, os, signal, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("script")
+parser.add_argument("--status-fd", type=int)
+arguments = parser.parse_args()
+def say(text):
+    os.write(arguments.status_fd, text.encode())
+exec(arguments.script)
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Child]]:
+    """A child that runs a script, in which say() writes to the supervisor's descriptor."""
+    (tmp_path / "scripted.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made: list[Child] = []
+
+    def child(script: str) -> Child:
+        made.append(Child(f"child-{len(made)}", ["scripted", script], tmp_path / f"{len(made)}.log"))
+        return made[-1]
+
+    yield child
+    for each in made:
+        if each.launched:
+            each.stop(0)
+            until(lambda: each.read_progress() and each._status < 0)  # noqa: B023
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.005)
+
+
+def test_progress(make: Callable[[str], Child]) -> None:
+    child = make(
+        """say('{"phase":"loading","done":1,"total":4}\\n{"phase":"load'); time.sleep(0.1); """
+        """say('ing","done":3,"total":4}\\n'); input()"""
+    )
+    assert not child.launched
+    child.start()
+    assert child.launched
+    assert child.progress.phase == "importing"
+    until(lambda: child.read_progress().done == 1)
+    until(lambda: child.read_progress().done == 3)
+    assert (child.progress.phase, child.progress.total) == ("loading", 4)
+
+
+@pytest.mark.parametrize("line", ["", "nonsense", '{"phase":"dancing"}', "[]", "{", "\\xff"])
+def test_a_line_that_is_no_progress_is_passed_over(make: Callable[[str], Child], line: str) -> None:
+    child = make(f"""say('{line}\\n{{"phase":"ready"}}\\n'); time.sleep(9)""")
+    child.start()
+    until(lambda: child.read_progress().phase == "ready")
+
+
+def test_exit_code_and_log(make: Callable[[str], Child]) -> None:
+    child = make("print('on stdout', flush=True); print('on stderr', file=sys.stderr); sys.exit(3)")
+    child.start()
+    until(lambda: child.exit_code is not None)
+    assert child.exit_code == 3
+    assert child.log_tail() == "on stdout\non stderr\n"
+
+
+def test_stop_lets_it_finish(make: Callable[[str], Child]) -> None:
+    child = make('signal.signal(15, lambda n, f: sys.exit(0)); say(\'{"phase":"ready"}\\n\'); time.sleep(9)')
+    child.start()
+    until(lambda: child.read_progress().phase == "ready")
+    assert child.stop(5)
+    assert child.exit_code == 0
+    assert child.stop(5)  # again: it is gone
+    child.signal(signal.SIGTERM)
+
+
+def test_stop_kills_what_does_not_listen(make: Callable[[str], Child]) -> None:
+    child = make('signal.signal(15, signal.SIG_IGN); say(\'{"phase":"ready"}\\n\'); time.sleep(9)')
+    child.start()
+    until(lambda: child.read_progress().phase == "ready")
+    assert not child.stop(0.1)
+    assert child.exit_code == -signal.SIGKILL
+
+
+def test_ctrl_c_of_the_terminal_does_not_reach_it(make: Callable[[str], Child]) -> None:
+    child = make("time.sleep(9)")
+    child.start()
+    assert os.getsid(child.pid) == child.pid
+
+
+def test_starting_again(make: Callable[[str], Child], tmp_path: Path) -> None:
+    """The log is kept, the progress begins again, and no descriptor is left behind."""
+    child = make('print(\'here\'); say(\'{"phase":"ready"}\\n{"phase":\')')
+    before = len(os.listdir("/proc/self/fd"))
+    for round_ in range(1, 4):
+        child.start()
+        assert child.progress.phase == "importing"
+        until(
+            lambda: child.exit_code is not None
+        )  # its end is not read: the next start has to close the pipe
+        assert child.log_tail() == "here\n" * round_
+    until(lambda: child.read_progress().phase == "ready" and child._status < 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "scripted.py").write_text(PROGRAM)
+    code = (
+        "from pathlib import Path; from deploy.children import Child; import time\n"
+        f"child = Child('c', ['scripted', 'time.sleep(30)'], Path({str(tmp_path / 'log')!r})); child.start()\n"
+        "print(child.pid, flush=True); time.sleep(30)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        supervisor.kill()
+    until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("log", "tail"),
+    [
+        ("", ""),
+        ("short\n", "short\n"),
+        ("x" * (TAIL_BYTES - 1) + "\n", "x" * (TAIL_BYTES - 1) + "\n"),
+        ("first " * 500 + "\nsecond\nthird\n", "second\nthird\n"),
+        ("é" * TAIL_BYTES + "\nlast\n", "last\n"),
+    ],
+)
+def test_log_tail_begins_with_a_whole_line(tmp_path: Path, log: str, tail: str) -> None:
+    child = Child("c", [], tmp_path / "log")
+    assert child.log_tail() == ""  # no file
+    (tmp_path / "log").write_text(log)
+    assert child.log_tail() == tail
+
+
+def test_log_tail_of_one_long_line(tmp_path: Path) -> None:
+    """A traceback is one line of JSON: the person has to see its end."""
+    (tmp_path / "log").write_text("{" + "x" * 9000 + " out of memory}\n")
+    assert Child("c", [], tmp_path / "log").log_tail().endswith(" out of memory}\n")

@@ -1,0 +1,78 @@
+"""The state file of a running cluster, and telling a process from a later one with its pid."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.process_table import Entry, Table, entry, read_table, start_time, table_path, write_table
+
+
+def table(supervisor: Entry) -> Table:
+    return Table(
+        supervisor=supervisor,
+        cluster="/c.yaml",
+        url="http://127.0.0.1:1",
+        state="ready",
+        processes={"router": supervisor},
+    )
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    written = table(entry(os.getpid()))
+    write_table(tmp_path, written)
+    assert read_table(tmp_path) == written
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
+    write_table(tmp_path, written)  # over an existing one
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert read_table(tmp_path) is None
+    assert read_table(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"supervisor": 7}', "\x00\xff"])
+def test_what_is_no_table(tmp_path: Path, text: str) -> None:
+    table_path(tmp_path).write_text(text)
+    assert read_table(tmp_path) is None
+
+
+def test_what_a_killed_supervisor_left(tmp_path: Path) -> None:
+    me = entry(os.getpid())
+    write_table(tmp_path, table(Entry(pid=me.pid, started=me.started - 1)))  # its pid is somebody else's now
+    assert read_table(tmp_path) is None
+
+
+def test_alive() -> None:
+    assert entry(os.getpid()).alive
+    assert not Entry(pid=os.getpid(), started=1).alive
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        record = entry(child.pid)
+        assert record.alive
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert start_time(child.pid) is None  # a zombie
+        assert not record.alive
+    assert not record.alive
+    assert entry(child.pid) == Entry(pid=child.pid, started=0)
+    assert not entry(child.pid).alive
+
+
+@pytest.mark.parametrize("name", [b"a) R 1 2 3", b"(((", b"\xff\xfe x", b")"])
+def test_a_process_may_have_any_name(name: bytes) -> None:
+    code = f"import ctypes, sys; ctypes.CDLL(None).prctl(15, {name!r}); print('named', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        started = start_time(child.pid)
+        assert started is not None
+        mine = start_time(os.getpid())
+        assert mine is not None
+        assert started >= mine  # it is the right field: ticks since boot
+        child.kill()

@@ -1,0 +1,196 @@
+"""Leases over free list and prefix cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys
+from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
+
+
+def space(pages: int = 8, page_size: int = 2) -> PageSpace:
+    return PageSpace(page_size, pages + 1, RadixCache(page_size))
+
+
+def take(pages: PageSpace, tokens: list[int], num_pages: int, max_cached: int | None = None) -> PageLease:
+    lease = pages.lease(as_keys(tokens), num_pages, len(tokens) if max_cached is None else max_cached)
+    assert lease is not None
+    pages.check_integrity()
+    return lease
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 1), (2, 1), (3, 2), (16, 8)])
+def test_pages_for(tokens: int, expected: int) -> None:
+    assert space().pages_for(tokens) == expected
+
+
+def test_a_fresh_lease() -> None:
+    pages = space()
+    lease = take(pages, [1, 2, 3], 2)
+    assert lease.pages == [1, 2]
+    assert (lease.cached_pages, lease.cached_tokens) == (0, 0)
+    assert (pages.free_pages, pages.leased_pages, pages.available_pages) == (6, 2, 6)
+    lease.release()
+    assert (pages.free_pages, pages.leased_pages) == (8, 0)
+
+
+def test_what_is_committed_is_matched_by_the_next() -> None:
+    pages = space()
+    first = take(pages, [1, 2, 3, 4, 5], 3)
+    first.commit(as_keys([1, 2, 3, 4, 5]))
+    first.release()
+    assert (pages.free_pages, pages.cache.cached_pages, pages.leased_pages) == (6, 2, 0)
+    second = take(pages, [1, 2, 3, 4, 9], 3, max_cached=4)
+    assert second.pages[:2] == [1, 2]
+    assert (second.cached_pages, second.cached_tokens) == (2, 4)
+    assert (pages.leased_pages, pages.available_pages) == (1, 5)
+    second.release()
+    pages.check_integrity()
+
+
+@pytest.mark.parametrize(("max_cached", "expected"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (99, 2)])
+def test_at_least_the_tokens_that_must_be_computed_are_left(max_cached: int, expected: int) -> None:
+    pages = space()
+    lease = take(pages, [1, 2, 3, 4], 2)
+    lease.commit(as_keys([1, 2, 3, 4]))
+    lease.release()
+    assert take(pages, [1, 2, 3, 4], 2, max_cached).cached_pages == expected
+
+
+def test_a_lease_never_holds_more_pages_than_asked_for() -> None:
+    pages = space()
+    lease = take(pages, [1, 2, 3, 4], 2)
+    lease.commit(as_keys([1, 2, 3, 4]))
+    lease.release()
+    short = take(pages, [1, 2, 3, 4], 1)
+    assert short.pages == [1]
+    assert short.cached_pages == 1
+
+
+def test_no_room_holds_nothing() -> None:
+    pages = space()
+    first = take(pages, [1, 2, 3, 4], 2)
+    first.commit(as_keys([1, 2, 3, 4]))
+    assert pages.lease(as_keys([1, 2, 3, 4]), 9, 4) is None
+    pages.check_integrity()
+    assert (pages.free_pages, pages.leased_pages) == (6, 0)
+    first.release()
+    assert pages.cache.evictable_pages == 2
+
+
+def test_a_failed_lease_does_not_evict() -> None:
+    pages = space()
+    lease = take(pages, [1, 2, 3, 4], 2)
+    lease.commit(as_keys([1, 2, 3, 4]))
+    lease.release()
+    assert pages.allocate(9) is None
+    assert pages.cache.cached_pages == 2
+
+
+def test_cached_pages_give_way_but_not_those_just_matched() -> None:
+    pages = space(pages=4)
+    for tokens in ([1, 1, 2, 2], [3, 3, 4, 4]):
+        lease = take(pages, tokens, 2)
+        lease.commit(as_keys(tokens))
+        lease.release()
+    assert (pages.free_pages, pages.cache.cached_pages) == (0, 4)
+    lease = take(pages, [1, 1, 2, 2, 5, 5, 6, 6], 4)  # needs both of the others' pages
+    assert lease.cached_pages == 2
+    assert len(set(lease.pages)) == 4
+    assert (pages.cache.cached_pages, pages.leased_pages) == (2, 2)
+    assert pages.lease(as_keys([9, 9]), 1, 0) is None
+
+
+def test_growing() -> None:
+    pages = space(pages=3)
+    lease = take(pages, [1, 2], 1)
+    assert lease.grow() == [2]
+    assert lease.grow(2) is None
+    assert lease.pages == [1, 2]
+    assert lease.grow(0) == []
+    assert lease.grow(1) == [3]
+    lease.release()
+    assert pages.free_pages == 3
+
+
+def test_two_requests_with_the_same_prompt_at_once() -> None:
+    """Both computed it, since neither saw the other's: one copy is cached, the other stays its owner's."""
+    pages = space()
+    first, second = take(pages, [1, 2, 3, 4], 3), take(pages, [1, 2, 3, 4], 3)
+    first.commit(as_keys([1, 2, 3, 4]))
+    before = list(second.pages)
+    second.commit(as_keys([1, 2, 3, 4]))
+    assert second.pages == before  # goes on with its own copy
+    pages.check_integrity()
+    assert (pages.cache.cached_pages, pages.leased_pages) == (2, 4)
+    first.release()
+    assert pages.cache.evictable_pages == 0  # the second still protects the shared prefix
+    second.release()
+    pages.check_integrity()
+    assert (pages.cache.cached_pages, pages.leased_pages, pages.free_pages) == (2, 0, 6)
+
+
+def test_committing_as_the_sequence_grows() -> None:
+    pages = space()
+    lease = take(pages, [1, 2], 1)
+    for length in range(1, 9):
+        if pages.pages_for(length) > len(lease.pages):
+            assert lease.grow() is not None
+        lease.commit(as_keys(range(length)))
+        pages.check_integrity()
+        assert pages.cache.cached_pages == length // 2
+        assert pages.cache.evictable_pages == 0
+    lease.release()
+    assert take(pages, list(range(8)), 4).cached_pages == 4
+
+
+def test_committing_less_than_before_keeps_the_protection() -> None:
+    """The lease still reads all its pages: those that the tree owns must stay locked."""
+    pages = space(pages=4)
+    lease = take(pages, [1, 1, 2, 2, 3, 3], 3)
+    lease.commit(as_keys([1, 1, 2, 2, 3, 3]))
+    lease.commit(as_keys([1, 1]))
+    lease.commit(as_keys([]))
+    assert pages.cache.evictable_pages == 0
+    assert pages.allocate(2) is None
+    lease.release()
+    assert pages.available_pages == 4
+
+
+def test_committing_less_than_was_cached_keeps_the_protection() -> None:
+    pages = space(pages=4)
+    lease = take(pages, [1, 1, 2, 2], 2)
+    lease.commit(as_keys([1, 1, 2, 2]))
+    lease.release()
+    lease = take(pages, [1, 1, 2, 2], 2)
+    lease.commit(as_keys([1, 1]))
+    assert pages.cache.evictable_pages == 0
+    lease.release()
+
+
+def test_releasing_twice_raises() -> None:
+    """Otherwise it would take away the lock of another request with the same prefix."""
+    pages = space()
+    first, second = take(pages, [1, 2], 1), take(pages, [1, 2], 1)
+    first.commit(as_keys([1, 2]))
+    second.commit(as_keys([1, 2]))
+    first.release()
+    with pytest.raises(ValueError, match="twice"):
+        first.release()
+    assert pages.cache.evictable_pages == 0
+    second.release()
+
+
+def test_no_prefix_cache() -> None:
+    pages = PageSpace(2, 5, NoPrefixCache())
+    lease = pages.lease(as_keys([1, 2, 3, 4]), 3, 4)
+    assert lease is not None
+    lease.commit(as_keys([1, 2, 3, 4]))
+    assert (lease.cached_pages, pages.leased_pages, pages.available_pages) == (0, 3, 1)
+    lease.release()
+    pages.check_integrity()
+    assert pages.free_pages == 4
+
+
+def test_keys_are_what_the_tree_compares() -> None:
+    assert as_keys([1, 2]).dtype == as_keys([]).dtype == as_keys(range(2)).dtype == "int64"

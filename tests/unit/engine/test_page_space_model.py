@@ -1,0 +1,200 @@
+"""Page bookkeeping against a model that a reader can check by eye: a dict of all cached prefixes.
+
+The tree under test splits edges, evicts in parts and counts locks; the model has one entry per cached page, keyed by
+the whole prefix that the page ends, with the time it was last used. Both must agree after every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys
+from common.engine.kv_cache.radix_cache import Node, NoPrefixCache, RadixCache
+
+Prefix = tuple[int, ...]
+TOKENS = st.lists(st.integers(0, 1), max_size=14)
+
+
+@dataclass
+class Held:
+    """A lease, and what the model knows about it."""
+
+    lease: PageLease
+    tokens: list[int]
+    locked: Prefix  # the cached prefix that it protects
+
+
+@dataclass
+class Cached:
+    page: int
+    used: int
+
+
+class PageSpaceMachine(RuleBasedStateMachine):
+    """Requests come, grow, commit and go; everything in the tree is checked against `self.cached`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached: dict[Prefix, Cached] = {}
+        self.held: list[Held] = []
+        self.clock = 0
+
+    @initialize(
+        page_size=st.integers(1, 3), pages=st.integers(1, 14), caching=st.sampled_from([True, True, False])
+    )
+    def start(self, page_size: int, pages: int, caching: bool) -> None:
+        self.size, self.total, self.caching = page_size, pages, caching
+        self.cache = RadixCache(page_size)
+        self.space = PageSpace(page_size, pages + 1, self.cache if caching else NoPrefixCache())
+
+    # -- the model ---------------------------------------------------------------------------------------------
+
+    def prefixes(self, tokens: list[int] | Prefix, count: int) -> list[Prefix]:
+        return [tuple(tokens[: (index + 1) * self.size]) for index in range(count)]
+
+    def longest(self, tokens: list[int], count: int) -> list[Prefix]:
+        """The cached prefixes of at most `count` pages, shortest first; marks them used."""
+        self.clock += 1
+        found: list[Prefix] = []
+        for prefix in self.prefixes(tokens, min(count, len(tokens) // self.size)):
+            if prefix not in self.cached:
+                break
+            self.cached[prefix].used = self.clock
+            found.append(prefix)
+        return found
+
+    def locked(self) -> set[Prefix]:
+        return {p for held in self.held for p in self.prefixes(held.locked, len(held.locked) // self.size)}
+
+    def free(self) -> int:
+        return self.total - len(self.cached) - sum(len(held.lease._own) for held in self.held)
+
+    def evictable(self, also_locked: list[Prefix]) -> int:
+        return len(self.cached) - len(self.locked().union(also_locked))
+
+    def expect_eviction(self, count: int, also_locked: list[Prefix]) -> None:
+        """The tree has evicted: exactly `count` pages, unlocked, least recently used, never a prefix of one kept."""
+        kept = self.tree()
+        gone = {prefix: cached for prefix, cached in self.cached.items() if prefix not in kept}
+        assert len(gone) == max(count, 0)
+        locked = self.locked().union(also_locked)
+        assert not gone.keys() & locked
+        self.cached = {prefix: cached for prefix, cached in self.cached.items() if prefix in kept}
+        parents = {prefix[: -self.size] for prefix in self.cached}
+        leaves = [c.used for p, c in self.cached.items() if p not in parents and p not in locked]
+        assert not gone or not leaves or max(cached.used for cached in gone.values()) <= min(leaves)
+
+    def tree(self) -> dict[Prefix, int]:
+        """What the tree under test holds: prefix -> page."""
+        found: dict[Prefix, int] = {}
+        stack: list[tuple[Node, Prefix]] = [(self.cache._root, ())]
+        while stack:
+            node, prefix = stack.pop()
+            for index, page in enumerate(node.pages):
+                end = (index + 1) * self.size
+                found[prefix + tuple(node.keys[:end].tolist())] = page
+            whole = prefix + tuple(node.keys.tolist())
+            stack.extend((child, whole) for child in node.children.values())
+        return found
+
+    # -- what requests do --------------------------------------------------------------------------------------
+
+    @rule(tokens=TOKENS, extra=st.integers(0, 3), spare=st.integers(0, 4))
+    def lease(self, tokens: list[int], extra: int, spare: int) -> None:
+        wanted = self.space.pages_for(len(tokens)) + extra
+        limit = max(len(tokens) - spare, 0)
+        free = self.free()
+        matched = self.longest(tokens, limit // self.size) if self.caching else []
+        needed = wanted - len(matched)
+        lease = self.space.lease(as_keys(tokens), wanted, limit)
+        if needed > free + self.evictable(matched):
+            assert lease is None
+            return
+        assert lease is not None
+        self.expect_eviction(needed - free, matched)
+        assert lease.pages[: len(matched)] == [self.cached[prefix].page for prefix in matched]
+        assert len(lease.pages) == wanted
+        assert lease.cached_tokens == len(matched) * self.size
+        self.held.append(Held(lease, tokens, matched[-1] if matched else ()))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), count=st.integers(0, 3), more=st.lists(st.integers(0, 1), max_size=4))
+    def grow(self, data: st.DataObject, count: int, more: list[int]) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        free = self.free()
+        fresh = held.lease.grow(count)
+        if count > free + self.evictable([]):
+            assert fresh is None
+            return
+        assert fresh is not None
+        assert held.lease.pages[len(held.lease.pages) - count :] == fresh
+        self.expect_eviction(count - free, [])
+        held.tokens = (held.tokens + more)[: len(held.lease.pages) * self.size]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        length = data.draw(st.integers(0, len(held.tokens)))
+        held.lease.commit(as_keys(held.tokens[:length]))
+        whole = length // self.size
+        if not self.caching or whole * self.size <= len(held.locked):
+            return
+        present = self.longest(held.tokens, whole)
+        for index, prefix in enumerate(self.prefixes(held.tokens, whole)):
+            if index >= len(present):
+                self.cached[prefix] = Cached(held.lease.pages[index], self.clock)
+        held.locked = tuple(held.tokens[: whole * self.size])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        self.held.remove(held)
+        held.lease.release()
+
+    @rule(tokens=TOKENS)
+    def look(self, tokens: list[int]) -> None:
+        if self.caching:
+            expected = [self.cached[prefix].page for prefix in self.longest(tokens, len(tokens))]
+            assert self.cache.match(as_keys(tokens)).pages == expected
+
+    # -- what always holds -------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_page_is_in_one_place(self) -> None:
+        if not hasattr(self, "space"):
+            return
+        self.space.check_integrity()
+        assert self.tree() == {prefix: cached.page for prefix, cached in self.cached.items()}
+        own = [page for held in self.held for page in held.lease._own]
+        free = list(self.space._allocator._free)
+        everywhere = [*free, *own, *self.tree().values()]
+        assert sorted(everywhere) == list(range(1, self.total + 1))
+        assert self.space.free_pages == len(free)
+        assert self.space.leased_pages == len(own)
+        assert self.space.cache.cached_pages == len(self.cached)
+        assert self.space.available_pages == len(free) + self.evictable([])
+
+    @invariant()
+    def what_a_lease_reads_is_its_own_or_locked(self) -> None:
+        if not hasattr(self, "space"):
+            return
+        safe = {self.cached[prefix].page for prefix in self.locked()}
+        for held in self.held:
+            assert set(held.lease.pages) <= safe | set(held.lease._own)
+
+    def teardown(self) -> None:
+        for held in self.held:
+            held.lease.release()
+        if hasattr(self, "space"):
+            assert self.space.leased_pages == 0
+            assert self.space.available_pages == self.total
+
+
+TestPageSpace = PageSpaceMachine.TestCase
+TestPageSpace.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)

@@ -1,0 +1,132 @@
+"""The real HTTP side on a loopback socket, in front of a scripted generator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from common.model_config import DefaultSampling
+from common.observability.logs import Log
+from router.app import http_runner
+from router.chat_template import ChatTemplate
+from router.http_errors import error_middleware
+from router.openai_routes import OpenAiRoutes
+from router.request_checks import ServedModel
+from router.status_routes import ClusterView, StatusRoutes
+from router.tokenizer import Tokenizer
+from tests.unit.router.scripted_generator import ScriptedGenerator
+
+TINY = Path(__file__).parents[3] / "deploy/models/tiny-target"
+MAX_BODY = 600_000
+SERVED = ServedModel("tiny-target", str(TINY), 1_700_000_000, 704, 4096, (2,), DefaultSampling())
+
+
+@dataclass
+class Rig:
+    """A running server. `ready` and `admit` are read at each request."""
+
+    host: str
+    port: int
+    generator: ScriptedGenerator
+    tokenizer: Tokenizer
+    session: aiohttp.ClientSession
+    ready: str | None = None
+    refusal: Exception | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    async def post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON, headers (lower case). `body`: bytes as they are, else a value."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | (headers or {})
+        async with self.session.post(self.url + path, data=raw, headers=headers) as response:
+            found = {name.lower(): value for name, value in response.headers.items()}
+            return response.status, await response.json(), found
+
+    async def raw(self, path: str, body: Any) -> bytes:
+        """The body of a streamed answer."""
+        async with self.session.post(self.url + path, json=body) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            return await response.read()
+
+    async def settled(self, closed: int, within: float = 0.5) -> None:
+        """The generator saw `closed` early closes and is idle, soon."""
+        async with asyncio.timeout(within):
+            while len(self.generator.closed) < closed or self.generator.active:
+                await asyncio.sleep(0.005)
+
+
+Serve = Callable[..., Awaitable[Rig]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(TINY)
+
+
+@pytest.fixture
+async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
+    """Start servers: `await serve(write_timeout=..., path=...)`."""
+    runners: list[web.AppRunner] = []
+    sessions: list[aiohttp.ClientSession] = []
+
+    async def start(
+        write_timeout: float = 30.0,
+        text: Tokenizer = tokenizer,
+        served: ServedModel = SERVED,
+        send_buffer: int | None = None,
+    ) -> Rig:
+        log = Log("test")
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware(log)])
+        rig: Rig
+
+        def admit() -> ServedModel:
+            if rig.refusal is not None:
+                raise rig.refusal
+            return served
+
+        generator = ScriptedGenerator()
+        OpenAiRoutes(generator, text, ChatTemplate(TINY), admit, log, write_timeout).add_to(app)
+        view = ClusterView(
+            lambda: rig.ready,
+            lambda: {"model_path": served.path, "internal_states": []},
+            lambda: b"# HELP x y\n",
+            lambda identity: {"request_id": identity} if identity == "known" else None,
+        )
+        StatusRoutes(view, lambda: served, text).add_to(app)
+        runner = http_runner(app)
+        runners.append(runner)
+        await runner.setup()
+        listener = socket.create_server(("127.0.0.1", 0))
+        if send_buffer is not None:  # inherited by connections: a reader that sleeps is noticed after little
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        await web.SockSite(runner, listener).start()
+        host, port = runner.addresses[0][:2]
+        sessions.append(aiohttp.ClientSession())
+        rig = Rig(host, port, generator, text, sessions[-1])
+        return rig
+
+    yield start
+    for session in sessions:
+        await session.close()
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def rig(serve: Serve) -> Rig:
+    return await serve()

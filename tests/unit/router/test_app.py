@@ -1,0 +1,92 @@
+"""The router as it is composed: what it imports, and how it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from common.config import load_cluster
+from common.errors import ConfigError
+from common.observability.logs import Log
+from router.app import build
+from tests.unit.router.conftest import TINY
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_the_router_needs_no_torch() -> None:
+    """Nor transformers, or a node's code: it starts in a fraction of a second and runs on any machine."""
+    program = (
+        "import sys, router.__main__; "
+        "heavy = {'torch', 'transformers', 'triton', 'safetensors'}; "
+        "heavy |= {'prefill_node', 'decode_node', 'kv_transfer'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        f"""
+model: {{path: "{TINY}"}}
+router: {{port: 0, control_address: "ipc://{tmp_path}/c"}}
+health: {{drain_timeout: 1.0}}
+prefill: {{nodes: [{{name: p0}}]}}
+decode: {{nodes: [{{name: d0}}]}}
+"""
+    )
+    return file
+
+
+async def test_without_nodes_and_while_draining(cluster: Path) -> None:
+    app = build(load_cluster(cluster, []), Log("test"))
+    await app.start()
+    host, port = app.runner.addresses[0][:2]
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+        async with session.get("/health") as response:
+            assert (response.status, await response.read()) == (503, b"")
+        async with session.get("/live") as response:
+            assert response.status == 200
+        async with session.get("/server_info") as response:
+            info = await response.json()
+            assert (info["ready"], info["nodes"], info["internal_states"]) == (False, [], [])
+            assert info["config"]["model.path"]["origin"]
+        async with session.post("/v1/chat/completions", json=body) as response:
+            assert response.status == 503
+            assert "prefill node" in (await response.json())["error"]["message"]
+        app.draining = True
+        async with session.post("/v1/chat/completions", json=body) as response:
+            assert response.status == 503
+            assert "shutting down" in (await response.json())["error"]["message"]
+        async with session.get("/ready") as response:
+            assert (await response.json())["reason"] == "draining"
+        async with session.get("/v1/models") as response:
+            assert response.status == 200
+    await asyncio.wait_for(app.drain(), 5)
+
+
+async def test_a_port_that_is_taken_is_named(cluster: Path) -> None:
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))
+    with pytest.raises(ConfigError, match=f"{port} cannot be bound"):
+        await app.start()
+    await app.drain()
+    server.close()
+    await server.wait_closed()

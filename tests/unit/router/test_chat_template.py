@@ -1,0 +1,206 @@
+"""Templates: parity with transformers' rendering, and a sandbox against hostile ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequest, ModelError
+from router.chat_template import ChatTemplate
+from router.openai_schema import Message, TextPart
+from tests.unit.router.conftest import TINY
+
+HI = [Message(role="user", content="hi")]
+
+
+def made(folder: Path, template: Any, **config: Any) -> ChatTemplate:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **config}))
+    return ChatTemplate(folder)
+
+
+def test_the_checked_in_model() -> None:
+    messages = [
+        Message(role="system", content="s"),
+        Message(role="user", content=[TextPart("text", "a"), TextPart("text", "b")]),
+    ]
+    assert (
+        ChatTemplate(TINY).render(messages) == "<|bos|><|system|> s<|end|>\n<|user|> ab<|end|>\n<|assistant|>"
+    )
+    with pytest.raises(InvalidRequest, match="unknown role tool"):
+        ChatTemplate(TINY).render([Message(role="tool", content="x")])
+
+
+def test_equals_transformers() -> None:
+    """The same text as the library that models are made with, for the checked-in template and a thorny one."""
+    import transformers
+
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(TINY)
+    plain = [{"role": "user", "content": "  a <b> é 'q' \"d\" \n"}, {"role": "assistant", "content": "x"}]
+    messages = [Message(**each) for each in plain]
+    assert ChatTemplate(TINY).render(messages) == reference.apply_chat_template(
+        plain, tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_tojson_is_spaced_as_models_were_trained(tmp_path: Path) -> None:
+    template = made(tmp_path, '{{ {"b": [1, "é<"], "a": none} | tojson }}{{ {"a": 1} | tojson(indent=2) }}')
+    assert template.render(HI) == '{"b": [1, "é<"], "a": null}{\n  "a": 1\n}'
+
+
+def test_file_wins_over_config(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert made(tmp_path, "config").render(HI) == "file"
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert made(tmp_path, named).render(HI) == "plain"
+    for other in ([{"name": "rag", "template": "x"}], [5], None, 5):
+        with pytest.raises(InvalidRequest, match="no chat template") as found:
+            made(tmp_path, other).render(HI)
+        assert found.value.param == "messages"
+
+
+def test_special_tokens_as_text_objects_and_absent(tmp_path: Path) -> None:
+    source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token is defined }}"
+    template = made(
+        tmp_path, source, bos_token={"content": "<s>", "lstrip": False}, eos_token="</s>", pad_token=None
+    )
+    assert template.render(HI) == "<s>|</s>||False"  # never the word None
+
+
+def test_strftime_now_generation_and_loop_controls(tmp_path: Path) -> None:
+    source = (
+        "{{ strftime_now('%Y') }}{% generation %}x{% endgeneration %}"
+        "{% for m in messages %}{{ loop.index }}{{ loop.last }}{% break %}{% endfor %}"
+        "{% for a in [1, [2]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}"
+    )
+    assert re.fullmatch(r"20\d\dx1True12", made(tmp_path, source).render(HI))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__ }}{{ raise_exception(''.__class__.__mro__[1].__subclasses__()|string) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__init__.__globals__ }}",
+        "{{ (messages|attr('__class__')).mro() }}",
+        "{{ raise_exception.__globals__['os'].system('true') }}",
+        "{{ strftime_now.__code__.co_consts[0] }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(raise_exception) }}",
+        "{{ ('{0.__class__.__mro__}'|format(1)).x.y }}{{ '%s'.__mod__.__self__.x.y }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'a': 1}) }}",
+        "{{ messages[0].clear() }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ joiner.__init__.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{% extends '/etc/passwd' %}",
+        "{{ lipsum(n=10**6) }}",
+        "{{ dict.mro() }}",
+        "{{ namespace.__init__.__globals__.x }}",
+    ],
+)
+def test_nothing_of_python_is_reachable(tmp_path: Path, source: str) -> None:
+    text = ""
+    with suppress(InvalidRequest):
+        text = made(tmp_path, source).render(HI)
+    assert text == ""  # refused, or undefined, which prints as nothing
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(999) %}{% for j in 'x' * 9999 %}{% for m in messages %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{% for i in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
+        "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
+        "{{ 10**10**10 }}",
+        "{{ 'x' * 10**10 }}",
+        "{{ 10**10 * 'x' }}",
+        "{{ [1] * 10**10 }}",
+        "{{ 'x'.ljust(10**10) }}",
+        "{{ 'x'.zfill(10**10) }}",
+        "{{ 'x'|center(10**10) }}",
+        "{{ 'x\ny'|indent(10**10) }}",
+        "{{ [1]|batch(10**10, 0)|list }}",
+        "{{ [1]|slice(10**10)|list }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ '%9999999999d'|format(1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 9999999999) }}",
+        "{{ ('x' * 99999)|replace('x', 'y' * 99999) }}",
+        "{{ ('x' * 99999).replace('x', 'y' * 99999) }}",
+        "{% set n = namespace(s='xx') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+        "{% set n = namespace(s=range(99999)|list) %}{% for i in range(99999) %}{{ (n.s|sort|list)[0] }}{% endfor %}",
+        "{{ {}|tojson(indent=10**9) }}{{ [1]|tojson(indent=10**9) }}",
+    ],
+)
+def test_work_and_memory_are_bounded(tmp_path: Path, source: str) -> None:
+    template = made(tmp_path, source)
+    start = time.perf_counter()
+    with pytest.raises(InvalidRequest) as found:
+        template.render(HI)
+    assert time.perf_counter() - start < 3
+    assert found.value.param == "messages"
+
+
+def test_a_template_cannot_switch_the_meter_off(tmp_path: Path) -> None:
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    source = "{% set metered = 1 %}{% set environment = 1 %}" + loops
+    with pytest.raises(InvalidRequest):
+        made(tmp_path, source).render(HI)
+
+
+def test_honest_templates_of_long_conversations_fit() -> None:
+    messages = [Message(role="user", content="word " * 20)] * 4096
+    start = time.perf_counter()
+    ChatTemplate(TINY).render(messages)
+    assert time.perf_counter() - start < 2
+
+
+def test_each_rendering_has_its_own_budget(tmp_path: Path) -> None:
+    template = made(tmp_path, "{% for i in range(99999) %}{% endfor %}ok")
+    assert [template.render(HI) for _ in range(40)] == ["ok"] * 40
+
+
+def test_any_failure_of_a_template_is_a_refusal(tmp_path: Path) -> None:
+    for source in (
+        "{{ 1 / 0 }}",
+        "{{ messages[5].x }}",
+        "{{ undefined.x }}",
+        "{{ [][0].x }}",
+        "{{ 'a' + 1 }}",
+        "{{ 'a'|int + none }}",
+        "{{ {}.x() }}",
+    ):
+        with pytest.raises(InvalidRequest, match="refused the messages"):
+            made(tmp_path, source).render(HI)
+
+
+def test_bad_files_are_refused_at_start_up(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be compiled"):
+        made(tmp_path, "{% for %}")
+    with pytest.raises(ModelError, match="cannot be compiled"):
+        made(tmp_path, "{{ x|no_such_filter }}")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xff")
+    with pytest.raises(ModelError, match="cannot be read"):
+        ChatTemplate(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    for raw in (b"{", b"[]", b"\xff", b"[" * 100_000):
+        (tmp_path / "tokenizer_config.json").write_bytes(raw)
+        with pytest.raises(ModelError, match="cannot be read"):
+            ChatTemplate(tmp_path)

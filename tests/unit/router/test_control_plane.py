@@ -1,0 +1,336 @@
+"""What nodes may say to the router, and how soon their death is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+import zmq
+
+from common.ipc import Dealer
+from common.ipc.router_link import RouterLink
+from common.messages import decode_inbox
+from common.messages.decode_inbox import Reserve
+from common.messages.generation import OutputToken
+from common.messages.identity import NodeLoad
+from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Rejected
+from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone, TokenRun, Tokens
+from common.messages.wire import encode
+from tests.fakes.clock import Clock
+from tests.fakes.router_rig import legs, router_rig
+
+
+async def until(condition: object, timeout: float = 2.0) -> float:
+    """Seconds until `condition()` is true."""
+    assert callable(condition)
+    started = time.monotonic()
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.001)
+    return time.monotonic() - started
+
+
+async def test_registration_is_repeatable() -> None:
+    async with router_rig() as rig:
+        node = await rig.node("prefill", "prefill-0")
+        await node.register()
+        await node.register()
+        assert rig.registry.count("prefill") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"fingerprint": "e" * 64}, "serves a model with fingerprint eeeeeeeeeeee, this router ffffffffffff"),
+        ({"page_size": 64}, "has pages of 64 tokens, prefill-0 of 16: set kv.page_size alike"),
+    ],
+)
+async def test_refusals_are_sentences(options: dict[str, object], sentence: str) -> None:
+    async with router_rig() as rig:
+        await rig.node("prefill", "prefill-0")
+        odd = rig.fake("decode", "decode-0", **options)
+        answer = await odd.register()
+        assert isinstance(answer, Rejected)
+        assert "decode-0" in answer.reason
+        assert sentence in answer.reason
+        assert rig.registry.count("decode") == 0
+
+
+async def test_a_new_process_takes_over_a_name() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        await legs(prefill, decode)
+        fresh = await rig.node("decode", "decode-0")
+        assert (await prefill.expect(PeerLost)).incarnation == decode.ref.incarnation
+        again, _ = await legs(prefill, fresh)
+        assert again.emitted == 0
+        await client.leave()
+        rig.nothing_left()
+
+
+async def test_heartbeats_are_echoed_and_an_unknown_node_is_told_so() -> None:
+    async with router_rig() as rig:
+        node = rig.fake("decode", "decode-0")
+        node.beat()
+        assert await node.echo() == HeartbeatAck(
+            router_incarnation="router-incarnation", sequence=1, known=False
+        )
+        await node.register()
+        node.beat(load=NodeLoad(running=3, total_pages=7))
+        assert await node.echo() == HeartbeatAck(
+            router_incarnation="router-incarnation", sequence=2, known=True
+        )
+        known = rig.registry.get(node.ref.incarnation)
+        assert known is not None
+        assert known.load.running == 3
+
+
+async def test_nobody_speaks_for_another() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair(0)
+        other_prefill, other_decode = await rig.node("prefill", "zzz-0"), await rig.node("decode", "zzz-1")
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        room = reserve.room
+        liars = (other_prefill, other_decode, rig.fake("decode", "stranger"))
+        for liar in liars:
+            liar.say(
+                FirstToken(room=room, token=OutputToken(9), finish_reason="stop", cached_tokens=0),
+                PrefillDone(room=room, stages={"x": 1.0}),
+                Failed(room=room, code="internal_error", message="lies"),
+                Tokens(runs=[TokenRun(room, 0, [OutputToken(9)], "stop")]),
+                Goodbye(incarnation=decode.ref.incarnation),
+            )
+            liar.beat("draining", incarnation=decode.ref.incarnation)
+        decode.say(
+            FirstToken(room=room, token=OutputToken(9), finish_reason="stop", cached_tokens=0)
+        )  # not its part
+        prefill.say(Tokens(runs=[TokenRun(room, 0, [OutputToken(9)], "stop")]))
+        await asyncio.sleep(0.05)
+        assert not client.task.done()
+        assert client.ids == []
+        assert rig.registry.count("decode") == 2
+        prefill.say(FirstToken(room=room, token=OutputToken(50), finish_reason="stop", cached_tokens=0))
+        await client.done()
+        assert client.ids == [50]
+        report = rig.dispatcher.timelines.get("r1")
+        assert report is not None
+        assert "prefill.x" not in report["stages"]
+
+
+async def test_a_register_for_another_incarnation_is_counted() -> None:
+    async with router_rig() as rig:
+        node = await rig.node("decode", "decode-0")
+        node.say(
+            node._register.__class__(
+                **{**_fields(node._register), "node": rig.fake("decode", "decode-1").ref}
+            )
+        )
+        await until(lambda: rig.control.refused_messages == 1)
+        assert rig.registry.count("decode") == 1
+
+
+def _fields(struct: object) -> dict[str, object]:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}  # type: ignore[attr-defined]
+
+
+async def test_malformed_frames_are_counted_and_survived() -> None:
+    async with router_rig() as rig:
+        node = await rig.node("decode", "decode-0")
+        good = encode(Failed(room=5, code="x", message="y"))
+        frames = [b"", b"\x00", os.urandom(50), good[:-3], good.replace(b"Failed", b"Fialed"), b"\x93" * 5000]
+        frames.append(encode(Abort(room=3, reason="not for routers")))
+        for frame in frames:
+            node.say_raw(frame)
+        stranger = Dealer(rig.context, rig.control.address, "ü".encode())
+        stranger.send(good)
+        await until(lambda: rig.control.refused_messages == len(frames) + 1)
+        stranger.close()
+        node.beat()
+        assert isinstance(await node.echo(), HeartbeatAck)
+
+
+async def test_rooms_that_are_unknown_or_over_are_ignored() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        for room in (1, 2**63 - 1):
+            prefill.say(
+                FirstToken(room=room, token=OutputToken(9), finish_reason=None, cached_tokens=0),
+                PrefillDone(room=room, stages={}),
+                Failed(room=room, code="no_such_code", message=""),
+            )
+            decode.tokens(room, 5, [1], "stop", finished=1.0)
+        decode.beat()
+        await decode.echo()
+        assert rig.control.refused_messages == 0
+        rig.nothing_left()
+
+
+async def test_a_code_of_a_newer_node_is_an_internal_error() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        decode.say(Failed(room=reserve.room, code="flux_capacitor", message="88 mph"))
+        await client.done()
+        assert type(client.error).__name__ == "InternalError"
+
+
+async def test_a_closed_socket_is_noticed_within_a_second() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        await legs(prefill, decode)
+        rig.nodes.remove(decode)
+        decode.close()
+        assert await until(lambda: rig.registry.count("decode") == 0) < 1.0
+        assert rig.registry.count("prefill") == 1, "the other one is still there"
+        assert (await prefill.expect(PeerLost)).incarnation == decode.ref.incarnation
+        await client.done()
+        assert type(client.error).__name__ == "Unavailable"
+        rig.nothing_left()
+
+
+async def test_a_killed_process_is_noticed_within_a_second() -> None:
+    """A process of its own holds the sockets and is killed: nothing is closed properly."""
+    async with router_rig() as rig:
+        node = rig.fake("decode", "decode-0")
+        program = (
+            "import sys, time, zmq\n"
+            "from common.ipc import Dealer\n"
+            "frame = bytes.fromhex(sys.argv[3])\n"
+            "dealer = Dealer(zmq.Context(), sys.argv[1], sys.argv[2].encode())\n"
+            "dealer.send(frame)\n"
+            "time.sleep(60)\n"
+        )
+        import sys
+
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, rig.control.address, "a" * 32, _as(node, "a" * 32).hex()
+        )
+        await until(lambda: rig.registry.count("decode") == 1, timeout=10)
+        process.kill()
+        assert await until(lambda: rig.registry.count("decode") == 0) < 1.0
+        await process.wait()
+
+
+def _as(node: object, incarnation: str) -> bytes:
+    import msgspec
+
+    register = node._register  # type: ignore[attr-defined]
+    ref = msgspec.structs.replace(register.node, incarnation=incarnation)
+    return encode(msgspec.structs.replace(register, node=ref))
+
+
+async def test_a_closed_heartbeat_socket_alone_is_no_death() -> None:
+    async with router_rig() as rig:
+        node = await rig.node("decode", "decode-0")
+        node.beat()
+        await node.echo()
+        node._beats.close()
+        await asyncio.sleep(0.1)
+        assert rig.registry.count("decode") == 1
+
+
+async def test_silence_and_hangs() -> None:
+    clock = Clock()
+    async with router_rig(clock=clock) as rig:
+        prefill, decode = await rig.pair()
+        clock.now += 2.9
+        decode.beat()
+        await decode.echo()
+        clock.now += 0.2  # the prefill node has been silent for 3.1 s
+        await until(lambda: rig.registry.count("prefill") == 0)
+        assert rig.registry.count("decode") == 1
+        assert (await decode.expect(PeerLost)).incarnation == prefill.ref.incarnation
+        decode.beat(loop_age_ms=5_100)
+        await until(lambda: rig.registry.count("decode") == 0)
+        await decode.echo()
+        decode.beat(loop_age_ms=0)
+        ack = await decode.echo()
+        assert isinstance(ack, HeartbeatAck)
+        assert not ack.known, "given up: it has to register again"
+        await decode.register()
+        assert rig.registry.count("decode") == 1
+
+
+async def test_goodbye_and_drain() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        rig.control.drain_nodes()
+        for node in (prefill, decode):
+            await node.expect(Drain)
+        decode.say(Goodbye(incarnation=decode.ref.incarnation))
+        await until(lambda: rig.registry.count("decode") == 0)
+        assert rig.registry.count("prefill") == 1
+
+
+async def test_the_sweep_survives_an_error() -> None:
+    """Whatever goes wrong while one node is given up, later silence is still noticed."""
+    clock = Clock()
+    async with router_rig(clock=clock) as rig:
+        await rig.pair()
+        inner, raised = rig.registry.sweep, 0
+
+        def sweep() -> None:
+            nonlocal raised
+            if raised == 0:
+                raised += 1
+                raise RuntimeError("a defect")
+            inner()
+
+        rig.registry.sweep = sweep  # type: ignore[method-assign]
+        await until(lambda: raised == 1)
+        clock.now += 3.5
+        await until(lambda: rig.registry.count("prefill") + rig.registry.count("decode") == 0)
+
+
+async def test_nothing_is_touched_after_close(caplog: pytest.LogCaptureFixture) -> None:
+    async with router_rig() as rig:
+        _, decode = await rig.pair()
+        decode.close()
+        rig.nodes.remove(decode)
+        await asyncio.sleep(0.01)
+        rig.control.send("nobody", Drain())
+    await asyncio.sleep(0.6)  # probes that were scheduled before
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+@pytest.mark.parametrize("attempt", range(3))
+async def test_the_last_words_of_a_node_that_leaves_arrive(attempt: int) -> None:
+    """A drained node sends its last tokens and Goodbye and closes at once: nothing of it may be dropped."""
+    async with router_rig() as rig:
+        prefill = await rig.node("prefill", "prefill-0")
+        register = rig.fake("decode", "decode-0")._register
+        context = zmq.Context[zmq.Socket[bytes]]()
+        link = RouterLink(context, rig.control.address, register, decode_inbox.codec, 0.1, 2.0, rig.log)
+        link.start()
+
+        def drain_until(kind: type[Reserve] | None) -> Reserve | None:
+            deadline = time.monotonic() + 2
+            while time.monotonic() < deadline:
+                for message in link.drain():
+                    if kind is not None and isinstance(message, kind):
+                        return message
+                if kind is None and link.registered:
+                    return None
+                time.sleep(0.001)
+            raise AssertionError("nothing came")
+
+        await asyncio.to_thread(drain_until, None)
+        client = rig.client(max_tokens=3000)
+        reserve = await asyncio.to_thread(drain_until, Reserve)
+        assert reserve is not None
+        room = reserve.room
+        prefill.say(FirstToken(room=room, token=OutputToken(0), finish_reason=None, cached_tokens=0))
+        for offset in range(1, 3000):
+            link.send(
+                Tokens(runs=[TokenRun(room, offset, [OutputToken(1)], "length" if offset == 2999 else None)])
+            )
+        link.send(Goodbye(incarnation=register.node.incarnation))
+        await asyncio.to_thread(lambda: (link.close(), context.term()))
+        await client.done()
+        assert (client.error, len(client.ids), client.finish) == (None, 3000, "length")

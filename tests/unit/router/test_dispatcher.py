@@ -1,0 +1,501 @@
+"""One request end to end, against fake nodes that speak the real messages."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    TransferFailed,
+    Unavailable,
+)
+from common.messages.decode_inbox import Reserve
+from common.messages.generation import OutputToken
+from common.messages.node_inbox import Abort
+from common.messages.prefill_inbox import Prefill
+from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
+from router.generation import AnswerComplete
+from tests.fakes.fake_node import FakeNode
+from tests.fakes.router_rig import RouterRig, legs, router_rig
+
+
+def first_token(prefill: FakeNode, room: int, token: int, finish: str | None = None, cached: int = 2) -> None:
+    prefill.say(FirstToken(room=room, token=OutputToken(token), finish_reason=finish, cached_tokens=cached))
+
+
+async def test_a_request() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client([1, 2, 3])
+        reserve, prompt = await legs(prefill, decode)
+        assert prompt.token_ids == [1, 2, 3]
+        assert 0 < prompt.deadline_ms <= 20_000
+        first_token(prefill, prompt.room, 50)
+        await client.until(1)
+        prefill.say(PrefillDone(room=prompt.room, stages={"queued": 0.1}))
+        decode.tokens(reserve.room, 1, [51])
+        decode.tokens(reserve.room, 2, [52], "stop", first_decode=0.2, finished=0.3)
+        await client.done()
+        assert (client.ids, client.finish, client.error) == ([50, 51, 52], "stop", None)
+        assert client.deltas[0].cached_tokens == 2
+        assert all(delta.cached_tokens is None for delta in client.deltas[1:])
+        assert all(delta.finish_reason is None for delta in client.deltas[:-1])
+        assert await prefill.silence(Abort)
+        assert await decode.silence(Abort)
+        rig.nothing_left()
+        report = rig.dispatcher.timelines.get("r1")
+        assert report is not None
+        assert report["outcome"] == "stop"
+        assert {"received", "placed", "first_token", "finished", "prefill.queued", "decode.finished"} <= set(
+            report["stages"]
+        )
+
+
+async def test_the_end_with_the_first_token_releases_the_reservation() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client(max_tokens=1)
+        reserve, _ = await legs(prefill, decode)
+        first_token(prefill, reserve.room, 50, "length")
+        await client.done()
+        assert (client.ids, client.finish) == ([50], "length")
+        assert (await decode.expect(Abort)).room == reserve.room
+        assert await prefill.silence(Abort)
+        rig.nothing_left()
+
+
+async def test_a_fast_decode_node_does_not_abort_the_prefill_leg() -> None:
+    """All tokens are here before the prefill node has said that it is done: it is about to, with its stages."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client(max_tokens=2)
+        reserve, _ = await legs(prefill, decode)
+        first_token(prefill, reserve.room, 50)
+        await client.until(1)
+        decode.tokens(reserve.room, 1, [51], "length", finished=0.3)
+        await client.done()
+        assert await prefill.silence(Abort)
+        prefill.say(PrefillDone(room=reserve.room, stages={"record_sent": 0.25}))
+        async with asyncio.timeout(1):
+            while "prefill.record_sent" not in rig.dispatcher.timelines.get("r1")["stages"]:  # type: ignore[index]
+                await asyncio.sleep(0.001)
+        rig.nothing_left()
+
+
+async def _first_of(kind: type[Reserve], *nodes: FakeNode) -> tuple[FakeNode, Reserve]:
+    async with asyncio.timeout(2):
+        while True:
+            for node in nodes:
+                if any(isinstance(message, kind) for message in node.received()):
+                    return node, await node.expect(kind)
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("said", [0, 1, 3])
+@pytest.mark.parametrize("cause", ["decode lost", "prefill lost", "transfer", "preempted"])
+async def test_placed_again_with_what_it_has_said(cause: str, said: int) -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair(0)
+        client = rig.client([1, 2, 3])
+        reserve, _ = await legs(prefill, decode)
+        text = [50, 51, 52][:said]
+        if said:
+            first_token(prefill, reserve.room, 50)
+            decode.tokens(reserve.room, 1, text[1:])
+            await client.until(said)
+        other_prefill, other_decode = await rig.pair(1)
+        if cause == "decode lost":
+            decode.say(Goodbye(incarnation=decode.ref.incarnation))
+        elif cause == "prefill lost":
+            prefill.say(Goodbye(incarnation=prefill.ref.incarnation))
+        elif cause == "transfer":
+            decode.say(Failed(room=reserve.room, code="transfer_failed", message="a page differs"))
+        else:
+            decode.say(Failed(room=reserve.room, code="preempted", message="no pages"))
+        new_decode, again = await _first_of(Reserve, decode, other_decode)
+        assert new_decode is other_decode or cause == "prefill lost"
+        assert again.room != reserve.room
+        assert (again.token_ids, again.emitted) == ([1, 2, 3, *text], said)
+        assert again.sampling == reserve.sampling, "max_tokens counts from the original prompt"
+        assert again.deadline_ms <= reserve.deadline_ms
+        new_prefill = prefill if again.prefill.name == "prefill-0" else other_prefill
+        assert new_prefill is other_prefill or cause in ("decode lost", "preempted")
+        prompt = await new_prefill.expect(Prefill)
+        # late words of the old attempt change nothing
+        if cause in ("transfer", "preempted"):
+            decode.tokens(reserve.room, said, [99], "stop")
+        first_token(new_prefill, prompt.room, 60, cached=3)
+        new_decode.tokens(prompt.room, 1, [61], "length")
+        await client.done()
+        assert (client.ids, client.finish, client.error) == ([*text, 60, 61], "length", None)
+        assert client.deltas[0].cached_tokens == (2 if said else 3)
+        # whoever still held the first attempt was told to stop; who ended it was not
+        for node in (prefill, decode):
+            told = [m for m in node.received() if isinstance(m, Abort) and m.room == reserve.room]
+            ended = node is (prefill if cause == "prefill lost" else decode)
+            assert len(told) == (0 if ended else 1)
+        rig.nothing_left()
+
+
+async def test_tokens_that_came_before_the_failure_are_not_lost() -> None:
+    """They arrive in the same batch as the failure: the client gets them, the continuation counts them."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client([1])
+        reserve, _ = await legs(prefill, decode)
+        decode.tokens(reserve.room, 1, [51, 52])
+        await asyncio.sleep(0.01)
+        first_token(prefill, reserve.room, 50)
+        decode.say(Failed(room=reserve.room, code="preempted", message="no pages"))
+        again, prompt = await legs(prefill, decode)
+        assert again.token_ids[: again.emitted + 1][0] == 1
+        assert again.token_ids == [1, 50, 51, 52][: 1 + again.emitted]
+        rest = [50, 51, 52, 53, 54][again.emitted :]
+        first_token(prefill, prompt.room, rest[0])
+        decode.tokens(prompt.room, 1, rest[1:], "length")
+        await client.done()
+        assert client.ids == [50, 51, 52, 53, 54]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("invalid_value", InvalidRequest), ("overloaded", Overloaded), ("internal_error", InternalError)],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_errors_that_another_try_would_not_mend_pass_through(
+    role: str, code: str, error: type[Exception]
+) -> None:
+    """And the other leg is stopped: a reservation that is too large leaves no prompt behind, nor the other way."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        teller, other = (prefill, decode) if role == "prefill" else (decode, prefill)
+        teller.say(Failed(room=reserve.room, code=code, message="too large; lower max_tokens"))
+        await client.done()
+        assert isinstance(client.error, error)
+        assert str(client.error) == "too large; lower max_tokens"
+        assert (await other.expect(Abort)).room == reserve.room
+        assert await teller.silence(Abort)
+        rig.nothing_left()
+
+
+async def test_attempts_are_bounded() -> None:
+    async with router_rig(max_attempts=3) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        for _ in range(3):
+            reserve, _ = await legs(prefill, decode)
+            decode.say(Failed(room=reserve.room, code="transfer_failed", message="no"))
+        await client.done()
+        assert isinstance(client.error, TransferFailed)
+        assert await prefill.silence(Prefill)
+        rig.nothing_left()
+
+
+async def test_another_try_prefers_nodes_that_have_not_failed() -> None:
+    """A node that just began to drain refuses what the router still sends it: three tries must not all go there."""
+    async with router_rig() as rig:
+        prefill = await rig.node("prefill", "prefill-0")
+        draining = await rig.node("decode", "decode-0")
+        good = await rig.node("decode", "decode-1")
+        for _ in range(3):
+            client = rig.client()
+            while True:
+                prompt = await prefill.expect(Prefill)
+                if prompt.decode == good.ref.incarnation:
+                    break
+                refused = await draining.expect(Reserve)
+                draining.say(
+                    Failed(room=refused.room, code="node_lost", message="this decode node is draining")
+                )
+            first_token(prefill, prompt.room, 50, "stop")
+            await client.done()
+            assert client.finish == "stop", client.error
+        rig.nothing_left()
+        counts = [m for m in draining.received() if isinstance(m, Reserve)]
+        assert not counts
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+async def test_a_client_that_leaves(tokens: int) -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        for offset in range(tokens):
+            if offset == 0:
+                first_token(prefill, reserve.room, 50)
+            else:
+                decode.tokens(reserve.room, offset, [50 + offset])
+        await client.until(tokens)
+        await client.leave()
+        assert (await prefill.expect(Abort)).room == reserve.room
+        assert (await decode.expect(Abort)).room == reserve.room
+        rig.nothing_left()
+        report = rig.dispatcher.timelines.get("r1")
+        assert report is not None
+        assert report["outcome"] == "client gone"
+
+
+async def test_closing_the_generator_between_two_tokens_frees_at_once() -> None:
+    """aclose at the yield, not at an await: no garbage collection, no other turn of the loop is needed."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        deltas = rig.dispatcher.generate(_request())
+        reading = asyncio.ensure_future(anext(deltas))
+        reserve, _ = await legs(prefill, decode)
+        first_token(prefill, reserve.room, 50)
+        await reading
+        await deltas.aclose()
+        rig.nothing_left()
+        assert (await decode.expect(Abort)).room == reserve.room
+        assert (await prefill.expect(Abort)).room == reserve.room
+
+
+async def test_a_reader_that_has_what_it_wants_is_no_client_that_left() -> None:
+    """A stop string ends the answer: both nodes are freed, and it counts as a success."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        deltas = rig.dispatcher.generate(_request())
+        first = asyncio.ensure_future(anext(deltas))
+        _, prompt = await legs(prefill, decode)
+        first_token(prefill, prompt.room, 50)
+        assert [token.id for token in (await first).tokens] == [50]
+        with pytest.raises(StopAsyncIteration):
+            await deltas.athrow(AnswerComplete())
+        assert (await prefill.expect(Abort)).room == prompt.room
+        assert (await decode.expect(Abort)).room == prompt.room
+        rig.nothing_left()
+        report = rig.dispatcher.timelines.get("r9")
+        assert report is not None
+        assert report["outcome"] == "stop"
+
+
+async def test_leaving_while_a_retry_waits_for_a_node() -> None:
+    async with router_rig(placement_wait=5.0) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        await legs(prefill, decode)
+        decode.say(Goodbye(incarnation=decode.ref.incarnation))
+        await prefill.expect(Abort)
+        await client.leave()
+        rig.nothing_left()
+
+
+def _request() -> object:
+    from common.messages.generation import SamplingParams
+    from router.generation import GenerationRequest
+
+    return GenerationRequest("r9", [1, 2], SamplingParams(max_tokens=5), None)
+
+
+@pytest.mark.parametrize("source", ["request", "config"])
+async def test_the_deadline(source: str) -> None:
+    limits = {"request_timeout": 0.05} if source == "config" else {}
+    async with router_rig(**limits) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client(timeout_s=0.05 if source == "request" else None)
+        reserve, _ = await legs(prefill, decode)
+        assert reserve.deadline_ms <= 50
+        await client.done()
+        assert isinstance(client.error, DeadlineExceeded)
+        assert (await decode.expect(Abort)).room == reserve.room
+        assert (await prefill.expect(Abort)).room == reserve.room
+        rig.nothing_left()
+
+
+async def test_a_client_cannot_ask_for_more_time_than_the_config_allows() -> None:
+    async with router_rig(request_timeout=0.05) as rig:
+        await rig.pair()
+        assert isinstance((await rig.client(timeout_s=60.0).done()).error, DeadlineExceeded)
+
+
+async def test_no_more_requests_than_allowed() -> None:
+    async with router_rig(max_requests=2) as rig:
+        prefill, decode = await rig.pair()
+        clients = [rig.client() for _ in range(3)]
+        await clients[2].done()
+        assert isinstance(clients[2].error, Overloaded)
+        for _ in range(2):
+            _, prompt = await legs(prefill, decode)
+            first_token(prefill, prompt.room, 50, "stop")
+        for client in clients[:2]:
+            assert (await client.done()).finish == "stop"
+        rig.nothing_left()
+
+
+async def test_a_new_request_does_not_wait_for_a_node_that_is_not_there() -> None:
+    async with router_rig(placement_wait=30.0) as rig:
+        for missing in ("prefill", "decode"):
+            client = await rig.client().done(timeout=0.5)
+            assert isinstance(client.error, Unavailable)
+            assert f"no {missing} node can take requests" in str(client.error)
+            if missing == "prefill":
+                await rig.node("prefill", "prefill-0")
+        rig.nothing_left()
+
+
+async def test_a_retry_waits_for_a_node_to_come() -> None:
+    async with router_rig(placement_wait=5.0) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client([1])
+        reserve, _ = await legs(prefill, decode)
+        first_token(prefill, reserve.room, 50)
+        await client.until(1)
+        decode.say(Goodbye(incarnation=decode.ref.incarnation))
+        await prefill.expect(Abort)
+        await asyncio.sleep(0.02)
+        assert not client.task.done()
+        fresh = await rig.node("decode", "decode-9")
+        again, _ = await legs(prefill, fresh)
+        assert again.token_ids == [1, 50]
+        first_token(prefill, again.room, 51, "length")
+        await client.done()
+        assert (client.ids, client.finish) == ([50, 51], "length")
+
+
+async def test_a_retry_does_not_wait_for_ever() -> None:
+    async with router_rig(placement_wait=0.05) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        await legs(prefill, decode)
+        decode.say(Goodbye(incarnation=decode.ref.incarnation))
+        await client.done(timeout=1.0)
+        assert isinstance(client.error, Unavailable)
+        rig.nothing_left()
+
+
+async def test_longer_than_the_shortest_node_allows() -> None:
+    async with router_rig() as rig:
+        await rig.node("prefill", "prefill-0", max_model_len=100)
+        await rig.node("decode", "decode-0", max_model_len=20)
+        client = await rig.client([1] * 15, max_tokens=6).done()
+        assert isinstance(client.error, InvalidRequest)
+        assert client.error.param == "max_tokens"
+        assert "21 tokens" in str(client.error)
+        assert "at most 20" in str(client.error)
+        rig.nothing_left()
+
+
+async def test_a_draining_node_gets_nothing_new_and_finishes() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair(0)
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        decode.beat("draining")
+        await decode.echo()
+        assert isinstance((await rig.client().done()).error, Unavailable)
+        first_token(prefill, reserve.room, 50)
+        decode.tokens(reserve.room, 1, [51], "stop")
+        await client.done()
+        assert client.ids == [50, 51]
+
+
+async def test_a_node_that_cannot_be_reached_while_placing() -> None:
+    """Its socket is gone and nobody has noticed yet: the request goes elsewhere."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair(0)
+        spare = await rig.node("decode", "decode-1")
+        send = rig.dispatcher._send
+        rig.dispatcher._send = lambda inc, message: inc != decode.ref.incarnation and send(inc, message)
+        client = rig.client()
+        prompt = await prefill.expect(Prefill)
+        assert prompt.decode == spare.ref.incarnation
+        first_token(prefill, prompt.room, 50, "stop")
+        await client.done()
+        assert client.finish == "stop"
+        rig.nothing_left()
+
+
+async def test_many_at_once_with_nodes_that_come_and_go() -> None:
+    """Every client gets its own text once, though decode nodes leave in the middle of it."""
+
+    async def serve_prefill(node: FakeNode) -> None:
+        while True:
+            prompt = await node.expect(Prefill, timeout=60)
+            done = len(prompt.token_ids)
+            await asyncio.sleep(0)
+            first_token(node, prompt.room, prompt.token_ids[0] * 1000 + done)
+
+    async def serve_decode(node: FakeNode) -> None:
+        while True:
+            reserve = await node.expect(Reserve, timeout=60)
+            start, most = len(reserve.token_ids), reserve.sampling.max_tokens - reserve.emitted
+            for offset in range(1, most):
+                token = reserve.token_ids[0] * 1000 + start + offset
+                node.tokens(reserve.room, offset, [token], "length" if offset == most - 1 else None)
+                await asyncio.sleep(0)
+
+    async with router_rig(max_attempts=10, placement_wait=5.0) as rig:
+        prefill = await rig.node("prefill", "prefill-0")
+        tasks = [asyncio.ensure_future(serve_prefill(prefill))]
+        decodes = []
+        for n in range(3):
+            decodes.append(await rig.node("decode", f"decode-{n}"))
+            tasks.append(asyncio.ensure_future(serve_decode(decodes[n])))
+        clients = [rig.client([n + 1], max_tokens=12) for n in range(40)]
+        await asyncio.sleep(0.02)
+        for n, node in enumerate(decodes[:2]):
+            node.say(Goodbye(incarnation=node.ref.incarnation))
+            tasks[n + 1].cancel()
+            await asyncio.sleep(0.02)
+        for n, client in enumerate(clients):
+            await client.done(timeout=20)
+            assert client.error is None
+            assert client.ids == [(n + 1) * 1000 + i for i in range(1, 13)]
+        rig.nothing_left()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def rooms_of(rig: RouterRig, node: FakeNode) -> dict[int, int]:
+    known = rig.registry.get(node.ref.incarnation)
+    assert known is not None
+    return known.rooms
+
+
+async def test_what_placement_sees_of_a_request() -> None:
+    """Prompt tokens count until they are computed, the request until its leg is over."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client([1, 2, 3])
+        reserve, _ = await legs(prefill, decode)
+        room = reserve.room
+        assert (rooms_of(rig, prefill), rooms_of(rig, decode)) == ({room: 3}, {room: 0})
+        first_token(prefill, room, 50)
+        await client.until(1)
+        assert rooms_of(rig, prefill) == {room: 0}
+        prefill.say(PrefillDone(room=room, stages={}))
+        async with asyncio.timeout(1):
+            while rooms_of(rig, prefill):
+                await asyncio.sleep(0.001)
+        assert rooms_of(rig, decode) == {room: 0}
+        await client.leave()
+        rig.nothing_left()
+
+
+async def test_prefill_lost_after_its_leg_was_over_changes_nothing() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        first_token(prefill, reserve.room, 50)
+        prefill.say(PrefillDone(room=reserve.room, stages={}), Goodbye(incarnation=prefill.ref.incarnation))
+        async with asyncio.timeout(1):
+            while rig.registry.count("prefill"):
+                await asyncio.sleep(0.001)
+        decode.tokens(reserve.room, 1, [51], "stop")
+        await client.done()
+        assert (client.ids, client.error) == ([50, 51], None)
+
+
+def test_node_lost_is_retryable() -> None:
+    assert NodeLost("x").retryable

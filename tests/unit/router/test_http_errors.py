@@ -1,0 +1,203 @@
+"""Errors, request ids, media types and raw HTTP that no client library would send."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+
+import aiohttp.http_parser
+import pytest
+
+from common.errors import DeadlineExceeded, InternalError, Overloaded, TransferFailed, Unavailable
+from tests.unit.router.conftest import Rig
+from tests.unit.router.scripted_generator import one_by_one
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+RAW = json.dumps(BODY).encode()
+
+
+async def exchange(rig: Rig, raw: bytes) -> bytes:
+    """What the server says to these very bytes, until it closes or falls silent."""
+    reader, writer = await asyncio.open_connection(rig.host, rig.port)
+    writer.write(raw)
+    answer = b""
+    try:
+        async with asyncio.timeout(0.4):
+            while part := await reader.read(65536):
+                answer += part
+    except (TimeoutError, ConnectionError):
+        pass
+    writer.transport.abort()
+    return answer
+
+
+def test_the_c_parser_is_used() -> None:
+    assert aiohttp.http_parser.HttpRequestParser.__module__ == "aiohttp._http_parser"
+
+
+@pytest.mark.parametrize("error", [Overloaded("x"), Unavailable("x"), TransferFailed("x")])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_503_says_when_to_retry(rig: Rig, error: Exception, stream: bool) -> None:
+    rig.generator.will(error)
+    status, answer, headers = await rig.post(CHAT, {**BODY, "stream": stream})
+    assert status == 503
+    assert headers["retry-after"] == "1"
+    assert headers["x-should-retry"] == "true"
+    assert headers["content-type"].startswith("application/json")
+    assert answer["error"]["code"] == type(error).code
+    assert headers["x-request-id"]
+
+
+async def test_other_statuses_do_not(rig: Rig) -> None:
+    for error, status in ((DeadlineExceeded("x"), 408), (InternalError("x"), 500)):
+        rig.generator.scripts = [[error]]
+        found, _, headers = await rig.post(CHAT, BODY)
+        assert found == status
+        assert "retry-after" not in headers
+
+
+async def test_nothing_new_while_draining(rig: Rig) -> None:
+    rig.refusal = Unavailable("shutting down")
+    for path, body in ((CHAT, BODY), ("/v1/completions", {"prompt": "x"})):
+        status, _, headers = await rig.post(path, body)
+        assert (status, headers["retry-after"]) == (503, "1")
+    assert not rig.generator.requests
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("abc-123_x.y:z/=+", "abc-123_x.y:z/=+"),
+        ("a b\tc", "abc"),
+        ("evil\"<script>'", "evilscript"),
+        ("é€x", "x"),
+        ("x" * 500, "x" * 128),
+        ("!" * 500 + "x", "x"),
+        ("", None),
+        ("!!!", None),
+    ],
+)
+async def test_request_id(rig: Rig, given: str, used: str | None) -> None:
+    rig.generator.will(*one_by_one([10]))
+    for body, status in ((BODY, 200), ({}, 400)):
+        raw = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            f"X-Request-Id: {given}\r\nContent-Length: {len(json.dumps(body))}\r\n\r\n{json.dumps(body)}"
+        ).encode()
+        head = (await exchange(rig, raw)).decode().split("\r\n\r\n")[0]
+        assert f" {status} " in head
+        [found] = [line[14:] for line in head.split("\r\n") if line.startswith("X-Request-Id: ")]
+        assert found == used if used else len(found) == 24
+
+
+async def test_fresh_ids_differ(rig: Rig) -> None:
+    found = [(await rig.post(CHAT, {}))[2]["x-request-id"] for _ in range(5)]
+    assert len(set(found)) == 5
+
+
+async def test_unknown_routes_and_methods(rig: Rig) -> None:
+    for method, path, status in (
+        ("GET", "/nothing", 404),
+        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/messages", 404),
+        ("POST", "/generate", 404),
+        ("GET", "/workers", 404),
+        ("GET", "/%ff%00", 404),
+        ("GET", "/../../etc/passwd", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", CHAT, 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/metrics", 405),
+        ("OPTIONS", CHAT, 405),
+    ):
+        async with rig.session.request(method, rig.url + path) as response:
+            answer = await response.json()
+            assert (response.status, answer["error"]["code"]) == (status, status), path
+            assert set(answer["error"]) == {"message", "type", "param", "code"}
+            assert response.headers["X-Request-Id"]
+            assert ("Allow" in response.headers) == (status == 405)
+    async with rig.session.head(rig.url + CHAT) as response:
+        assert response.status == 405
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        None,
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "text/json",
+        "x",
+    ],
+)
+async def test_other_media_types(rig: Rig, kind: str | None) -> None:
+    """A web page can send these to another site without asking; JSON it cannot."""
+    line = f"Content-Type: {kind}\r\n" if kind else ""
+    for path in (CHAT, "/v1/completions", "/tokenize", "/detokenize"):
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{line}Content-Length: {len(RAW)}\r\n\r\n"
+        answer = await exchange(rig, head.encode() + RAW)
+        assert b" 415 " in answer.split(b"\r\n")[0]
+        assert b"Content-Type: application/json" in answer
+    assert not rig.generator.requests
+
+
+async def test_json_with_a_charset(rig: Rig) -> None:
+    rig.generator.will(*one_by_one([10]))
+    for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        assert (await rig.post(CHAT, RAW, {"Content-Type": kind}))[0] == 200
+
+
+async def test_compressed_bodies_are_not_taken_and_not_unpacked(rig: Rig) -> None:
+    bomb = gzip.compress(b" " * 50_000_000)
+    assert len(bomb) < 100_000
+    for raw in (gzip.compress(RAW), bomb):
+        status, answer, _ = await rig.post(CHAT, raw, {"Content-Encoding": "gzip"})
+        assert (status, answer["error"]["type"]) == (415, "invalid_request_error")
+
+
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+LENGTH = f"Content-Length: {len(RAW)}\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        f"{HEAD}{LENGTH}Transfer-Encoding: chunked\r\n\r\n",
+        f"{HEAD}{LENGTH}Content-Length: 5\r\n\r\n",
+        f"{HEAD}Content-Length: -1\r\n\r\n",
+        f"{HEAD}Content-Length: +5\r\n\r\n",
+        f"{HEAD}Transfer-Encoding: chunked, gzip\r\n\r\n",
+        f"{HEAD}{LENGTH}A: {'x' * 20_000}\r\n\r\n",
+        f"{HEAD}{LENGTH}" + "".join(f"A{i}: x\r\n" for i in range(150)) + "\r\n",
+        f"{HEAD}{LENGTH}A b: x\r\n\r\n",
+        f"{HEAD}{LENGTH}A: x\0y\r\n\r\n",
+        f"POST /{'x' * 20_000} HTTP/1.1\r\nHost: x\r\n{LENGTH}\r\n",
+        f"POST {CHAT} HTTP/9.9\r\n{LENGTH}\r\n",
+        "\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03",
+    ],
+)
+async def test_broken_http_is_refused(rig: Rig, head: str, caplog: pytest.LogCaptureFixture) -> None:
+    rig.generator.will(*one_by_one([10]))
+    with caplog.at_level(logging.CRITICAL):
+        answer = await exchange(rig, head.encode("latin-1") + RAW)
+    assert b" 400 " in answer.split(b"\r\n")[0], answer[:200]
+    assert not rig.generator.requests
+    assert (await rig.post(CHAT, BODY))[0] == 200  # others are served on
+
+
+async def test_long_messages_are_cut(rig: Rig) -> None:
+    rig.generator.will(InternalError("x" * 100_000))
+    _, answer, _ = await rig.post(CHAT, BODY)
+    assert len(answer["error"]["message"]) < 1100
+
+
+async def test_http_1_0_and_keep_alive(rig: Rig) -> None:
+    rig.generator.will(*one_by_one([10]))
+    raw = f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\n{LENGTH}\r\n".encode() + RAW
+    assert b" 200 " in (await exchange(rig, raw)).split(b"\r\n")[0]
+    raw = f"{HEAD}{LENGTH}\r\n".encode() + RAW
+    assert (await exchange(rig, raw + raw)).count(b"HTTP/1.1 200 OK") == 2  # pipelined

@@ -1,0 +1,146 @@
+"""Who is in the cluster, by messages and a clock alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.messages.identity import NodeCounters, NodeLoad, NodeRef, NodeState, Role
+from common.messages.router_inbox import Heartbeat, Register
+from common.observability.logs import Log
+from router.node_registry import Node, NodeRegistry
+from router.placement import RoundRobin
+from tests.fakes.clock import Clock
+
+
+@dataclass
+class Rig:
+    clock: Clock = field(default_factory=Clock)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    changes: int = 0
+
+    def __post_init__(self) -> None:
+        self.registry = NodeRegistry("f" * 64, 3.0, 5.0, self.clock, Log("router"), self._lost, self._changed)
+
+    def _lost(self, node: Node, reason: str) -> None:
+        self.lost.append((node.name, reason))
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+
+def register(role: Role, name: str, incarnation: str = "", **options: Any) -> Register:
+    values = {
+        "host": "h",
+        "pid": 1,
+        "model_fingerprint": "f" * 64,
+        "max_model_len": 100,
+        "page_size": 16,
+        "total_pages": 10,
+        "effective_config": {},
+        **options,
+    }
+    return Register(node=NodeRef(name=name, role=role, incarnation=incarnation or f"i-{name}"), **values)
+
+
+def beat(name: str, state: NodeState = "up", age: int = 0) -> Heartbeat:
+    return Heartbeat(
+        incarnation=f"i-{name}",
+        sequence=1,
+        state=state,
+        loop_age_ms=age,
+        load=NodeLoad(),
+        counters=NodeCounters(),
+    )
+
+
+def test_states() -> None:
+    rig = Rig()
+    registry = rig.registry
+    assert registry.register(register("decode", "d")) is None
+    assert (registry.count("decode"), registry.count("prefill"), rig.changes) == (1, 0, 1)
+    assert registry.heartbeat(beat("d", "draining"))
+    assert (registry.count("decode"), rig.changes) == (0, 2)
+    assert registry.choose("decode", RoundRobin()) is None
+    assert registry.heartbeat(beat("d", "draining"))
+    assert rig.changes == 2, "nothing new"
+    registry.leave("i-d")
+    assert not list(registry)
+    assert rig.lost == [("d", "it said goodbye")]
+    registry.leave("i-d")
+    assert len(rig.lost) == 1
+    assert not registry.heartbeat(beat("d"))
+
+
+def test_silence_and_hang() -> None:
+    rig = Rig()
+    for name in ("a", "b", "c"):
+        rig.registry.register(register("prefill", name))
+    rig.clock.now += 2.0
+    rig.registry.heartbeat(beat("b"))
+    rig.registry.heartbeat(beat("c", age=5001))
+    rig.clock.now += 1.5
+    rig.registry.sweep()
+    assert rig.lost == [("a", "no heartbeat for 3.5 s"), ("c", "its main loop has not turned for 5 s")]
+    assert [node.name for node in rig.registry] == ["b"]
+
+
+def test_refusals() -> None:
+    rig = Rig()
+    rig.registry.register(register("decode", "d"))
+    for options, part in (
+        ({"model_fingerprint": "0" * 64}, "start both from the same model directory"),
+        ({"page_size": 1}, "p has pages of 1 tokens, d of 16: set kv.page_size alike"),
+    ):
+        sentence = rig.registry.register(register("prefill", "p", **options))
+        assert sentence is not None
+        assert part in sentence
+    assert [node.name for node in rig.registry] == ["d"]
+    # a refused process must not push out the one that serves under its name
+    assert rig.registry.register(register("decode", "d", "other", model_fingerprint="0" * 64)) is not None
+    assert not rig.lost
+
+
+def test_a_name_belongs_to_its_newest_process() -> None:
+    rig = Rig()
+    rig.registry.register(register("decode", "d"))
+    assert rig.registry.register(register("decode", "d", "newer", page_size=64)) is None
+    assert rig.lost == [("d", "a new process registered under its name")]
+    assert [node.incarnation for node in rig.registry] == ["newer"]
+
+
+def test_choose_avoids_what_failed_while_there_is_something_else() -> None:
+    rig = Rig()
+    for name in ("a", "b"):
+        rig.registry.register(register("decode", name))
+    policy = RoundRobin()
+    picks = [rig.registry.choose("decode", policy, frozenset({"i-a"})) for _ in range(3)]
+    assert [node.name for node in picks if node] == ["b"] * 3
+    both = rig.registry.choose("decode", policy, frozenset({"i-a", "i-b"}))
+    assert both is not None, "better a node that failed than none"
+
+
+def test_the_least_length_of_all_counts() -> None:
+    rig = Rig()
+    assert rig.registry.max_model_len is None
+    rig.registry.register(register("prefill", "p", max_model_len=90))
+    rig.registry.register(register("decode", "d", max_model_len=70))
+    assert rig.registry.max_model_len == 70
+
+
+def test_a_callback_may_change_the_registry() -> None:
+    """Losing one node makes others known to be lost while the sweep is under way."""
+    rig = Rig()
+    for name in ("a", "b", "c"):
+        rig.registry.register(register("prefill", name))
+    inner = rig.registry._on_lost
+
+    def lose_the_next(node: Node, reason: str) -> None:
+        inner(node, reason)
+        for other in rig.registry:
+            rig.registry.lose(other, "with it")
+
+    rig.registry._on_lost = lose_the_next
+    rig.clock.now += 4
+    rig.registry.sweep()
+    assert sorted(name for name, _ in rig.lost) == ["a", "b", "c"]

@@ -1,0 +1,168 @@
+"""The `openai` client against the real server: what its types and iterators make of our answers."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from common.errors import NodeLost, Unavailable
+from tests.unit.router.conftest import Rig
+from tests.unit.router.scripted_generator import delta, one_by_one
+
+TEXT = "The answer is 12 äöü."
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+async def ids_of(rig: Rig, text: str = TEXT) -> list[int]:
+    return await rig.tokenizer.encode(text, add_special_tokens=False)
+
+
+def client_of(rig: Rig) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("top", [None, 0, 2])
+async def test_chat(rig: Rig, stream: bool, top: int | None) -> None:
+    ids = await ids_of(rig)
+    rig.generator.will(*one_by_one([*ids, 2], "stop", top))
+    options = {} if top is None else {"logprobs": True, "top_logprobs": top}
+    async with client_of(rig) as client:
+        if stream:
+            chunks = [
+                chunk
+                async for chunk in await client.chat.completions.create(
+                    model="tiny-target",
+                    messages=MESSAGES,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    **options,
+                )
+            ]
+            assert chunks[0].choices[0].delta.role == "assistant"
+            assert chunks[-1].choices == []
+            text = "".join(c.choices[0].delta.content or "" for c in chunks[:-1])
+            reasons = [c.choices[0].finish_reason for c in chunks[:-1]]
+            assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+            entries = [e for c in chunks[:-1] if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+            usage = chunks[-1].usage
+            assert len({(c.id, c.created, c.model, c.system_fingerprint) for c in chunks}) == 1
+        else:
+            answer = await client.chat.completions.create(model="tiny-target", messages=MESSAGES, **options)
+            [choice] = answer.choices
+            assert (choice.message.role, choice.finish_reason, choice.index) == ("assistant", "stop", 0)
+            text, usage = choice.message.content, answer.usage
+            entries = choice.logprobs.content if choice.logprobs else []
+            assert answer.id.startswith("chatcmpl-")
+    assert text == TEXT
+    assert (usage.completion_tokens, usage.total_tokens) == (len(ids) + 1, usage.prompt_tokens + len(ids) + 1)
+    assert usage.prompt_tokens_details.cached_tokens == 3
+    assert len(entries) == (0 if top is None else len(ids) + 1)
+    if entries:
+        assert all(len(entry.top_logprobs) == top for entry in entries)
+        assert b"".join(bytes(entry.bytes) for entry in entries).decode() == TEXT + "<|end|>"
+    [request] = rig.generator.requests
+    assert request.sampling.stop_token_ids == (2,)
+    prompt = rig.tokenizer.decode(request.token_ids, skip_special_tokens=False)
+    assert prompt == "<|bos|><|user|> hi<|end|>\n<|assistant|>"  # one bos, though the tokenizer adds one too
+    assert request.token_ids.count(1) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("top", [None, 0, 2])
+async def test_completions(rig: Rig, stream: bool, top: int | None) -> None:
+    ids = await ids_of(rig)
+    rig.generator.will(*one_by_one(ids, "length", top))
+    async with client_of(rig) as client:
+        answer = await client.completions.create(
+            model="tiny-target", prompt="hi", stream=stream, logprobs=top, max_tokens=len(ids)
+        )
+        choices = [c.choices[0] async for c in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == TEXT
+    assert choices[-1].finish_reason == "length"
+    if top is None:
+        assert all(choice.logprobs is None for choice in choices)
+        return
+    parts = [choice.logprobs for choice in choices]
+    offsets = [each for part in parts for each in part.text_offset]
+    assert offsets[0] == 0
+    assert offsets == sorted(offsets)
+    assert len(offsets) == len(ids)
+    assert all(len(part.text_offset) == len(part.tokens) == len(part.token_logprobs) for part in parts)
+    for token, offset in zip([t for part in parts for t in part.tokens], offsets):
+        if "\ufffd" not in token:
+            assert TEXT[offset:].startswith(token)
+    tops = [each for part in parts for each in part.top_logprobs]
+    assert all(len(each) == max(top, 1) or top == 2 for each in tops)  # the drawn token is always listed
+    assert rig.generator.requests[0].token_ids[0] == 1  # completions add the bos
+
+
+async def test_token_ids_and_several_prompts(rig: Rig) -> None:
+    for word in ("one", "two", "three"):
+        rig.generator.will(*one_by_one(await ids_of(rig, word)))
+    async with client_of(rig) as client:
+        answer = await client.completions.create(model="tiny-target", prompt=[[5, 6], [7], [8]])
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "one"), (1, "two"), (2, "three")]
+    assert [r.token_ids for r in rig.generator.requests] == [[5, 6], [7], [8]]
+    assert answer.usage.prompt_tokens == 4
+    identities = [request.request_id for request in rig.generator.requests]
+    assert len(set(identities)) == 3
+    assert all(each.startswith(identities[0]) for each in identities)
+    assert answer.id == f"cmpl-{identities[0]}"
+
+
+async def test_several_prompts_streamed(rig: Rig) -> None:
+    for word in ("one", "two"):
+        rig.generator.will(*one_by_one(await ids_of(rig, word)))
+    texts = {0: "", 1: ""}
+    reasons = {}
+    async with client_of(rig) as client:
+        stream = await client.completions.create(model="tiny-target", prompt=["a", "b"], stream=True)
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+    assert texts == {0: "one", 1: "two"}
+    assert reasons == {0: "length", 1: "length"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_failing_prompt_ends_the_others(rig: Rig, stream: bool) -> None:
+    rig.generator.will(delta([5]), 30.0)
+    rig.generator.will(0.02, NodeLost("gone"))
+    rig.generator.will(delta([6]), 30.0)
+    body = {"model": "tiny-target", "prompt": ["a", "b", "c"], "stream": stream}
+    if stream:
+        raw = await rig.raw("/v1/completions", body)
+        assert b'data: {"error":{"message":"gone"' in raw
+        assert b"[DONE]" not in raw
+    else:
+        status, answer, _ = await rig.post("/v1/completions", body)
+        assert (status, answer["error"]["message"]) == (503, "gone")
+    await rig.settled(3)
+
+
+async def test_errors_reach_the_client_as_its_own(rig: Rig) -> None:
+    rig.generator.will(Unavailable("no node"))
+    async with client_of(rig) as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.chat.completions.create(model="tiny-target", messages=MESSAGES, temperature=3)
+        assert (bad.value.param, bad.value.code) == ("temperature", "400")
+        assert bad.value.request_id
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="other", messages=MESSAGES)
+        with pytest.raises(openai.InternalServerError) as down:
+            await client.chat.completions.create(model="tiny-target", messages=MESSAGES, stream=True)
+        assert down.value.status_code == 503
+        rig.generator.scripts = [[delta([5]), NodeLost("the node went away")]]
+        stream = await client.chat.completions.create(model="tiny-target", messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError, match="the node went away"):
+            [chunk async for chunk in stream]
+    assert [m.id async for m in await models(rig)] == ["tiny-target"]
+
+
+async def models(rig: Rig):  # type: ignore[no-untyped-def]
+    async with client_of(rig) as client:
+        return await client.models.list()

@@ -1,0 +1,296 @@
+"""One table of what is refused, and one of what is taken: field, value, status, param."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.unit.router.conftest import MAX_BODY, SERVED, Rig
+from tests.unit.router.scripted_generator import one_by_one
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SAME = object()
+BOTH = (CHAT, TEXT)
+HUGE = 10**40
+
+REFUSED: list[tuple[str, str, Any, Any]] = [  # path, field, value, param (SAME: the field)
+    *[
+        (path, field, value, SAME)
+        for path in BOTH
+        for field, values in {
+            "temperature": (-0.1, 2.1, True, "1", [], 10**400),
+            "top_p": (0, 0.0, -1, 1.01, False, "x"),
+            "top_k": (-2, 1.5, True, 2**63, HUGE, "5"),
+            "max_tokens": (0, -1, 1.5, True, "5", HUGE, 4096),
+            "seed": (2**63, -(2**63) - 1, HUGE, 0.5, True, "1"),
+            "stop_token_ids": ([-1], [SERVED.vocab_size], [HUGE], list(range(129))),
+            "ignore_eos": (1, "true"),
+            "stream": (1, "true", []),
+            "stream_options": ({"include_usage": True}, []),  # the first: not a stream
+            "n": (2, True, "1", HUGE, 0, [], {}),
+            "best_of": (2, True),
+            "presence_penalty": (0.1, False, "0"),
+            "frequency_penalty": (-2, True),
+            "repetition_penalty": (1.1, True, 0),
+            "min_p": (0.1, False),
+            "min_tokens": (1, False),
+            "logit_bias": ({"5": 1}, [], 0),
+            "response_format": ({"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text"),
+            "structured_outputs": ({}, {"json": {}}),
+            "guided_json": ({"type": "object"},),
+            "guided_regex": ("a+",),
+            "guided_grammar": ("x",),
+            "guided_choice": (["a"],),
+            "regex": ("a+",),
+            "json_schema": ("{}",),
+            "ebnf": ("root ::= x",),
+            "prompt_logprobs": (1, 0),
+            "priority": (1, False),
+            "cache_salt": ("s",),
+            "echo": (True, 0, 1),
+            "use_beam_search": (True, 0),
+            "length_penalty": (0.5, True),
+            "bad_words": (["x"],),
+            "allowed_token_ids": ([1], []),
+            "truncate_prompt_tokens": (5,),
+            "return_tokens_as_token_ids": (True,),
+            "lora_path": ("x",),
+        }.items()
+        for value in values
+    ],
+    *[(path, "stop", value, SAME) for path in BOTH for value in ("", ["a", ""], ["x"] * 17, "x" * 257, {}, 5)],
+    *[(path, "stop", [1], "stop[0]") for path in BOTH],
+    *[(path, "stop_token_ids", ["1"], "stop_token_ids[0]") for path in BOTH],
+    *[(path, "stop_token_ids", [True], "stop_token_ids[0]") for path in BOTH],
+    (CHAT, "max_completion_tokens", 0, SAME),
+    (CHAT, "max_completion_tokens", 4096, SAME),
+    (CHAT, "logprobs", 1, SAME),
+    (CHAT, "top_logprobs", 1, SAME),  # without logprobs
+    (CHAT, "top_logprobs", 21, SAME),
+    (CHAT, "top_logprobs", -1, SAME),
+    (CHAT, "top_logprobs", True, SAME),
+    *[
+        (CHAT, field, value, SAME)
+        for field, values in {
+            "tools": ([{"type": "function"}], {}, False),
+            "tool_choice": ("required", {"type": "function"}, True),
+            "functions": ([{}],),
+            "function_call": ({"name": "f"},),
+            "parallel_tool_calls": ("yes", 1),
+            "modalities": (["audio"], ["text", "audio"], "text"),
+            "audio": ({"voice": "x"},),
+            "chat_template": ("{{ x }}",),
+            "chat_template_kwargs": ({"enable_thinking": False},),
+            "add_generation_prompt": (False, 1),
+            "continue_final_message": (True, 0),
+            "documents": ([{}],),
+            "web_search_options": ({},),
+            "messages": ([], None, {}, "hi", 5),
+        }.items()
+        for value in values
+    ],
+    (CHAT, "messages", ["x"], "messages[0]"),
+    (CHAT, "messages", [{"content": "x"}], "messages[0].role"),
+    (CHAT, "messages", [{"role": 5, "content": "x"}], "messages[0].role"),
+    (CHAT, "messages", [{"role": "", "content": "x"}], "messages[0].role"),
+    (CHAT, "messages", [{"role": "u" * 65, "content": "x"}], "messages[0].role"),
+    (CHAT, "messages", [{"role": "nobody", "content": "x"}], "messages"),  # the template says so
+    (CHAT, "messages", [{"role": "user", "content": 5}], "messages[0].content"),
+    (CHAT, "messages", [{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+    (CHAT, "messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
+    (CHAT, "messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+    (CHAT, "messages", [{"role": "user", "content": "x"}] * 4097, "messages"),
+    (CHAT, "messages", [{"role": "user", "content": "x " * 9000}], "messages"),
+    (CHAT, "messages", [{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls"),
+    (CHAT, "messages", [{"role": "user", "content": "x", "tool_call_id": "y"}], "messages[0].tool_call_id"),
+    (CHAT, "messages", [{"role": "user", "content": "x", "function_call": {}}], "messages[0].function_call"),
+    (TEXT, "logprobs", 21, SAME),
+    (TEXT, "logprobs", -1, SAME),
+    (TEXT, "logprobs", True, SAME),
+    (TEXT, "suffix", "x", SAME),
+    (TEXT, "suffix", 0, SAME),
+    *[
+        (TEXT, "prompt", value, SAME)
+        for value in (
+            None, [], [[]], ["a", []], [1, "a"], ["a", 1], [True], [1.0], [1, True], [[1], [True]], [None], [["a"]], {},
+            5, [-1], [SERVED.vocab_size], [2**63], [HUGE], [[1], [HUGE]], [1] * 4096, [True] * 4096, ["x"] * 65,
+            "x " * 9000,
+        )
+    ],
+]  # fmt: skip
+
+TAKEN: dict[str, list[Any]] = {
+    "n": [1, 1.0, None],
+    "best_of": [1],
+    "presence_penalty": [0, 0.0, -0.0],
+    "frequency_penalty": [0.0],
+    "repetition_penalty": [1, 1.0],
+    "min_p": [0, 0.0],
+    "min_tokens": [0],
+    "logit_bias": [{}, None],
+    "response_format": [{"type": "text"}, None],
+    "priority": [0],
+    "echo": [False],
+    "use_beam_search": [False],
+    "length_penalty": [1.0],
+    "temperature": [0, 2, 0.0, 1e-9],
+    "top_p": [1, 1e-9],
+    "top_k": [0, -1, 1, SERVED.vocab_size + 1, 2**40],
+    "seed": [0, -1, 2**63 - 1, -(2**63)],
+    "stop": ["x", [], ["a", "b"], "x" * 256, None, "\0"],
+    "stop_token_ids": [[], [0], None],
+    "model": ["tiny-target", SERVED.path, "", None],
+    "user": ["me", 5, {"deep": [[[]]]}],
+    "max_tokens": [1, 4000, None],
+    "unknown_field": [1, {"a": []}],
+    "metadata": [{"a": "b"}],
+    "store": [True],
+    "stream": [False, None],
+}
+TAKEN_CHAT: dict[str, list[Any]] = {
+    "tools": [[], None],
+    "tool_choice": ["none", "auto", None],
+    "parallel_tool_calls": [True, False],
+    "functions": [[]],
+    "modalities": [["text"]],
+    "chat_template_kwargs": [{}],
+    "add_generation_prompt": [True],
+    "continue_final_message": [False],
+    "top_logprobs": [0],
+    "logprobs": [False],
+    "max_completion_tokens": [5],
+    "messages": [
+        [{"role": "user", "content": ""}],
+        [{"role": "user", "content": None}],
+        [{"role": "user"}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        [{"role": "user", "content": "a\u0000b"}],
+        [{"role": "user", "content": "x", "name": "bob"}],
+        [{"role": "assistant", "content": "x", "tool_calls": [], "refusal": None, "audio": None}],
+    ],
+}
+TAKEN_TEXT: dict[str, list[Any]] = {
+    "suffix": ["", None],
+    "logprobs": [None, 0, 20],
+    "prompt": ["", [0], [703], [[1], [2]], ["a", [5]], "a\u0000b", [1] * 4095],
+}
+
+
+def body_of(path: str, field: str, value: Any) -> dict[str, Any]:
+    base = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+    return {**base, field: value}
+
+
+async def test_refused(rig: Rig) -> None:
+    wrong = []
+    for path, field, value, param in REFUSED:
+        status, answer, headers = await rig.post(path, body_of(path, field, value))
+        error = answer.get("error", {})
+        expected = (400, field if param is SAME else param, "invalid_request_error", 400)
+        found = (status, error.get("param"), error.get("type"), error.get("code"))
+        if found != expected or not headers.get("x-request-id") or len(error["message"]) > 1100:
+            wrong.append((path, field, repr(value)[:80], found, error.get("message", "")[:200]))
+    assert not wrong
+    assert not rig.generator.requests
+
+
+@pytest.mark.parametrize("path", BOTH)
+async def test_taken(rig: Rig, path: str) -> None:
+    rig.generator.will(*one_by_one([10]))
+    wrong = []
+    table = TAKEN | (TAKEN_CHAT if path == CHAT else TAKEN_TEXT)
+    for field, values in table.items():
+        for value in values:
+            status, answer, _ = await rig.post(path, body_of(path, field, value))
+            if status != 200:
+                wrong.append((field, repr(value)[:80], status, answer))
+    assert not wrong
+
+
+MESSAGES = b'{"messages":[{"role":"user","content":"x"}],'
+RAW: list[tuple[bytes, Any]] = [  # body of a chat request, param
+    (b"", None),
+    (b"null", None),
+    (b"[]", None),
+    (b"{", None),
+    (b"\xff\xfe{}", None),
+    (b"\xef\xbb\xbf{}", None),
+    (MESSAGES + b'"n":1} {}', None),
+    (b"{}", "messages"),
+    (MESSAGES + b'"temperature":NaN}', None),
+    (MESSAGES + b'"temperature":Infinity}', None),
+    (MESSAGES + b'"temperature":-Infinity}', None),
+    (MESSAGES + b'"temperature":1e999}', "temperature"),
+    (MESSAGES + b'"temperature":-1e999}', "temperature"),
+    (MESSAGES + b'"seed":' + b"9" * 5000 + b"}", "seed"),
+    (MESSAGES + b'"seed":1e999}', "seed"),
+    (MESSAGES + b'"user":"\xff"}', None),
+    (MESSAGES + b'"user":"\\ud800"}', None),
+    (MESSAGES + b'"user":"\\udc00x"}', None),
+    (b'{"messages":[{"role":"user","content":"\\ud83d"}]}', None),
+    (b'{"messages":[{"role":"user","content":"\xc3("}]}', None),
+    (b'{"messages":[{"role":"user","content":"a\nb"}]}', None),  # a raw line break is no JSON
+    (b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}', None),
+    (MESSAGES + b'"user":' + b"[" * 100_000 + b"}", None),
+    (MESSAGES + b'"unknown":' + b"[" * 100_000 + b"}", None),
+    (MESSAGES + b'"tools":' + b'{"a":' * 100_000 + b"}", None),
+    (b"[" * 500_000, None),
+]
+
+
+async def test_refused_bytes(rig: Rig) -> None:
+    for raw, param in RAW:
+        status, answer, _ = await rig.post(CHAT, raw)
+        assert (status, answer["error"]["param"]) == (400, param), (raw[:80], answer)
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_the_last_of_two_equal_keys_counts(rig: Rig) -> None:
+    rig.generator.will(*one_by_one([10]))
+    raw = b'{"messages":[{"role":"user","content":"one","content":"two"}],"n":2,"n":1}'
+    status, _, _ = await rig.post(CHAT, raw)
+    assert status == 200
+    assert "two" in rig.tokenizer.decode(rig.generator.requests[0].token_ids, False)
+
+
+async def test_model(rig: Rig) -> None:
+    for model, said in (("gpt-9", "gpt-9"), ("\0", "x00"), ("x" * 500_000, "xxx")):
+        for path in BOTH:
+            status, answer, _ = await rig.post(path, body_of(path, "model", model))
+            assert (status, answer["error"]["param"], answer["error"]["code"]) == (404, "model", 404)
+            assert said in answer["error"]["message"]
+            assert len(answer["error"]["message"]) < 1100
+    assert (await rig.post(CHAT, body_of(CHAT, "model", 5)))[0] == 400
+
+
+async def test_context_sentence_has_the_numbers(rig: Rig) -> None:
+    prompt = [5] * 4000
+    _, answer, _ = await rig.post(TEXT, {"prompt": prompt, "max_tokens": 97})
+    assert answer["error"]["param"] == "max_tokens"
+    for number in ("4096", "4000", "97"):
+        assert number in answer["error"]["message"]
+    _, answer, _ = await rig.post(TEXT, {"prompt": [5] * 5000, "max_tokens": 1})
+    assert answer["error"]["param"] == "prompt"
+    assert "4096" in answer["error"]["message"]
+    assert "5000" in answer["error"]["message"]
+    rig.generator.will(*one_by_one([10]))
+    assert (await rig.post(TEXT, {"prompt": prompt, "max_tokens": 96}))[0] == 200
+    assert (await rig.post(TEXT, {"prompt": prompt}))[0] == 200
+    assert [r.sampling.max_tokens for r in rig.generator.requests] == [96, 96]
+
+
+async def test_body_too_large(rig: Rig) -> None:
+    for path in BOTH:
+        status, answer, headers = await rig.post(path, b'{"x":"' + b"a" * MAX_BODY + b'"}')
+        assert (status, answer["error"]["code"]) == (413, 413)
+        assert headers["x-request-id"]
+
+
+async def test_neutral_values_in_remedies_are_json(rig: Rig) -> None:
+    _, answer, _ = await rig.post(CHAT, body_of(CHAT, "add_generation_prompt", False))
+    assert "send true" in answer["error"]["message"]
+    _, answer, _ = await rig.post(CHAT, body_of(CHAT, "response_format", {"type": "json_object"}))
+    assert json.dumps({"type": "text"}, separators=(",", ":")) in answer["error"]["message"]

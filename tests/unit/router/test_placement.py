@@ -1,0 +1,87 @@
+"""Placement policies as pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.messages.identity import NodeLoad
+from router.placement import POLICIES, Candidate, LeastLoaded, RoundRobin, decode_cost, prefill_cost
+
+
+def candidate(name: str, assigned: int = 0, tokens: int = 0, **load: int) -> Candidate:
+    return Candidate(
+        name,
+        f"incarnation of {name}",
+        NodeLoad(**{"total_pages": 100, "free_pages": 100, **load}),
+        assigned,
+        tokens,
+    )
+
+
+def test_round_robin_is_an_exact_rotation() -> None:
+    policy = RoundRobin()
+    three = [candidate(name) for name in ("c", "a", "b")]
+    assert [policy.choose(three).name for _ in range(7)] == list("abcabca")
+    two = [candidate(name) for name in ("a", "c")]  # b has gone
+    assert [policy.choose(two).name for _ in range(3)] == list("cac")
+    four = [candidate(name) for name in "abcd"]
+    assert [policy.choose(four).name for _ in range(4)] == list("dabc")
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8, unique=True), st.integers(1, 5))
+def test_round_robin_gives_everybody_the_same(names: list[str], rounds: int) -> None:
+    policy = RoundRobin()
+    chosen = Counter(policy.choose([candidate(n) for n in names]).name for _ in range(rounds * len(names)))
+    assert set(chosen.values()) == {rounds}
+
+
+def test_prefill_goes_where_the_fewest_tokens_wait() -> None:
+    policy = LeastLoaded(prefill_cost)
+    nodes = [candidate("a", 1, 500), candidate("b", 9, 100), candidate("c", 2, 100)]
+    assert policy.choose(nodes).name == "c", "fewest tokens, then fewest requests"
+
+
+def test_decode_goes_where_the_smallest_batch_is_and_avoids_full_pools() -> None:
+    policy = LeastLoaded(decode_cost)
+    assert policy.choose([candidate("a", 5), candidate("b", 4)]).name == "b"
+    assert policy.choose([candidate("a", 0, running=9), candidate("b", 4)]).name == "b", (
+        "others use the node too"
+    )
+    full, free = candidate("a", 4, free_pages=2), candidate("b", 5)
+    assert policy.choose([full, free]).name == "b"
+    cached = candidate("a", 4, free_pages=2, cached_pages=90)
+    assert policy.choose([cached, free]).name == "a", "what is only cached can be had"
+
+
+def test_a_node_that_has_not_said_how_full_it_is_counts_as_empty() -> None:
+    fresh = Candidate("a", "i", NodeLoad(), 0, 0)
+    assert decode_cost(fresh) == 0
+    assert LeastLoaded(decode_cost).choose([fresh, candidate("b", 1)]).name == "a"
+
+
+def test_equals_take_turns() -> None:
+    policy = LeastLoaded(prefill_cost)
+    nodes = [candidate(name) for name in "ab"]
+    assert [policy.choose(nodes).name for _ in range(4)] == list("abab")
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 999), st.integers(0, 100), st.integers(0, 9)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_the_choice_is_a_candidate_of_least_cost(shapes: list[tuple[int, int, int, int]]) -> None:
+    nodes = [
+        candidate(f"n{i}", assigned, tokens, free_pages=free, running=running)
+        for i, (assigned, tokens, free, running) in enumerate(shapes)
+    ]
+    for cost in (prefill_cost, decode_cost):
+        chosen = POLICIES["least_loaded"](cost).choose(nodes)
+        assert chosen in nodes
+        assert cost(chosen) == min(map(cost, nodes))
+        assert POLICIES["round_robin"](cost).choose(nodes) in nodes

@@ -1,0 +1,142 @@
+"""Everything that is not generation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from tests.unit.router.conftest import SERVED, Rig
+
+
+async def get(rig: Rig, path: str, method: str = "GET") -> tuple[int, bytes, str]:
+    async with rig.session.request(method, rig.url + path) as response:
+        assert response.headers["X-Request-Id"]
+        return response.status, await response.read(), response.headers.get("Content-Type", "")
+
+
+async def get_json(rig: Rig, path: str) -> Any:
+    async with rig.session.get(rig.url + path) as response:
+        assert response.status == 200
+        return await response.json()
+
+
+async def test_liveness_and_readiness(rig: Rig) -> None:
+    for path in ("/live", "/liveness", "/ping", "/health", "/health_generate"):
+        assert (await get(rig, path))[:2] == (200, b"")
+    for path in ("/ready", "/readiness"):
+        assert (await get(rig, path))[0] == 200
+    rig.ready = "no decode node is up"
+    for path in ("/live", "/liveness", "/ping"):
+        assert (await get(rig, path))[0] == 200
+    for path in ("/health", "/health_generate"):
+        assert (await get(rig, path))[:2] == (503, b"")
+    for path in ("/ready", "/readiness"):
+        status, body, _ = await get(rig, path)
+        assert (status, body) == (503, b'{"status":"not ready","reason":"no decode node is up"}')
+
+
+async def test_models(rig: Rig) -> None:
+    found = await get_json(rig, "/v1/models")
+    card = {
+        "id": "tiny-target",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "tandem",
+        "root": SERVED.path,
+        "max_model_len": 4096,
+    }
+    assert found == {"object": "list", "data": [card]}
+    assert await get_json(rig, "/v1/models/tiny-target") == card
+    for other in ("gpt-9", "a/b", "%00", "tiny-target/x", "%C3%A9"):
+        async with rig.session.get(f"{rig.url}/v1/models/{other}") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["param"] == "model"
+
+
+async def test_facts(rig: Rig) -> None:
+    for path in ("/server_info", "/get_server_info"):
+        info = await get_json(rig, path)
+        assert info["model_path"] == SERVED.path
+        assert info["internal_states"] == []
+    for path in ("/model_info", "/get_model_info"):
+        assert (await get_json(rig, path))["model_path"] == SERVED.path
+    assert list(await get_json(rig, "/version")) == ["version"]
+    status, body, kind = await get(rig, "/metrics")
+    assert (status, body) == (200, b"# HELP x y\n")
+    assert kind == "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def test_timeline(rig: Rig) -> None:
+    assert await get_json(rig, "/requests/known") == {"request_id": "known"}
+    status, body, _ = await get(rig, "/requests/other")
+    assert status == 404
+    assert b'"param":"id"' in body
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/live",
+        "/health",
+        "/ready",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/tiny-target",
+        "/version",
+        "/server_info",
+    ],
+)
+async def test_head(rig: Rig, path: str) -> None:
+    assert (await get(rig, path, "HEAD"))[:2] == (200, b"")
+
+
+async def test_tokenize_and_back(rig: Rig) -> None:
+    text = "Hello é€\0 world"
+    status, found, _ = await rig.post("/tokenize", {"model": "tiny-target", "prompt": text})
+    assert status == 200
+    assert found["tokens"][0] == 1
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 4096)
+    _, plain, _ = await rig.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+    assert plain["tokens"] == found["tokens"][1:]
+    for skip, shown in ((False, "<|bos|>" + text), (True, text)):
+        _, back, _ = await rig.post("/detokenize", {"tokens": found["tokens"], "skip_special_tokens": skip})
+        assert back == {"prompt": shown}
+    _, back, _ = await rig.post("/detokenize", {"tokens": []})
+    assert back == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", b'{"prompt":"\\ud800"}', None),
+        ("/tokenize", b'{"prompt":"\xff"}', None),
+        ("/tokenize", b"[" * 100_000, None),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [704]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens[0]"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ],
+)
+async def test_refusals(rig: Rig, path: str, body: Any, param: str | None) -> None:
+    status, answer, _ = await rig.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_long_texts_do_not_stop_the_probes(rig: Rig) -> None:
+    text = "hello world " * 40_000
+    task = asyncio.create_task(rig.post("/tokenize", {"prompt": text, "add_special_tokens": False}))
+    slowest = 0.0
+    while not task.done():
+        start = time.perf_counter()
+        assert (await get(rig, "/health"))[0] == 200
+        slowest = max(slowest, time.perf_counter() - start)
+    assert (await task)[1]["count"] > 40_000
+    assert slowest < 0.5
