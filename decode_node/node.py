@@ -34,11 +34,12 @@ from common.messages.identity import NodeCounters, NodeLoad, NodeState
 from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
 from common.messages.router_inbox import Failed, Goodbye, TokenRun, Tokens
 from common.observability.logs import Log
+from decode_node.occupancy import Occupancy
 from decode_node.peers import PeerConnections
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest, Emission
 from decode_node.retraction import Retraction
-from decode_node.scheduler import admit, choose_victim, headroom_pages
+from decode_node.scheduler import admit
 from decode_node.step import DecodeStep, LaunchedStep
 from kv_transfer import receiver as transfer
 from kv_transfer.receiver import Receiver
@@ -85,21 +86,26 @@ class DecodeNode:
         self._poller = poller
         self._receiver = receiver
         self._space = space
-        self._table = table
-        self._retraction = retraction
         self._step = step
         self._limits = limits
         self._log = log
         self._clock = clock
-        # never less than a step takes: a resumed request must not come back for the very page that another lacks
-        self._reserved_tokens = max(limits.reserved_tokens, step.tokens_per_step)
         self._queues = Queues()
+        self._occupancy = Occupancy(
+            self._queues,
+            space,
+            table,
+            retraction,
+            step.tokens_per_step,
+            limits.reserved_tokens,
+            limits.max_running,
+        )
         self._state: NodeState = "up"
         self._stopping = False
         self._drain_until = float("inf")
         self._swept = 0.0
         self._requests = self._prompt_tokens = self._cached_tokens = self._generated = 0
-        self._steps = self._slots_stepped = self._retractions = self._transfers = self._transfer_failures = 0
+        self._steps = self._transfers = self._transfer_failures = 0
         poller.register(link.socket, zmq.POLLIN)
         self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, lambda: self._stopping)
 
@@ -128,11 +134,12 @@ class DecodeNode:
         if now - self._swept > SWEEP_INTERVAL:
             self._swept = now
             self._sweep(now)
-        self._settle_retractions()
-        self._resume(now)
+        for request in self._occupancy.settle_retractions():
+            self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
+        self._occupancy.resume(now)
         self._admit(now)
-        self._start(now)
-        batch = self._batch()
+        self._occupancy.start_arrived(now)
+        batch = self._occupancy.batch()
         self._publish()
         if self._state == "draining" and (not len(self._queues) or now > self._drain_until):
             self._stopping = True
@@ -144,7 +151,6 @@ class DecodeNode:
             request.in_flight += 1
             request.launched += 1
         self._steps += 1
-        self._slots_stepped += len(batch)
         return launched
 
     def _finish(self, launched: LaunchedStep) -> None:
@@ -157,7 +163,7 @@ class DecodeNode:
                 if run is not None:
                     runs.append(run)
             if emission.request.ended:
-                self._leave_if_settled(emission.request)
+                self._occupancy.leave(emission.request)
         if runs:
             self._link.send(Tokens(runs=runs))
 
@@ -259,14 +265,8 @@ class DecodeNode:
             self._queues.transferring[request.room] = request
 
     def _try_reserve(self, request: DecodeRequest) -> bool:
-        pages = self._space.pages_for(len(request.prompt))
-        lease = self._space.lease(request.prompt_keys, pages, max_cached_tokens=len(request.prompt))
+        lease = self._occupancy.try_lease(request)
         if lease is None:
-            return False
-        active = list(self._queues.holding())
-        headroom = headroom_pages([*active, request], self._reserved_tokens, self._space.page_size)
-        if active and self._space.available_pages < headroom:
-            lease.release()
             return False
         try:
             self._receiver.open(
@@ -292,71 +292,6 @@ class DecodeNode:
         request.lease = lease
         return True
 
-    def _start(self, now: float) -> None:
-        """Arrived requests join the batch while there are rows."""
-        arrived, running = self._queues.arrived, self._queues.running
-        while arrived and len(running) < self._limits.max_running and self._table.free_rows:
-            request = arrived.popleft()
-            self._retraction.occupy(request)
-            request.mark("decode_start", now)
-            running[request.room] = request
-
-    def _batch(self) -> list[DecodeRequest]:
-        """Who takes part in the next step: everyone who has a page for what the step writes."""
-        batch: list[DecodeRequest] = []
-        short = False
-        for request in self._queues.running.values():
-            if request.ended or request.retract or request.exhausted:
-                continue
-            if self._has_room(request):
-                batch.append(request)
-            else:
-                short = True  # sits this step out
-        if short and not any(request.retract for request in self._queues.running.values()):
-            victim = choose_victim(self._queues.running.values())
-            if victim is not None:
-                victim.retract = True
-                batch = [request for request in batch if request is not victim]
-        return batch
-
-    def _has_room(self, request: DecodeRequest) -> bool:
-        assert request.lease is not None
-        held = len(request.lease.pages)
-        missing = self._space.pages_for(request.seq_len + self._step.tokens_per_step) - held
-        if missing <= 0:
-            return True
-        fresh = request.lease.grow(missing)
-        if fresh is None:
-            return False
-        self._table.append(request.row, held, fresh)
-        return True
-
-    def _settle_retractions(self) -> None:
-        for request in list(self._queues.running.values()):
-            if request.retract and request.in_flight == 0 and not request.ended:
-                del self._queues.running[request.room]
-                self._retractions += 1
-                if self._retraction.save(request):
-                    self._queues.retracted.append(request)
-                else:
-                    self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
-
-    def _resume(self, now: float) -> None:
-        """Retracted requests come back, first retracted first, when their pages and the others' headroom fit."""
-        queue = self._queues.retracted
-        while queue and len(self._queues.running) < self._limits.max_running and self._table.free_rows:
-            request = queue[0]
-            active = list(self._queues.holding())
-            headroom = headroom_pages([*active, request], self._reserved_tokens, self._space.page_size)
-            needed = self._space.pages_for(request.seq_len + 1)
-            if active and self._space.available_pages < needed + headroom:
-                return
-            if not self._retraction.restore(request):
-                return
-            queue.popleft()
-            request.mark("resumed", now)
-            self._queues.running[request.room] = request
-
     def _on_transfer(
         self,
         event: transfer.Arrived | transfer.Failed | transfer.PagesFree | transfer.PeerRefused,
@@ -369,7 +304,7 @@ class DecodeNode:
         if isinstance(event, transfer.PagesFree):
             request = self._queues.quarantined.pop(event.room, None)
             if request is not None:
-                self._retraction.release(request)
+                self._occupancy.vacate(request)
             return
         request = self._queues.transferring.pop(event.room, None)
         if request is None:
@@ -404,6 +339,7 @@ class DecodeNode:
         for token in emission.tokens:
             if token is None:
                 request.ended = True
+                request.trusted = False
                 self._link.send(
                     Failed(
                         room=request.room,
@@ -427,13 +363,6 @@ class DecodeNode:
             stages = request.stages
         return TokenRun(request.room, offset, tokens, reason, stages)
 
-    def _leave_if_settled(self, request: DecodeRequest) -> None:
-        """An ended request leaves the batch once no step under way writes to its pages."""
-        if request.in_flight == 0 and self._queues.running.pop(request.room, None) is not None:
-            assert request.lease is not None
-            request.lease.commit(request.computed_keys())
-            self._retraction.release(request)
-
     def _drop(self, request: DecodeRequest, reason: str) -> None:
         """Nobody waits for this request any more: free what it holds as soon as that is safe."""
         request.ended = True
@@ -441,13 +370,12 @@ class DecodeNode:
             self._queues.quarantined[request.room] = request
             self._receiver.abort(request.room, reason)
         elif request.room in self._queues.running:
-            self._leave_if_settled(request)
+            self._occupancy.leave(request)
         else:
             for queue in (self._queues.waiting, self._queues.arrived, self._queues.retracted):
                 if request in queue:
                     queue.remove(request)
-            self._retraction.drop(request)
-            self._retraction.release(request)
+            self._occupancy.vacate(request)
 
     def _fail(self, request: DecodeRequest, code: str, reason: str) -> None:
         """As _drop, and the router hears of it. The request is in no queue, or in any."""
@@ -479,7 +407,7 @@ class DecodeNode:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated,
             steps=self._steps,
-            retractions=self._retractions,
+            retractions=self._occupancy.retractions,
             transfers=self._transfers,
             transfer_failures=self._transfer_failures,
             transferred_pages=received.pages_received,

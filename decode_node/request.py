@@ -50,6 +50,9 @@ class DecodeRequest:
     in_flight: int = 0  # steps not read yet that write to this request's row and pages
     skipped: int = 0  # how often later requests were admitted before this one
     ended: bool = False
+    trusted: bool = (
+        True  # False: its KV gave logits that are not finite, so the prefix cache must not keep it
+    )
     retract: bool = False  # leaves the batch as soon as nothing is in flight
     backup: Backup | None = None
     stages: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,136 @@
+"""Who of the requests here has pages and a row, and therefore takes part in the next step.
+
+Retraction and resumption live here, admission is the node's: it needs the receiver. Moves requests between the queues
+arrived, running and retracted, and between no others.
+"""
+
+from __future__ import annotations
+
+from common.engine.kv_cache.page_space import PageLease, PageSpace
+from common.engine.kv_cache.request_table import RequestTable
+from decode_node.queues import Queues
+from decode_node.request import DecodeRequest
+from decode_node.retraction import Retraction
+from decode_node.scheduler import choose_victim, headroom_pages
+
+
+class Occupancy:
+    """The pool and the rows, seen from the batch. Owned by the node's main loop."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        space: PageSpace,
+        table: RequestTable,
+        retraction: Retraction,
+        tokens_per_step: int,
+        reserved_tokens: int,
+        max_running: int,
+    ) -> None:
+        self._queues = queues
+        self._space = space
+        self._table = table
+        self._retraction = retraction
+        self._tokens_per_step = tokens_per_step
+        # never less than a step takes: a resumed request must not come back for the very page that another lacks
+        self._reserved_tokens = max(reserved_tokens, tokens_per_step)
+        self._max_running = max_running
+        self.retractions = 0
+
+    def try_lease(self, request: DecodeRequest) -> PageLease | None:
+        """Pages for a prompt, if those who are here already can still go on afterwards."""
+        pages = self._space.pages_for(len(request.prompt))
+        lease = self._space.lease(request.prompt_keys, pages, max_cached_tokens=len(request.prompt))
+        if lease is not None and not self._leaves_headroom(request, needed=0):
+            lease.release()
+            return None
+        return lease
+
+    def start_arrived(self, now: float) -> None:
+        """Arrived requests join the batch while there are rows."""
+        arrived, running = self._queues.arrived, self._queues.running
+        while arrived and self._has_row():
+            request = arrived.popleft()
+            self._retraction.occupy(request)
+            request.mark("decode_start", now)
+            running[request.room] = request
+
+    def batch(self) -> list[DecodeRequest]:
+        """Everyone who has a page for what the step writes. Others sit the step out, and one of all is retracted."""
+        batch: list[DecodeRequest] = []
+        short = False
+        for request in self._queues.running.values():
+            if request.ended or request.retract or request.exhausted:
+                continue
+            if self._grow(request):
+                batch.append(request)
+            else:
+                short = True
+        if short and not any(request.retract for request in self._queues.running.values()):
+            victim = choose_victim(self._queues.running.values())
+            if victim is not None:
+                victim.retract = True
+                batch = [request for request in batch if request is not victim]
+        return batch
+
+    def settle_retractions(self) -> list[DecodeRequest]:
+        """Take out the victims that no step writes to any more; returns those whose KV could not be kept."""
+        dropped: list[DecodeRequest] = []
+        for request in list(self._queues.running.values()):
+            if request.retract and request.in_flight == 0 and not request.ended:
+                del self._queues.running[request.room]
+                self.retractions += 1
+                if self._retraction.save(request):
+                    self._queues.retracted.append(request)
+                else:
+                    dropped.append(request)
+        return dropped
+
+    def resume(self, now: float) -> None:
+        """Retracted requests come back, first retracted first, when their pages and the others' headroom fit."""
+        queue = self._queues.retracted
+        while queue and self._has_row():
+            request = queue[0]
+            needed = self._space.pages_for(request.seq_len + 1)
+            if not self._leaves_headroom(request, needed) or not self._retraction.restore(request):
+                return
+            queue.popleft()
+            request.mark("resumed", now)
+            self._queues.running[request.room] = request
+
+    def leave(self, request: DecodeRequest) -> None:
+        """An ended request leaves the batch once no step under way writes to its pages."""
+        if request.in_flight == 0 and self._queues.running.pop(request.room, None) is not None:
+            assert request.lease is not None
+            if request.trusted:
+                request.lease.commit(request.computed_keys())
+            self._retraction.release(request)
+
+    def vacate(self, request: DecodeRequest) -> None:
+        """Give back whatever a request holds that no step and no peer writes to."""
+        self._retraction.drop(request)
+        self._retraction.release(request)
+
+    def _has_row(self) -> bool:
+        return len(self._queues.running) < self._max_running and self._table.free_rows > 0
+
+    def _leaves_headroom(self, request: DecodeRequest, needed: int) -> bool:
+        """Whether `needed` pages may go to this request. It always fits where nobody else is."""
+        active = list(self._queues.holding())
+        if not active:
+            return True
+        headroom = headroom_pages([*active, request], self._reserved_tokens, self._space.page_size)
+        return self._space.available_pages >= needed + headroom
+
+    def _grow(self, request: DecodeRequest) -> bool:
+        """Pages for what the next step writes; False if there are none."""
+        assert request.lease is not None
+        held = len(request.lease.pages)
+        missing = self._space.pages_for(request.seq_len + self._tokens_per_step) - held
+        if missing <= 0:
+            return True
+        fresh = request.lease.grow(missing)
+        if fresh is None:
+            return False
+        self._table.append(request.row, held, fresh)
+        return True
