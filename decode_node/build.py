@@ -48,6 +48,15 @@ class BuiltDecodeNode:
     security: LinkSecurity
     context: zmq.Context[zmq.Socket[bytes]]
 
+    def start(self) -> None:
+        self.link.start()
+
+    def run(self) -> None:
+        self.node.run()
+
+    def drain(self) -> None:
+        self.node.drain()
+
     def close(self) -> None:
         self.receiver.shutdown()
         self.link.close()

@@ -26,7 +26,7 @@ START_TIMEOUT = 900.0  # seconds until every process has loaded its weights
 PROBE_TIMEOUT = 60.0
 RESTARTS = 5  # of one process within RESTART_WINDOW seconds; then the cluster is given up
 RESTART_WINDOW = 120.0
-EXIT_REFUSED = 2  # common.observability.process: starting again would not help
+EXIT_REFUSED = 2  # common.process: starting again would not help
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # http_proxy is not for this host
 
 

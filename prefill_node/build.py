@@ -44,6 +44,15 @@ class BuiltPrefillNode:
     security: LinkSecurity
     context: zmq.Context[zmq.Socket[bytes]]
 
+    def start(self) -> None:
+        self.link.start()
+
+    def run(self) -> None:
+        self.node.run()
+
+    def drain(self) -> None:
+        self.node.drain()
+
     def close(self) -> None:
         self.sender.close()
         self.link.close()

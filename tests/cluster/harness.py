@@ -183,7 +183,7 @@ class Client:
         self._url = url
 
     async def __aenter__(self) -> Client:
-        timeout = aiohttp.ClientTimeout(total=110)
+        timeout = aiohttp.ClientTimeout(total=1500)  # pytest's timeout comes first
         self.session = aiohttp.ClientSession(
             self._url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
         )

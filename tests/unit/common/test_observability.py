@@ -13,12 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.config import Resolved
 from common.errors import ConfigError, ModelError
 from common.observability.logs import Log
-from common.observability.process import EXIT_REFUSED, run_process
 from common.observability.startup import Progress, StartupReporter
+from common.process import EXIT_REFUSED, run_process
 
 ROOT = Path(__file__).parents[3]
+LOCAL = ROOT / "deploy" / "clusters" / "local.yaml"
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -128,11 +130,11 @@ def test_without_a_descriptor() -> None:
 def test_what_starting_again_would_not_mend(
     error: Exception, pipe: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def body(reporter: StartupReporter, log: Log) -> None:
+    def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         raise error
 
     with pytest.raises(SystemExit) as caught:
-        run_process("router", pipe[1], body)
+        run_process("router", LOCAL, None, pipe[1], body)
     assert caught.value.code == EXIT_REFUSED == 2
     assert f"router: {error}" in capsys.readouterr().err
     assert lines(pipe[0]) == [Progress(phase="failed", message=str(error))]
@@ -140,17 +142,17 @@ def test_what_starting_again_would_not_mend(
 
 
 def test_a_defect_is_not_hidden() -> None:
-    def body(reporter: StartupReporter, log: Log) -> None:
+    def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         raise RuntimeError("a defect")
 
     with pytest.raises(RuntimeError, match="a defect"):
-        run_process("router", None, body)
+        run_process("router", LOCAL, None, None, body)
 
 
 @pytest.fixture
 def waiting() -> Callable[[], subprocess.Popen[str]]:
     code = (
-        "import time\nfrom common.observability.process import on_termination\n"
+        "import time\nfrom common.process import on_termination\n"
         "stop = []\non_termination(lambda: (stop.append(1), print('drain', flush=True)))\n"
         "print('ready', flush=True)\n"
         "while len(stop) < 2:\n    time.sleep(0.01)\n"

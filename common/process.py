@@ -1,0 +1,111 @@
+"""What every process of the cluster does around its work: command line, logs, start-up report, signals, exit codes.
+
+Exit codes: 0 drained, 1 a defect (traceback in the log), 2 the configuration or the model cannot be served.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+
+from common.config import Resolved, load_cluster
+from common.errors import ConfigError, ModelError
+from common.observability import logs
+from common.observability.logs import Log
+from common.observability.startup import StartupReporter
+
+EXIT_REFUSED = 2
+
+ClusterOption = Annotated[Path, typer.Option("--cluster", help="Cluster file")]
+NameOption = Annotated[str, typer.Option("--name", help="Which of the file's nodes this process is")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE, over file and environment")]
+StatusOption = Annotated[
+    int | None, typer.Option("--status-fd", help="Descriptor for start-up progress", hidden=True)
+]
+
+
+class BuiltNode(Protocol):
+    """What a node's `build` returns: everything is bound and loaded, nothing runs yet."""
+
+    def start(self) -> None:
+        """Begin to register and to send heartbeats."""
+
+    def run(self) -> None:
+        """The main loop; returns when the node has drained."""
+
+    def drain(self) -> None:
+        """Take nothing new and let `run` return. Called from a signal handler."""
+
+    def close(self) -> None:
+        """Sockets and shared memory."""
+
+
+Build = Callable[[Resolved, str, StartupReporter, Log], BuiltNode]
+
+
+def run_command(main: Callable[..., None]) -> None:
+    """`main` as the process's command line."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()
+
+
+def run_process(
+    name: str,
+    cluster: Path,
+    overrides: list[str] | None,
+    status_fd: int | None,
+    body: Callable[[Resolved, StartupReporter, Log], Any],
+) -> None:
+    """Load the cluster file, run `body`, tell whoever started us how it went, and exit."""
+    logs.configure(name, "info")
+    log = Log(name)
+    try:
+        with StartupReporter(status_fd, log) as reporter:
+            resolved = load_cluster(cluster, overrides or [])
+            logs.configure(name, resolved.cluster.process.log_level)
+            body(resolved, reporter, log)
+            log.info("drained")
+    except (ConfigError, ModelError) as error:
+        log.error("cannot start", reason=str(error))
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+
+
+def run_node(
+    import_build: Callable[[], Build],
+    cluster: Path,
+    name: str,
+    overrides: list[str] | None,
+    status_fd: int | None,
+) -> None:
+    """One node's whole life. `import_build` imports torch, which takes seconds: it is called once that is said."""
+
+    def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
+        reporter.report("importing")
+        built = import_build()(resolved, name, reporter, log)
+        try:
+            on_termination(built.drain)
+            built.start()
+            reporter.report("ready")
+            built.run()
+        finally:
+            built.close()
+
+    run_process(name, cluster, overrides, status_fd, body)
+
+
+def on_termination(drain: Callable[[], None]) -> None:
+    """SIGTERM and SIGINT drain; a second SIGINT ends the process at once."""
+
+    def handle(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        drain()
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
