@@ -106,8 +106,9 @@ class PrefillNode:
     def _prepare(self) -> list[Chunk] | None:
         now = self._clock()
         self._receive(now)
-        for event in self._sender.poll():
-            self._on_transfer(event)
+        while events := self._sender.poll():  # an event may cause the next one: granted, written, delivered
+            for event in events:
+                self._on_transfer(event)
         if now - self._swept > SWEEP_INTERVAL:
             self._swept = now
             self._sweep(now)

@@ -1,0 +1,36 @@
+"""The end of the prefill leg is told when it happens, not when the node next wakes up."""
+
+from __future__ import annotations
+
+from common.messages.router_inbox import FirstToken, PrefillDone
+from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.unit.decode_node.test_exactness import prompt_of
+
+
+def test_slots_that_come_after_the_prompt_was_computed() -> None:
+    """Granted, written and delivered follow from one another in one turn: nothing waits for the idle poll."""
+    with NodeCluster(Shape()) as cluster:
+        call = cluster.submit(prompt_of(20, 3), 5, legs="p")
+        said: list[object] = []
+        for _ in range(5):
+            cluster.prefill.node.loop.turn()
+            said += cluster.prefill.link.taken()
+        assert [type(each) for each in said] == [FirstToken], (
+            "the prompt is computed, there is no decode node yet"
+        )
+        cluster.send_leg(call, "d")
+        for _ in range(3):  # Hello and slots go out
+            cluster.decode.node.loop.turn()
+            cluster.prefill.node.loop.turn()
+            said = list(cluster.prefill.link.taken())
+            if said:
+                break
+            assert not cluster.prefill.node.queues.handing_over or not _granted(cluster)
+        assert [type(each) for each in said] == [PrefillDone]
+        cluster.abort(call)
+        cluster.settle()
+
+
+def _granted(cluster: NodeCluster) -> bool:
+    """Slots were seen by the node in an earlier turn."""
+    return any(request.granted for request in cluster.prefill.node.queues)
