@@ -130,7 +130,10 @@ def write(out: Path, shape: Shape, seed: int, device: torch.device) -> None:
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     (out / "config.json").write_text(json.dumps(shape.config(), indent=2))
     (out / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [1]}))
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # a router wants one; prompts are sent as token ids
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):  # a router wants one; prompts are sent as token ids
         shutil.copy(TOKENIZER / name, out / name)
 
 

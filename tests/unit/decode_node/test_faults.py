@@ -30,7 +30,8 @@ def test_a_damaged_write(damage: Any, write: int) -> None:
         expect_reference(call)
         assert call.attempts == (1 if damage == "duplicate" else 2)
         received = cluster.decode.link.counters
-        assert received.transfer_failures == call.attempts - 1
+        told = received.transfer_failures + cluster.prefill.link.counters.transfer_failures
+        assert told >= call.attempts - 1, "whichever node says it first, the other one may be aborted by the router"
         if damage in ("corrupt", "drop", "truncate"):
             assert received.checksum_failures + received.record_failures == 1
         cluster.settle()

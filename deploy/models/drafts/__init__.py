@@ -1,0 +1,1 @@
+"""Four drafts for the tiny target: their shapes, training, checkpoints, acceptance oracle and reference."""
