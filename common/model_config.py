@@ -97,6 +97,11 @@ class ModelConfig:
         generation = model_files.read_json(generation_file) if generation_file.is_file() else {}
         return _parse(raw, generation, directory)
 
+    @classmethod
+    def parse(cls, raw: Raw, directory: Path) -> ModelConfig:
+        """From what config.json of `directory` holds, as its caller wants it read."""
+        return _parse(raw, {}, directory)
+
 
 def model_fingerprint(path: str | Path) -> str:
     """sha256 (hex) that two nodes compare before KV pages move between them; reads headers, not weights.

@@ -13,11 +13,15 @@ from common.config import Cluster, DecodeNode, Resolved
 from common.config.run_directory import control_address
 from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
+from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.decode_graph import DecodeGraphs
+from common.engine.draft_runner import DraftRunner
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.overlap import completion_for
 from common.engine.serving_model import load_serving_model, page_space
+from common.errors import ConfigError
 from common.ipc import LinkSecurity, check_bind, link_security
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
@@ -28,11 +32,19 @@ from common.observability.startup import StartupReporter
 from decode_node import node as decode
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
-from decode_node.step import AutoregressiveStep
+from decode_node.speculative.drafters.drafter import Drafter
+from decode_node.speculative.drafters.eagle import EagleDrafter
+from decode_node.speculative.drafters.ngram import NgramDrafter
+from decode_node.speculative.drafters.standalone import StandaloneDrafter
+from decode_node.speculative.step import SpeculativeStep
+from decode_node.speculative.verifier import ChainAcceptor
+from decode_node.step import AutoregressiveStep, DecodeStep
 from kv_transfer.from_config import kv_layout, transfer_limits
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import ReceiverEndpoint, Region
+from kv_transfer.transport.cuda_ipc import CudaIpcReceiver
+from kv_transfer.transport.pool_memory import as_storage
 from kv_transfer.transport.shm import ShmReceiver, sweep_orphans
 from kv_transfer.transport.tcp import TcpReceiver
 
@@ -70,40 +82,47 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     cluster = resolved.cluster
     section, own = cluster.decode, cluster.decode_node(name)
     served = load_serving_model(
-        resolved.model_path, cluster, own.device, section.pool_tokens, "decode.pool_tokens", reporter
+        resolved.model_path,
+        cluster,
+        own.device,
+        section.pool_tokens,
+        "decode.pool_tokens",
+        reporter,
+        resolved.draft_path,
     )
     reporter.report("allocating")
     device = served.placement.device
     incarnation = new_incarnation()
-    layout = kv_layout(cluster, served.fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
-    limits = transfer_limits(cluster, served.max_model_len)
+    layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
+    carried = served.draft_shape
+    limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
+    offsets = [plane.offset for plane in layout.planes]
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved.keys_path, name)
-    endpoint = _endpoint(cluster, own, incarnation, limits, security)
-    storage = torch.frombuffer(endpoint.allocate(Region.KV, layout.total_bytes), dtype=torch.uint8)
+    endpoint = _endpoint(cluster, own, device, incarnation, limits, security)
+    storage = as_storage(endpoint.allocate(Region.KV, layout.total_bytes))
     pool = make_pool(
         served.config,
         cluster.kv.page_size,
         served.num_pages,
         served.placement,
         storage=storage,
-        plane_offsets=[plane.offset for plane in layout.planes],
+        plane_offsets=offsets,
     )
     record_slots = 2 * section.max_transferring  # on the way, and as many again in quarantine
     receiver = Receiver(incarnation, name, endpoint, layout, time.monotonic, limits, record_slots)
     poller = zmq.Poller()
-    space = page_space(cluster, served.num_pages, section.prefix_cache)
+    space = page_space(cluster, served, section.prefix_cache)
     rows = section.max_running
     table = RequestTable(rows, space.pages_for(served.max_model_len), device)
-    relay = RelayState.allocate(rows, device)
-    step = AutoregressiveStep(
-        ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows)),
-        table,
-        relay,
-        cluster.kv.page_size,
-        device,
-        completion_for(device, one_behind=section.read_results == "one_behind"),
-    )
+    relay = RelayState.allocate(rows, device, carried)
+    runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
+    draft = served.draft_runner(pool, offsets)
+    pools = [pool] if draft is None else [pool, draft[1]]
+    graphs = _graphs(cluster, runner, table, relay, served.max_model_len)
+    step = _step(cluster, runner, graphs, None if draft is None else draft[0], table, relay)
+    reporter.report("capturing")
+    node_graphs.capture(graphs, log)
     link = RouterLink(
         context,
         control_address(resolved),
@@ -115,7 +134,10 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             max_model_len=served.max_model_len,
             page_size=cluster.kv.page_size,
             total_pages=served.num_pages - 1,
-            effective_config=served.describe(layout.total_bytes, choose_transport(cluster)),
+            effective_config={
+                **served.describe(layout.total_bytes, choose_transport(cluster)),
+                **node_graphs.describe(graphs),
+            },
         ),
         decode_inbox.codec,
         cluster.health.heartbeat_interval,
@@ -132,7 +154,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         receiver,
         space,
         table,
-        Retraction(pool, space, table, relay, section.backup_mib * MIB),
+        Retraction(pools, space, table, relay, section.backup_mib * MIB),
         step,
         decode.DecodeLimits(
             max_running=section.max_running,
@@ -143,16 +165,58 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             skip_ahead=section.skip_ahead,
             drain_timeout=cluster.health.drain_timeout,
         ),
+        carried,
         log,
     )
     return BuiltDecodeNode(node, link, peers, receiver, security, context)
 
 
+def _graphs(
+    cluster: Cluster, runner: ModelRunner, table: RequestTable, relay: RelayState, max_model_len: int
+) -> node_graphs.NodeGraphs[DecodeGraphs]:
+    """The plain decode step under graphs. A speculative step has none yet and says so."""
+    wanted, rows = cluster.decode.graphs, cluster.decode.max_running
+    if cluster.speculation.algorithm != "none":
+        if wanted not in ("auto", "none"):
+            raise ConfigError(
+                "decode.graphs", f"{wanted} with speculation is not built yet; write none or auto"
+            )
+        wanted = "none"
+    return node_graphs.decode_graphs(runner, relay, table, wanted, rows, max_model_len)
+
+
+def _step(
+    cluster: Cluster,
+    runner: ModelRunner,
+    graphs: node_graphs.NodeGraphs[DecodeGraphs],
+    draft: DraftRunner | ModelRunner | None,
+    table: RequestTable,
+    relay: RelayState,
+) -> DecodeStep:
+    section, speculation = cluster.decode, cluster.speculation
+    device, page_size = runner.pool.device, cluster.kv.page_size
+    completion = completion_for(device, one_behind=section.read_results == "one_behind")
+    if speculation.algorithm == "none":
+        return AutoregressiveStep(graphs.forward, table, device, completion)
+    drafter: Drafter = NgramDrafter(speculation.steps, max_texts=2 * section.max_running)
+    if isinstance(draft, ModelRunner):
+        drafter = StandaloneDrafter(draft, speculation.steps, page_size)
+    elif draft is not None:
+        drafter = EagleDrafter(draft, relay, speculation.steps, page_size)
+    return SpeculativeStep(runner, drafter, ChainAcceptor(), table, relay, page_size, device, completion)
+
+
 def _endpoint(
-    cluster: Cluster, own: DecodeNode, incarnation: str, limits: TransferLimits, security: LinkSecurity
+    cluster: Cluster,
+    own: DecodeNode,
+    device: torch.device,
+    incarnation: str,
+    limits: TransferLimits,
+    security: LinkSecurity,
 ) -> ReceiverEndpoint:
-    if choose_transport(cluster) == "shm":
+    transport = choose_transport(cluster)
+    if transport != "tcp":
         sweep_orphans()
-        return ShmReceiver(incarnation)
+        return ShmReceiver(incarnation) if transport == "shm" else CudaIpcReceiver(incarnation, device.index)
     check_bind(f"tcp://{own.host}:{own.bulk_port}", f"decode.nodes[{own.name}].host", security)
     return TcpReceiver(own.host, own.bulk_port, limits)

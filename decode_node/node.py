@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import zmq
 
 from common.engine.kv_cache.page_space import PageSpace
+from common.engine.kv_cache.relay_state import DraftRow, DraftShape
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.overlap import OverlapLoop
 from common.engine.sampling_plan import finish_reason
@@ -34,6 +35,7 @@ from common.messages.identity import NodeCounters, NodeLoad, NodeState
 from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
 from common.messages.router_inbox import Failed, Goodbye, TokenRun, Tokens
 from common.observability.logs import Log
+from decode_node.accept_counters import AcceptCounters
 from decode_node.occupancy import Occupancy
 from decode_node.peers import PeerConnections
 from decode_node.queues import Queues
@@ -77,6 +79,7 @@ class DecodeNode:
         retraction: Retraction,
         step: DecodeStep,
         limits: DecodeLimits,
+        draft: DraftShape,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,6 +91,7 @@ class DecodeNode:
         self._space = space
         self._step = step
         self._limits = limits
+        self._draft = draft
         self._log = log
         self._clock = clock
         self._queues = Queues()
@@ -97,6 +101,8 @@ class DecodeNode:
             table,
             retraction,
             step.tokens_per_step,
+            step.slack,
+            step.needs_results,
             limits.reserved_tokens,
             limits.max_running,
         )
@@ -106,6 +112,7 @@ class DecodeNode:
         self._swept = 0.0
         self._requests = self._prompt_tokens = self._cached_tokens = self._generated = 0
         self._steps = self._transfers = self._transfer_failures = 0
+        self._speculation = AcceptCounters()
         poller.register(link.socket, zmq.POLLIN)
         self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, lambda: self._stopping)
 
@@ -148,8 +155,7 @@ class DecodeNode:
     def _launch(self, batch: list[DecodeRequest]) -> LaunchedStep:
         launched = self._step.launch(batch)
         for request in batch:
-            request.in_flight += 1
-            request.launched += 1
+            request.step_launched(self._step.tokens_per_step)
         self._steps += 1
         return launched
 
@@ -157,8 +163,9 @@ class DecodeNode:
         now = self._clock()
         runs: list[TokenRun] = []
         for emission in launched.read():
-            emission.request.in_flight -= 1
+            emission.request.step_read(self._step.tokens_per_step, len(emission.tokens))
             if not emission.request.ended:
+                self._speculation.count(emission)
                 run = self._accept(emission, now)
                 if run is not None:
                     runs.append(run)
@@ -241,10 +248,10 @@ class DecodeNode:
                 f"{self._limits.max_model_len}; lower max_tokens",
                 param="max_tokens",
             )
-        if self._space.pages_for(most) > self._space.total_pages:
+        if self._space.pages_for(most + self._step.slack) > self._space.total_pages:
             raise InvalidRequest(
                 f"prompt and max_tokens make {most} tokens, the decode node's pool holds "
-                f"{self._space.total_pages * self._space.page_size}; lower max_tokens",
+                f"{self._space.total_pages * self._space.page_size - self._step.slack}; lower max_tokens",
                 param="max_tokens",
             )
 
@@ -322,12 +329,22 @@ class DecodeNode:
                 request, TransferFailed.code, "the record is of another prompt length than the reservation"
             )
             return
+        record = event.record
+        draft = DraftRow(record.draft_topk_p, record.draft_topk_ids, record.draft_hidden)
+        if not draft.fits(self._draft) or record.draft_hidden_dtype != self._draft.dtype_name:
+            self._fail(
+                request,
+                TransferFailed.code,
+                "the record's draft state is not that of this node's draft model",
+            )
+            return
         assert request.lease is not None
+        request.draft = draft
         self._transfers += 1
         request.mark("record_accepted", now)
         request.output.append(event.record.first_token)
         request.launched = 1
-        request.lease.commit(request.prompt_keys)
+        request.lease.commit(self._space.keys(request.prompt))
         self._queues.arrived.append(request)
 
     def _accept(self, emission: Emission, now: float) -> TokenRun | None:
@@ -414,5 +431,9 @@ class DecodeNode:
             checksum_failures=received.checksum_failures,
             record_failures=received.record_failures.total(),
             refused_messages=self._link.refused_messages + received.malformed + received.unknown_room,
+            spec_drafts=self._speculation.drafts,
+            spec_draft_tokens=self._speculation.draft_tokens,
+            spec_accepted_tokens=self._speculation.accepted_tokens,
+            avg_spec_accept_length=self._speculation.mean_length,
         )
         self._link.publish(self._state, load, counters)

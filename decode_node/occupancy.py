@@ -24,6 +24,8 @@ class Occupancy:
         table: RequestTable,
         retraction: Retraction,
         tokens_per_step: int,
+        slack: int,
+        needs_results: bool,
         reserved_tokens: int,
         max_running: int,
     ) -> None:
@@ -32,15 +34,19 @@ class Occupancy:
         self._table = table
         self._retraction = retraction
         self._tokens_per_step = tokens_per_step
-        # never less than a step takes: a resumed request must not come back for the very page that another lacks
-        self._reserved_tokens = max(reserved_tokens, tokens_per_step)
+        self._slack = slack
+        self._needs_results = needs_results
+        # never less than a step takes behind an unread one that drew little: a resumed request must not come back for
+        # the very page that another lacks
+        self._reserved_tokens = max(reserved_tokens, 2 * tokens_per_step - 1)
         self._max_running = max_running
         self.retractions = 0
 
     def try_lease(self, request: DecodeRequest) -> PageLease | None:
         """Pages for a prompt, if those who are here already can still go on afterwards."""
         pages = self._space.pages_for(len(request.prompt))
-        lease = self._space.lease(request.prompt_keys, pages, max_cached_tokens=len(request.prompt))
+        keys = self._space.keys(request.prompt)
+        lease = self._space.lease(keys, pages, max_cached_tokens=len(keys))
         if lease is not None and not self._leaves_headroom(request, needed=0):
             lease.release()
             return None
@@ -61,6 +67,8 @@ class Occupancy:
         short = False
         for request in self._queues.running.values():
             if request.ended or request.retract or request.exhausted:
+                continue
+            if self._needs_results and request.in_flight:
                 continue
             if self._grow(request):
                 batch.append(request)
@@ -103,7 +111,7 @@ class Occupancy:
         if request.in_flight == 0 and self._queues.running.pop(request.room, None) is not None:
             assert request.lease is not None
             if request.trusted:
-                request.lease.commit(request.computed_keys())
+                request.lease.commit(self._space.keys(request.computed()))
             self._retraction.release(request)
 
     def vacate(self, request: DecodeRequest) -> None:
@@ -126,7 +134,8 @@ class Occupancy:
         """Pages for what the next step writes; False if there are none."""
         assert request.lease is not None
         held = len(request.lease.pages)
-        missing = self._space.pages_for(request.seq_len + self._tokens_per_step) - held
+        wanted = min(request.seq_len + self._tokens_per_step, request.most_kv + self._slack)
+        missing = self._space.pages_for(wanted) - held
         if missing <= 0:
             return True
         fresh = request.lease.grow(missing)

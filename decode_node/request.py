@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.engine.kv_cache.page_space import PageLease, as_keys
-from common.engine.kv_cache.radix_cache import Keys
+from common.engine.kv_cache.page_space import PageLease
+from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
 from common.messages.generation import OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 
@@ -16,12 +16,12 @@ from common.messages.identity import NodeRef
 class Backup:
     """KV pages of a retracted request in host memory."""
 
-    pages: torch.Tensor  # as KvPool.copy_pages_out gives it
+    pages: tuple[torch.Tensor, ...]  # per pool, as KvPool.copy_pages_out gives it
     num_pages: int
 
     @property
     def nbytes(self) -> int:
-        return self.pages.numel() * self.pages.element_size()
+        return sum(pages.numel() * pages.element_size() for pages in self.pages)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +29,9 @@ class DecodeRequest:
     """Lives in exactly one queue at a time (see queues.py).
 
     Positions: prompt tokens 0 .. n-1 arrive with KV. output[i] stands at n + i. A step writes the KV of the last known
-    token and draws the next. `launched` counts drawn tokens including those that the host has not read yet, so
-    seq_len = n + launched - 1 tokens have KV once all launched steps are done.
+    token and draws 1 .. tokens_per_step tokens; how many is known when it is read. `launched` counts drawn tokens,
+    those of an unread step as the most that it may draw: seq_len = n + launched - 1 is exact while nothing is in
+    flight and an upper bound else.
     """
 
     room: int
@@ -46,7 +47,7 @@ class DecodeRequest:
     output: list[int] = field(
         default_factory=list
     )  # tokens the host knows; the first one came with the record
-    launched: int = 0  # tokens drawn or being drawn, the first included
+    launched: int = 0  # tokens drawn, the first included, and the most that unread steps may draw
     in_flight: int = 0  # steps not read yet that write to this request's row and pages
     skipped: int = 0  # how often later requests were admitted before this one
     ended: bool = False
@@ -55,15 +56,12 @@ class DecodeRequest:
     )
     retract: bool = False  # leaves the batch as soon as nothing is in flight
     backup: Backup | None = None
+    draft: DraftRow = NO_DRAFT  # what its row starts with, at hand-over and at resume
     stages: dict[str, float] = field(default_factory=dict)
-    prompt_keys: Keys = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompt_keys = as_keys(self.prompt)
 
     @property
     def seq_len(self) -> int:
-        """Tokens with KV after everything launched."""
+        """Tokens with KV after everything launched, at most."""
         return len(self.prompt) + self.launched - 1
 
     @property
@@ -73,15 +71,31 @@ class DecodeRequest:
 
     @property
     def exhausted(self) -> bool:
-        """All tokens it may have are drawn or being drawn: launching it again would be wasted."""
-        return self.launched >= self.max_output
+        """Unread steps draw at least one token each, and that is all it may have: another step would be wasted."""
+        return len(self.output) + self.in_flight >= self.max_output
+
+    @property
+    def most_kv(self) -> int:
+        """Tokens that ever need KV: all but the last one that it may emit."""
+        return len(self.prompt) + self.max_output - 1
 
     def remaining(self) -> int:
         return max(self.max_output - self.launched, 0)
 
-    def computed_keys(self) -> Keys:
+    def step_launched(self, tokens_per_step: int) -> None:
+        """A step that may draw so many tokens is on its way."""
+        self.in_flight += 1
+        self.launched += tokens_per_step
+
+    def step_read(self, tokens_per_step: int, drawn: int) -> None:
+        """The oldest step under way is read: it drew `drawn` tokens."""
+        assert 0 < drawn <= tokens_per_step, f"{drawn} tokens from a step of at most {tokens_per_step}"
+        self.in_flight -= 1
+        self.launched -= tokens_per_step - drawn
+
+    def computed(self) -> list[int]:
         """Tokens with KV that the host knows: what the prefix cache may keep."""
-        return as_keys(self.prompt + self.output[:-1])
+        return self.prompt + self.output[:-1]
 
     def mark(self, stage: str, now: float) -> None:
         self.stages.setdefault(stage, now - self.received)
@@ -92,4 +106,5 @@ class Emission:
     """Tokens of one request in one step, as a step reports them."""
 
     request: DecodeRequest
-    tokens: list[OutputToken | None]  # None: the logits were not finite
+    tokens: list[OutputToken | None]  # None: the logits were not finite; at least one entry
+    drafted: int = 0  # draft tokens that the step verified; all tokens but one were drafts

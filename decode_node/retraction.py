@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from common.engine.kv_cache.page_space import PageSpace, as_keys
+from collections.abc import Sequence
+
+from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
@@ -13,9 +15,15 @@ class Retraction:
     """Bounded host memory for retracted requests. Not thread-safe: the node's main loop owns it."""
 
     def __init__(
-        self, pool: KvPool, space: PageSpace, table: RequestTable, relay: RelayState, max_bytes: int
+        self,
+        pools: Sequence[KvPool],
+        space: PageSpace,
+        table: RequestTable,
+        relay: RelayState,
+        max_bytes: int,
     ) -> None:
-        self._pool = pool
+        """`pools` share page ids: the target's, and the draft's if there is one."""
+        self._pools = tuple(pools)
         self._space = space
         self._table = table
         self._relay = relay
@@ -32,12 +40,15 @@ class Retraction:
         assert request.in_flight == 0
         assert request.lease is not None
         pages = request.lease.pages[: self._space.pages_for(request.seq_len)]
-        size = len(pages) * self._space.page_size * self._pool.bytes_per_token
+        size = len(pages) * self._space.page_size * sum(pool.bytes_per_token for pool in self._pools)
         kept = self._used + size <= self._max_bytes
         if kept:
-            request.backup = Backup(self._pool.copy_pages_out(pages), len(pages))
+            request.backup = Backup(tuple(pool.copy_pages_out(pages) for pool in self._pools), len(pages))
+            request.draft = self._relay.read_draft(request.row)
             self._used += request.backup.nbytes
-        request.lease.commit(request.computed_keys())  # still there at resume, if nobody needed the pages
+        request.lease.commit(
+            self._space.keys(request.computed())
+        )  # still there at resume, if nobody needed the pages
         self.release(request)
         request.retract = False
         return kept
@@ -45,7 +56,7 @@ class Retraction:
     def restore(self, request: DecodeRequest) -> bool:
         """Give the request pages and a row again, with the KV that it had. False: not enough pages yet."""
         assert request.backup is not None
-        keys = as_keys(request.prompt + request.output[:-1])
+        keys = self._space.keys(request.computed())
         lease = self._space.lease(
             keys, self._space.pages_for(request.seq_len + 1), max_cached_tokens=len(keys)
         )
@@ -53,9 +64,8 @@ class Retraction:
             return False
         request.lease = lease
         first, count = lease.cached_pages, request.backup.num_pages
-        self._pool.copy_pages_in(
-            lease.pages[first:count], request.backup.pages[:, first:count]
-        )  # planes first
+        for pool, pages in zip(self._pools, request.backup.pages, strict=True):
+            pool.copy_pages_in(lease.pages[first:count], pages[:, first:count])  # planes first
         self.occupy(request)
         self.drop(request)
         return True
@@ -65,7 +75,9 @@ class Retraction:
         assert request.lease is not None
         request.row = self._table.take_row()
         self._table.append(request.row, 0, request.lease.pages)
-        self._relay.write_row(request.row, request.output[-1], request.seq_len, request.sampling)
+        self._relay.write_row(
+            request.row, request.output[-1], request.seq_len, request.sampling, request.draft
+        )
 
     def release(self, request: DecodeRequest) -> None:
         """Give back pages and row."""

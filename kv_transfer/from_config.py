@@ -12,14 +12,17 @@ from kv_transfer.limits import MIB, TransferLimits
 MAX_LOGPROBS = 20  # top logprobs of the first token, as the API allows
 
 
-def transfer_limits(cluster: Cluster, max_model_len: int) -> TransferLimits:
-    """`max_model_len` bounds the pages, and with them the record, of one request."""
+def transfer_limits(
+    cluster: Cluster, max_model_len: int, draft_topk: int = 0, hidden_bytes: int = 0
+) -> TransferLimits:
+    """`max_model_len` bounds the pages, and with them the record, of one request; so does its draft state."""
     section = cluster.transfer
+    pages = -(-max_model_len // cluster.kv.page_size)
     return TransferLimits(
         slots_timeout=section.slots_timeout,
         first_page_timeout=section.first_page_timeout,
         stall_timeout=section.stall_timeout,
-        record_bytes=record_bytes(-(-max_model_len // cluster.kv.page_size), MAX_LOGPROBS),
+        record_bytes=record_bytes(pages, MAX_LOGPROBS, draft_topk, hidden_bytes),
         max_inflight_bytes=section.max_inflight_mib * MIB,
         verify_checksums=section.verify_checksums,
     )

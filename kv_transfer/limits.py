@@ -29,7 +29,9 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_frame_bytes: int = MIB  # one frame of the TCP transport
 
     # integrity
-    verify_checksums: bool = True  # xxh3 of every page: made by the sender, checked by the receiver
+    verify_checksums: bool = (
+        True  # of every page (page_digest, cuda_pages): made by the sender, checked on arrival
+    )
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -20,6 +20,7 @@ import msgspec
 from common.errors import HandshakeRefused, ProtocolError
 from kv_transfer.layout import KvLayout, Plane
 from kv_transfer.transport.description import (
+    CudaIpcDescription,
     LoopbackDescription,
     ShmDescription,
     TcpDescription,
@@ -129,7 +130,8 @@ def _schema_hash() -> int:
     """64 bits over every field name and type that crosses the wire: equal only if both sides parse alike."""
     structs = (
         *(Hello, Slots, Abort, Welcome, Refused, PagesWritten, RecordWritten, SenderFailed, AbortAck),
-        *(KvLayout, Plane, ProcessIdentity, ShmDescription, TcpDescription, LoopbackDescription),
+        *(KvLayout, Plane, ProcessIdentity),
+        *(ShmDescription, TcpDescription, CudaIpcDescription, LoopbackDescription),
     )
     text = ";".join(
         f"{s.__name__}:{s.__struct_config__.tag}:{n}={s.__annotations__[n]}"

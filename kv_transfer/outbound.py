@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
 from common.errors import DeadlineExceeded, InternalError, RecordError, TransferFailed
 from kv_transfer import handoff_record
-from kv_transfer.copy_plan import copies, runs
 from kv_transfer.counters import SenderCounters
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import Peer
@@ -46,7 +46,7 @@ class Outbound:
     next_page: int = 0  # logical; those below are posted, or held by the decode node
     failure: tuple[str, str] | None = None  # code, reason
     abort_asked: bool = False
-    _checksums: list[int] = field(default_factory=list)
+    _checksums: list[Sequence[int]] = field(default_factory=list)  # per write; read once all have landed
     _posted: list[_Posted] = field(default_factory=list)
     _record: HandoffRecord | None = None
     _moved: int = -1  # endpoint.progress when it last changed
@@ -94,13 +94,17 @@ class Outbound:
             )
         if not src_pages:
             return
-        layout = self.endpoint.layout
-        plan = copies(layout, peer.hello.layout, runs(src_pages, dst_pages))
-        if self.limits.verify_checksums:
-            self._checksums.extend(self.endpoint.digests(src_pages))
         self.next_page += len(src_pages)
-        ticket = self.endpoint.write(peer.memory, plan, slots.generation)
-        self._post(_Posted(ticket, first, len(src_pages), sum(copy.length for copy in plan)), now)
+        write = self.endpoint.write_pages(
+            peer.memory,
+            peer.hello.layout,
+            src_pages,
+            dst_pages,
+            slots.generation,
+            self.limits.verify_checksums,
+        )
+        self._checksums.append(write.digests)
+        self._post(_Posted(write.ticket, first, len(src_pages), write.nbytes), now)
 
     def finish(self, record: HandoffRecord) -> None:
         """The record goes behind all page writes; every granted page must have been sent."""
@@ -166,7 +170,7 @@ class Outbound:
         assert self.peer is not None
         assert self._record is not None
         slot_bytes = self.peer.hello.record_bytes
-        packed = handoff_record.pack_checksums(self._checksums)
+        packed = handoff_record.pack_checksums(list(chain.from_iterable(self._checksums)))
         record = msgspec.structs.replace(self._record, page_checksums=packed)
         try:
             data = handoff_record.encode(record, self.room, self.slots.generation, slot_bytes)

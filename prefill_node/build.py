@@ -13,6 +13,7 @@ from common.config import Cluster, Resolved
 from common.config.run_directory import control_address, peer_address
 from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
+from common.engine.cuda_graph import node_graphs
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.overlap import completion_for
 from common.engine.serving_model import load_serving_model, page_space
@@ -27,8 +28,11 @@ from kv_transfer.from_config import kv_layout, transfer_limits
 from kv_transfer.limits import TransferLimits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderEndpoint
+from kv_transfer.transport.cuda_ipc import CudaIpcSender
+from kv_transfer.transport.pool_memory import as_memory
 from kv_transfer.transport.shm import ShmSender
 from kv_transfer.transport.tcp import TcpSender
+from prefill_node.draft import prefill_draft
 from prefill_node.node import PrefillLimits, PrefillNode
 from prefill_node.step import PrefillStep
 
@@ -70,27 +74,46 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     security = link_security(context, resolved.keys_path, name)
     check_bind(address, f"prefill.nodes[{name}].peer_address", security)
     served = load_serving_model(
-        resolved.model_path, cluster, own.device, section.pool_tokens, "prefill.pool_tokens", reporter
+        resolved.model_path,
+        cluster,
+        own.device,
+        section.pool_tokens,
+        "prefill.pool_tokens",
+        reporter,
+        resolved.draft_path,
     )
     reporter.report("allocating")
     device = served.placement.device
-    layout = kv_layout(cluster, served.fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
-    limits = transfer_limits(cluster, served.max_model_len)
+    layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
+    carried = served.draft_shape
+    limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
+    offsets = [plane.offset for plane in layout.planes]
     pool = make_pool(
         served.config,
         cluster.kv.page_size,
         served.num_pages,
         served.placement,
         storage=torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device),
-        plane_offsets=[plane.offset for plane in layout.planes],
+        plane_offsets=offsets,
     )
     endpoint = _endpoint(cluster, limits)
-    endpoint.register(layout, pool.storage.numpy().data)
+    endpoint.register(layout, as_memory(pool.storage))
     incarnation = new_incarnation()
     peers = RouterSocket(context, address, security)
     sender = Sender(incarnation, name, endpoint, layout, peers.send, time.monotonic, limits)
     runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
-    step = PrefillStep(runner, cluster.kv.page_size, device, completion_for(device, one_behind=False))
+    draft = served.draft_runner(pool, offsets)
+    extend = prefill_draft(None if draft is None else draft[0])
+    graphs = node_graphs.prefill_graphs(runner, section.graphs, section.chunk_tokens, extend.hidden_mode)
+    reporter.report("capturing")
+    node_graphs.capture(graphs, log)
+    step = PrefillStep(
+        graphs.forward,
+        extend,
+        cluster.kv.page_size,
+        device,
+        completion_for(device, one_behind=False),
+    )
     link = RouterLink(
         context,
         control_address(resolved),
@@ -102,7 +125,10 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             max_model_len=served.max_model_len,
             page_size=cluster.kv.page_size,
             total_pages=served.num_pages - 1,
-            effective_config=served.describe(layout.total_bytes, choose_transport(cluster)),
+            effective_config={
+                **served.describe(layout.total_bytes, choose_transport(cluster)),
+                **node_graphs.describe(graphs),
+            },
         ),
         prefill_inbox.codec,
         cluster.health.heartbeat_interval,
@@ -115,7 +141,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         link,
         peers,
         sender,
-        page_space(cluster, served.num_pages, section.prefix_cache),
+        page_space(cluster, served, section.prefix_cache),
         step,
         PrefillLimits(
             chunk_tokens=section.chunk_tokens,
@@ -125,10 +151,14 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             vocab_size=served.config.vocab_size,
             drain_timeout=cluster.health.drain_timeout,
         ),
+        carried,
         log,
     )
     return BuiltPrefillNode(node, link, peers, sender, security, context)
 
 
 def _endpoint(cluster: Cluster, limits: TransferLimits) -> SenderEndpoint:
-    return ShmSender() if choose_transport(cluster) == "shm" else TcpSender(limits)
+    transport = choose_transport(cluster)
+    if transport == "cuda_ipc":
+        return CudaIpcSender()
+    return ShmSender() if transport == "shm" else TcpSender(limits)

@@ -14,6 +14,7 @@ import zmq
 
 from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys
 from common.engine.kv_cache.radix_cache import Keys
+from common.engine.kv_cache.relay_state import DraftShape, draft_rows
 from common.engine.overlap import OverlapLoop
 from common.engine.sampling_plan import finish_reason, read_tokens
 from common.errors import DeadlineExceeded, InternalError, InvalidRequest, NodeLost, Overloaded, RequestError
@@ -61,6 +62,7 @@ class PrefillNode:
         space: PageSpace,
         step: PrefillStep,
         limits: PrefillLimits,
+        draft: DraftShape,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,6 +73,7 @@ class PrefillNode:
         self._space = space
         self._step = step
         self._limits = limits
+        self._draft = draft
         self._log = log
         self._clock = clock
         self._queues = Queues()
@@ -136,6 +139,10 @@ class PrefillNode:
         if launched.sampled is not None:
             tokens = read_tokens(launched.sampled, [chunk.request.sampling for chunk in launched.finals])
         drawn = {chunk.request.room: token for chunk, token in zip(launched.finals, tokens)}
+        if launched.draft is not None:
+            state = launched.draft
+            for chunk, row in zip(launched.finals, draft_rows(state.probs, state.ids, state.hidden)):
+                chunk.request.draft = row
         for chunk in launched.chunks:
             request = chunk.request
             request.in_flight -= 1
@@ -253,9 +260,8 @@ class PrefillNode:
         pages are reserved there and whose prompt waits here for the same room.
         """
         # at least one token has to be computed: its logits give the first output token
-        lease = self._space.lease(
-            request.keys, self._space.pages_for(request.num_tokens), max_cached_tokens=request.num_tokens - 1
-        )
+        keys, pages = self._space.keys(request.keys), self._space.pages_for(request.num_tokens)
+        lease = self._space.lease(keys, pages, max_cached_tokens=request.num_tokens - 1)
         if lease is not None and not request.granted and self._space.available_pages < self._longest:
             lease.release()
             return None
@@ -269,7 +275,7 @@ class PrefillNode:
         if token is None:
             self._end(request, InternalError.code, "the model produced logits that are not finite")
             return
-        request.lease.commit(request.keys)
+        request.lease.commit(self._space.keys(request.keys))
         self._generated += 1
         reason = finish_reason(token.id, request.emitted + 1, request.sampling)
         self._link.send(
@@ -308,6 +314,10 @@ class PrefillNode:
                     first_logprob=request.first_token.logprob,
                     num_tokens=request.num_tokens,
                     cached_tokens=request.lease.cached_tokens,
+                    draft_topk_p=request.draft.probs,
+                    draft_topk_ids=request.draft.ids,
+                    draft_hidden=request.draft.hidden,
+                    draft_hidden_dtype=self._draft.dtype_name,
                 ),
             )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from common.engine.kv_cache.page_space import PageLease
 from common.engine.kv_cache.radix_cache import Keys
+from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
 from common.messages.generation import OutputToken, SamplingParams
 
 
@@ -19,7 +20,7 @@ class PrefillRequest:
 
     room: int
     request_id: str
-    keys: Keys  # [prompt tokens] int64: the token ids, in the form that cache and batch use
+    keys: Keys  # [prompt tokens] int64: the token ids, in the form that the batch uses
     emitted: int  # tokens at the end of keys that are output already
     sampling: SamplingParams
     decode: str  # incarnation of the node that takes over
@@ -31,6 +32,7 @@ class PrefillRequest:
     computed: int = 0  # tokens whose KV is known to be written
     sent_pages: int = 0  # logical pages given to the sender, those that the peer holds included
     first_token: OutputToken | None = None
+    draft: DraftRow = NO_DRAFT  # comes with the first token where there is a draft model
     in_flight: int = 0  # launches not finished yet: pages must not be freed before
     ended: bool = False  # aborted or failed: nothing more is launched
     settled: bool = False  # the sender writes no more from these pages

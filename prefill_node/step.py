@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.engine.forward.batch import ForwardBatch, ForwardMode
-from common.engine.model_runner import ModelRunner
+from common.engine.draft_runner import DraftState
+from common.engine.forward.batch import ForwardBatch, ForwardMode, ForwardOutput
 from common.engine.overlap import Completion
 from common.engine.sampler import SampleOutput, SamplingBatch, sample
 from common.engine.sampling_plan import sampling_variant
+from prefill_node.draft import PrefillDraft
 from prefill_node.scheduler import Chunk
 
 
@@ -23,6 +24,7 @@ class LaunchedPrefill:
     chunks: Sequence[Chunk]
     finals: Sequence[Chunk]
     sampled: SampleOutput | None
+    draft: DraftState | None  # rows as `sampled`; None without a draft model, too
     completion: Completion
 
 
@@ -30,9 +32,15 @@ class PrefillStep:
     """Turns chunks into a ForwardBatch. Holds no request state."""
 
     def __init__(
-        self, runner: ModelRunner, page_size: int, device: torch.device, completion: Callable[[], Completion]
+        self,
+        forward: Callable[[ForwardBatch], ForwardOutput],
+        draft: PrefillDraft,
+        page_size: int,
+        device: torch.device,
+        completion: Callable[[], Completion],
     ) -> None:
-        self._runner = runner
+        self._forward = forward
+        self._draft = draft
         self._page_size = page_size
         self._device = device
         self._completion = completion
@@ -40,9 +48,11 @@ class PrefillStep:
     def launch(self, chunks: Sequence[Chunk]) -> LaunchedPrefill:
         """Start the forward; nothing here waits for the device."""
         finals = [chunk for chunk in chunks if chunk.final]
-        output = self._runner(self._batch(chunks))
+        batch = self._batch(chunks)
+        output = self._forward(batch)
         sampled = sample(output.logits, self._sampling(finals)) if finals else None
-        return LaunchedPrefill(chunks, finals, sampled, self._completion())
+        draft = self._draft.extend(chunks, batch, output, sampled)
+        return LaunchedPrefill(chunks, finals, sampled, draft, self._completion())
 
     def _batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
         lengths = [chunk.length for chunk in chunks]
@@ -70,6 +80,7 @@ class PrefillStep:
             query_start=self._to_device(starts.astype(np.int32)),
             logits_rows=self._to_device(np.asarray(last_rows, dtype=np.int64)),
             max_seq_len=max(ends),
+            hidden_mode=self._draft.hidden_mode,
             query_lens_host=tuple(lengths),
             seq_lens_host=tuple(ends),
         )

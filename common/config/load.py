@@ -35,6 +35,12 @@ class Resolved:
         return self._relative(self.cluster.model.path)
 
     @property
+    def draft_path(self) -> Path | None:
+        """Directory of the draft model; None: the algorithm has none."""
+        draft = self.cluster.speculation.draft_model_path
+        return None if draft is None else self._relative(draft)
+
+    @property
     def keys_path(self) -> Path | None:
         """Directory of the link keys; None: loopback only."""
         keys = self.cluster.security.keys
@@ -83,6 +89,7 @@ def load_cluster(
         raise _readable(error, given) from error
     _check_names(cluster)
     _check_health(cluster)
+    _check_speculation(cluster)
     return Resolved(
         cluster,
         file,
@@ -122,6 +129,19 @@ def _check_health(cluster: Cluster) -> None:
                 f"{timeout:g} s leaves no room for two heartbeats (health.heartbeat_interval is "
                 f"{health.heartbeat_interval:g} s): healthy nodes would be given up",
             )
+
+
+def _check_speculation(cluster: Cluster) -> None:
+    section = cluster.speculation
+    key = "speculation.draft_model_path"
+    if section.algorithm not in ("none", "ngram"):
+        if section.draft_model_path is None:
+            raise ConfigError(key, f"{section.algorithm} needs a draft model; name its directory")
+    elif section.draft_model_path is not None:
+        raise ConfigError(
+            key,
+            f"algorithm {section.algorithm} has no draft model; remove the path or set algorithm to eagle3",
+        )
 
 
 def _schema_paths(struct: type[Section], prefix: str) -> Iterator[tuple[str, str]]:

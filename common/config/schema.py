@@ -19,7 +19,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
 
 Placement = Literal["round_robin", "least_loaded"]
-TransportName = Literal["auto", "shm", "tcp"]
+TransportName = Literal["auto", "shm", "tcp", "cuda_ipc"]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +98,7 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     chunk_tokens: Positive = 2048  # token budget of one forward, shared by all prompts in it
     max_batch: Positive = 64  # prompts in one forward
     max_queue: Positive = 1024  # waiting requests; more are refused
+    graphs: Literal["auto", "breakable", "none"] = "auto"  # of the prompt forward; auto: on GPUs only
     prefix_cache: bool = True
 
 
@@ -115,6 +116,7 @@ class DecodeSection(Section, frozen=True, kw_only=True):
         256  # kept free per active request at admission, at most what it may still emit
     )
     skip_ahead: NotNegative = 8  # how often later, smaller requests may pass one that does not fit
+    graphs: Literal["auto", "full", "none"] = "auto"  # of the decode step; auto: on GPUs only
     prefix_cache: bool = True
     backup_mib: NotNegative = (
         1024  # host memory for the KV of retracted requests; beyond it they are prefilled again
@@ -124,11 +126,23 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     )
 
 
+class Speculation(Section, frozen=True, kw_only=True):
+    """How decode nodes guess tokens that one forward of the model then verifies; the output stays the same."""
+
+    algorithm: Literal["none", "ngram", "standalone", "eagle", "eagle3"] = (
+        "none"  # ngram: what followed the last time that a text ended alike; the others have a draft model
+    )
+    draft_model_path: str | None = (
+        None  # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head for this model, or a small model
+    )
+    steps: Annotated[int, Meta(ge=1, le=31)] = 3  # drafts in a row, so steps + 1 tokens are verified at once
+
+
 class Transfer(Section, frozen=True, kw_only=True):
     """How KV pages and handoff records move."""
 
-    transport: TransportName = "auto"  # auto: shm while all nodes are on 127.0.0.1, else tcp
-    verify_checksums: bool = True
+    transport: TransportName = "auto"  # auto: on one host shm (CPUs) or cuda_ipc (GPUs), else tcp
+    verify_checksums: bool = True  # of every page, on arrival; what it costs: tests/bench/transfer.py
     slots_timeout: Seconds = 600.0  # prefill node: from the prompt's arrival to the decode node's pages
     first_page_timeout: Seconds = 600.0  # decode node: from its pages' announcement to the first written page
     stall_timeout: Seconds = 60.0  # either side: between two signs of progress
@@ -167,6 +181,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     router: Router = Router()
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
+    speculation: Speculation = Speculation()
     transfer: Transfer = Transfer()
     health: Health = Health()
     security: Security = Security()

@@ -75,7 +75,7 @@ def make_pool(
     storage: Tensor | None = None,
     plane_offsets: Sequence[int] | None = None,
 ) -> KvPool:
-    """A pool with the shapes of `config`; see `KvPool` for `storage` and `plane_offsets`."""
+    """A pool with the shapes of `config`; see `KvPool` for `storage`. It takes the first of `plane_offsets`."""
     return KvPool(
         config.num_layers,
         config.num_kv_heads,
@@ -85,5 +85,5 @@ def make_pool(
         placement.dtype,
         placement.device,
         storage,
-        plane_offsets,
+        None if plane_offsets is None else plane_offsets[: 2 * config.num_layers],
     )

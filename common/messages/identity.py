@@ -62,6 +62,9 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     checksum_failures: int = 0
     record_failures: int = 0
     refused_messages: int = 0
+    spec_drafts: int = 0  # steps of one request that verified drafts
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
     avg_spec_accept_length: float = (
         1.0  # tokens per target forward and request; exactly 1 without speculation
     )

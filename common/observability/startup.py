@@ -15,7 +15,7 @@ import msgspec
 
 from common.observability.logs import Log
 
-Phase = Literal["importing", "loading", "allocating", "registering", "ready", "failed"]
+Phase = Literal["importing", "loading", "allocating", "capturing", "registering", "ready", "failed"]
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

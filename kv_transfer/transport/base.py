@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.copy_plan import Copy
+from kv_transfer.copy_plan import Copy, copies, runs
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.description import TransportDescription
 from kv_transfer.transport.page_digest import page_digests
@@ -56,6 +56,18 @@ class Window:
     record_slot: int
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on a GPU; the address means something to this process alone."""
+
+    address: int
+    nbytes: int
+    device: int  # CUDA ordinal
+
+
+Memory = memoryview | DeviceMemory  # where a pool may lie
+
+
 class PeerMemory:
     """Handle made by `attach`; subclasses carry what their transport needs."""
 
@@ -67,14 +79,25 @@ class Ticket:
     """Handle of one write; subclasses carry what their transport needs."""
 
 
+@dataclass(frozen=True, slots=True)
+class PageWrite:
+    """A posted write of whole pages."""
+
+    ticket: Ticket
+    nbytes: int
+    digests: Sequence[int] = ()  # checksums of the source pages; not to be read before the ticket is DONE
+
+
 class SenderEndpoint(ABC):
     """A prefill node's side."""
 
-    kv: memoryview
+    kv: memoryview  # the pool, where it lies in host memory
     layout: KvLayout
 
-    def register(self, layout: KvLayout, kv: memoryview) -> None:
+    def register(self, layout: KvLayout, kv: Memory) -> None:
         """The pool that pages are read from: flat bytes. Once, before the first attach."""
+        if not isinstance(kv, memoryview):
+            raise TypeError(f"{type(self).__name__} reads pages from host memory, not from a GPU")
         if kv.nbytes < layout.total_bytes:
             raise ValueError(f"the KV buffer has {kv.nbytes} bytes, its layout needs {layout.total_bytes}")
         self.layout = layout
@@ -91,6 +114,21 @@ class SenderEndpoint(ABC):
     @abstractmethod
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
         """Start copying from the own pool into the peer's. Writes to one peer are carried out in order."""
+
+    def write_pages(
+        self,
+        peer: PeerMemory,
+        dst: KvLayout,
+        src_pages: Sequence[int],
+        dst_pages: Sequence[int],
+        generation: int,
+        checksums: bool,
+    ) -> PageWrite:
+        """`write` of whole pages, over all planes: src_pages[i] of the own pool to dst_pages[i] of `dst`."""
+        plan = copies(self.layout, dst, runs(src_pages, dst_pages))
+        digests = self.digests(src_pages) if checksums else ()
+        ticket = self.write(peer, plan, generation)
+        return PageWrite(ticket, sum(copy.length for copy in plan), digests)
 
     @abstractmethod
     def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:
@@ -125,14 +163,14 @@ class SenderEndpoint(ABC):
 class ReceiverEndpoint(ABC):
     """A decode node's side."""
 
-    kv: memoryview
+    kv: Memory
     records: memoryview
     layout: KvLayout
     record_bytes: int
 
     @abstractmethod
-    def allocate(self, region: Region, nbytes: int) -> memoryview:
-        """Zeroed writable bytes that peers can be let into (`torch.frombuffer` wraps them). Once each."""
+    def allocate(self, region: Region, nbytes: int) -> Memory:
+        """Zeroed writable bytes that peers can be let into; records are always in host memory. Once each."""
 
     def open(self, layout: KvLayout, record_bytes: int) -> None:
         """Both regions are allocated: from here on they are read by this layout."""
@@ -145,6 +183,8 @@ class ReceiverEndpoint(ABC):
 
     def digests(self, pages: Sequence[int]) -> list[int]:
         """Checksums of pages of the own pool."""
+        if not isinstance(self.kv, memoryview):
+            raise TypeError(f"{type(self).__name__} must read its pages from the GPU")
         return page_digests(self.kv, self.layout, pages)
 
     def record(self, slot: int) -> bytes:

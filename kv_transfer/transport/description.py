@@ -27,13 +27,22 @@ class TcpDescription(msgspec.Struct, frozen=True, tag="tcp"):
     key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
+class CudaIpcDescription(msgspec.Struct, frozen=True, tag="cuda_ipc"):
+    """One allocation on a GPU of the same host, and a shared memory segment for the records."""
+
+    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]  # cudaIpcMemHandle_t of the pool
+    device: Name  # UUID of its GPU: ordinals differ between processes
+    records: Name  # name in /dev/shm
+    owner: ProcessIdentity
+
+
 class LoopbackDescription(msgspec.Struct, frozen=True, tag="loopback"):
     """Memory of the same process."""
 
     incarnation: Name
 
 
-TransportDescription = ShmDescription | TcpDescription | LoopbackDescription
+TransportDescription = ShmDescription | TcpDescription | CudaIpcDescription | LoopbackDescription
 
 
 def kind(description: TransportDescription) -> str:

@@ -194,6 +194,8 @@ class LoopbackSender(SenderEndpoint):
 class LoopbackReceiver(ReceiverEndpoint):
     """`fencing`: windows are enforced, as tcp does; without, they are not, as with shm."""
 
+    kv: memoryview
+
     def __init__(self, fabric: Fabric, fencing: bool) -> None:
         self.fabric = fabric
         self.fencing = fencing

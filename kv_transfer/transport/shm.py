@@ -23,7 +23,8 @@ from kv_transfer.transport.base import (
     WriteState,
 )
 from kv_transfer.transport.description import ShmDescription, TransportDescription, kind
-from kv_transfer.transport.process import ProcessIdentity, ProcessWatch
+from kv_transfer.transport.peer_watch import PeerWatches
+from kv_transfer.transport.process import ProcessIdentity
 from kv_transfer.transport.shm_segment import sweep_orphans
 
 __all__ = ["ShmReceiver", "ShmSender", "sweep_orphans"]
@@ -127,11 +128,13 @@ class ShmSender(SenderEndpoint):
 class ShmReceiver(ReceiverEndpoint):
     """Owns the segments. Their names exist until `close`, since prefill nodes may come at any time."""
 
+    kv: memoryview
+
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._names: dict[Region, str] = {}
         self._maps: list[mmap.mmap] = []
-        self._watches: dict[str, ProcessWatch] = {}
+        self._watches = PeerWatches()
 
     def allocate(self, region: Region, nbytes: int) -> memoryview:
         name = shm_segment.segment_name(self._incarnation, region.value)
@@ -149,15 +152,7 @@ class ShmReceiver(ReceiverEndpoint):
         return ShmDescription(self._names[Region.KV], self._names[Region.RECORDS], process.current())
 
     def admit(self, incarnation: str, process: ProcessIdentity) -> None:
-        if incarnation in self._watches:
-            return
-        try:
-            self._watches[incarnation] = ProcessWatch(process)
-        except OSError as error:
-            raise HandshakeRefused(
-                f"process {process.pid} of the prefill node cannot be watched ({error.strerror}), so pages "
-                "that it may write could never be reused safely; use the tcp transport on both"
-            ) from None
+        self._watches.admit(incarnation, process)
 
     def announce(self, window: Window) -> None:
         """Nothing to open: the sender has the whole pool mapped."""
@@ -166,18 +161,14 @@ class ShmReceiver(ReceiverEndpoint):
         return False
 
     def proves_dead(self, incarnation: str) -> bool:
-        watch = self._watches.get(incarnation)
-        return watch is not None and watch.dead
+        return self._watches.dead(incarnation)
 
     def forget(self, incarnation: str) -> None:
-        watch = self._watches.pop(incarnation, None)
-        if watch is not None:
-            watch.close()
+        self._watches.forget(incarnation)
 
     def close(self) -> None:
         for name in self._names.values():
             shm_segment.unlink(name)
         self._names.clear()
-        for incarnation in list(self._watches):
-            self.forget(incarnation)
+        self._watches.close()
         self._maps.clear()  # unmapped when the last view of the engine goes

@@ -48,6 +48,8 @@ class _Connection:
 class TcpReceiver(ReceiverEndpoint):
     """Listens on host:port (0: any); peers are told `advertise`, or `host` when that is empty."""
 
+    kv: memoryview
+
     def __init__(
         self,
         host: str = "127.0.0.1",

@@ -52,6 +52,13 @@ CASES = [
         counters={"retractions": 1},
     ),
     Case(
+        "graphs-on-the-tape",
+        {
+            "prefill": {"graphs": "breakable", "chunk_tokens": 256},
+            "decode": {"graphs": "full", "max_running": 16},
+        },
+    ),
+    Case(
         "2p2d-tcp-no-prefix-cache",
         {
             "transfer": {"transport": "tcp"},

@@ -17,9 +17,11 @@ import zmq
 import decode_node.node
 import prefill_node.node
 from common.engine.attention.paged import PagedAttention
-from common.engine.kv_cache.page_space import PageSpace
-from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
-from common.engine.kv_cache.relay_state import RelayState
+from common.engine.cuda_graph import node_graphs
+from common.engine.kv_cache.page_space import PageSpace, as_keys
+from common.engine.kv_cache.pool import KvPool
+from common.engine.kv_cache.radix_cache import Keys, NoPrefixCache, RadixCache
+from common.engine.kv_cache.relay_state import DraftShape, RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.overlap import Completion, Deferred, Immediate
@@ -35,7 +37,7 @@ from common.observability.logs import Log
 from decode_node.node import DecodeLimits, DecodeNode
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
-from decode_node.step import AutoregressiveStep
+from decode_node.step import AutoregressiveStep, DecodeStep
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
@@ -43,13 +45,58 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback import Fabric
+from prefill_node.draft import NoDraft, PrefillDraft
 from prefill_node.node import PrefillLimits, PrefillNode
 from prefill_node.step import PrefillStep
 from tests.fakes.clock import Clock
 from tests.fakes.fake_link import FakeLink
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, tiny_model
 
+MakeCompletion = Callable[[], Completion]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a decode step is made of."""
+
+    runner: ModelRunner
+    draft_pool: KvPool | None
+    table: RequestTable
+    relay: RelayState
+    page_size: int
+    completion: MakeCompletion
+
+
+MakeStep = Callable[[Parts], DecodeStep]
+
+
+class NoDraftModel:
+    """What a cluster has beside the target: nothing. tests/fakes/drafters.py has one with a draft model."""
+
+    aux_layers: tuple[int, ...] = ()
+    kv_shapes: list[tuple[int, int]] = []  # noqa: RUF012
+    shape = DraftShape()
+
+    @staticmethod
+    def keys(token_ids: Sequence[int] | Keys) -> Keys:
+        return as_keys(token_ids)
+
+    def pool(self, layout: KvLayout, storage: torch.Tensor, page_size: int) -> KvPool | None:
+        return None
+
+    def prefill(self, pool: KvPool | None) -> PrefillDraft:
+        return NoDraft()
+
+
 RETRYABLE = ("node_lost", "transfer_failed", "preempted")
+
+
+def autoregressive(parts: Parts) -> DecodeStep:
+    """Under tape graphs for up to three requests; more run eagerly."""
+    decode = node_graphs.decode_graphs(parts.runner, parts.relay, parts.table, "full", 3, MAX_LEN).forward
+    decode.graphs.capture()
+    assert not [row for row in decode.graphs.rows if row.error]
+    return AutoregressiveStep(decode, parts.table, PLACEMENT.device, parts.completion)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +116,9 @@ class Shape:
     backup_bytes: int = 1 << 24
     prefill_cache: bool = True
     decode_cache: bool = True
-    completion: Callable[[], Completion] = Immediate
+    completion: MakeCompletion = Immediate
+    step: MakeStep = autoregressive
+    draft: NoDraftModel = field(default_factory=NoDraftModel)
     prefills: int = 1
     decodes: int = 1
     fencing: bool = False
@@ -107,7 +156,7 @@ class DecodeSide(Side):
     peers: PeerConnections = None  # type: ignore[assignment]
     table: RequestTable = None  # type: ignore[assignment]
     retraction: Retraction = None  # type: ignore[assignment]
-    step: AutoregressiveStep = None  # type: ignore[assignment]
+    step: DecodeStep = None  # type: ignore[assignment]
 
 
 @dataclass(slots=True, eq=False)
@@ -385,7 +434,7 @@ class NodeCluster:
 
     def _layout(self, pool_tokens: int) -> KvLayout:
         pages = pool_tokens // self.shape.page_size + 1
-        kv = [(CONFIG.num_kv_heads, CONFIG.head_dim)] * CONFIG.num_layers
+        kv = [(CONFIG.num_kv_heads, CONFIG.head_dim)] * CONFIG.num_layers + self.shape.draft.kv_shapes
         return KvLayout.build("tiny", "float32", self.shape.page_size, pages, kv)
 
     def _incarnation(self) -> str:
@@ -403,9 +452,15 @@ class NodeCluster:
         peers = RouterSocket(self.context, f"inproc://{incarnation}")
         sender = Sender(incarnation, name, endpoint, layout, peers.send, self.clock, shape.transfer)
         cache = RadixCache(shape.page_size) if shape.prefill_cache else NoPrefixCache()
-        space = PageSpace(shape.page_size, layout.num_pages, cache)
-        runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
-        step = PrefillStep(runner, shape.page_size, PLACEMENT.device, shape.completion)
+        space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
+        runner = ModelRunner(
+            tiny_model(aux=shape.draft.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
+        )
+        draft = shape.draft.prefill(shape.draft.pool(layout, storage, shape.page_size))
+        extend = node_graphs.prefill_graphs(runner, "breakable", 32, draft.hidden_mode).forward
+        extend.graphs.capture()
+        assert not [row for row in extend.graphs.rows if row.error]
+        step = PrefillStep(extend, draft, shape.page_size, PLACEMENT.device, shape.completion)
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
         node = PrefillNode(
             incarnation,
@@ -422,6 +477,7 @@ class NodeCluster:
                 vocab_size=VOCAB,
                 drain_timeout=10.0,
             ),
+            shape.draft.shape,
             Log(name),
             self.clock,
         )
@@ -441,16 +497,20 @@ class NodeCluster:
         slots = 2 * shape.max_transferring
         receiver = Receiver(incarnation, name, endpoint, layout, self.clock, shape.transfer, slots)
         cache = RadixCache(shape.page_size) if shape.decode_cache else NoPrefixCache()
-        space = PageSpace(shape.page_size, layout.num_pages, cache)
+        space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
         max_len = min(shape.max_len, space.total_pages * shape.page_size)
-        table = RequestTable(shape.max_running, space.pages_for(max_len), PLACEMENT.device)
-        relay = RelayState.allocate(shape.max_running, PLACEMENT.device)
-        runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
-        step = AutoregressiveStep(runner, table, relay, shape.page_size, PLACEMENT.device, shape.completion)
+        table = RequestTable(shape.max_running, space.total_pages, PLACEMENT.device)
+        relay = RelayState.allocate(shape.max_running, PLACEMENT.device, shape.draft.shape)
+        runner = ModelRunner(
+            tiny_model(aux=shape.draft.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
+        )
+        draft_pool = shape.draft.pool(layout, storage, shape.page_size)
+        step = shape.step(Parts(runner, draft_pool, table, relay, shape.page_size, shape.completion))
         link = FakeLink(self.context, decode_inbox.codec)  # type: ignore[arg-type]
         poller = zmq.Poller()
         peers = PeerConnections(self.context, incarnation, receiver, poller)
-        retraction = Retraction(pool, space, table, relay, shape.backup_bytes)
+        pools = [pool, *([] if draft_pool is None else [draft_pool])]
+        retraction = Retraction(pools, space, table, relay, shape.backup_bytes)
         node = DecodeNode(
             incarnation,
             link,  # type: ignore[arg-type]
@@ -470,6 +530,7 @@ class NodeCluster:
                 skip_ahead=shape.skip_ahead,
                 drain_timeout=10.0,
             ),
+            shape.draft.shape,
             Log(name),
             self.clock,
         )

@@ -45,9 +45,9 @@ CONFIG = ModelConfig(
 
 
 @functools.cache
-def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+def tiny_model(seed: int = 0, aux: tuple[int, ...] = ()) -> LlamaForCausalLM:
     """Every weight random, so that the text wanders; one instance for all tests of a process."""
-    model = build_model(CONFIG, PLACEMENT).eval()
+    model = build_model(CONFIG, PLACEMENT, aux).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

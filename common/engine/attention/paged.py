@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor
 
+from common.engine.attention.whole_prompt import MAX_HEAD_DIM, attend_padded_prompt, whole_prompt_rows
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.kv_cache.pool import KvPool
-from common.engine.ops.kv_write import kv_write
-from common.engine.ops.paged_attention import decode_attention, extend_attention
+from common.engine.ops.decode_attention import decode_attention
+from common.engine.ops.extend_attention import extend_attention
+from common.engine.ops.rotary_kv_write import rotary_kv_write
+from common.engine.ops.verify_attention import verify_attention
 
 
 class PagedAttention:
-    """Attention over `pool`, whose layers see `windows[layer]` keys (None: all). An `AttentionBackend`."""
+    """Attention over `pool`, whose layers see `windows[layer]` keys (None: all). An `AttentionBackend`.
 
-    def __init__(self, pool: KvPool, windows: Sequence[int | None]) -> None:
+    Args:
+        whole_prompt_tokens: token counts of batches, padding included, at which a whole prompt is computed without
+            pages: those that are run once before serving, since the first call at each is slow. The prefill buckets.
+    """
+
+    def __init__(
+        self, pool: KvPool, windows: Sequence[int | None], whole_prompt_tokens: Collection[int] = ()
+    ) -> None:
         if len(windows) != pool.num_layers:
             raise ValueError(f"{len(windows)} attention windows for a pool of {pool.num_layers} layers")
         self.pool = pool
         self._windows = tuple(windows)
         self._scale = pool.head_dim**-0.5
+        able = (
+            pool.device.type == "cuda"
+            and pool.dtype in (torch.float16, torch.bfloat16)
+            and pool.head_dim <= MAX_HEAD_DIM
+        )
+        self._whole_prompt_tokens = frozenset(whole_prompt_tokens) if able else frozenset()
         self._batch: ForwardBatch | None = None
-        self._query_lens: tuple[int, ...] = ()
-        self._kv_lens: tuple[int, ...] = ()
 
     def plan(self, batch: ForwardBatch) -> None:
         """Raises ValueError where an EXTEND batch lacks its host lengths or they do not fit its tensors."""
@@ -39,20 +54,47 @@ class PagedAttention:
                 raise ValueError(
                     f"a request of {max(total)} tokens does not fit {batch.page_table.shape[1]} pages"
                 )
-            self._query_lens, self._kv_lens = new, total
         self._batch = batch
 
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch = self._batch
-        if batch is None:
-            raise RuntimeError("plan(batch) comes before forward")
+    def store(
+        self,
+        layer: int,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+    ) -> None:
+        slots, (cos, sin) = self._planned().kv_slots, angles
         planes = self.pool.key(layer), self.pool.value(layer)
-        kv_write(key, value, *planes, batch.kv_slots)
+        rotary_kv_write(qkv, cos, sin, q_weight, k_weight, eps, *planes, slots)
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, planes = self._planned(), (self.pool.key(layer), self.pool.value(layer))
         window = self._windows[layer]
         if batch.mode is ForwardMode.DECODE:
-            lengths = batch.seq_lens, batch.max_seq_len
-            out: Tensor = decode_attention(query, *planes, batch.page_table, *lengths, window, self._scale)
+            bounds = batch.seq_lens, batch.max_seq_len
+            out: Tensor = decode_attention(query, *planes, batch.page_table, *bounds, window, self._scale)
+        elif batch.tree_mask is not None:
+            lengths, longest = batch.seq_lens, batch.max_seq_len
+            tree = batch.tree_mask
+            out = verify_attention(
+                query, *planes, batch.page_table, lengths, tree, longest, window, self._scale
+            )
+        elif (live := self._whole_prompt_rows(query.shape[0], window)) is not None:
+            out = attend_padded_prompt(query, key, value, live, self._scale)
         else:
-            host = self._query_lens, self._kv_lens
-            out = extend_attention(query, *planes, batch.page_table, *host, window, self._scale)
+            starts_and_lengths = batch.query_start, batch.seq_lens
+            out = extend_attention(query, *planes, batch.page_table, *starts_and_lengths, window, self._scale)
         return out
+
+    def _whole_prompt_rows(self, rows: int, window: int | None) -> int | None:
+        """Live rows of a whole prompt that may be computed without pages, or None."""
+        if rows not in self._whole_prompt_tokens or (window is not None and window < rows):
+            return None
+        return whole_prompt_rows(self._planned(), rows)
+
+    def _planned(self) -> ForwardBatch:
+        if self._batch is None:
+            raise RuntimeError("plan(batch) comes before store and forward")
+        return self._batch

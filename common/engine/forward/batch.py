@@ -13,6 +13,7 @@ class ForwardMode(Enum):
 
     EXTEND = "extend"  # any number of new tokens per request, after a cached prefix of any length
     DECODE = "decode"  # exactly one new token per request
+    VERIFY = "verify"  # the same number of new tokens for each request: a tree of drafts under its last token
 
 
 class CaptureHiddenMode(IntEnum):
@@ -43,6 +44,7 @@ class ForwardBatch:
     hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     query_lens_host: tuple[int, ...] | None = None  # [B] new tokens per request; EXTEND only
     seq_lens_host: tuple[int, ...] | None = None  # [B] equals seq_lens; EXTEND only
+    tree_mask: Tensor | None = None  # [B, N, N] bool, row n: node n and its ancestors; VERIFY only
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ Every page but page 0 is in exactly one place: free, cached (owned by the tree),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,17 +13,32 @@ from common.engine.kv_cache.page_allocator import PageAllocator
 from common.engine.kv_cache.radix_cache import Keys, Node, PrefixCache
 
 
-def as_keys(token_ids: Sequence[int]) -> Keys:
+def as_keys(token_ids: Sequence[int] | Keys) -> Keys:
     """Token ids as radix keys."""
     return np.asarray(token_ids, dtype=np.int64)
+
+
+def as_bigram_keys(token_ids: Sequence[int] | Keys) -> Keys:
+    """Keys of tokens together with their successors, for pages that hold KV of a draft: its KV of position t depends on
+    token t + 1 too. n tokens have n - 1 keys, so what is cached is right for both (spec/algorithms.md 6.12).
+    """
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return (ids[:-1] << 32) | ids[1:]
 
 
 class PageSpace:
     """Allocator and prefix cache as one: what is only cached gives way to what is needed."""
 
-    def __init__(self, page_size: int, num_pages: int, cache: PrefixCache) -> None:
-        """`num_pages` counts page 0 too."""
+    def __init__(
+        self,
+        page_size: int,
+        num_pages: int,
+        cache: PrefixCache,
+        keys: Callable[[Sequence[int] | Keys], Keys] = as_keys,
+    ) -> None:
+        """`num_pages` counts page 0 too; `keys` says what a position's KV depends on."""
         self.page_size = page_size
+        self.keys = keys
         self._allocator = PageAllocator(num_pages)
         self.cache = cache
 

@@ -111,6 +111,15 @@ class KvPool:
         for plane, source in zip(self._planes, on_device, strict=True):
             plane.index_copy_(0, index, source)
 
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots source[i] to target[i] in all planes: [n] int64, page * page_size + offset; targets distinct.
+
+        Everything is read before anything is written, so the two may overlap.
+        """
+        for plane in self._planes:
+            flat = plane.view(-1, self.kv_heads, self.head_dim)
+            flat.index_copy_(0, target, flat.index_select(0, source))
+
     def _index(self, pages: Sequence[int] | Tensor) -> Tensor:
         return torch.as_tensor(pages, dtype=torch.int64).to(self.device)
 

@@ -1,21 +1,71 @@
 """What a running request carries from step to step, on the device, one row per request (row 0 is padding).
 
-The row is the single source for hand-over, retraction, resume and migration. Speculation adds its columns (draft
-top-k, hidden state) here.
+The row is the single source for hand-over, retraction, resume and migration. A draft model's state is part of it:
+columns of width 0 where there is none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
 
 from common.messages.generation import SamplingParams
 
+HiddenDtype = Literal["", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """What a draft model carries per request; nothing by default."""
+
+    topk: int = 0
+    hidden: int = 0
+    dtype: torch.dtype = torch.float32
+    vocab: int = 0  # ids lie below
+
+    @property
+    def dtype_name(self) -> HiddenDtype:
+        """As a handoff record spells it."""
+        names: dict[torch.dtype, HiddenDtype] = {
+            torch.float32: "float32",
+            torch.bfloat16: "bfloat16",
+            torch.float16: "float16",
+        }
+        return names[self.dtype] if self.hidden else ""
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.hidden * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """The draft's part of one row, on the host."""
+
+    probs: tuple[float, ...] = ()  # [topk]
+    ids: tuple[int, ...] = ()  # [topk]
+    hidden: bytes = b""  # [hidden] of the draft's dtype
+
+    def fits(self, shape: DraftShape) -> bool:
+        sizes = len(self.ids) == len(self.probs) == shape.topk and len(self.hidden) == shape.hidden_bytes
+        return sizes and all(0 <= token < shape.vocab for token in self.ids)
+
+
+NO_DRAFT = DraftRow()
+
+
+def draft_rows(probs: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> list[DraftRow]:
+    """Rows [R, k], [R, k], [R, H] of a device. Waits for it."""
+    raw = hidden.cpu().contiguous().view(torch.uint8).numpy()
+    return [DraftRow(tuple(p), tuple(i), h.tobytes()) for p, i, h in zip(probs.tolist(), ids.tolist(), raw)]
+
 
 @dataclass(slots=True)
 class RelayState:
-    """All tensors are [num_rows + 1] on one device."""
+    """All tensors have num_rows + 1 rows on one device."""
 
     last_token: torch.Tensor  # int64, drawn but without KV yet
     seq_len: torch.Tensor  # int32, tokens with KV; last_token will be written at this position
@@ -23,9 +73,12 @@ class RelayState:
     top_p: torch.Tensor  # float32
     top_k: torch.Tensor  # int32, 0 = off
     seed: torch.Tensor  # int64
+    draft_p: torch.Tensor  # [rows, topk] float32
+    draft_ids: torch.Tensor  # [rows, topk] int64
+    draft_hidden: torch.Tensor  # [rows, hidden]
 
     @classmethod
-    def allocate(cls, num_rows: int, device: torch.device) -> RelayState:
+    def allocate(cls, num_rows: int, device: torch.device, draft: DraftShape = DraftShape()) -> RelayState:
         rows = num_rows + 1
 
         def column(dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
@@ -38,9 +91,19 @@ class RelayState:
             top_p=column(torch.float32, 1.0),
             top_k=column(torch.int32),
             seed=column(torch.int64),
+            draft_p=torch.zeros(rows, draft.topk, device=device),
+            draft_ids=torch.zeros(rows, draft.topk, dtype=torch.int64, device=device),
+            draft_hidden=torch.zeros(rows, draft.hidden, dtype=draft.dtype, device=device),
         )
 
-    def write_row(self, row: int, last_token: int, seq_len: int, sampling: SamplingParams) -> None:
+    def write_row(
+        self,
+        row: int,
+        last_token: int,
+        seq_len: int,
+        sampling: SamplingParams,
+        draft: DraftRow = NO_DRAFT,
+    ) -> None:
         """Set all of a row: at hand-over and at resume."""
         assert row > 0, "row 0 is padding"
         self.last_token[row] = last_token
@@ -49,3 +112,13 @@ class RelayState:
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
         self.seed[row] = sampling.seed
+        if draft.ids:
+            self.draft_p[row] = torch.tensor(draft.probs)
+            self.draft_ids[row] = torch.tensor(draft.ids)
+            raw = torch.from_numpy(np.frombuffer(draft.hidden, dtype=np.uint8).copy())
+            self.draft_hidden[row] = raw.view(self.draft_hidden.dtype).to(self.draft_hidden.device)
+
+    def read_draft(self, row: int) -> DraftRow:
+        """The draft's part of a row; waits for the device."""
+        one = slice(row, row + 1)
+        return draft_rows(self.draft_p[one], self.draft_ids[one], self.draft_hidden[one])[0]

@@ -1,17 +1,15 @@
-"""The attention block of a decoder layer: projections, q/k norm, rotary; attention is the backend's."""
+"""The attention block of a decoder layer: projections; rotary, cache and attention are the backend's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.linear import Linear
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.placement import Placement
-from common.engine.ops.rotary import rotary
 from common.model_config import ModelConfig
 
 
@@ -32,15 +30,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
         """x [T, H] -> [T, H]; angles are (cos, sin) of `layers/rotary`."""
-        heads: Tensor = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 * kv_heads, D]
-        rotated, value = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = rotated[:, : self.heads], rotated[:, self.heads :]
-            rotated = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
-        rotated = rotary(rotated, *angles)
-        out = attention.forward(self.layer, rotated[:, : self.heads], rotated[:, self.heads :], value)
+        qkv: Tensor = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 * kv_heads, D]
+        attention.store(self.layer, qkv, angles, *self._norm_weights())
+        query, new = qkv[:, : self.heads], qkv[:, self.heads :]
+        key, value = new.chunk(2, dim=1)
+        out = attention.forward(self.layer, query, key, value)
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
+
+    def _norm_weights(self) -> tuple[Tensor | None, Tensor | None, float]:
+        if self.q_norm is None or self.k_norm is None:
+            return None, None, 0.0
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.qkv_proj.checkpoint_tensors(prefix)

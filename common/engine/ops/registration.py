@@ -22,19 +22,22 @@ def register_op(
     mutates: Sequence[str],
     fake: Callable[..., object],
     cpu: Function | None = None,
+    cuda: Function | None = None,
 ) -> Function:
-    """Register `function` as `tandem::name` for every device, and `cpu` in its place for CPU tensors.
+    """Register `function` as `tandem::name` for every device; `cpu` and `cuda` take its place on theirs.
 
     Args:
         mutates: names of the arguments that it writes into; the result must not alias an argument.
         fake: same signature; returns outputs of the right shape without computing (meta tensors, compilers).
+        cuda: launcher of the Triton kernel.
 
     Returns the dispatcher's entry, with the signature of `function`.
     """
     qualified = f"tandem::{name}"
     library.define(qualified, library.infer_schema(function, mutates_args=mutates))
     library.impl(qualified, "default", function)
-    if cpu is not None:
-        library.impl(qualified, "cpu", cpu)
+    for device, implementation in (("cpu", cpu), ("cuda", cuda)):
+        if implementation is not None:
+            library.impl(qualified, device, implementation)
     library.register_fake(qualified, fake)
     return cast(Function, getattr(torch.ops.tandem, name).default)

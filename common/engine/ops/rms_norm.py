@@ -1,19 +1,113 @@
-"""RMSNorm, alone and fused with the residual addition before it."""
+"""RMSNorm, alone and fused with the residual addition before it (arXiv 1910.07467).
+
+The sum of the fused form is a new tensor: the stream that entered a layer may still be wanted (auxiliary hidden states,
+a graph's static input), and writing elsewhere moves the same bytes.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from common.engine.ops.registration import register_op
+from common.engine.ops.triton_kernel import kernel, next_power_of_2, tl
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] / rms(x) * weight [H], in x's dtype; mean square in float32 (arXiv 1910.07467)."""
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H] / rms(x) * weight [H], in x's dtype; mean square in float32."""
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual); all [..., H]."""
     total = x + residual
-    return rms_norm(total, weight, eps), total
+    return rms_norm_reference(total, weight, eps), total
+
+
+@kernel
+def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [rows, size]
+    residual_ptr,  # the same; read where ADD
+    weight_ptr,  # [size]
+    out_ptr,  # [rows, size]
+    total_ptr,  # the same; written where ADD
+    x_stride,
+    residual_stride,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row, the whole row in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    live = column < size
+    x = tl.load(x_ptr + row * x_stride + column, mask=live, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=live, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + row * size + column, x, mask=live)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    normed = (wide * scale).to(x.dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (normed * weight).to(x.dtype), mask=live)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows = x.flatten(0, -2)  # a view wherever the rows have one stride
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(rows, rows, weight, out, out, eps, add=False)
+    return out
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    assert x.shape == residual.shape, f"{tuple(x.shape)} + {tuple(residual.shape)}"
+    assert x.dtype == residual.dtype, f"{x.dtype} + {residual.dtype}"
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
+    _launch(x.flatten(0, -2), residual.flatten(0, -2), weight, out, total, eps, add=True)
+    return out, total
+
+
+def _launch(
+    rows: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, add: bool
+) -> None:
+    count, size = rows.shape
+    assert rows.stride(1) == 1, "the elements of a row must be adjacent"
+    assert residual.stride(1) == 1, "the elements of a row must be adjacent"
+    assert weight.shape == (size,), f"weight {tuple(weight.shape)} for rows of {size}"
+    assert weight.is_contiguous(), "the weight must be contiguous"
+    if count == 0:
+        return
+    block = next_power_of_2(size)
+    _rms_norm_kernel[(count,)](
+        rows,
+        residual,
+        weight,
+        out,
+        total,
+        rows.stride(0),
+        residual.stride(0),
+        size,
+        eps,
+        ADD=add,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+
+
+def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _fake(x, weight, eps), _fake(x, weight, eps)
+
+
+rms_norm = register_op("rms_norm", rms_norm_reference, mutates=(), fake=_fake, cuda=rms_norm_triton)
+add_rms_norm = register_op(
+    "add_rms_norm", add_rms_norm_reference, mutates=(), fake=_fake_add, cuda=add_rms_norm_triton
+)

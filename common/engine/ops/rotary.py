@@ -10,10 +10,14 @@ import math
 import torch
 from torch import Tensor
 
+from common.engine.ops.registration import register_op
+from common.engine.ops.triton_kernel import kernel_with_varying, next_power_of_2, tl
 from common.rope_config import RopeConfig
 
+ANGLE_BLOCK = 1024  # elements per program
 
-def rotary_angles(
+
+def rotary_angles_reference(
     positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """For positions [T] and inv_freq [D/2] float32, computed in float32, returned in `dtype`.
@@ -23,6 +27,63 @@ def rotary_angles(
     angles = positions.to(torch.float32)[:, None, None] * inv_freq
     cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+@kernel_with_varying("count")
+def _angles_kernel(  # type: ignore[no-untyped-def]
+    positions_ptr,  # [T] int64
+    inv_freq_ptr,  # [half] float32
+    cos_ptr,  # [T, 2 * half]
+    sin_ptr,
+    factor,
+    count,
+    half,
+    TOKENS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    dim = tl.arange(0, HALF)
+    live = (token < count)[:, None] & (dim < half)[None, :]
+    position = tl.load(positions_ptr + token, mask=token < count, other=0).to(tl.float32)
+    angle = position[:, None] * tl.load(inv_freq_ptr + dim, mask=dim < half, other=0.0)[None, :]
+    dtype = cos_ptr.dtype.element_ty
+    cos = (tl.cos(angle) * factor).to(dtype)
+    sin = (tl.sin(angle) * factor).to(dtype)
+    place = token[:, None] * (2 * half) + dim[None, :]
+    tl.store(cos_ptr + place, cos, mask=live)
+    tl.store(cos_ptr + place + half, cos, mask=live)
+    tl.store(sin_ptr + place, -sin, mask=live)
+    tl.store(sin_ptr + place + half, sin, mask=live)
+
+
+def rotary_angles_triton(
+    positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    count, half = positions.shape[0], inv_freq.shape[0]
+    assert positions.is_contiguous(), "positions must be dense"
+    assert inv_freq.is_contiguous(), "frequencies must be dense"
+    cos = torch.empty((count, 1, 2 * half), dtype=dtype, device=positions.device)
+    sin = torch.empty_like(cos)
+    if count:
+        width = next_power_of_2(half)
+        tokens = max(ANGLE_BLOCK // width, 1)
+        grid = (-(-count // tokens),)
+        _angles_kernel[grid](
+            positions, inv_freq, cos, sin, factor, count, half, TOKENS=tokens, HALF=width, num_warps=4
+        )
+    return cos, sin
+
+
+def _fake_angles(
+    positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    shape = (positions.shape[0], 1, 2 * inv_freq.shape[0])
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
+
+
+rotary_angles = register_op(
+    "rotary_angles", rotary_angles_reference, mutates=(), fake=_fake_angles, cuda=rotary_angles_triton
+)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

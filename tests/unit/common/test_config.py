@@ -403,7 +403,19 @@ def test_any_text_is_a_value(text: str) -> None:
 # -- the files that come with it -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["local", "2p2d", "tcp", "example"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "local",
+        "local-eagle",
+        "local-eagle3",
+        "local-ngram",
+        "local-standalone",
+        "2p2d",
+        "tcp",
+        "example",
+    ],
+)
 def test_shipped_files_load(name: str) -> None:
     resolved = load_cluster(CLUSTERS / f"{name}.yaml", environ={})
     assert resolved.model_path == (CLUSTERS / "../models/tiny-target").resolve()
@@ -473,3 +485,27 @@ def test_a_named_transport_is_taken(tmp_path: Path, name: str) -> None:
 def test_defaults_leave_room_for_heartbeats() -> None:
     health = Health()
     assert 2 * health.heartbeat_interval <= min(health.node_timeout, health.router_timeout)
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ("{algorithm: eagle3}", "eagle3 needs a draft model; name its directory"),
+        ("{algorithm: ngram, draft_model_path: x}", "algorithm ngram has no draft model; remove the path"),
+        ("{draft_model_path: x}", "algorithm none has no draft model"),
+        ("{algorithm: medusa}", "Invalid enum value 'medusa'"),
+        ("{algorithm: ngram, topk: 2}", "unknown key"),
+        ("{algorithm: ngram, steps: 0}", "Expected `int` >= 1"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused(section: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model: {{path: x}}\nspeculation: {section}\n")
+    with pytest.raises(ConfigError, match=sentence):
+        load_cluster(file, environ={})
+
+
+def test_the_draft_is_relative_to_the_file() -> None:
+    resolved = load_cluster(CLUSTERS / "local-eagle3.yaml", environ={})
+    assert resolved.draft_path == resolved.model_path.parent / "tiny-eagle3"
+    assert load_cluster(CLUSTERS / "local-ngram.yaml", environ={}).draft_path is None

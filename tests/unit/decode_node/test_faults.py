@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from common.engine.kv_cache.pool import KvPool
 from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.router_inbox import Failed, FirstToken, Tokens
 from kv_transfer.transport.loopback import Fault
+from prefill_node.step import PrefillStep
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.tiny_model import VOCAB, reference
 from tests.unit.decode_node.test_exactness import SAMPLED, expect_reference, prompt_of
@@ -31,7 +33,9 @@ def test_a_damaged_write(damage: Any, write: int) -> None:
         assert call.attempts == (1 if damage == "duplicate" else 2)
         received = cluster.decode.link.counters
         told = received.transfer_failures + cluster.prefill.link.counters.transfer_failures
-        assert told >= call.attempts - 1, "whichever node says it first, the other one may be aborted by the router"
+        assert told >= call.attempts - 1, (
+            "whichever node says it first, the other one may be aborted by the router"
+        )
         if damage in ("corrupt", "drop", "truncate"):
             assert received.checksum_failures + received.record_failures == 1
         cluster.settle()
@@ -224,22 +228,39 @@ def test_logits_that_are_not_finite_end_one_request(
 
 
 def _poison(step: Any, rows: int) -> None:
-    """NaN for the first row of logits of the `rows`-th forward that has any, and in its KV."""
-    inner, seen = step._runner, 0
+    """NaN for the first row of the `rows`-th forward that draws, and in its KV: graphs or not, so in device state."""
+    seen = 0
 
-    def run(batch: Any) -> Any:
+    def extend(batch: Any) -> Any:
         nonlocal seen
         with torch.inference_mode():
             output = inner(batch)
             seen += len(output.logits) > 0
             if len(output.logits) and seen == rows:
-                slot, size = int(batch.kv_slots[batch.logits_rows[0]]), inner.pool.page_size
                 output.logits[0] = torch.nan
-                for layer in range(inner.pool.num_layers):
-                    inner.pool.key(layer)[slot // size, slot % size] = torch.nan
+                _spoil(inner._runner.pool, int(batch.kv_slots[batch.logits_rows[0]]))
         return output
 
-    step._runner = run
+    def decode(chosen: Any, sampling: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen == rows:
+            program, row = inner._program, int(chosen[0])
+            pool, last = program._runner.pool, int(program._relay.seq_len[row]) - 1
+            page = int(program._pages[row, last // pool.page_size])
+            _spoil(pool, page * pool.page_size + last % pool.page_size)  # read by the forward to come
+        return inner(chosen, sampling)
+
+    if isinstance(step, PrefillStep):
+        inner, step._forward = step._forward, extend
+    else:
+        inner, step._decode = step._decode, decode
+
+
+def _spoil(pool: KvPool, slot: int) -> None:
+    with torch.inference_mode():
+        for layer in range(pool.num_layers):
+            pool.key(layer)[slot // pool.page_size, slot % pool.page_size] = torch.nan
 
 
 # -- messages that cross, arrive late or make no sense

@@ -174,6 +174,22 @@ def test_lengths_of_a_request() -> None:
     made = request(1, prompt=7, max_tokens=5, launched=1)
     assert (made.seq_len, made.max_output, made.remaining(), made.exhausted) == (7, 5, 4, False)
     made.launched = 5
-    assert (made.seq_len, made.remaining(), made.exhausted) == (11, 0, True)
+    assert (made.seq_len, made.remaining()) == (11, 0)
     made.output = [3, 4]
-    assert made.computed_keys().tolist() == [1] * 7 + [3]
+    assert made.computed() == [1] * 7 + [3]
+
+
+def test_lengths_are_an_upper_bound_until_a_step_is_read() -> None:
+    """Steps of up to 4 tokens: what is in flight counts as 4 for the pages and as 1 for the end."""
+    made = request(1, prompt=7, max_tokens=5, launched=1)
+    made.output = [9]
+    made.step_launched(4)
+    made.step_launched(4)
+    assert (made.seq_len, made.in_flight, made.exhausted) == (15, 2, False)
+    made.step_read(4, drawn=1)
+    made.output += [9]
+    assert (made.seq_len, made.in_flight, made.exhausted) == (12, 1, False)
+    made.step_read(4, drawn=3)
+    made.output += [9, 9, 9]
+    assert (made.seq_len, made.remaining(), made.exhausted) == (11, 0, True)
+    assert made.most_kv == 11, "the last token needs no KV"

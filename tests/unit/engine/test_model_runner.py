@@ -50,7 +50,7 @@ def test_a_decode_step_and_its_sampling_never_wait_for_the_device(tmp_path: Path
     )
     with Calls() as calls:
         sample(driver.runner(batch).logits, sampling)
-    assert calls.names.count("tandem::kv_write") == 2
+    assert calls.names.count("tandem::rotary_kv_write") == 2
     assert calls.names.count("tandem::decode_attention") == 2
     assert not {name.partition("::")[2] for name in calls.names} & set(HOST_SYNCS)
     assert (

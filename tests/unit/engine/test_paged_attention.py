@@ -11,8 +11,9 @@ from torch import Tensor
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.kv_cache.pool import KvPool
+from common.engine.ops.decode_attention import decode_attention, decode_reference
+from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.kv_write import kv_write
-from common.engine.ops.paged_attention import decode_attention, decode_reference, extend_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = DIM**-0.5
@@ -53,7 +54,8 @@ def test_extend_equals_dense(page_size: int, window: int | None) -> None:
     cache, query_lens = Cache([1, 9, 700, 640, 33], page_size), [1, 9, 600, 30, 1]
     query = torch.randn(sum(query_lens) + 4, HEADS, DIM)
     query[-4:] = torch.nan  # padding behind the last request
-    tail = query_lens, cache.lengths, window, SCALE
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    tail = starts, torch.tensor(cache.lengths, dtype=torch.int32), window, SCALE
     out = extend_attention(query, *cache.planes, cache.page_table, *tail)
     for row, part in enumerate(out[:-4].split(query_lens)):
         begin = sum(query_lens[:row])

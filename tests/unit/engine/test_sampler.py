@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.philox import philox, token_words
-from common.engine.sampler import SamplingBatch, filter_top_k_top_p, gumbel, sample
+from common.engine.ops.sample_tokens import gumbel
+from common.engine.sampler import SamplingBatch, filter_top_k_top_p, sample
 
 
 def make(rows: int, **values: object) -> SamplingBatch:

@@ -1,0 +1,56 @@
+"""Marks a function at which a breakable graph is interrupted: it runs eagerly between two segments.
+
+The function reads whatever it needs of the live batch from the object that it is a method of (an attention backend
+that has planned the batch), not from captured arguments. Its tensor arguments are padded: it must work with more rows
+than are live and leave the rest alone. It returns one new tensor, or None; where it has a parameter `out`, replay hands
+it the tensor to write into and saves a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R", Tensor, None)
+
+
+class BreakHandler(Protocol):
+    """A capture in progress."""
+
+    def take_break(
+        self, function: Callable[..., Tensor | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | None: ...
+
+
+_active: ContextVar[BreakHandler | None] = ContextVar("break_handler", default=None)
+
+
+def break_point(function: Callable[P, R]) -> Callable[P, R]:
+    """Outside a breakable capture a plain call."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        handler = _active.get()
+        if handler is None:
+            return function(*args, **kwargs)
+        result: Any = handler.take_break(function, args, kwargs)
+        answer: R = result
+        return answer
+
+    return wrapper
+
+
+@contextmanager
+def breaking(handler: BreakHandler) -> Iterator[None]:
+    """Break points inside are handed to `handler`."""
+    token = _active.set(handler)
+    try:
+        yield
+    finally:
+        _active.reset(token)

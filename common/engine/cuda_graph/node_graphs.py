@@ -1,0 +1,97 @@
+"""The graphs of one node: what the config asks for, decided by the rules, captured, and told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from common.engine.cuda_graph.backends.choice import BREAKABLE, NONE, make_backend
+from common.engine.cuda_graph.decode_graph import DecodeGraphs, decode_spec
+from common.engine.cuda_graph.graph_runner import GraphRunner
+from common.engine.cuda_graph.ladders import decode_request_buckets, prefill_token_buckets
+from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
+from common.engine.cuda_graph.report import table
+from common.engine.cuda_graph.rules import AUTO, Decision, Phase, PhaseSwitch, StartupFacts, decide
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.kv_cache.relay_state import RelayState
+from common.engine.kv_cache.request_table import RequestTable
+from common.engine.model_runner import ModelRunner
+from common.observability.logs import Log
+
+
+class GraphForward(Protocol):
+    """A forward that runs under graphs where they fit."""
+
+    graphs: GraphRunner[Any, Any]
+
+
+Forward = TypeVar("Forward", bound=GraphForward)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGraphs(Generic[Forward]):
+    """`forward` is complete with or without graphs: without, it has no shapes and is always eager."""
+
+    forward: Forward
+    decision: Decision
+
+
+def prefill_graphs(
+    runner: ModelRunner, wanted: str, chunk_tokens: int, hidden: CaptureHiddenMode
+) -> NodeGraphs[PrefillExtend]:
+    """The target's prompt forward, not captured yet; returns hidden states of `hidden` and less."""
+    decision = _decide(Phase.PREFILL, "prefill", runner, wanted)
+    on = decision.backend != NONE
+    backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device)
+    spec = extend_spec(prefill_token_buckets(chunk_tokens) if on else (), hidden)
+    return NodeGraphs(PrefillExtend(runner, spec, backend), decision)
+
+
+def decode_graphs(
+    runner: ModelRunner,
+    relay: RelayState,
+    request_table: RequestTable,
+    wanted: str,
+    max_running: int,
+    max_model_len: int,
+) -> NodeGraphs[DecodeGraphs]:
+    """The target's decode step, not captured yet."""
+    decision = _decide(Phase.DECODE, "decode", runner, wanted)
+    spec = decode_spec(decode_request_buckets(max_running) if decision.backend != NONE else ())
+    backend = make_backend(decision.backend, runner.model.placement.device)
+    return NodeGraphs(DecodeGraphs(runner, relay, request_table, spec, backend, max_model_len), decision)
+
+
+def capture(node: NodeGraphs[Any], log: Log) -> None:
+    """Capture all shapes and log the table; a shape that failed runs eagerly and says why."""
+    graphs: GraphRunner[Any, Any] = node.forward.graphs
+    graphs.capture()
+    failed = {f"{row.tokens}/{row.requests} {row.variant}": row.error for row in graphs.rows if row.error}
+    log.info("graphs", failed=failed, **describe(node))
+    if graphs.rows:
+        log.debug("captured shapes", table=table(graphs.rows))
+
+
+def describe(node: NodeGraphs[Any]) -> dict[str, str | int | float]:
+    """For the log and /server_info."""
+    rows = node.forward.graphs.rows
+    sizes = sorted({row.requests or row.tokens for row in rows if not row.error})
+    return {
+        "graph_phase": node.decision.phase.value,
+        "graph_backend": node.decision.backend,
+        "graph_reasons": "; ".join(node.decision.reasons),
+        "graph_sizes": " ".join(map(str, sizes)),
+        "graphs_captured": sum(not row.error for row in rows),
+        "graphs_failed": sum(bool(row.error) for row in rows),
+        "graph_seconds": round(sum(row.seconds for row in rows), 2),
+        "graph_mib": round(sum(row.nbytes for row in rows) / 2**20, 1),
+    }
+
+
+def _decide(phase: Phase, role: str, runner: ModelRunner, wanted: str) -> Decision:
+    """`auto` means no graphs on a CPU: its tape is for tests, it makes nothing faster."""
+    device = runner.model.placement.device.type
+    if wanted == AUTO and device == "cpu":
+        return Decision(phase, NONE, ("auto is off on a CPU, which gains nothing from its tape",))
+    facts = StartupFacts(role=role, device=device, architecture=runner.model.config.architecture)
+    return decide(phase, facts, PhaseSwitch(wanted))

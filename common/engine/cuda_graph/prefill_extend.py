@@ -1,0 +1,167 @@
+"""The prefill graph of a target model: its body per token bucket; embedding, LM head and sampling stay eager.
+
+Attention is a break: the live batch's page table and lengths are read there, so any mix of requests, cached prefixes
+and chunks fits one bucket. Embeddings are always computed into their slot, from ids or given ones (images, X3): a batch
+of text and one with images replay the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.engine.attention.backend import AttentionBackend
+from common.engine.cuda_graph.admission import BatchFacts
+from common.engine.cuda_graph.backends.base import Backend
+from common.engine.cuda_graph.break_point import break_point
+from common.engine.cuda_graph.graph_runner import GraphRunner
+from common.engine.cuda_graph.outputs import OutField, OutputSpec
+from common.engine.cuda_graph.slots import Fill, Inputs, Slot, StaticInputs
+from common.engine.cuda_graph.spec import Axis, CaptureSpec, Feature, ShapeKey, token_shapes
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
+from common.engine.model_runner import ModelRunner
+from common.engine.models.llama import BodyOutput
+
+MAX_PADDING = 2.0  # beyond it eager is the cheaper one (spec 6.9)
+OUTPUTS = OutputSpec(BodyOutput, {"last": OutField(Axis.TOKEN), "aux": OutField(Axis.TOKEN)})
+
+
+class BreakableAttention:
+    """An attention backend whose `forward` is a break point. Composition: the inner one knows nothing of graphs."""
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self._inner = inner
+
+    def plan(self, batch: ForwardBatch) -> None:
+        self._inner.plan(batch)
+
+    def store(
+        self,
+        layer: int,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+    ) -> None:
+        self._inner.store(layer, qkv, angles, q_weight, k_weight, eps)
+
+    @break_point
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._inner.forward(layer, query, key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendCall:
+    """One forward over new tokens."""
+
+    batch: ForwardBatch
+    input_embeds: Tensor | None = None  # [T, H] instead of the embedding of batch.input_ids
+
+
+def extend_spec(
+    token_buckets: Sequence[int],
+    hidden: CaptureHiddenMode,
+    model: str = "target",
+    phase: str = "prefill",
+) -> CaptureSpec:
+    """The body serves given embeddings and prompt logprobs, since what makes and reads them is eager."""
+    return CaptureSpec(
+        model=model,
+        phase=phase,
+        mode=ForwardMode.EXTEND,
+        shapes=token_shapes(tuple(token_buckets)),
+        hidden=hidden,
+        features=frozenset((Feature.INPUT_EMBEDS, Feature.PROMPT_LOGPROBS)),
+        max_padding=MAX_PADDING,
+    )
+
+
+class ExtendBody:
+    """A `Program`: the layers of one model over [T] tokens."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def slots(self) -> list[Slot[ExtendCall]]:
+        placement, width = self._runner.model.placement, self._runner.model.config.hidden_size
+        in_page_0 = Fill(self._runner.pool.page_size - 1)  # any slot of the padding page is as good as 0
+        return [
+            Slot("embeds", Axis.TOKEN, (width,), placement.dtype, self._embeds),
+            Slot("positions", Axis.TOKEN, (), torch.int64, lambda call: call.batch.positions),
+            Slot("kv_slots", Axis.TOKEN, (), torch.int64, lambda call: call.batch.kv_slots, poison=in_page_0),
+        ]
+
+    def facts(self, call: ExtendCall) -> BatchFacts:
+        batch = call.batch
+        given = call.input_embeds is not None
+        return BatchFacts(
+            mode=batch.mode,
+            live=ShapeKey(batch.input_ids.shape[0], batch.page_table.shape[0]),
+            hidden=batch.hidden_mode,
+            features=frozenset((Feature.INPUT_EMBEDS,)) if given else frozenset(),
+        )
+
+    def idle(self, shape: ShapeKey) -> ExtendCall:
+        """One request of `shape.tokens` tokens, all in page 0."""
+        tokens, device = shape.tokens, self._runner.model.placement.device
+        zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+        pages = -(-tokens // self._runner.pool.page_size)
+        return ExtendCall(
+            ForwardBatch(
+                mode=ForwardMode.EXTEND,
+                input_ids=zeros,
+                positions=zeros,
+                kv_slots=zeros,
+                page_table=torch.zeros(1, pages, dtype=torch.int32, device=device),
+                seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+                query_start=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+                logits_rows=zeros[:0],
+                max_seq_len=tokens,
+                query_lens_host=(tokens,),
+                seq_lens_host=(tokens,),
+            )
+        )
+
+    def plan(self, call: ExtendCall, inputs: Inputs) -> None:
+        """Attention sees the live requests; keys and values of all rows go where `kv_slots`, padded, says."""
+        self._runner.attention.plan(
+            replace(call.batch, positions=inputs["positions"], kv_slots=inputs["kv_slots"])
+        )
+
+    def run(self, inputs: Inputs, variant: str) -> BodyOutput:
+        return self._runner.body(inputs["embeds"], inputs["positions"])
+
+    def _embeds(self, call: ExtendCall) -> Tensor:
+        if call.input_embeds is not None:
+            return call.input_embeds
+        return self._runner.model.embed(call.batch.input_ids)
+
+
+class PrefillExtend:
+    """Called as a ModelRunner is: the same forward, by graphs where they fit.
+
+    `ForwardOutput.hidden` at mode FULL is a view of static memory: consume it on the same stream before the next call,
+    or clone it.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, spec: CaptureSpec, backend: Backend, poisoned: bool = False
+    ) -> None:
+        if not backend.breaks:
+            raise ValueError(
+                f"backend {backend.name!r} would bake the lengths of the captured batch into attention; prefill needs "
+                "a breakable one"
+            )
+        body = ExtendBody(ModelRunner(runner.model, runner.pool, BreakableAttention(runner.attention)))
+        largest = spec.largest if spec.shapes else ShapeKey(0)
+        inputs = StaticInputs(body.slots(), largest, runner.model.placement.device, poisoned)
+        self.graphs = GraphRunner(spec, backend, body, inputs, OUTPUTS)
+        self._runner = runner
+
+    @torch.inference_mode()
+    def __call__(self, batch: ForwardBatch, input_embeds: Tensor | None = None) -> ForwardOutput:
+        return self._runner.finish(batch, self.graphs(ExtendCall(batch, input_embeds)))

@@ -1,0 +1,74 @@
+"""What was captured and what ran, as data: the start-up table, `/server_info` and the counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from common.engine.cuda_graph.spec import CaptureSpec, GraphKey
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRow:
+    """One graph of the start-up table."""
+
+    phase: str
+    model: str
+    backend: str
+    tokens: int
+    requests: int  # 0: no request axis
+    variant: str
+    hidden: str
+    seconds: float
+    nbytes: int
+    breaks: int
+    error: str = ""  # why it runs eagerly
+
+    def cells(self) -> tuple[str, ...]:
+        shape = f"{self.tokens}" if self.requests == 0 else f"{self.tokens} / {self.requests}"
+        return (
+            *(self.phase, self.model, self.backend, shape, self.variant, self.hidden),
+            *(f"{self.seconds:.2f}", f"{self.nbytes / 2**20:.1f}", self.error or f"{self.breaks} breaks"),
+        )
+
+
+HEADER = ("phase", "model", "backend", "tokens / requests", "variant", "hidden", "s", "MiB", "state")
+
+
+def table(rows: Iterable[CaptureRow]) -> str:
+    """Lines for a person, columns aligned."""
+    lines = [HEADER, *(row.cells() for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
+    )
+
+
+@dataclass(slots=True)
+class GraphCounters:
+    """Of one runner; `samples` gives them the labels that metrics have."""
+
+    replays: Counter[GraphKey] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)  # reason -> eager runs
+    live_tokens: int = 0  # of replays
+    padded_tokens: int = 0  # computed in replays and thrown away
+
+    @property
+    def replay_share(self) -> float:
+        """Of all runs; 1 where nothing ran."""
+        replays, eager = self.replays.total(), self.fallbacks.total()
+        return replays / (replays + eager) if replays + eager else 1.0
+
+    def never_replayed(self, captured: Iterable[GraphKey]) -> list[GraphKey]:
+        """Graphs that cost memory for nothing."""
+        return [key for key in captured if not self.replays[key]]
+
+    def samples(self, spec: CaptureSpec) -> Iterator[tuple[str, dict[str, str], int]]:
+        """(metric name, labels, value)."""
+        labels = {"phase": spec.phase, "model": spec.model}
+        yield "graph_replays_total", labels, self.replays.total()
+        for reason, count in sorted(self.fallbacks.items()):
+            yield "graph_fallbacks_total", {**labels, "reason": reason}, count
+        yield "graph_live_tokens_total", labels, self.live_tokens
+        yield "graph_padded_tokens_total", labels, self.padded_tokens

@@ -1,0 +1,103 @@
+"""A draft model, its KV pool and attention backend: hidden states and tokens in, proposals out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from common.draft_config import DraftConfig, hidden_size_for, target_width
+from common.engine.attention.backend import AttentionBackend
+from common.engine.forward.batch import ForwardBatch
+from common.engine.layers.placement import Placement
+from common.engine.models.eagle import DraftHead, Eagle3Head, EagleHead
+from common.engine.models.llama import LlamaForCausalLM
+from common.engine.weights import load_weights
+from common.errors import ModelError
+from common.model_files import read_weight_files
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What R requests propose next, and what the step after that reads."""
+
+    probs: Tensor  # [R, k] float32, descending
+    ids: Tensor  # [R, k] int64, ids of the target
+    hidden: Tensor  # [R, H]
+
+
+class DraftRunner:
+    """Runs one draft model. `pool` is the one that `attention` reads and writes."""
+
+    def __init__(self, head: DraftHead, attention: AttentionBackend, topk: int) -> None:
+        self._head = head
+        self._attention = attention
+        self._topk = topk
+
+    @torch.inference_mode()
+    def extend(self, batch: ForwardBatch, target_hidden: Tensor) -> DraftState:
+        """Rows whose hidden states the target has computed: [T, target_width]."""
+        return self.step(batch, self._head.project(target_hidden))
+
+    @torch.inference_mode()
+    def step(self, batch: ForwardBatch, hidden: Tensor) -> DraftState:
+        """Rows with hidden states as a draft step gives them [T, H]; the state is of `batch.logits_rows`."""
+        self._attention.plan(batch)
+        output = self._head.forward(batch.input_ids, hidden, batch.positions, self._attention)
+        rows = batch.logits_rows
+        probs, ids = (
+            self._head.compute_logits(output.last.index_select(0, rows)).softmax(-1).topk(self._topk, dim=-1)
+        )
+        return DraftState(probs, self._head.target_ids(ids), output.hidden.index_select(0, rows))
+
+
+def load_draft(
+    path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement
+) -> Eagle3Head | EagleHead:
+    """Build a draft that shares the target's embedding and fill it. `ModelError` says what does not fit."""
+    if draft.model.hidden_size != target.config.hidden_size:
+        raise ModelError(
+            f"{path}: a hidden_size of {draft.model.hidden_size} cannot share the target's embedding of "
+            f"{target.config.hidden_size}"
+        )
+    names = {name for file in read_weight_files(path) for name in file.tensors}
+    if draft.algorithm == "eagle":
+        head: Eagle3Head | EagleHead = EagleHead(draft, target, placement)
+    else:
+        head = Eagle3Head(draft, target, placement)
+        if draft.draft_vocab is not None:
+            _read_d2t(path, head.d2t, draft)
+    layer = "midlayer" if any(name.startswith("midlayer.") for name in names) else "layers.0"
+    load_weights(path, head.checkpoint_tensors(layer), ignore=("d2t", "t2d"))
+    head = head.eval()
+    _probe(head, draft, placement, path)
+    return head
+
+
+def _read_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
+    for file in read_weight_files(path):
+        if "d2t" in file.tensors:
+            with safe_open(str(file.path), framework="pt") as source:
+                offsets = source.get_tensor("d2t")
+            ids = offsets.long() + torch.arange(len(offsets))
+            if offsets.shape != d2t.shape or ids.min() < 0 or ids.max() >= draft.model.vocab_size:
+                raise ModelError(
+                    f"{file.path}: d2t does not map {len(d2t)} drafts into the target's vocabulary"
+                )
+            d2t.copy_(offsets)
+            return
+    raise ModelError(f"{path}: draft_vocab_size is set, but the checkpoint has no d2t")
+
+
+@torch.inference_mode()
+def _probe(head: Eagle3Head | EagleHead, draft: DraftConfig, placement: Placement, path: Path) -> None:
+    """Real widths against the width functions: a draft that does not fit must not start."""
+    hidden = torch.zeros(1, target_width(draft), dtype=placement.dtype, device=placement.device)
+    width = head.project(hidden).shape[-1]
+    if width != hidden_size_for(draft):
+        raise ModelError(
+            f"{path}: a draft step reads {width} values, config.json says {hidden_size_for(draft)}"
+        )

@@ -1,0 +1,187 @@
+"""The draft heads of EAGLE-1/2 and EAGLE-3: one decoder layer that reads the target's hidden states.
+
+Row t pairs the hidden state behind token t with the embedding of token t + 1, stands at position t, and predicts token
+t + 2. Where the target has not computed a hidden state yet, a row takes the one that the draft gave for the row before.
+Sources: arXiv 2401.15077, 2503.01840.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from common.draft_config import DraftConfig, target_width
+from common.engine.attention.backend import AttentionBackend
+from common.engine.layers.attention import Attention
+from common.engine.layers.linear import Embedding, Linear, logits
+from common.engine.layers.mlp import Mlp
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.placement import Placement, parameter
+from common.engine.layers.rotary import Rotary
+from common.engine.models.llama import LlamaForCausalLM
+
+
+class DraftOutput(NamedTuple):
+    """Per row."""
+
+    last: Tensor  # [T, H] what the head reads
+    hidden: Tensor  # [T, H] what the next step reads
+
+
+class DraftHead(Protocol):
+    """What prefill and decode ask of a draft model."""
+
+    def project(self, target_hidden: Tensor) -> Tensor:
+        """Hidden states of the target [T, target_width] as a step reads them [T, H]."""
+        ...
+
+    def forward(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput: ...
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        """[R, H] -> [R, draft vocabulary] float32."""
+        ...
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """Ids of the draft's vocabulary as ids of the target's."""
+        ...
+
+
+class Eagle3Layer(nn.Module):
+    """Attention reads the token's embedding beside the hidden state; the residual stream is the hidden state alone."""
+
+    def __init__(self, draft: DraftConfig, placement: Placement) -> None:
+        super().__init__()
+        config = draft.model
+        norm = (config.hidden_size, config.rms_norm_eps, placement)
+        self.input_layernorm, self.hidden_norm = RmsNorm(*norm), RmsNorm(*norm)
+        self.self_attn = Attention(config, 0, placement, in_features=2 * config.hidden_size)
+        self.post_attention_layernorm = RmsNorm(*norm)
+        self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias, placement)
+        self._norm_before_residual = draft.norm_before_residual
+
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """(x, residual), to be added."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        residual = normed if self._norm_before_residual else hidden
+        x, residual = self.post_attention_layernorm.add(self.self_attn(both, angles, attention), residual)
+        return self.mlp(x), residual
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.input_layernorm.checkpoint_tensors(f"{prefix}.input_layernorm")
+        yield from self.hidden_norm.checkpoint_tensors(f"{prefix}.hidden_norm")
+        yield from self.self_attn.checkpoint_tensors(f"{prefix}.self_attn")
+        yield from self.post_attention_layernorm.checkpoint_tensors(f"{prefix}.post_attention_layernorm")
+        yield from self.mlp.checkpoint_tensors(f"{prefix}.mlp")
+
+
+class Eagle3Head(nn.Module):
+    """EAGLE-3. Shares the target's embedding, and its LM head where the draft vocabulary is not reduced."""
+
+    d2t: Tensor  # [draft vocabulary] int64, target id - draft id
+
+    def __init__(self, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> None:
+        super().__init__()
+        config = draft.model
+        self.embed_tokens: Embedding = target.embed_tokens
+        self.rotary = Rotary(config.rope, config.head_dim, placement)
+        self.fc = Linear(target_width(draft), {"fc": config.hidden_size}, False, placement)
+        self.midlayer = Eagle3Layer(draft, placement)
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, placement)
+        own_head = draft.draft_vocab is not None
+        vocab = draft.draft_vocab or config.vocab_size
+        self._own_head = own_head
+        self.lm_head = parameter((vocab, config.hidden_size), placement) if own_head else target.lm_head
+        self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64, device=placement.device))
+
+    def project(self, target_hidden: Tensor) -> Tensor:
+        projected: Tensor = self.fc(target_hidden)
+        return projected
+
+    def forward(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput:
+        x, residual = self.midlayer(self.embed_tokens(ids), hidden, self.rotary(positions), attention)
+        return DraftOutput(*self.norm.add(x, residual))
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        return logits(last, self.lm_head)
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        return ids + self.d2t[ids]
+
+    def checkpoint_tensors(self, layer: str) -> Iterator[tuple[str, Tensor]]:
+        """`layer`: what the checkpoint calls the layer, midlayer or layers.0."""
+        yield "fc.weight", self.fc.weight
+        yield from self.midlayer.checkpoint_tensors(layer)
+        yield from self.norm.checkpoint_tensors("norm")
+        if self._own_head:
+            yield "lm_head.weight", self.lm_head
+
+
+class EagleLayer(nn.Module):
+    """A Llama layer without a norm before attention."""
+
+    def __init__(self, draft: DraftConfig, layer: int, placement: Placement) -> None:
+        super().__init__()
+        config = draft.model
+        self.self_attn = Attention(config, layer, placement)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias, placement)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
+        attended = self.self_attn(x, angles, attention)
+        normed, residual = self.post_attention_layernorm.add(attended, x)
+        mixed: Tensor = self.mlp(normed)
+        return mixed + residual
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.self_attn.checkpoint_tensors(f"{prefix}.self_attn")
+        yield from self.post_attention_layernorm.checkpoint_tensors(f"{prefix}.post_attention_layernorm")
+        yield from self.mlp.checkpoint_tensors(f"{prefix}.mlp")
+
+
+class EagleHead(nn.Module):
+    """EAGLE-1/2: regresses the target's normed hidden state, which the target's own head reads."""
+
+    def __init__(self, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> None:
+        super().__init__()
+        config = draft.model
+        self.embed_tokens: Embedding = target.embed_tokens
+        self.lm_head = target.lm_head
+        self.rotary = Rotary(config.rope, config.head_dim, placement)
+        width = config.hidden_size + target_width(draft)
+        self.fc = Linear(width, {"fc": config.hidden_size}, False, placement)
+        self.layers = nn.ModuleList(EagleLayer(draft, i, placement) for i in range(config.num_layers))
+
+    def project(self, target_hidden: Tensor) -> Tensor:
+        return target_hidden
+
+    def forward(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput:
+        angles = self.rotary(positions)
+        x: Tensor = self.fc(torch.cat((self.embed_tokens(ids), hidden), dim=-1))
+        for layer in self.layers:
+            x = layer(x, angles, attention)
+        return DraftOutput(x, x)
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        return logits(last, self.lm_head)
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        return ids
+
+    def checkpoint_tensors(self, layer: str) -> Iterator[tuple[str, Tensor]]:
+        """`layer` is not needed: EAGLE-1 checkpoints agree on layers.N."""
+        yield "fc.weight", self.fc.weight
+        for index, each in enumerate(self.layers):
+            assert isinstance(each, EagleLayer)
+            yield from each.checkpoint_tensors(f"layers.{index}")

@@ -1,0 +1,291 @@
+"""Decode attention: one new token per request over its pages.
+
+Reads only slots below a request's length: whatever lies in other pages, in the tail of the last page or in unused
+entries of the page table cannot reach a result, not even as 0 * NaN. On the CPU the numbers of a request depend on its
+own length and nothing else in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.ops.paged_gather import attend, first_visible, gather
+from common.engine.ops.registration import register_op
+from common.engine.ops.triton_kernel import cdiv, kernel_with_varying, multiprocessors, next_power_of_2, tl
+
+SHORT = 256  # CPU: requests up to this length are gathered together in buckets, longer ones one by one
+BUCKET = 64
+BLOCK_KEYS = 64
+GRANULE = 16
+MAX_SPLITS = 32
+LOG2_E = 1.4426950408889634
+PROGRAMS_PER_PROCESSOR = 4  # at most: a few more would be a last wave of their own (measured on an H200)
+
+
+def decode_reference(
+    query: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention of one new token per request over its seq_lens[b] cached positions, itself included.
+
+    Vectorised over the batch and free of host synchronisation. A padding row (length 0) gives some finite or
+    NaN row.
+
+    Args:
+        query: [B, heads, D].
+        page_table: [B, max_pages] int32.
+        seq_lens: [B] int32, at most max_pages * page_size.
+        max_seq_len: host bound of seq_lens that sizes the gather.
+
+    Returns [B, heads, D].
+    """
+    batch, _, head_dim = query.shape
+    page_size, kv_heads = key_plane.shape[1], key_plane.shape[2]
+    bound = max_seq_len  # not cut to the width of the table: a row's sums must not depend on other rows
+    position = torch.arange(bound, device=query.device)  # [L]
+    entry = (position // page_size).clamp(max=page_table.shape[1] - 1)
+    slot = page_table.long()[:, entry] * page_size + position % page_size  # [B, L]
+    last = seq_lens.long().clamp(1, bound)[:, None] - 1  # [B, 1]
+    visible = position <= last
+    if window is not None:
+        visible &= position > last - window
+    slot = torch.where(visible, slot, slot.gather(1, last)).view(-1)  # hidden ones read the token's own slot
+    key = key_plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(batch, bound, kv_heads, head_dim)
+    value = (
+        value_plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(batch, bound, kv_heads, head_dim)
+    )
+    grouped = query.reshape(batch, kv_heads, -1, head_dim)  # the heads of a group are rows of one product
+    mask = visible[:, None, None, :]
+    out = F.scaled_dot_product_attention(
+        grouped, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, scale=scale
+    )
+    return out.reshape(query.shape).contiguous()
+
+
+def _decode_cpu(
+    query: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """The same on the CPU, where lengths can be read: no request pays for the longest one of the batch."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    buckets: dict[int, list[int]] = {}
+    for row, length in enumerate(seq_lens.tolist()):
+        if length <= SHORT:
+            buckets.setdefault(-(-max(length, 1) // BUCKET) * BUCKET, []).append(row)
+            continue
+        begin = first_visible(length - 1, window)
+        key = gather(key_plane, page_table[row], begin, length)
+        value = gather(value_plane, page_table[row], begin, length)
+        out[row] = attend(query[row : row + 1], key, value, length - 1 - begin, window, scale)[0]
+    for bound, rows in buckets.items():
+        index = torch.tensor(rows)
+        rest = page_table[index], seq_lens[index], bound, window, scale
+        out[index] = decode_reference(query[index], key_plane, value_plane, *rest)
+    return out
+
+
+@kernel_with_varying("table_stride", "window", "splits")
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    query_ptr,  # [B, HEADS, D]
+    key_ptr,  # [num_pages, PAGE_SIZE, KV_HEADS, D]
+    value_ptr,
+    table_ptr,  # [B, max_pages]
+    lens_ptr,  # [B]
+    out_ptr,  # [B, HEADS, D], or where SPLIT float32 [B, HEADS, splits, D]
+    lse_ptr,  # [B, HEADS, splits] float32, base 2; -inf: the part is empty and its output unwritten
+    query_stride,
+    table_stride,
+    window,
+    scale_log2,  # scale * log2(e)
+    splits,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,  # more than one
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GRANULE: tl.constexpr,  # keys: parts are multiples of it
+):
+    """A program has one part of one request's keys, for all query heads of one KV head."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(lens_ptr + request)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - window, 0)
+    part = tl.cdiv(tl.cdiv(length - begin, splits), GRANULE) * GRANULE
+    begin += split * part
+    end = tl.minimum(begin + part, length)
+
+    row, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    inside = (dim < D)[None, :]
+    head = kv_head * GROUP + row
+    query_place = request * query_stride + head[:, None] * D + dim[None, :]
+    query = tl.load(query_ptr + query_place, mask=(row < GROUP)[:, None] & inside, other=0.0)
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        live = position < end
+        page = tl.load(table_ptr + request * table_stride + position // PAGE_SIZE, mask=live, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        place = (slot * (KV_HEADS * D) + kv_head * D)[:, None] + dim[None, :]
+        key = tl.load(key_ptr + place, mask=live[:, None] & inside, other=0.0)
+        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
+        score = tl.where(live[None, :], score, float("-inf"))
+        new_most = tl.maximum(most, tl.max(score, axis=1))  # finite: a block has a live key
+        prob = tl.exp2(score - new_most[:, None])
+        shrink = tl.exp2(most - new_most)
+        total = total * shrink + tl.sum(prob, axis=1)
+        value = tl.load(value_ptr + place, mask=live[:, None] & inside, other=0.0)
+        out = out * shrink[:, None]
+        out += tl.dot(prob.to(query.dtype), value.to(query.dtype), input_precision="ieee")
+        most = new_most
+
+    result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
+    stored = (row < GROUP)[:, None] & inside
+    line = (request * HEADS + head) * splits + split
+    if not SPLIT:
+        tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=stored)
+    else:
+        if begin < end:
+            tl.store(out_ptr + line[:, None] * D + dim[None, :], result, mask=stored)
+        tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=row < GROUP)
+
+
+@kernel_with_varying("splits")
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    part_ptr,  # [B * HEADS, splits, D] float32
+    lse_ptr,  # [B * HEADS, splits] float32
+    out_ptr,  # [B * HEADS, D]
+    splits,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + line * splits + split, mask=split < splits, other=float("-inf"))
+    most = tl.max(lse, axis=0)
+    weight = tl.exp2(lse - tl.where(most == float("-inf"), 0.0, most))
+    live = (lse > float("-inf"))[:, None] & (dim < D)[None, :]
+    part = tl.load(part_ptr + (line * splits + split)[:, None] * D + dim[None, :], mask=live, other=0.0)
+    total = tl.sum(weight, axis=0)
+    out = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_ptr + line * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
+
+
+def choose_splits(batch: int, kv_heads: int, max_keys: int, processors: int) -> int:
+    """Parts of a request's keys, from host bounds alone, so that a graph's grid serves every length."""
+    wanted = PROGRAMS_PER_PROCESSOR * processors // (batch * kv_heads)
+    return max(1, min(wanted, cdiv(max_keys, BLOCK_KEYS), MAX_SPLITS))
+
+
+def decode_triton(
+    query: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+    splits: int | None = None,
+    block_keys: int = BLOCK_KEYS,
+    num_warps: int = 4,
+    num_stages: int | None = None,
+) -> Tensor:
+    """Split over keys and combined (flash-decoding). A padding row (length 0) gives zeros."""
+    batch, heads, head_dim = query.shape
+    _, page_size, kv_heads, _ = key_plane.shape
+    assert query.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
+    assert key_plane.is_contiguous(), "planes must be contiguous"
+    assert value_plane.is_contiguous(), "planes must be contiguous"
+    assert key_plane.shape == value_plane.shape, "planes of different shapes"
+    assert key_plane.shape[3] == head_dim, f"head_dim {head_dim} over planes of {key_plane.shape[3]}"
+    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads} KV heads"
+    assert page_table.stride(1) == 1, "entries of a request must be adjacent"
+    assert page_table.shape[0] >= batch, "one page list per request"
+    assert seq_lens.is_contiguous(), "lengths must be contiguous"
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if batch == 0:
+        return out
+    keys = max_seq_len if window is None else min(max_seq_len, window)
+    splits = splits or choose_splits(batch, kv_heads, keys, multiprocessors(query.device))
+    parts, lse = out, out
+    if splits > 1:
+        parts = torch.empty((batch * heads, splits, head_dim), dtype=torch.float32, device=query.device)
+        lse = torch.empty((batch * heads, splits), dtype=torch.float32, device=query.device)
+    block_d = max(next_power_of_2(head_dim), 16)
+    _decode_kernel[(kv_heads, splits, batch)](
+        query,
+        key_plane,
+        value_plane,
+        page_table,
+        seq_lens,
+        parts,
+        lse,
+        query.stride(0),
+        page_table.stride(0),
+        window or 0,
+        scale * LOG2_E,
+        splits,
+        PAGE_SIZE=page_size,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        SPLIT=splits > 1,
+        WINDOW=window is not None,
+        ROWS=max(next_power_of_2(heads // kv_heads), 16),
+        BLOCK_D=block_d,
+        BLOCK_N=block_keys,
+        GRANULE=GRANULE,
+        num_warps=num_warps,
+        num_stages=num_stages or (3 if head_dim * query.element_size() <= 256 else 2),
+    )
+    if splits > 1:
+        block_s = next_power_of_2(splits)
+        _combine_kernel[(batch * heads,)](
+            parts, lse, out, splits, D=head_dim, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=2
+        )
+    return out
+
+
+def _decode_cuda(
+    query: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    return decode_triton(query, key_plane, value_plane, page_table, seq_lens, max_seq_len, window, scale)
+
+
+def _fake(query: Tensor, *_rest: object) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+decode_attention = register_op(
+    "decode_attention", decode_reference, mutates=(), fake=_fake, cpu=_decode_cpu, cuda=_decode_cuda
+)

@@ -1,0 +1,140 @@
+"""Top-k and top-p as one number per row: the smallest logit that both keep."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.registration import register_op
+from common.engine.ops.triton_kernel import kernel, tl
+
+BLOCK = 8192
+LOG2_E = 1.4426950408889634
+
+
+def filter_floor_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Top-k first, then top-p of the renormalised rest.
+
+    Top-p keeps the likeliest tokens until their mass reaches top_p, the one that reaches it included, and
+    always at least one. Tokens exactly as likely as the last one kept are kept too, whatever their order.
+
+    Args:
+        logits: [R, V] float32.
+        temperature: [R] float32, above 0; concerns top-p alone.
+        top_k: [R] int32; 0: off.
+        top_p: [R] float32; 1: off.
+
+    Returns [R] float32, in the units of `logits`.
+    """
+    ordered = logits.sort(dim=-1, descending=True).values
+    last = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1]).long()[:, None] - 1
+    floor = ordered.gather(-1, last)
+    ordered = ordered.masked_fill(ordered < floor, -torch.inf)
+    probs = (ordered / temperature[:, None]).softmax(-1)
+    before = probs.cumsum(-1) - probs
+    kept = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    kept[:, 0] = True
+    return torch.maximum(floor[:, 0], ordered.masked_fill(~kept, torch.inf).amin(-1))
+
+
+@kernel
+def _weight(x, peak, slope, MASS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a logit counts for: its probability up to a factor, or one."""
+    if MASS:
+        return tl.exp2((x - peak) * slope)
+    else:
+        return tl.where(x > float("-inf"), 1.0, 0.0)
+
+
+@kernel
+def _search(row_ptr, vocab, low, high, target, peak, slope, MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest logit in low .. high, both logits of the row, such that those not below it weigh at least target.
+
+    Those not below `low` do. Bisection by value; both ends move on to the nearest logit there is.
+    """
+    while low < high:
+        middle = low + 0.5 * (high - low)
+        middle = tl.where(middle > low, tl.minimum(middle, high), high)  # also where the width overflows
+        weights = tl.zeros((BLOCK,), tl.float32)
+        above = tl.full((BLOCK,), float("inf"), tl.float32)
+        below = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(0, vocab, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            x = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+            kept = x >= middle
+            weights += tl.where(kept, _weight(x, peak, slope, MASS), 0.0)
+            above = tl.where(kept, tl.minimum(above, x), above)
+            below = tl.where(x < middle, tl.maximum(below, x), below)
+        if tl.sum(weights, axis=0) >= target:
+            low = tl.min(above, axis=0)
+        else:
+            high = tl.max(below, axis=0)
+    return low
+
+
+@kernel
+def _filter_floor_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [R, vocab]
+    temperature_ptr,  # [R]
+    top_k_ptr,
+    top_p_ptr,
+    out_ptr,
+    vocab,
+    stride,
+    slope,  # log2(e)
+    BLOCK: tl.constexpr,
+):
+    """A program per row: some twenty passes over it in the L2 cache, no sorting."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    floor = tl.full((), float("-inf"), tl.float32)
+    if (top_k > 0) | (top_p < 1.0):
+        least = tl.full((BLOCK,), float("inf"), tl.float32)
+        most = tl.full((BLOCK,), float("-inf"), tl.float32)
+        finite = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, vocab, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            x = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+            live = x > float("-inf")
+            least = tl.where(live, tl.minimum(least, x), least)
+            most = tl.where(live, tl.maximum(most, x), most)
+            finite += tl.where(live, 1.0, 0.0)
+        low, peak = tl.min(least, axis=0), tl.max(most, axis=0)
+        if (top_k > 0) & (top_k.to(tl.float32) <= tl.sum(finite, axis=0)):
+            low = _search(row_ptr, vocab, low, peak, top_k.to(tl.float32), peak, slope, False, BLOCK)
+            floor = low
+        if top_p < 1.0:
+            slope = slope / tl.load(temperature_ptr + row)
+            weights = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, vocab, BLOCK):
+                token = start + tl.arange(0, BLOCK)
+                x = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+                weights += tl.where(x >= low, _weight(x, peak, slope, True), 0.0)
+            target = top_p * tl.sum(weights, axis=0)
+            floor = _search(row_ptr, vocab, low, peak, target, peak, slope, True, BLOCK)
+    tl.store(out_ptr + row, floor)
+
+
+def filter_floor_triton(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    assert logits.dtype == torch.float32, f"logits are {logits.dtype}"
+    assert logits.stride(1) == 1, "the logits of a row must be adjacent"
+    for name, tensor in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+        assert tensor.shape == (rows,), f"{name} {tuple(tensor.shape)} for {rows} rows"
+        assert tensor.is_contiguous(), f"{name} must be contiguous"
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _filter_floor_kernel[(rows,)](
+            logits, temperature, top_k, top_p, out, vocab, logits.stride(0), LOG2_E, BLOCK=BLOCK, num_warps=32
+        )
+    return out
+
+
+def _fake(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0])
+
+
+filter_floor = register_op(
+    "filter_floor", filter_floor_reference, mutates=(), fake=_fake, cuda=filter_floor_triton
+)

@@ -1,0 +1,182 @@
+"""What lies between the merged QKV product and attention: q/k norm, rotation, and the write to the paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.kv_write import kv_write_reference
+from common.engine.ops.registration import register_op
+from common.engine.ops.rms_norm import rms_norm_reference
+from common.engine.ops.rotary import rotary
+from common.engine.ops.triton_kernel import cdiv, kernel_with_varying, next_power_of_2, tl
+
+BLOCK_HEADS = 16
+
+
+def rotary_kv_write_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    slots: Tensor,
+) -> None:
+    """Normalise and rotate queries and keys in place, then store keys and values in their pages.
+
+    Args:
+        qkv: [T, heads + 2 * kv_heads, D], queries, keys and values of each token, mutated.
+        cos, sin: [T, 1, D] of `rotary_angles`.
+        q_weight, k_weight: [D] of the RMSNorm before the rotation; None: no norm. Both or neither.
+        key_plane, value_plane: [num_pages, page_size, kv_heads, D], mutated.
+        slots: [S] int64, S <= T, page * page_size + offset of the first S tokens; the live ones are distinct.
+            A slot in page 0 is padding, and so is a token without a slot: nothing of it is stored.
+    """
+    kv_heads, count = key_plane.shape[2], slots.shape[0]
+    heads = qkv.shape[1] - 2 * kv_heads
+    rotated = qkv[:, : heads + kv_heads]
+    if q_weight is not None and k_weight is not None:
+        query, key = rotated[:, :heads], rotated[:, heads:]
+        parts = rms_norm_reference(query, q_weight, eps), rms_norm_reference(key, k_weight, eps)
+        rotated.copy_(rotary(torch.cat(parts, dim=1), cos, sin))
+    else:
+        rotated.copy_(rotary(rotated, cos, sin))
+    kv_write_reference(
+        qkv[:count, heads : heads + kv_heads], qkv[:count, heads + kv_heads :], key_plane, value_plane, slots
+    )
+
+
+@kernel_with_varying("num_slots")
+def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    key_ptr,
+    value_ptr,
+    slots_ptr,
+    num_slots,
+    token_stride,  # of qkv
+    eps,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    BLOCK_HALF: tl.constexpr,  # the next power of two
+    BLOCK_HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """A program has some heads of one token. Both halves of a head are in the same thread: in place is safe."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, BLOCK_HALF)
+    inside = (dim < HALF)[None, :]
+    exists = (head < HEADS + 2 * KV_HEADS)[:, None] & inside
+    is_rotated = (head < HEADS + KV_HEADS)[:, None] & inside
+    dtype = qkv_ptr.dtype.element_ty
+    place = qkv_ptr + token * token_stride + head[:, None] * (2 * HALF) + dim[None, :]
+    first = tl.load(place, mask=exists, other=0.0)
+    second = tl.load(place + HALF, mask=exists, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / (2 * HALF) + eps)[:, None]
+        is_query = (head < HEADS)[:, None]
+        q_first = tl.load(q_weight_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+        k_first = tl.load(k_weight_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+        q_second = tl.load(q_weight_ptr + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+        k_second = tl.load(k_weight_ptr + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+        x = (x * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_first[None, :], k_first[None, :])
+        y = (y * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_second[None, :], k_second[None, :])
+        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+    angle = token * (2 * HALF) + dim
+    cos = tl.load(cos_ptr + angle, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos_ptr + angle + HALF, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]  # negated
+    sin_2 = tl.load(sin_ptr + angle + HALF, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    first = tl.where(is_rotated, (x * cos + y * sin).to(dtype), first)
+    second = tl.where(is_rotated, (y * cos_2 + x * sin_2).to(dtype), second)
+    tl.store(place, first, mask=is_rotated)
+    tl.store(place + HALF, second, mask=is_rotated)
+
+    slot = tl.load(slots_ptr + token, mask=token < num_slots, other=0)
+    live = tl.where(exists, slot, 0) >= PAGE_SIZE
+    is_key = is_rotated & (head >= HEADS)[:, None] & live
+    key_place = (slot * KV_HEADS + head - HEADS)[:, None] * (2 * HALF) + dim[None, :]
+    tl.store(key_ptr + key_place, first.to(key_ptr.dtype.element_ty), mask=is_key)
+    tl.store(key_ptr + key_place + HALF, second.to(key_ptr.dtype.element_ty), mask=is_key)
+    is_value = (head >= HEADS + KV_HEADS)[:, None] & live
+    value_place = key_place - KV_HEADS * (2 * HALF)
+    tl.store(value_ptr + value_place, first.to(value_ptr.dtype.element_ty), mask=is_value)
+    tl.store(value_ptr + value_place + HALF, second.to(value_ptr.dtype.element_ty), mask=is_value)
+
+
+def rotary_kv_write_triton(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    slots: Tensor,
+) -> None:
+    count, all_heads, head_dim = qkv.shape
+    kv_heads = key_plane.shape[2]
+    assert qkv.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
+    assert cos.shape == sin.shape == (count, 1, head_dim), f"angles {tuple(cos.shape)} for {count} tokens"
+    assert cos.is_contiguous() and sin.is_contiguous(), "angles must be contiguous"  # noqa: PT018
+    assert key_plane.shape[2:] == value_plane.shape[2:] == (kv_heads, head_dim), "planes of another shape"
+    assert key_plane.is_contiguous() and value_plane.is_contiguous(), "planes must be contiguous"  # noqa: PT018
+    assert slots.is_contiguous() and slots.shape[0] <= count, "one slot per token"  # noqa: PT018
+    assert (q_weight is None) == (k_weight is None), "queries and keys are normalised together"
+    if count == 0:
+        return
+    _rotary_kv_write_kernel[(count, cdiv(all_heads, BLOCK_HEADS))](
+        qkv,
+        cos,
+        sin,
+        cos if q_weight is None else q_weight,
+        cos if k_weight is None else k_weight,
+        key_plane,
+        value_plane,
+        slots,
+        slots.shape[0],
+        qkv.stride(0),
+        eps,
+        PAGE_SIZE=key_plane.shape[1],
+        HEADS=all_heads - 2 * kv_heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        BLOCK_HALF=next_power_of_2(head_dim // 2),
+        BLOCK_HEADS=BLOCK_HEADS,
+        NORM=q_weight is not None,
+        num_warps=4,
+    )
+
+
+def _fake(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    slots: Tensor,
+) -> None:
+    return None
+
+
+rotary_kv_write = register_op(
+    "rotary_kv_write",
+    rotary_kv_write_reference,
+    mutates=("qkv", "key_plane", "value_plane"),
+    fake=_fake,
+    cuda=rotary_kv_write_triton,
+)

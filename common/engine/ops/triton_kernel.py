@@ -1,0 +1,66 @@
+"""The one import of Triton: kernels are declared with `kernel`, and where Triton is missing only references run.
+
+On a machine without a GPU, TRITON_INTERPRET=1 (before this module is imported) runs kernels in NumPy: the launchers
+then take CPU tensors, which is how the unit tests hold kernels and references together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton, tl = None, None
+
+__all__ = ["cdiv", "kernel", "kernel_with_varying", "multiprocessors", "next_power_of_2", "tl"]
+
+
+class _Missing:
+    """Stands for a kernel that cannot be launched here."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getitem__(self, grid: object) -> Any:
+        raise RuntimeError(
+            f"kernel {self._name} needs Triton: install `triton`, or run this model on the CPU"
+        )
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile `function` with Triton: launch as kernel[grid](...), or call from another kernel."""
+    return kernel_with_varying()(function)
+
+
+def kernel_with_varying(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """The same for a kernel whose integer arguments `names` vary while serving.
+
+    Triton compiles again where an integer is 1 or becomes divisible by 16. These are compiled once for all values.
+    """
+
+    def declare(function: Callable[..., Any]) -> Any:
+        if triton is None:
+            return _Missing(function.__name__)
+        return triton.jit(function, do_not_specialize=list(names))
+
+    return declare
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors; of an H200 where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

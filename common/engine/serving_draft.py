@@ -1,0 +1,64 @@
+"""The draft model of a node at start-up, beside the target that it drafts for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.draft_config import DraftConfig, draft_fingerprint, hidden_size_for
+from common.engine.attention.paged import PagedAttention
+from common.engine.draft_runner import DraftRunner, load_draft
+from common.engine.kv_cache.pool import KvPool
+from common.engine.kv_cache.relay_state import DraftShape
+from common.engine.layers.placement import Placement
+from common.engine.model_runner import ModelRunner, load_model
+from common.engine.models.eagle import Eagle3Head, EagleHead
+from common.engine.models.llama import LlamaForCausalLM
+
+TOPK = 1  # drafts are chains
+
+
+@dataclass(frozen=True, slots=True)
+class ServingDraft:
+    """One loaded draft."""
+
+    head: Eagle3Head | EagleHead | LlamaForCausalLM
+    config: DraftConfig
+    fingerprint: str
+    shape: DraftShape
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """(KV heads, head_dim) per layer."""
+        model = self.config.model
+        return [(model.num_kv_heads, model.head_dim)] * model.num_layers
+
+    def runner(self, pool: KvPool) -> DraftRunner | ModelRunner:
+        """A head that continues the target's hidden states, or a model of its own."""
+        attention = PagedAttention(pool, self.config.model.sliding_windows)
+        if isinstance(self.head, LlamaForCausalLM):
+            return ModelRunner(self.head, pool, attention)
+        return DraftRunner(self.head, attention, TOPK)
+
+
+def load_serving_draft(
+    path: Path, config: DraftConfig, steps: int, target: LlamaForCausalLM, placement: Placement
+) -> ServingDraft:
+    """Load, share the target's embedding and head, and hold real widths against those of the config."""
+    if config.algorithm == "standalone":
+        dtype = str(placement.dtype).removeprefix("torch.")
+        model, _ = load_model(path, dtype, placement.device)
+        return ServingDraft(model, config, draft_fingerprint(path, config, steps, TOPK), DraftShape())
+    return ServingDraft(
+        load_draft(path, config, target, placement),
+        config,
+        draft_fingerprint(path, config, steps, TOPK),
+        DraftShape(TOPK, hidden_size_for(config), dtype_for(placement), target.config.vocab_size),
+    )
+
+
+def dtype_for(placement: Placement) -> torch.dtype:
+    """Of the hidden state that travels: the draft computes in the target's dtype."""
+    return placement.dtype

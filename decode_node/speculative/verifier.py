@@ -1,0 +1,87 @@
+"""What the target accepts of a draft tree.
+
+Draws are argmax(logits / temperature + g) with Gumbel noise g keyed by (seed, position): the token that plain decoding
+draws at a position is a function of the text before it. The verify forward gives every node the logits that plain
+decoding would see there, so the same draw is made at every node, and a draft is accepted if it equals the draw of its
+parent. What is emitted is plain decoding's text, token for token, at any temperature: the target's distribution is
+unchanged because nothing is drawn in another way. (Rejection sampling accepts more often at high temperatures, and
+gives another text for the same seed.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.engine.kv_cache.pool import KvPool
+from decode_node.speculative.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The path that was taken through B trees, at most D nodes deep, the root included."""
+
+    path: Tensor  # [B, D] int64: its nodes, the root first; behind `drafts` any node
+    drafts: Tensor  # [B] int64: accepted drafts, so that drafts + 1 tokens are emitted
+
+
+class Acceptor(Protocol):
+    """Walks the trees and makes what was accepted look like a chain."""
+
+    @property
+    def slack(self) -> int:
+        """How many slots behind its position a node may lie."""
+        ...
+
+    def accept(self, drafts: DraftTree, drawn: Tensor) -> Accepted:
+        """drawn [B, N] int64: what the target draws behind each node."""
+        ...
+
+    def settle(self, accepted: Accepted, kv_slots: Tensor) -> None:
+        """Bring the KV of accepted nodes to the front of their window. kv_slots [B, N]: where each node's lies."""
+        ...
+
+
+class ChainAcceptor:
+    """A chain is accepted up to its first draft that the target does not draw; its KV is in place already."""
+
+    slack = 0
+
+    def accept(self, drafts: DraftTree, drawn: Tensor) -> Accepted:
+        hits = drafts.tokens[:, 1:] == drawn[:, :-1]
+        return Accepted(drafts.depth, hits.long().cumprod(1).sum(1))
+
+    def settle(self, accepted: Accepted, kv_slots: Tensor) -> None:
+        pass
+
+
+class TreeAcceptor:
+    """Trees of `nodes`, at most `depth` drafts on a path; `pools` hold their KV."""
+
+    def __init__(self, nodes: int, depth: int, pools: tuple[KvPool, ...]) -> None:
+        self.slack = nodes - 1
+        self._depth = depth
+        self._pools = pools
+
+    def accept(self, drafts: DraftTree, drawn: Tensor) -> Accepted:
+        node = torch.zeros_like(drafts.tokens[:, :1])  # [B, 1]
+        alive = torch.ones_like(node, dtype=torch.bool)
+        path, count = [node], torch.zeros_like(node)
+        for _ in range(self._depth):
+            child = (drafts.parents == node) & (drafts.tokens == drawn.gather(1, node))  # at most one
+            alive = alive & child.any(1, keepdim=True)
+            node = torch.where(alive, child.long().argmax(1, keepdim=True), node)
+            count = count + alive
+            path.append(node)
+        return Accepted(torch.cat(path, 1), count[:, 0])
+
+    def settle(self, accepted: Accepted, kv_slots: Tensor) -> None:
+        depth = accepted.path.shape[1]
+        index = torch.arange(depth, device=kv_slots.device)
+        node = torch.where(index <= accepted.drafts[:, None], accepted.path, index)
+        source, target = kv_slots.gather(1, node).view(-1), kv_slots[:, :depth].reshape(-1)
+        for pool in self._pools:
+            pool.move_slots(source, target)

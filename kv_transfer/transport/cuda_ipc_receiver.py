@@ -1,0 +1,113 @@
+"""CUDA IPC, receiving side: one allocation for the pool, one segment for the records."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from common.errors import ConfigError
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport import process, shm_segment
+from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, Region, Window
+from kv_transfer.transport.cuda_pages import PagedMemory, move_pages, page_list
+from kv_transfer.transport.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.description import CudaIpcDescription, TransportDescription
+from kv_transfer.transport.page_digest import as_digests
+from kv_transfer.transport.peer_watch import PeerWatches
+from kv_transfer.transport.process import ProcessIdentity
+
+_DIGEST_BLOCKS = 1056  # eight per multiprocessor: reading is over before a decode step notices
+
+
+def mps_is_used() -> bool:
+    """Kernels of this user's processes run inside of an MPS server, which outlives its clients."""
+    return "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps/control").exists()
+
+
+class CudaIpcReceiver(ReceiverEndpoint):
+    """Owns the pool. One thread, which may wait some microseconds for checksums of arrived pages."""
+
+    kv: DeviceMemory
+
+    def __init__(self, incarnation: str, device: int, cuda: CudaRuntime | None = None) -> None:
+        self._incarnation = incarnation
+        self._device = device
+        self._cuda = cuda or CudaRuntime()
+        self._lane = self._cuda.lane(device)
+        self._watches = PeerWatches()
+        self._death_is_proof = not mps_is_used()
+        self._handle = b""
+        self._records_name = ""
+        self._records_map: mmap.mmap | None = None
+
+    def allocate(self, region: Region, nbytes: int) -> Memory:
+        if region is Region.RECORDS:
+            name = shm_segment.segment_name(self._incarnation, region.value)
+            self._records_map = shm_segment.create(name, nbytes)
+            self._records_name = name
+            self.records = memoryview(self._records_map)
+            return self.records
+        try:
+            address = self._cuda.malloc(self._device, nbytes)
+            self._handle = self._cuda.export(address)
+        except CudaError as error:
+            raise ConfigError(
+                "",
+                f"{nbytes >> 20} MiB of KV pages cannot be had on cuda:{self._device} and shared ({error}); "
+                "lower decode.pool_tokens, or free memory of that GPU",
+            ) from None
+        self.kv = DeviceMemory(address, nbytes, self._device)
+        return self.kv
+
+    def open(self, layout: KvLayout, record_bytes: int) -> None:
+        super().open(layout, record_bytes)
+        words = self._cuda.tensor(self.kv.address, self.kv.nbytes)
+        with self._lane.entered():
+            self._pages = PagedMemory(layout, words, words.device)
+        self.digests([0])  # compiles the kernel now rather than in the first request
+
+    def digests(self, pages: Sequence[int]) -> list[int]:
+        """Waits for the GPU: for a moment, since this lane goes ahead of the model's."""
+        device = self._pages.words.device
+        with self._lane.entered():
+            sums = torch.zeros(len(pages), dtype=torch.int64, device=device)
+            planes = range(len(self.layout.planes))
+            move_pages(self._pages, None, page_list(pages, device=device), sums, planes, _DIGEST_BLOCKS)
+            return as_digests(sums.cpu().tolist())
+
+    def describe(self, incarnation: str) -> TransportDescription:
+        return CudaIpcDescription(
+            self._handle, self._cuda.uuid(self._device), self._records_name, process.current()
+        )
+
+    def admit(self, incarnation: str, process: ProcessIdentity) -> None:
+        self._watches.admit(incarnation, process)
+
+    def announce(self, window: Window) -> None:
+        """Nothing to open: the sender has the whole pool mapped."""
+
+    def revoke(self, generation: int) -> bool:
+        return False
+
+    def proves_dead(self, incarnation: str) -> bool:
+        """The driver ends a process's kernels before its pidfd tells that it ended.
+
+        Not so under MPS, whose server runs them: there the death of a client proves nothing, and what it may
+        have been writing to stays in quarantine.
+        """
+        return self._death_is_proof and self._watches.dead(incarnation)
+
+    def forget(self, incarnation: str) -> None:
+        self._watches.forget(incarnation)
+
+    def close(self) -> None:
+        """The pool itself goes with the process: freeing it under an open mapping is undefined."""
+        if self._records_name:
+            shm_segment.unlink(self._records_name)
+            self._records_name = ""
+        self._watches.close()
+        self._records_map = None

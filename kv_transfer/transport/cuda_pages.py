@@ -1,0 +1,245 @@
+"""Copies pages between two pools on GPUs, and sums them up, in one launch over all planes: kernel and reference.
+
+The checksum of a page is the sum, modulo 2^64, over its words in plane order, of
+
+    fold(fold(word ^ (i * POSITION)) * MIX)   where   fold(x) = x ^ (x >> 32)   and i numbers the page's words
+
+A changed word always changes its term, and words that change places change theirs; so torn, stale and
+misplaced pages are found. It is no hash: whoever wants to forge a page can. A sum needs no order, so blocks add
+to it as they finish, and what is sent plane by plane adds up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kv_transfer.layout import KvLayout
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU-only installation: pages move by other transports
+    triton = None
+
+POSITION: Final = 0x1E3779B97F4A7C15
+MIX: Final = 0x2545F4914F6CDD1D
+_UNIT: Final = 16  # bytes: plane offsets are given in it, so that the compiler sees wide accesses
+_MAX_BLOCK: Final = 2048  # words per block
+_WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneGroup:
+    """Neighbouring planes whose pages are equally large: one launch."""
+
+    planes: range
+    page_words: int  # of one plane
+    offsets: Tensor  # [planes] int64: where they begin, in units of 16 bytes
+    positions: Tensor  # [planes] int64: number of their first word within the page
+
+
+class PagedMemory:
+    """A pool on one GPU as the kernel sees it: words, and where each plane begins."""
+
+    def __init__(self, layout: KvLayout, memory: Tensor, device: torch.device) -> None:
+        """`memory` is flat uint8; `device` is the one whose kernels work on it."""
+        sizes = [plane.page_bytes for plane in layout.planes]
+        self.word_bytes = math.gcd(8, *sizes)
+        self.words = memory[: layout.total_bytes].view(_WORDS[self.word_bytes])
+        first = [0, *accumulate(size // self.word_bytes for size in sizes)]
+        self.groups: list[PlaneGroup] = []
+        start = 0
+        for end in range(1, len(sizes) + 1):
+            if end < len(sizes) and sizes[end] == sizes[start]:
+                continue
+            planes = range(start, end)
+            offsets = [layout.planes[plane].offset // _UNIT for plane in planes]
+            positions = [first[plane] for plane in planes]
+            self.groups.append(
+                PlaneGroup(
+                    planes,
+                    sizes[start] // self.word_bytes,
+                    torch.tensor(offsets, dtype=torch.int64, device=device),
+                    torch.tensor(positions, dtype=torch.int64, device=device),
+                )
+            )
+            start = end
+
+
+def page_list(*pages: Sequence[int], device: torch.device) -> Tensor:
+    """[len(pages), n] int32 on `device`, copied there without waiting."""
+    index = torch.from_numpy(np.array(pages, dtype=np.int32))  # torch.tensor takes three times as long
+    return index if device.type == "cpu" else index.pin_memory().to(device, non_blocking=True)
+
+
+def move_pages(
+    src: PagedMemory,
+    dst: PagedMemory | None,
+    pages: Tensor,
+    sums: Tensor | None,
+    planes: range,
+    max_blocks: int,
+) -> None:
+    """Launch on the current stream: copy pages[0] of `src` to pages[1] of `dst`, add checksums to `sums`.
+
+    Args:
+        dst: pool whose planes have the same shapes; None copies nothing.
+        pages: [2, n] int32, or [1, n] without `dst`.
+        sums: [n] int64; None sums nothing.
+        planes: which ones.
+        max_blocks: thread blocks at most: what the copy may take from kernels beside it.
+    """
+    for number, group in enumerate(src.groups):
+        first = max(planes.start, group.planes.start)
+        count = min(planes.stop, group.planes.stop) - first
+        if count <= 0 or not pages.size(1):
+            continue
+        into = src if dst is None else dst
+        launch = _launch if src.words.is_cuda else _reference
+        launch(
+            src.words,
+            into.words if dst is not None else None,
+            pages,
+            group,
+            into.groups[number].offsets,
+            sums,
+            first - group.planes.start,
+            count,
+            src.word_bytes,
+            max_blocks,
+        )
+
+
+def _reference(
+    src: Tensor,
+    dst: Tensor | None,
+    pages: Tensor,
+    group: PlaneGroup,
+    dst_offsets: Tensor,
+    sums: Tensor | None,
+    first: int,
+    count: int,
+    word_bytes: int,
+    max_blocks: int,
+) -> None:
+    """The same by torch, on the CPU."""
+    words, unit = group.page_words, _UNIT // word_bytes
+    inside = torch.arange(words)
+    for plane in range(first, first + count):
+        rows = group.offsets[plane] * unit + pages[0].long()[:, None] * words + inside
+        data = src[rows]  # [n, words]
+        if dst is not None:
+            dst[dst_offsets[plane] * unit + pages[1].long()[:, None] * words + inside] = data
+        if sums is not None:
+            mixed = _fold(data.long() ^ ((group.positions[plane] + inside) * POSITION)) * MIX
+            sums += _fold(mixed).sum(1)
+
+
+def _fold(x: Tensor) -> Tensor:
+    return x ^ ((x >> 32) & 0xFFFFFFFF)
+
+
+def _launch(
+    src: Tensor,
+    dst: Tensor | None,
+    pages: Tensor,
+    group: PlaneGroup,
+    dst_offsets: Tensor,
+    sums: Tensor | None,
+    first: int,
+    count: int,
+    word_bytes: int,
+    max_blocks: int,
+) -> None:
+    words = group.page_words
+    block = min(_MAX_BLOCK, words & -words)
+    if block < 128:
+        block = min(_MAX_BLOCK, triton.next_power_of_2(words))
+    num_pages = pages.size(1)
+    items = num_pages * count * -(-words // block)
+    _pages_kernel[(min(items, max_blocks),)](
+        src,
+        src if dst is None else dst,
+        pages,
+        group.offsets,
+        dst_offsets,
+        group.positions,
+        pages if sums is None else sums,
+        first,
+        count,
+        num_pages,
+        WORDS=words,
+        UNIT=_UNIT // word_bytes,
+        BLOCK=block,
+        EVEN=words % block == 0,
+        COPY=dst is not None,
+        SUM=sums is not None,
+        ROW=POSITION,
+        MIXER=MIX,
+        num_warps=8 if block >= 1024 else 4,
+    )
+
+
+def _jit(function: Any) -> Any:
+    if triton is None:
+        return function
+    return triton.jit(function, do_not_specialize=["first_plane", "num_planes", "num_pages"])
+
+
+@_jit
+def _pages_kernel(  # type: ignore[no-untyped-def]
+    src,
+    dst,
+    pages,
+    src_planes,
+    dst_planes,
+    positions,
+    sums,
+    first_plane,
+    num_planes,
+    num_pages,
+    WORDS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    COPY: tl.constexpr,
+    SUM: tl.constexpr,
+    ROW: tl.constexpr,
+    MIXER: tl.constexpr,
+):
+    """Blocks stride over (plane, page, chunk of the page); neighbours take neighbouring chunks."""
+    chunks: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
+    inside = tl.arange(0, BLOCK)
+    for item in range(tl.program_id(0), num_planes * num_pages * chunks, tl.num_programs(0)):
+        at = (item % chunks) * BLOCK
+        page = (item // chunks) % num_pages
+        plane = first_plane + item // chunks // num_pages
+        source = tl.load(src_planes + plane) * UNIT + tl.load(pages + page).to(tl.int64) * WORDS + at
+        if EVEN:
+            data = tl.load(src + source + inside)
+        else:
+            live = at + inside < WORDS
+            data = tl.load(src + source + inside, mask=live, other=0)
+        if COPY:
+            page_out = tl.load(pages + num_pages + page).to(tl.int64)
+            target = tl.load(dst_planes + plane) * UNIT + page_out * WORDS + at
+            if EVEN:
+                tl.store(dst + target + inside, data)
+            else:
+                tl.store(dst + target + inside, data, mask=live)
+        if SUM:
+            number = (tl.load(positions + plane) + at + inside).to(tl.uint64)
+            mixed = data.to(tl.int64).to(tl.uint64) ^ (number * ROW)
+            mixed = (mixed ^ (mixed >> 32)) * MIXER
+            mixed = (mixed ^ (mixed >> 32)).to(tl.int64)
+            if not EVEN:
+                mixed = tl.where(live, mixed, 0)
+            tl.atomic_add(sums + page, tl.sum(mixed), sem="relaxed")

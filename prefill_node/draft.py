@@ -1,0 +1,104 @@
+"""The draft's share of a prefill step: its KV for the prompt, and the state in which the decode node takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from common.engine.draft_runner import DraftRunner, DraftState
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
+from common.engine.model_runner import ModelRunner
+from common.engine.sampler import SampleOutput
+from prefill_node.scheduler import Chunk
+
+
+class PrefillDraft(Protocol):
+    """What a prefill step does beside the target."""
+
+    @property
+    def hidden_mode(self) -> CaptureHiddenMode:
+        """What it reads of the target."""
+        ...
+
+    def extend(
+        self,
+        chunks: Sequence[Chunk],
+        batch: ForwardBatch,
+        output: ForwardOutput,
+        sampled: SampleOutput | None,
+    ) -> DraftState | None:
+        """One row of state per final chunk, as `sampled` has."""
+        ...
+
+
+class NoDraft:
+    """Decode nodes need nothing but the target's KV."""
+
+    hidden_mode = CaptureHiddenMode.NULL
+
+    def extend(
+        self,
+        chunks: Sequence[Chunk],
+        batch: ForwardBatch,
+        output: ForwardOutput,
+        sampled: SampleOutput | None,
+    ) -> DraftState | None:
+        return None
+
+
+class EaglePrefill:
+    """Row t reads the token behind t: the next one of the prompt, also across chunks, or the one just drawn."""
+
+    hidden_mode = CaptureHiddenMode.FULL
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self._runner = runner
+
+    def extend(
+        self,
+        chunks: Sequence[Chunk],
+        batch: ForwardBatch,
+        output: ForwardOutput,
+        sampled: SampleOutput | None,
+    ) -> DraftState | None:
+        assert output.hidden is not None
+        ids = batch.input_ids.new_tensor(np.concatenate([_next_tokens(chunk) for chunk in chunks]))
+        if sampled is not None:
+            ids[batch.logits_rows] = sampled.token_ids
+        state = self._runner.extend(replace(batch, input_ids=ids), output.hidden)
+        return state if sampled is not None else None
+
+
+class ModelPrefill:
+    """A draft that is a language model of its own reads the same tokens at the same positions."""
+
+    hidden_mode = CaptureHiddenMode.NULL
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def extend(
+        self,
+        chunks: Sequence[Chunk],
+        batch: ForwardBatch,
+        output: ForwardOutput,
+        sampled: SampleOutput | None,
+    ) -> DraftState | None:
+        self._runner(replace(batch, logits_rows=batch.logits_rows[:0]))
+        return None
+
+
+def prefill_draft(runner: DraftRunner | ModelRunner | None) -> PrefillDraft:
+    """What fits the draft model of this node, if it has one."""
+    if runner is None:
+        return NoDraft()
+    return ModelPrefill(runner) if isinstance(runner, ModelRunner) else EaglePrefill(runner)
+
+
+def _next_tokens(chunk: Chunk) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    end = chunk.start + chunk.length
+    following = chunk.request.keys[chunk.start + 1 : end + 1]
+    return np.append(following, 0) if chunk.final else following  # 0: in the drawn token's place

@@ -1,0 +1,52 @@
+"""Times device work: calls over rotating inputs recorded in one graph, whose replays are timed by events."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+CALLS = 24  # recorded in one graph, so that its own launch does not count
+REPLAYS = 11
+L2_BYTES = 50 << 20
+
+
+def graph_us(calls: Sequence[Callable[[], object]], count: int = CALLS) -> float:
+    """Median microseconds of one call; `calls` do the same work on different inputs."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            calls[index % len(calls)]()
+    times = []
+    for _ in range(REPLAYS + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return 1000 * statistics.median(times[2:]) / count
+
+
+def sets_for(nbytes: int, most: int = 8) -> int:
+    """Input sets of `nbytes` that together are several times the L2, at most `most`."""
+    return max(1, min(most, -(-4 * L2_BYTES // nbytes)))
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a device copy, read and write counted."""
+    source = torch.randn(1 << 29, device="cuda").to(torch.bfloat16)
+    target = torch.empty_like(source)
+    # not copy_: a graph gives it to the copy engines, which are slower
+    return 2e6 * source.nbytes / graph_us([lambda: torch.neg(source, out=target)], 5)
+
+
+def matmul_rate(size: int = 8192) -> float:
+    """Operations per second of a bf16 product of random matrices."""
+    a, b = (torch.randn(size, size, device="cuda").to(torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2e6 * size**3 / graph_us([lambda: torch.mm(a, b, out=out)], 5)

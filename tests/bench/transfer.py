@@ -1,0 +1,165 @@
+"""How fast KV pages move between a prefill and a decode process: shm, tcp, cuda_ipc.
+
+    python -m tests.bench.transfer --json FILE [--transports cuda_ipc shm tcp] [--tokens 64 512 8192]
+
+Two real processes, the page size and KV of the 8B shape (32 layers, 8 KV heads of 128, bf16: 128 KiB per
+token), random pages on both sides. Per transport and size, medians:
+
+  write    one write of all planes, from the call to its ticket being done; GB/s and pages/s of it
+  many     the same writes posted back to back
+  call     what the call costs the sending loop
+  sums     what checking the arrived pages costs the receiving loop
+  room     send_pages to Arrived, record, both state machines and a ZMQ frame each way included
+
+The floors, measured in the same run: for two GPUs one contiguous copy of the driver, for one GPU half of what a
+contiguous device copy reads and writes, for the CPU a memcpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kv_transfer.transport.base import Window
+from tests.bench.environment import describe
+from tests.fakes.transfer_rig import Rig
+
+PAGE = 16
+LAYERS = [(8, 128)] * 32
+LISTS = 9
+
+
+def page_lists(rig: Rig, count: int, rng: random.Random) -> list[tuple[list[int], list[int]]]:
+    return [
+        (rng.sample(range(1, rig.src.num_pages), count), rng.sample(range(1, rig.dst.num_pages), count))
+        for _ in range(LISTS)
+    ]
+
+
+def measure(rig: Rig, tokens: int, checksums: bool, rng: random.Random) -> dict[str, Any]:
+    pages = -(-tokens // PAGE)
+    nbytes = pages * rig.src.page_bytes
+    lists = page_lists(rig, pages, rng)
+    rig.endpoint.announce(Window(0, rig.config["sender"], frozenset(range(rig.dst.num_pages)), 0))
+    rig.ask("burst", lists=lists[:2], checksums=checksums)
+    burst = rig.ask("burst", lists=lists, checksums=checksums)
+    sums = []
+    for _, dst in lists if checksums else ():
+        began = time.perf_counter()
+        rig.endpoint.digests(dst)
+        sums.append(time.perf_counter() - began)
+    rooms = [rig.send_room(src, dst) for src, dst in lists]
+    assert not any(room["lost"] for room in rooms)
+    write = statistics.median(burst["single"])
+    return {
+        "tokens": tokens,
+        "checksums": checksums,
+        "mib": nbytes / (1 << 20),
+        "write_us": 1e6 * write,
+        "gb_s": nbytes / write / 1e9,
+        "pages_s": pages / write,
+        "many_gb_s": len(lists) * nbytes / burst["many"] / 1e9,
+        "call_us": 1e6 * statistics.median(burst["host"]),
+        "sums_us": 1e6 * statistics.median(sums) if sums else 0.0,
+        "room_us": 1e6 * statistics.median(room["arrived"] - room["begun"] for room in rooms),
+    }
+
+
+def run(name: str, devices: tuple[str, str], sizes: Sequence[int], checksums: bool) -> list[dict[str, Any]]:
+    transport = name.partition(" ")[0]
+    count = -(-max(sizes) // PAGE) + 8
+    rig = Rig(transport, devices, layers=LAYERS, pages=(count, count), page_size=PAGE, checksums=checksums)
+    rng = random.Random(7)
+    try:
+        while not rig.send_room([1], [1])["arrived"]:
+            pass
+        found = [{"transport": name, **measure(rig, tokens, checksums, rng)} for tokens in sizes]
+        if transport == "cuda_ipc" and not checksums:
+            for blocks in (16, 32, 64, 128, 264, 528, 1056, 4224):
+                rig.ask("blocks", blocks=blocks)
+                for tokens in (512, sizes[-1]):
+                    row = measure(rig, tokens, checksums, rng)
+                    found.append({"transport": f"{name}, {blocks} blocks", **row})
+    finally:
+        rig.close()
+    return found
+
+
+def floors(gpus: int) -> dict[str, float]:
+    """GB/s one way of contiguous copies of 1 GiB (256 MiB on the CPU)."""
+    found = {}
+    host = torch.ones(1 << 28, dtype=torch.uint8)
+    target = torch.empty_like(host)
+    target.copy_(host)
+    began = time.perf_counter()
+    target.copy_(host)
+    found["cpu memcpy"] = host.nbytes / (time.perf_counter() - began) / 1e9
+    for other in range(min(gpus, 2)):
+        a = torch.randint(255, (1 << 30,), dtype=torch.uint8, device="cuda:0")
+        b = torch.empty(1 << 30, dtype=torch.uint8, device=f"cuda:{other}")
+        seconds = []
+        for _ in range(9):
+            torch.cuda.synchronize("cuda:0")
+            began = time.perf_counter()
+            b.copy_(a, non_blocking=True)
+            torch.cuda.synchronize("cuda:0")
+            torch.cuda.synchronize(f"cuda:{other}")
+            seconds.append(time.perf_counter() - began)
+        found[f"cuda:0 to cuda:{other}"] = a.nbytes / statistics.median(seconds) / 1e9
+    return found
+
+
+HEAD = (
+    f"{'transport':<34}{'tokens':>7}{'MiB':>7}{'sums':>6}{'write us':>10}{'GB/s':>8}{'pages/s':>10}"
+    f"{'many GB/s':>11}{'call us':>9}{'sums us':>9}{'room us':>10}"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['transport']:<34}{row['tokens']:>7}{row['mib']:>7.0f}{'yes' if row['checksums'] else 'no':>6}"
+        f"{row['write_us']:>10.0f}{row['gb_s']:>8.1f}{row['pages_s']:>10.0f}{row['many_gb_s']:>11.1f}"
+        f"{row['call_us']:>9.0f}{row['sums_us']:>9.0f}{row['room_us']:>10.0f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--transports", nargs="+", default=["cuda_ipc", "shm", "tcp"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 512, 2048, 8192])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    plans: list[tuple[str, tuple[str, str]]] = []
+    for name in arguments.transports:
+        if name == "cuda_ipc":
+            plans += [
+                (f"cuda_ipc 0 to {other}", ("cuda:0", f"cuda:{other}")) for other in range(min(gpus, 2))
+            ]
+        else:
+            plans.append((name, ("cpu", "cpu")))
+    result: dict[str, Any] = {"about": "transfer", **describe(), "floors_gb_s": floors(gpus), "rows": []}
+    print(json.dumps(result["floors_gb_s"]))
+    print(HEAD)
+    for name, devices in plans:
+        sizes = arguments.tokens if devices[0] != "cpu" else [t for t in arguments.tokens if t <= 2048]
+        for checksums in (True, False):
+            rows = run(name, devices, sizes, checksums)
+            for row in rows:
+                print(line(row), flush=True)
+            result["rows"] += rows
+            if arguments.json:  # after every part: a run that is cut short leaves what it has
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Speculation through HTTP: the same tokens as plain decoding, and an accept length that shows in /server_info."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from deploy.models.prompts import few_shot_prompt
+from deploy.models.word_problems import take
+from tests.cluster.conftest import Reference
+from tests.cluster.harness import MODEL, Client, RunningCluster
+
+pytestmark = pytest.mark.timeout(400)  # two busy cores
+
+MODELS = MODEL.parent
+CASES: dict[str, tuple[dict[str, Any], float]] = {
+    "ngram": ({"speculation": {"algorithm": "ngram", "steps": 4}}, 1.5),
+    "ngram-one-behind-page1": (
+        {
+            "speculation": {"algorithm": "ngram", "steps": 7},
+            "kv": {"page_size": 1},
+            "decode": {"read_results": "one_behind"},
+        },
+        1.5,
+    ),
+    "eagle3": (
+        {
+            "speculation": {
+                "algorithm": "eagle3",
+                "draft_model_path": str(MODELS / "tiny-eagle3"),
+                "steps": 5,
+            }
+        },
+        4.5,
+    ),
+    "eagle3-one-behind-page1-chunk7": (
+        {
+            "speculation": {
+                "algorithm": "eagle3",
+                "draft_model_path": str(MODELS / "tiny-eagle3"),
+                "steps": 3,
+            },
+            "kv": {"page_size": 1},
+            "prefill": {"chunk_tokens": 7},
+            "decode": {"read_results": "one_behind"},
+            "transfer": {"transport": "tcp"},
+        },
+        3.0,
+    ),
+    "eagle": (
+        {
+            "speculation": {
+                "algorithm": "eagle",
+                "draft_model_path": str(MODELS / "tiny-eagle"),
+                "steps": 5,
+            }
+        },
+        3.0,
+    ),
+    "standalone": (
+        {
+            "speculation": {
+                "algorithm": "standalone",
+                "draft_model_path": str(MODELS / "tiny-standalone"),
+                "steps": 5,
+            },
+            "decode": {"read_results": "one_behind"},
+        },
+        3.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, tmp_path: Path) -> None:
+    config, least = CASES[name]
+    encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    prompts = []
+    for index in range(12):
+        *shots, last = take(9, 500 + index, "heldout")
+        prompts.append(encoder.encode(few_shot_prompt(shots, last.question)).ids)
+    async with RunningCluster(tmp_path, config=config) as cluster:
+        async with Client(cluster.url) as client:
+            answers = await client.complete_all(prompts, 6, 48)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert answer.tokens == reference(prompt, 48)
+            await client.wait_idle()
+            (state,) = (await client.info())["internal_states"]
+            assert state["avg_spec_accept_length"] > least, state
+            async with client.session.get("/metrics") as response:
+                text = await response.text()
+            drafts, accepted = (
+                _total(text, f"vllm:spec_decode_num_{what}") for what in ("drafts", "accepted_tokens")
+            )
+            assert 0 < drafts < accepted + drafts
+            print(name, state["avg_spec_accept_length"], drafts, accepted)
+
+
+def _total(text: str, series: str) -> float:
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{series}_total"))

@@ -1,0 +1,237 @@
+"""Random draft models for the tiny target, in nodes and as a plain recompute of what they must draft."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from common.draft_config import DraftConfig, hidden_size_for
+from common.engine.attention.paged import PagedAttention
+from common.engine.draft_runner import DraftRunner
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.kv_cache.page_space import as_bigram_keys
+from common.engine.kv_cache.pool import KvPool
+from common.engine.kv_cache.radix_cache import Keys
+from common.engine.kv_cache.relay_state import DraftShape
+from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.models.eagle import Eagle3Head, EagleHead
+from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.registry import build_model
+from decode_node.speculative.drafters.drafter import Drafter, Proposal, Round, Verified
+from decode_node.speculative.drafters.eagle import EagleDrafter
+from decode_node.speculative.drafters.standalone import StandaloneDrafter
+from decode_node.speculative.tree import chain
+from kv_transfer.layout import KvLayout
+from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
+from tests.fakes.drafters import speculative
+from tests.fakes.node_cluster import MakeStep, NoDraftModel, Parts
+from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, reference, tiny_model
+
+DRAFTS = {
+    "eagle3": DraftConfig("eagle3", CONFIG, CONFIG.hidden_size, (0, 1, 2), 40, False),
+    "eagle3-full-vocabulary": DraftConfig("eagle3", CONFIG, CONFIG.hidden_size, (1,), None, True),
+    "eagle": DraftConfig("eagle", CONFIG, CONFIG.hidden_size, (), None, False),
+}
+
+
+@functools.cache
+def tiny_draft(name: str) -> Eagle3Head | EagleHead:
+    config = DRAFTS[name]
+    target = tiny_model(aux=config.aux_layers)
+    made = Eagle3Head if config.algorithm == "eagle3" else EagleHead
+    head = made(config, target, PLACEMENT).eval()
+    generator = torch.Generator().manual_seed(5)
+    shared = {parameter.data_ptr() for parameter in target.parameters()}
+    with torch.no_grad():
+        for key, parameter in head.named_parameters():
+            if parameter.data_ptr() not in shared:
+                parameter.normal_(std=0.3, generator=generator)
+                if "norm" in key:
+                    parameter.add_(1.0)
+        if config.draft_vocab is not None:
+            ids = torch.randperm(VOCAB, generator=generator)[: config.draft_vocab].sort().values
+            head.get_buffer("d2t").copy_(ids - torch.arange(config.draft_vocab))
+    return head
+
+
+class DraftModel(NoDraftModel):
+    """As the nodes' build.py composes it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        config = DRAFTS[name]
+        self.config = config
+        self.aux_layers = config.aux_layers
+        self.kv_shapes = [(config.model.num_kv_heads, config.model.head_dim)] * self.layers
+        self.shape = DraftShape(1, hidden_size_for(config), PLACEMENT.dtype, VOCAB)
+
+    @property
+    def layers(self) -> int:
+        return 1 if self.config.algorithm == "eagle3" else self.config.model.num_layers
+
+    @staticmethod
+    def keys(token_ids: Sequence[int] | Keys) -> Keys:
+        return as_bigram_keys(token_ids)
+
+    def pool(self, layout: KvLayout, storage: torch.Tensor, page_size: int) -> KvPool:
+        model = self.config.model
+        offsets = [plane.offset for plane in layout.planes[2 * CONFIG.num_layers :]]
+        rest = (page_size, layout.num_pages, PLACEMENT.dtype, PLACEMENT.device, storage, offsets)
+        return KvPool(self.layers, model.num_kv_heads, model.head_dim, *rest)
+
+    def runner(self, pool: KvPool) -> DraftRunner:
+        return DraftRunner(tiny_draft(self.name), PagedAttention(pool, (None,) * self.layers), topk=1)
+
+    def prefill(self, pool: KvPool | None) -> PrefillDraft:
+        assert pool is not None
+        return EaglePrefill(self.runner(pool))
+
+
+class StandaloneModel(NoDraftModel):
+    """A model of its own, which is the target with some noise: often right."""
+
+    config = CONFIG
+    kv_shapes = [(config.num_kv_heads, config.head_dim)] * config.num_layers
+
+    def pool(self, layout: KvLayout, storage: torch.Tensor, page_size: int) -> KvPool:
+        offsets = [plane.offset for plane in layout.planes[2 * CONFIG.num_layers :]]
+        return make_pool(self.config, page_size, layout.num_pages, PLACEMENT, storage, offsets)
+
+    def runner(self, pool: KvPool) -> ModelRunner:
+        return ModelRunner(_standalone(), pool, PagedAttention(pool, self.config.sliding_windows))
+
+    def prefill(self, pool: KvPool | None) -> PrefillDraft:
+        assert pool is not None
+        return ModelPrefill(self.runner(pool))
+
+
+@functools.cache
+def _standalone() -> LlamaForCausalLM:
+    model = build_model(StandaloneModel.config, PLACEMENT).eval()
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter, right in zip(model.parameters(), tiny_model().parameters(), strict=True):
+            parameter.normal_(std=0.01, generator=generator).add_(right)
+    return model
+
+
+MODELS: dict[str, Callable[[], DraftModel | StandaloneModel]] = {
+    **{name: functools.partial(DraftModel, name) for name in DRAFTS},
+    "standalone": StandaloneModel,
+}
+
+
+def drafting(name: str, steps: int) -> tuple[NoDraftModel, MakeStep]:
+    """A cluster's draft model and its decode step."""
+    model = MODELS[name]()
+    return model, speculative(lambda parts: _drafter(model, parts, steps))
+
+
+def observed(
+    name: str, steps: int, hit: float, seen: list[tuple[list[int], list[int]]]
+) -> tuple[NoDraftModel, MakeStep]:
+    """The same, and every draft is noted in `seen` (text, drafts). Then the right one takes its place with probability
+    `hit`, since a random head is seldom right and most of what there is to get wrong follows accepted drafts. A
+    standalone model keeps KV of its own drafts: nothing may take their place."""
+    model = MODELS[name]()
+    hit = 0.0 if isinstance(model, StandaloneModel) else hit
+    return model, speculative(lambda parts: Observed(_drafter(model, parts, steps), hit, seen))
+
+
+def _drafter(model: DraftModel | StandaloneModel, parts: Parts, steps: int) -> Drafter:
+    assert parts.draft_pool is not None
+    if isinstance(model, StandaloneModel):
+        return StandaloneDrafter(model.runner(parts.draft_pool), steps, parts.page_size)
+    return EagleDrafter(model.runner(parts.draft_pool), parts.relay, steps, parts.page_size)
+
+
+class Observed:
+    """See `observed`."""
+
+    def __init__(self, drafter: Drafter, hit: float, seen: list[tuple[list[int], list[int]]]) -> None:
+        self._drafter = drafter
+        self._hit = hit
+        self._seen = seen
+        self._random = random.Random(3)
+        self.nodes = drafter.nodes
+        self.needs_results = drafter.needs_results
+        self.hidden_mode = drafter.hidden_mode
+
+    def propose(self, batch: Round) -> Proposal:
+        proposal = self._drafter.propose(batch)
+        tokens = proposal.trees.tokens.clone()
+        for row, request in enumerate(batch.requests):
+            told = int(batch.seq_len[row]) + 1 - len(request.prompt)
+            answer = reference(tuple(request.prompt), request.sampling, request.emitted)[0]
+            if told < len(answer):  # behind the end there are no pages, and no draft that could be emitted
+                drafts = tokens[row, 1:].tolist()[: len(answer) - told]
+                self._seen.append((request.prompt + answer[:told], drafts))
+            for step, right in enumerate(answer[told : told + proposal.trees.tokens.shape[1] - 1]):
+                if self._random.random() < self._hit:
+                    tokens[row, 1 + step] = right
+        return Proposal(chain(tokens), proposal.drafted)
+
+    def absorb(self, batch: Round, verified: Verified) -> None:
+        self._drafter.absorb(batch, verified)
+
+
+@torch.inference_mode()
+def eager_model_drafts(text: Sequence[int], steps: int) -> list[int]:
+    """What the standalone model says behind `text`."""
+    ids = list(text)
+    for _ in range(steps):
+        pool = make_pool(StandaloneModel.config, MAX_LEN, 2, PLACEMENT)
+        ids.append(int(StandaloneModel().runner(pool)(_one(ids)).logits[-1].argmax()))
+    return ids[len(text) :]
+
+
+@torch.inference_mode()
+def eager_drafts(name: str, text: Sequence[int], steps: int) -> list[int]:
+    """What the head drafts behind `text`, whose last token the target has not read: everything again for each draft."""
+    if name == "standalone":
+        return eager_model_drafts(text, steps)
+    config, head = DRAFTS[name], tiny_draft(name)
+    count = len(text) - 1
+    pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
+    target = ModelRunner(
+        tiny_model(aux=config.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
+    )
+    aux = target(_one(list(text[:-1]))).hidden
+    assert aux is not None
+    hidden, tokens, drafts = head.project(aux), list(text[1:]), list[int]()
+    layers = DraftModel(name).layers
+    for _ in range(steps):
+        draft_pool = KvPool(
+            layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device
+        )
+        attention = PagedAttention(draft_pool, (None,) * layers)
+        batch = _one(tokens)
+        attention.plan(batch)
+        output = head(batch.input_ids, hidden, batch.positions, attention)
+        best = head.compute_logits(output.last[-1:]).argmax(-1)
+        drafts.append(int(head.target_ids(best)))
+        tokens.append(drafts[-1])
+        hidden = torch.cat((hidden, output.hidden[-1:]))
+    assert len(tokens) == count + steps
+    return drafts
+
+
+def _one(ids: list[int]) -> ForwardBatch:
+    arange = torch.arange(len(ids))
+    return ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=torch.tensor(ids),
+        positions=arange,
+        kv_slots=arange + MAX_LEN,
+        page_table=torch.ones(1, 1, dtype=torch.int32),
+        seq_lens=torch.tensor([len(ids)], dtype=torch.int32),
+        query_start=torch.tensor([0, len(ids)], dtype=torch.int32),
+        logits_rows=torch.tensor([len(ids) - 1]),
+        max_seq_len=len(ids),
+        hidden_mode=CaptureHiddenMode.FULL,
+        query_lens_host=(len(ids),),
+        seq_lens_host=(len(ids),),
+    )

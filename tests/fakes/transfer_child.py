@@ -1,0 +1,161 @@
+"""One end of a transfer as a process of its own: `python -m tests.fakes.transfer_child CONFIG_JSON`.
+
+A sender serves commands (JSON on a ZMQ pair socket) and frames (another one); a receiver prints its description
+and sleeps. `transfer_rig` is what starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from kv_transfer.events import Delivered, SlotsGranted, TransferLost
+from kv_transfer.handoff_record import HandoffRecord
+from kv_transfer.layout import KvLayout
+from kv_transfer.limits import TransferLimits
+from kv_transfer.sender import Sender
+from kv_transfer.transport.base import Region, SenderEndpoint, WriteState
+from kv_transfer.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from kv_transfer.transport.pool_memory import as_memory
+from kv_transfer.transport.shm import ShmSender
+from kv_transfer.transport.tcp import TcpSender
+
+Layers = list[tuple[int, int]]
+
+
+def pattern(nbytes: int, seed: int, device: torch.device | str) -> torch.Tensor:
+    """[nbytes] uint8, the same on every device; no two pages alike."""
+    words = torch.arange(nbytes // 8, dtype=torch.int64, device=device)
+    return ((words + seed) * 0x1E3779B97F4A7C15).view(torch.uint8)
+
+
+def build_layout(config: dict[str, Any], num_pages: int) -> KvLayout:
+    layers = [tuple(layer) for layer in config["layers"]]
+    return KvLayout.build("m", config["dtype"], config["page_size"], num_pages, layers)
+
+
+class SenderChild:
+    def __init__(self, config: dict[str, Any]) -> None:
+        context = zmq.Context[zmq.Socket[bytes]]()
+        self.frames, self.commands = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self.frames.connect(f"ipc://{config['directory']}/frames")
+        self.commands.connect(f"ipc://{config['directory']}/commands")
+        limits = TransferLimits(**config["limits"])
+        layout = build_layout(config, config["src_pages"])
+        self.storage = pattern(layout.total_bytes, config["seed"], config["device"])
+        self.endpoint: SenderEndpoint
+        if config["transport"] == "cuda_ipc":
+            torch.cuda.set_device(config["device"])
+            self.endpoint = CudaIpcSender(**config.get("blocks", {}))
+            torch.cuda.synchronize()
+        else:
+            self.endpoint = ShmSender() if config["transport"] == "shm" else TcpSender(limits)
+        self.endpoint.register(layout, as_memory(self.storage))
+        self.sender = Sender(
+            config["sender"], "prefill-0", self.endpoint, layout, self._send, time.monotonic, limits
+        )
+        self.rooms: dict[int, dict[str, Any]] = {}
+
+    def _send(self, peer: bytes, frame: bytes) -> bool:
+        self.frames.send(frame)
+        return True
+
+    def run(self) -> None:
+        self._reply({"up": True})
+        poller = zmq.Poller()
+        poller.register(self.frames, zmq.POLLIN)
+        poller.register(self.commands, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(0 if self.sender.writing else 2))
+            if self.frames in ready:
+                self.sender.handle(b"d", self.frames.recv())
+            if self.commands in ready:
+                command = json.loads(self.commands.recv())
+                if command["do"] == "exit":
+                    return
+                getattr(self, command["do"])(command)
+            for event in self.sender.poll():
+                self._event(event)
+
+    def room(self, command: dict[str, Any]) -> None:
+        self.rooms[command["room"]] = command
+        self.sender.expect(command["room"])
+
+    def _event(self, event: SlotsGranted | Delivered | TransferLost) -> None:
+        command = self.rooms[event.room]
+        if isinstance(event, SlotsGranted):
+            command["begun"] = time.monotonic()
+            self.sender.send_pages(event.room, command["src"], 0)
+            command["posted"] = time.monotonic()
+            self.sender.finish(event.room, HandoffRecord(first_token=7, num_tokens=9))
+            return
+        command["ended"] = time.monotonic()
+        del command["src"]
+        command["lost"] = event.reason if isinstance(event, TransferLost) else ""
+        self._reply(command)
+
+    def burst(self, command: dict[str, Any]) -> None:
+        """Raw writes: one at a time ("single") and then back to back ("many"); seconds."""
+        (peer,) = self.sender._peers.all()
+        lists, sums = command["lists"], command["checksums"]
+        single, host = [], []
+        for src, dst in lists:
+            began = time.perf_counter()
+            write = self.endpoint.write_pages(peer.memory, peer.hello.layout, src, dst, 0, sums)
+            host.append(time.perf_counter() - began)
+            while self.endpoint.poll(write.ticket) is WriteState.PENDING:
+                time.sleep(0)  # tcp has a thread of its own
+            single.append(time.perf_counter() - began)
+        began, tickets = time.perf_counter(), []
+        for src, dst in lists:
+            write = self.endpoint.write_pages(peer.memory, peer.hello.layout, src, dst, 0, sums)
+            tickets.append(write.ticket)
+        done = [self.endpoint.poll(ticket) for ticket in tickets]
+        while WriteState.PENDING in done:
+            time.sleep(0)
+            done = [self.endpoint.poll(ticket) for ticket in tickets]
+        self._reply({"single": single, "host": host, "many": time.perf_counter() - began})
+
+    def blocks(self, command: dict[str, Any]) -> None:
+        assert isinstance(self.endpoint, CudaIpcSender)
+        self.endpoint._local_blocks = self.endpoint._remote_blocks = command["blocks"]
+        self._reply({})
+
+    def flood(self, command: dict[str, Any]) -> None:
+        """Post writes until killed, far more than the GPU can carry out at once."""
+        (peer,) = self.sender._peers.all()
+        self._reply({"flooding": True})
+        while True:
+            self.endpoint.write_pages(
+                peer.memory, peer.hello.layout, command["src"], command["dst"], 0, False
+            )
+
+    def _reply(self, reply: dict[str, Any]) -> None:
+        self.commands.send(json.dumps(reply).encode())
+
+
+def receive(config: dict[str, Any]) -> None:
+    """A decode node's memory, to be written to by the parent."""
+    torch.cuda.set_device(config["device"])
+    layout = build_layout(config, config["dst_pages"])
+    endpoint = CudaIpcReceiver(config["receiver"], torch.cuda.current_device())
+    endpoint.allocate(Region.KV, layout.total_bytes)
+    endpoint.allocate(Region.RECORDS, 4096)
+    endpoint.open(layout, 1024)
+    print(msgspec.json.encode(endpoint.describe("p")).decode(), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(endpoint.digests(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    if given["role"] == "receive":
+        receive(given)
+    else:
+        SenderChild(given).run()

@@ -1,0 +1,154 @@
+"""A Receiver in this process and a Sender in another, over any transport: for GPU tests and the transfer bench."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from kv_transfer.events import Arrived, ReceiverEvent
+from kv_transfer.handoff_record import record_bytes
+from kv_transfer.limits import TransferLimits
+from kv_transfer.receiver import Receiver
+from kv_transfer.transport.base import ReceiverEndpoint, Region
+from kv_transfer.transport.cuda_ipc import CudaIpcReceiver
+from kv_transfer.transport.pool_memory import as_storage
+from kv_transfer.transport.shm import ShmReceiver
+from kv_transfer.transport.tcp import TcpReceiver
+from tests.fakes.transfer_child import build_layout
+
+ROOT = Path(__file__).parents[2]
+SEED = 12345
+
+
+def start_child(config: dict[str, Any], **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.fakes.transfer_child", json.dumps(config)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, **options)
+
+
+class Rig:
+    """`devices`: of the sender and of the receiver. `arrived` has the moment at which each room arrived."""
+
+    def __init__(
+        self,
+        transport: str,
+        devices: tuple[str, str] = ("cpu", "cpu"),
+        *,
+        layers: Sequence[tuple[int, int]] = ((8, 128),) * 4,
+        pages: tuple[int, int] = (64, 96),
+        page_size: int = 16,
+        checksums: bool = True,
+        blocks: dict[str, int] | None = None,
+    ) -> None:
+        self.directory = tempfile.mkdtemp(prefix="tandem-rig-")
+        limits = TransferLimits(record_bytes=record_bytes(pages[1]), verify_checksums=checksums)
+        self.config: dict[str, Any] = {
+            "role": "send",
+            "transport": transport,
+            "device": devices[0],
+            "directory": self.directory,
+            "sender": secrets.token_hex(16),
+            "receiver": secrets.token_hex(16),
+            "dtype": "bfloat16",
+            "page_size": page_size,
+            "layers": [list(layer) for layer in layers],
+            "src_pages": pages[0],
+            "dst_pages": pages[1],
+            "seed": SEED,
+            "limits": msgspec.to_builtins(limits),
+            "blocks": blocks or {},
+        }
+        self.src = build_layout(self.config, pages[0])
+        self.dst = build_layout(self.config, pages[1])
+        context = zmq.Context[zmq.Socket[bytes]]()
+        self.context = context
+        self.frames, self.commands = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self.frames.bind(f"ipc://{self.directory}/frames")
+        self.commands.bind(f"ipc://{self.directory}/commands")
+        self.poller = zmq.Poller()
+        self.poller.register(self.frames, zmq.POLLIN)
+        self.poller.register(self.commands, zmq.POLLIN)
+        self.child = start_child(self.config)
+        self.endpoint = self._endpoint(transport, devices[1], limits)
+        self.storage = as_storage(self.endpoint.allocate(Region.KV, self.dst.total_bytes))
+        self.receiver = Receiver(
+            self.config["receiver"], "decode-0", self.endpoint, self.dst, time.monotonic, limits, 8
+        )
+        self.events: list[ReceiverEvent] = []
+        self.arrived: dict[int, float] = {}
+        self.replies: list[dict[str, Any]] = []
+        self.next_room = 1
+        self.reply()
+        self.receiver.connect(self.config["sender"], self.frames.send)
+
+    def _endpoint(self, transport: str, device: str, limits: TransferLimits) -> ReceiverEndpoint:
+        if transport == "cuda_ipc":
+            torch.cuda.set_device(device)
+            return CudaIpcReceiver(self.config["receiver"], torch.cuda.current_device())
+        if transport == "shm":
+            return ShmReceiver(self.config["receiver"])
+        return TcpReceiver("127.0.0.1", 0, limits)
+
+    def turn(self) -> None:
+        """What a decode node's loop does: sleep until something comes, frames in, events out."""
+        self.poller.poll(1)
+        while self.frames.poll(0):
+            self.receiver.handle(self.config["sender"], self.frames.recv())
+        for event in self.receiver.poll():
+            self.events.append(event)
+            if isinstance(event, Arrived):
+                self.arrived[event.room] = time.monotonic()
+        while self.commands.poll(0):
+            self.replies.append(json.loads(self.commands.recv()))
+
+    def reply(self, timeout: float = 60) -> dict[str, Any]:
+        """The child's next answer; the receiver goes round meanwhile."""
+        until = time.monotonic() + timeout
+        while not self.replies:
+            self.turn()
+            if self.child.poll() is not None:
+                raise RuntimeError(f"the sending process ended with {self.child.returncode}")
+            if time.monotonic() > until:
+                raise TimeoutError(f"no answer; events {self.events}")
+        return self.replies.pop(0)
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        self.commands.send(json.dumps({"do": do, **arguments}).encode())
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self.tell(do, **arguments)
+        return self.reply()
+
+    def send_room(self, src: Sequence[int], dst: Sequence[int]) -> dict[str, Any]:
+        """One room from slots to Arrived (or its failure); the child's times, and "arrived" beside them."""
+        room, self.next_room = self.next_room, self.next_room + 1
+        self.receiver.open(room, self.config["sender"], dst, 0)
+        found = self.ask("room", room=room, src=list(src))
+        until = time.monotonic() + 30
+        while room not in self.arrived and time.monotonic() < until and not found["lost"]:
+            self.turn()
+        self.receiver.close(room)
+        return {**found, "arrived": self.arrived.get(room)}
+
+    def close(self) -> None:
+        if self.child.poll() is None:
+            self.tell("exit")
+            try:
+                self.child.wait(10)
+            except subprocess.TimeoutExpired:
+                self.child.kill()
+                self.child.wait()
+        self.receiver.shutdown()
+        self.context.destroy(linger=0)
+        shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,0 +1,246 @@
+"""Compiled kernels against their torch references on the same GPU, in the dtypes that are served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.attention.paged import PagedAttention
+from common.engine.forward.batch import ForwardBatch, ForwardMode
+from common.engine.kv_cache.pool import KvPool
+from common.engine.ops.decode_attention import decode_attention, decode_triton
+from common.engine.ops.extend_attention import extend_attention
+from common.engine.ops.filter_floor import filter_floor, filter_floor_reference
+from common.engine.ops.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from common.engine.ops.rotary import rotary_angles, rotary_angles_reference
+from common.engine.ops.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
+from common.engine.ops.sample_tokens import sample_tokens, sample_tokens_reference
+from common.engine.ops.silu_mul import silu_mul, silu_mul_reference
+from common.engine.ops.skinny_linear import skinny_linear, skinny_linear_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(240),
+]
+BAD_PAGE = 2**31 - 1
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+CUDA = "cuda"
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    limit = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), atol=limit, rtol=limit, equal_nan=True)
+
+
+def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=CUDA).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 300])
+def test_rms_norm_and_silu_mul(dtype: torch.dtype, rows: int) -> None:
+    x, residual, weight = (normal(*shape, dtype=dtype) for shape in ((rows, 4096), (rows, 4096), (4096,)))
+    close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    close(normed, expected)
+    gate_up = normal(rows, 2 * 14336, dtype=dtype)
+    close(silu_mul(gate_up), silu_mul_reference(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotary_kv_write(dtype: torch.dtype, norm: bool) -> None:
+    heads, kv_heads, dim, page_size, tokens = 32, 8, 128, 16, 77
+    positions = torch.randint(0, 100_000, (tokens,), device=CUDA)
+    inv_freq = 500000.0 ** (-torch.arange(0, dim, 2, device=CUDA) / dim)
+    cos, sin = rotary_angles(positions, inv_freq, 1.0, dtype)
+    for actual, expected in zip((cos, sin), rotary_angles_reference(positions, inv_freq, 1.0, dtype)):
+        close(actual, expected)
+    qkv = normal(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+    qkv[70:] = torch.nan
+    slots = torch.randperm(31 * page_size, device=CUDA)[:tokens] + page_size
+    slots[70:] = 5
+    weights = (normal(dim, dtype=dtype), normal(dim, dtype=dtype)) if norm else (None, None)
+    results = []
+    for run in (rotary_kv_write_reference, rotary_kv_write):
+        ours, planes = qkv.clone(), torch.zeros(2, 32, page_size, kv_heads, dim, dtype=dtype, device=CUDA)
+        run(ours, cos, sin, *weights, 1e-6, *planes, slots)
+        results.append((ours, planes))
+    for actual, expected in zip(results[1], results[0]):
+        limit = 4 * TOLERANCE[dtype]  # the reference rounds between the products
+        torch.testing.assert_close(actual, expected, atol=limit, rtol=limit, equal_nan=True)
+    assert not results[1][1][:, 0].any()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_skinny_linear(rows: int) -> None:
+    for columns, size in ((4096, 14336), (10_000, 4096), (1000, 1000)):
+        x = normal(rows, size, dtype=torch.bfloat16)
+        weight = normal(columns, size, dtype=torch.bfloat16) / 64
+        close(skinny_linear(x, weight), skinny_linear_reference(x, weight))
+
+
+class Cache:
+    """Random keys and values over shuffled pages; NaN and bad page ids elsewhere."""
+
+    def __init__(
+        self, lengths: Sequence[int], page_size: int, kv_heads: int, dim: int, dtype: torch.dtype
+    ) -> None:
+        counts = [-(-n // page_size) for n in lengths]
+        shape = (2, 1 + sum(counts), page_size, kv_heads, dim)
+        self.planes = torch.full(shape, torch.nan, dtype=dtype, device=CUDA)
+        order = (torch.randperm(sum(counts)) + 1).tolist()
+        self.page_table = torch.full((len(lengths), max(counts) + 2), BAD_PAGE, dtype=torch.int32)
+        self.dense = [normal(2, n, kv_heads, dim, dtype=dtype) for n in lengths]
+        for row, (n, count) in enumerate(zip(lengths, counts)):
+            pages = torch.tensor([order.pop() for _ in range(count)])
+            self.page_table[row, :count] = pages.int()
+            where = torch.arange(n)
+            page = pages[where // page_size].to(CUDA)
+            self.planes[:, page, (where % page_size).to(CUDA)] = self.dense[row]
+        self.page_table = self.page_table.to(CUDA)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=CUDA)
+
+    def expected(self, row: int, query: Tensor, window: int | None) -> Tensor:
+        key, value = self.dense[row].double().repeat_interleave(query.shape[1] // self.planes.shape[3], dim=2)
+        scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
+        behind = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
+        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+        probs = scores.masked_fill(hidden.to(CUDA), -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", probs, value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "page_size", "window"),
+    [
+        (torch.bfloat16, 128, 16, None),
+        (torch.bfloat16, 128, 1, 100),
+        (torch.bfloat16, 64, 64, None),
+        (torch.float16, 64, 16, 100),
+        (torch.float32, 16, 16, None),
+        (torch.float32, 128, 16, None),
+    ],
+)
+def test_attention(dtype: torch.dtype, dim: int, page_size: int, window: int | None) -> None:
+    heads, kv_heads = 8, 2
+    cache = Cache([1, 63, 700, 2000, 130], page_size, kv_heads, dim, dtype)
+    query = normal(5, heads, dim, dtype=dtype)
+    args = cache.page_table, cache.lengths, 4096, window, dim**-0.5
+    for out in (
+        decode_attention(query, *cache.planes, *args),
+        decode_triton(query, *cache.planes, *args, splits=1),
+    ):
+        for row in range(5):
+            close(out[row : row + 1], cache.expected(row, query[row : row + 1], window))
+    query_lens = [1, 63, 600, 900, 0]
+    query = normal(sum(query_lens) + 150, heads, dim, dtype=dtype)
+    query[-150:] = torch.nan
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    tail = starts.to(CUDA), cache.lengths, window, dim**-0.5
+    out = extend_attention(query, *cache.planes, cache.page_table, *tail)
+    for row, part in enumerate(out[:-150].split(query_lens)):
+        if query_lens[row]:
+            close(part, cache.expected(row, query[starts[row] : starts[row + 1]], window))
+    assert not out[-150:].any()
+
+
+def test_sampling_draws_the_tokens_of_the_reference() -> None:
+    rows, vocab = 64, 128256
+    logits = 3 * torch.randn(rows, vocab, device=CUDA)
+    temperature = torch.rand(rows, device=CUDA) + 0.5
+    temperature[::4] = 0.0
+    seed = torch.randint(-(2**62), 2**62, (rows,), device=CUDA)
+    position = torch.randint(0, 1 << 34, (rows,), device=CUDA)
+    for floor in (None, 2 * torch.rand(rows, device=CUDA)):
+        tokens, invalid = sample_tokens(logits, temperature, seed, position, floor, False)
+        expected, _ = sample_tokens_reference(logits, temperature, seed, position, floor, False)
+        assert not invalid.any()
+        assert torch.equal(tokens[::4], expected[::4])
+        assert int((tokens != expected).sum()) <= 1  # two perturbed logits closer than the logarithm's error
+    assert torch.equal(sample_tokens(logits, temperature, seed, position, None, True)[0], logits.argmax(-1))
+    logits[3, 77], logits[5] = torch.nan, -torch.inf
+    tokens, invalid = sample_tokens(logits, temperature, seed, position, None, False)
+    assert invalid.nonzero()[:, 0].tolist() == [3, 5]
+    assert ((tokens >= 0) & (tokens < vocab)).all()
+
+
+def test_a_graph_serves_other_lengths_than_it_was_captured_with() -> None:
+    """Grid and splits come from host bounds alone; nothing synchronises during capture."""
+    cache = Cache([700, 64], 16, 2, 128, torch.bfloat16)
+    query, lengths = normal(2, 8, 128, dtype=torch.bfloat16), torch.ones_like(cache.lengths)
+
+    def run() -> Tensor:
+        return decode_attention(query, *cache.planes, cache.page_table, lengths, 8192, None, 128**-0.5)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    lengths.copy_(cache.lengths)
+    graph.replay()
+    for row in range(2):
+        close(out[row : row + 1], cache.expected(row, query[row : row + 1], None))
+
+
+def test_the_filters_keep_what_sorting_keeps() -> None:
+    rows, vocab = 32, 128256
+    logits = 3 * torch.randn(rows, vocab, device=CUDA)
+    logits[3] = logits[3].round()
+    temperature = torch.rand(rows, device=CUDA) + 0.5
+    top_k = torch.randint(0, 1000, (rows,), dtype=torch.int32, device=CUDA)
+    top_p = torch.rand(rows, device=CUDA)
+    top_k[::3], top_p[1::3] = 0, 1.0
+    args = logits, temperature, top_k, top_p
+    kept, wanted = (run(*args)[:, None] <= logits for run in (filter_floor, filter_floor_reference))
+    # the mass is summed in another order: the last token of a nucleus may differ, among very many in a flat row
+    assert ((kept.sum(-1) - wanted.sum(-1)).abs() <= 1 + wanted.sum(-1) // 1000).all()
+    assert torch.equal(kept[1::3], wanted[1::3])
+
+
+@pytest.mark.parametrize("live", [1536, 1400, 700])
+def test_a_whole_prompt_gives_the_same_without_pages(live: int) -> None:
+    """Live rows agree with the paged kernel; padding with NaN reaches nobody and comes out as zero."""
+    rows, heads, kv_heads, dim = 1536, 8, 2, 128
+    pool = KvPool(1, kv_heads, dim, 16, rows // 16 + 1, torch.bfloat16, CUDA)
+    positions = torch.arange(rows, device=CUDA)
+    slots = torch.where(positions < live, positions + 16, 0)
+    batch = ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=positions,
+        positions=positions,
+        kv_slots=slots,
+        page_table=(torch.arange(rows // 16, device=CUDA) + 1).int()[None],
+        seq_lens=torch.tensor([live], dtype=torch.int32, device=CUDA),
+        query_start=torch.tensor([0, live], dtype=torch.int32, device=CUDA),
+        logits_rows=positions[:0],
+        max_seq_len=live,
+        query_lens_host=(live,),
+        seq_lens_host=(live,),
+    )
+    merged = normal(rows, heads + 2 * kv_heads, dim, dtype=torch.bfloat16)
+    merged[live:] = torch.nan
+    inv_freq = 10000.0 ** (-torch.arange(0, dim, 2, device=CUDA) / dim)
+    angles = rotary_angles(positions, inv_freq, 1.0, torch.bfloat16)
+    results = []
+    for tokens in ((), (rows,)):
+        attention, qkv = PagedAttention(pool, [None], tokens), merged.clone()
+        attention.plan(batch)
+        attention.store(0, qkv, angles, None, None, 0.0)
+        query, key, value = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        out = attention.forward(0, query, key, value)
+        assert out.is_contiguous()
+        results.append(out)
+    torch.testing.assert_close(results[1], results[0], atol=1.6e-2, rtol=1.6e-2)
+    assert not results[1][live:].any()

@@ -1,0 +1,76 @@
+"""Which batch replays, and the reason why another does not, in the order of row B4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.engine.cuda_graph.admission import Admission, BatchFacts, Fallback, admit
+from common.engine.cuda_graph.spec import CaptureSpec, Feature, ShapeKey, request_shapes, token_shapes
+from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+
+NULL, LAST, FULL = CaptureHiddenMode
+SPEC = CaptureSpec("target", "prefill", ForwardMode.EXTEND, token_shapes((8, 16, 64)), LAST, max_padding=2.0)
+GOOD = BatchFacts(ForwardMode.EXTEND, ShapeKey(10, 3), LAST)
+# All that can be wrong with a batch at once, most urgent first: each alone, and all from it on.
+WRONG = [
+    ("a", {"features": frozenset(Feature)}, Feature.INPUT_EMBEDS),
+    ("b", {"mode": ForwardMode.DECODE}, Fallback.MODE),
+    ("c", {"hidden": FULL}, Fallback.HIDDEN),
+    ("d", {"features": frozenset((Feature.REPLACE_EMBEDS, Feature.PROMPT_LOGPROBS))}, Feature.REPLACE_EMBEDS),
+    ("e", {"features": frozenset((Feature.PROMPT_LOGPROBS,))}, Feature.PROMPT_LOGPROBS),
+    ("f", {"live": ShapeKey(65, 1)}, Fallback.TOO_LARGE),
+]
+
+
+@pytest.mark.parametrize("index", range(len(WRONG)), ids=[f"B4-{letter}" for letter, _, _ in WRONG])
+def test_reasons_stand_in_the_order_of_row_b4(index: int) -> None:
+    _, change, reason = WRONG[index]
+    assert admit(SPEC, replace(GOOD, **change)) == Admission(None, reason)  # type: ignore[arg-type]
+    everything = GOOD
+    for _, later, _ in reversed(WRONG[index:]):
+        everything = replace(everything, **later)  # type: ignore[arg-type]
+    assert admit(SPEC, everything).reason == reason
+
+
+def test_a_batch_with_nothing_wrong_replays() -> None:
+    assert admit(SPEC, GOOD) == Admission(ShapeKey(16))
+
+
+@pytest.mark.parametrize("captured", CaptureHiddenMode)
+@pytest.mark.parametrize("wanted", CaptureHiddenMode)
+def test_a_graph_serves_its_hidden_mode_and_those_below(
+    captured: CaptureHiddenMode, wanted: CaptureHiddenMode
+) -> None:
+    """Rows X6, B6: an order, not equality; the other way is a fall-back."""
+    found = admit(replace(SPEC, hidden=captured), replace(GOOD, hidden=wanted))
+    assert (found.shape is not None) == (captured >= wanted)
+    assert found.shape is not None or found.reason == Fallback.HIDDEN
+
+
+@pytest.mark.parametrize("feature", Feature)
+def test_a_feature_replays_where_the_graph_has_a_place_for_it(feature: Feature) -> None:
+    """Rows X3, B4(e): embeddings through a slot, prompt logprobs by an eager LM head behind the body."""
+    batch = replace(GOOD, features=frozenset((feature,)))
+    assert admit(SPEC, batch).reason == feature
+    assert admit(replace(SPEC, features=frozenset(Feature)), batch).shape == ShapeKey(16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape"), [(1, None), (3, None), (4, 8), (8, 8), (17, None), (32, 64), (64, 64)]
+)
+def test_padding_above_twice_the_live_tokens_runs_eagerly(tokens: int, shape: int | None) -> None:
+    found = admit(SPEC, replace(GOOD, live=ShapeKey(tokens, 1)))
+    assert found == (Admission(None, Fallback.PADDING) if shape is None else Admission(ShapeKey(shape)))
+
+
+def test_a_graph_of_fixed_width_takes_no_other() -> None:
+    fixed = replace(SPEC, shapes=request_shapes((4,), 2), tokens_per_request=2, max_padding=None)
+    assert admit(fixed, replace(GOOD, live=ShapeKey(6, 3))).shape == ShapeKey(8, 4)
+    assert admit(fixed, replace(GOOD, live=ShapeKey(6, 2))).reason == Fallback.WIDTH
+
+
+def test_no_shapes_and_no_variant() -> None:
+    assert admit(replace(SPEC, shapes=()), GOOD).reason == Fallback.NO_GRAPHS
+    assert admit(SPEC, replace(GOOD, variants=("filtered",))).reason == Fallback.VARIANT

@@ -1,0 +1,276 @@
+"""GraphRunner with a toy model: order of capture, faults that a graph hides and a test must not, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.cuda_graph.admission import BatchFacts, Fallback
+from common.engine.cuda_graph.backends.base import Backend, Recording
+from common.engine.cuda_graph.backends.full import FullGraphs
+from common.engine.cuda_graph.backends.none import NoGraphs
+from common.engine.cuda_graph.backends.tape import TapeRecorder
+from common.engine.cuda_graph.graph_runner import GraphRunner
+from common.engine.cuda_graph.outputs import OutField, OutputSpec
+from common.engine.cuda_graph.report import table
+from common.engine.cuda_graph.slots import Inputs, Slot, SlotError, StaticInputs
+from common.engine.cuda_graph.spec import Axis, CaptureSpec, GraphKey, ShapeKey, token_shapes
+from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+
+WIDTH = 3
+NULL, LAST, FULL = CaptureHiddenMode
+
+
+@dataclass
+class DraftBatch:
+    """What a drafter's extend takes: embeddings, and the hidden states of the target."""
+
+    embeds: Tensor
+    target_hidden: Tensor | None
+    hidden: CaptureHiddenMode = LAST
+
+
+@dataclass
+class DraftOutput:
+    hidden: Tensor
+
+
+class Toy:
+    """A draft-like program; `body` is replaced by faulty ones."""
+
+    def __init__(self, body: Callable[[Toy, Inputs], Tensor] | None = None) -> None:
+        self.weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+        self.planned: list[int] = []
+        self.scale = 2.0
+        self.buffer = torch.ones(WIDTH)
+        self.body = body or (
+            lambda toy, i: (i["embeds"] + i["target_hidden"] @ toy.weight).tanh() * toy.buffer
+        )
+
+    def facts(self, batch: DraftBatch) -> BatchFacts:
+        return BatchFacts(ForwardMode.EXTEND, ShapeKey(len(batch.embeds), 1), batch.hidden)
+
+    def idle(self, shape: ShapeKey) -> DraftBatch:
+        return DraftBatch(torch.zeros(shape.tokens, WIDTH), torch.zeros(shape.tokens, WIDTH))
+
+    def plan(self, batch: DraftBatch, inputs: Inputs) -> None:
+        self.planned.append(len(batch.embeds))
+        self.scale = float(batch.embeds.sum())
+
+    def run(self, inputs: Inputs, variant: str) -> DraftOutput:
+        return DraftOutput(self.body(self, inputs))
+
+
+def runner(
+    toy: Toy, backend: Backend | None = None, poisoned: bool = False, tokens: tuple[int, ...] = (2, 4, 8)
+) -> GraphRunner[DraftBatch, DraftOutput]:
+    spec = CaptureSpec(
+        "draft", "draft_prefill", ForwardMode.EXTEND, token_shapes(tokens), LAST, max_padding=2.0
+    )
+    slots: list[Slot[DraftBatch]] = [
+        Slot("embeds", Axis.TOKEN, (WIDTH,), torch.float32, lambda batch: batch.embeds),
+        Slot("target_hidden", Axis.TOKEN, (WIDTH,), torch.float32, lambda batch: batch.target_hidden),
+    ]
+    inputs = StaticInputs(slots, spec.largest if tokens else ShapeKey(0), "cpu", poisoned)
+    outputs = OutputSpec(DraftOutput, {"hidden": OutField(Axis.TOKEN)})
+    made = GraphRunner(spec, backend or FullGraphs(TapeRecorder()), toy, inputs, outputs)
+    made.capture()
+    return made
+
+
+def batches(sizes: list[int]) -> list[DraftBatch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        DraftBatch(torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator))
+        for n in sizes
+    ]
+
+
+SIZES = [8, 3, 2, 7, 1, 9, 4, 8, 20, 2]  # below, at and above the captured maximum; shrinking and growing
+
+
+def differs(made: GraphRunner[DraftBatch, DraftOutput], toy: Toy) -> bool:
+    """Whether any batch comes out otherwise than eagerly."""
+    eager = runner(toy, tokens=())
+    wrong = False
+    for batch in batches(SIZES):
+        expected = eager(batch).hidden.clone()
+        wrong |= not torch.equal(made(batch).hidden, expected)
+    return wrong
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize("backend", [NoGraphs, lambda: FullGraphs(TapeRecorder())])
+def test_replay_equals_eager_at_every_size(backend: Callable[[], Backend], poisoned: bool) -> None:
+    """Rows E4, L1: a batch above the captured maximum has the same semantics; poison never reaches a live row."""
+    toy = Toy()
+    assert not differs(runner(toy, backend(), poisoned), toy)
+
+
+def _leaking(toy: Toy, inputs: Inputs) -> Tensor:
+    return inputs["embeds"] - inputs["embeds"].mean(0)
+
+
+def _scalar(toy: Toy, inputs: Inputs) -> Tensor:
+    return inputs["embeds"] * toy.scale
+
+
+def _padding_count(toy: Toy, inputs: Inputs) -> Tensor:
+    return inputs["embeds"] / len(inputs["embeds"])
+
+
+@pytest.mark.parametrize("fault", [_leaking, _scalar, _padding_count])
+def test_a_faulty_program_is_caught_on_the_cpu(fault: Callable[[Toy, Inputs], Tensor]) -> None:
+    """A pad row that leaks, a scalar that should have been a tensor, a size that is not the live one."""
+    toy = Toy(fault)
+    assert differs(runner(toy), toy)
+
+
+def test_poison_shows_a_leak_in_every_live_row() -> None:
+    toy = Toy(_leaking)
+    batch = batches([3])[0]
+    assert runner(toy, poisoned=True)(batch).hidden.isnan().all()
+    assert not runner(toy)(batch).hidden.isnan().any()
+
+
+def test_a_stale_buffer_is_caught_on_the_cpu() -> None:
+    toy = Toy()
+    made = runner(toy)
+    toy.buffer = torch.zeros(WIDTH)
+    assert differs(made, toy)
+
+
+def test_a_host_sync_fails_the_capture_and_the_batch_runs_eagerly_and_is_counted() -> None:
+    """ "Exception in capture = that bucket runs eagerly, counted and logged" (issue 3, part 2)."""
+    toy = Toy(
+        lambda toy, i: i["embeds"] if i["embeds"].shape[0] != 4 else i["embeds"] * i["embeds"].sum().item()
+    )
+    made = runner(toy)
+    assert [row.error != "" for row in made.rows] == [False, True, False]
+    assert "waits for the device" in made.rows[1].error
+    assert made.rows[1].error in table(made.rows)
+    batch = batches([3])[0]
+    assert made.can_run(batch) == (None, Fallback.CAPTURE_FAILED)
+    assert torch.equal(made(batch).hidden, batch.embeds)  # eager: three rows, not four
+    assert made.counters.fallbacks == {Fallback.CAPTURE_FAILED: 1}
+    assert made(batches([8])[0]).hidden.shape == (8, WIDTH)
+
+
+def test_a_wrong_width_or_a_missing_hidden_state_raises() -> None:
+    """Rows A4, A6, D (remaining defect): eager and replay alike, never stale hidden states of the batch before."""
+    made = runner(Toy())
+    good = batches([4])[0]
+    made(good)
+    for count in (4, 20):
+        embeds = torch.zeros(count, WIDTH)
+        with pytest.raises(SlotError, match=r"'target_hidden'.*declared \(\d+, 3\)"):
+            made(DraftBatch(embeds, torch.zeros(count, 2 * WIDTH)))
+        with pytest.raises(SlotError, match="'target_hidden'.*has none"):
+            made(DraftBatch(embeds, None))
+
+
+def test_a_draft_replay_sees_the_live_hidden_states() -> None:
+    """Rows A3, A5, A6, L1: captured on the static slot, replayed on what was copied into it."""
+    toy = Toy()
+    made = runner(toy)
+    first, second = batches([4, 4])
+    mixed = DraftBatch(first.embeds, second.target_hidden)
+    one, other = made(first).hidden.clone(), made(mixed).hidden.clone()
+    assert not torch.equal(one, other)
+    assert torch.equal(
+        other, toy.run({"embeds": mixed.embeds, "target_hidden": mixed.target_hidden}, "").hidden
+    )  # type: ignore[dict-item]
+    assert made.counters.replays.total() == 2
+
+
+class FakeBackend:
+    """Remembers what was captured, in order."""
+
+    name = "fake"
+    breaks = True
+
+    def __init__(self) -> None:
+        self.shapes: list[int] = []
+
+    def capture(self, run: Callable[[], Any]) -> Recording[Any]:
+        output = run()
+        self.shapes.append(len(output.hidden))
+        return Recording(output, [])
+
+
+def test_capture_is_largest_first_and_plans_each_shape_outside() -> None:
+    """Habit 17: the pool is sized once."""
+    toy, backend = Toy(), FakeBackend()
+    made = runner(toy, backend)
+    assert backend.shapes == [8, 4, 2]
+    assert toy.planned == [8, 4, 2]
+    assert [key.shape.tokens for key in made.captured] == [8, 4, 2]
+
+
+def test_counters_by_reason_and_padded_tokens() -> None:
+    """Row B (test we must own), spec 6.18."""
+    made = runner(Toy())
+    for batch in batches([3, 8, 9, 1]):
+        made(batch)
+    full = batches([4])[0]
+    full.hidden = FULL
+    made(full)
+    counters = made.counters
+    assert counters.replays == {
+        GraphKey(ShapeKey(4), "plain"): 1,
+        GraphKey(ShapeKey(8), "plain"): 1,
+        GraphKey(ShapeKey(2), "plain"): 1,
+    }
+    assert counters.fallbacks == {Fallback.TOO_LARGE: 1, Fallback.HIDDEN: 1}
+    assert (counters.live_tokens, counters.padded_tokens) == (12, 2)
+    assert counters.replay_share == 0.6
+    assert counters.never_replayed(made.captured) == []
+    labels = {"phase": "draft_prefill", "model": "draft"}
+    assert list(counters.samples(made.spec)) == [
+        ("graph_replays_total", labels, 3),
+        ("graph_fallbacks_total", {**labels, "reason": "hidden_mode"}, 1),
+        ("graph_fallbacks_total", {**labels, "reason": "too_large"}, 1),
+        ("graph_live_tokens_total", labels, 12),
+        ("graph_padded_tokens_total", labels, 2),
+    ]
+
+
+def test_a_mode_mismatch_is_a_fall_back_never_a_wrong_answer() -> None:
+    """Row B6."""
+    made, toy = runner(Toy()), Toy()
+    wants_full = batches([4])[0]
+    wants_full.hidden = FULL
+    assert made.can_run(wants_full) == (None, "hidden_mode")
+    assert torch.equal(made(wants_full).hidden, runner(toy, tokens=())(wants_full).hidden)
+
+
+def test_off_is_an_empty_value() -> None:
+    """Row A11: without shapes nothing is captured, padded or allocated."""
+    made = runner(Toy(), tokens=())
+    assert made.rows == []
+    assert made(batches([5])[0]).hidden.shape == (5, WIDTH)
+    assert made.counters.fallbacks == {Fallback.NO_GRAPHS: 1}
+
+
+def test_the_start_up_table() -> None:
+    text = table(runner(Toy()).rows).splitlines()
+    assert text[0].split() == [
+        "phase",
+        "model",
+        "backend",
+        "tokens",
+        "/",
+        "requests",
+        "variant",
+        "hidden",
+        "s",
+        "MiB",
+        "state",
+    ]
+    assert [line.split()[3] for line in text[1:]] == ["8", "4", "2"]
+    assert all("draft_prefill" in line and "LAST" in line for line in text[1:])

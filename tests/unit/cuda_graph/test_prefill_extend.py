@@ -1,0 +1,161 @@
+"""Prefill graphs of a real model on the tape: replay equals eager bit for bit, for any mix of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.engine.cuda_graph.admission import Fallback
+from common.engine.cuda_graph.backends.base import Backend
+from common.engine.cuda_graph.backends.breakable import BreakableGraphs
+from common.engine.cuda_graph.backends.full import FullGraphs
+from common.engine.cuda_graph.backends.none import NoGraphs
+from common.engine.cuda_graph.backends.tape import TapeRecorder
+from common.engine.cuda_graph.ladders import prefill_token_buckets
+from common.engine.cuda_graph.prefill_extend import ExtendCall, PrefillExtend, extend_spec
+from common.engine.cuda_graph.slots import SlotError
+from common.engine.forward.batch import CaptureHiddenMode, ForwardMode, ForwardOutput
+from tests.unit.cuda_graph.rig import AUX, extend_driver, model, sequences
+from tests.unit.engine.paged_driver import Driver
+
+NULL, LAST, FULL = CaptureHiddenMode
+LENGTHS = (60, 41, 23, 9)
+IDS = sequences(LENGTHS)
+BUCKETS = (4, 8, 16, 32, 48)
+# (sequences, new tokens of each): chunks, cached prefixes, growing and shrinking, below, at and above 48
+STEPS = [
+    ([0, 1], [20, 7]),
+    ([0, 2, 1], [5, 3, 8]),
+    ([3], [8]),
+    ([0, 1, 2], [28, 17, 20]),
+    ([0], [7]),
+    ([1, 3], [9, 1]),
+]
+
+
+def breakable() -> Backend:
+    return BreakableGraphs(TapeRecorder())
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize("backend", [NoGraphs, breakable])
+@pytest.mark.parametrize("aux", [(), AUX])
+def test_replay_equals_eager(backend: Callable[[], Backend], poisoned: bool, aux: tuple[int, ...]) -> None:
+    """Rows A1, A6, C3; issue 3: below, at and above the captured maximum, after shrinking and growing, poison clean."""
+    eager = Driver(model(aux), IDS, 4)
+    driver, extend = extend_driver(IDS, backend(), BUCKETS, poisoned=poisoned, aux=aux)
+    for rows, lengths in STEPS:
+        for_hidden = FULL if sum(lengths) % 2 else LAST
+        expected = eager.run(rows, lengths, hidden_mode=for_hidden)
+        actual = driver.run(rows, lengths, hidden_mode=for_hidden)
+        assert torch.equal(actual.logits, expected.logits)
+        assert expected.hidden is not None
+        assert actual.hidden is not None
+        assert torch.equal(actual.hidden, expected.hidden)
+    assert torch.equal(_live(driver), _live(eager))
+    counters = extend.graphs.counters
+    assert counters.replays.total() == len(STEPS) - 1
+    assert counters.fallbacks == {Fallback.TOO_LARGE: 1}
+
+
+def _live(driver: Driver) -> torch.Tensor:
+    return driver.pool.storage.view(torch.float32).nan_to_num(7.0)
+
+
+def values(output: ForwardOutput) -> list[torch.Tensor]:
+    return [output.logits] if output.hidden is None else [output.logits, output.hidden]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_mix_of_requests_equals_eager(data: st.DataObject) -> None:
+    """Row B (later resolution), multi-request: lengths, prefixes and chunks do not matter, only their sum.
+
+    Bit for bit what the same padding gives without graphs; up to rounding what no padding gives.
+    """
+    eager = Driver(model(AUX), IDS, 4)
+    driver, _ = extend_driver(IDS, breakable(), BUCKETS, poisoned=data.draw(st.booleans()), aux=AUX)
+    padded, _ = extend_driver(IDS, NoGraphs(), BUCKETS, aux=AUX)
+    while left := [row for row in range(len(IDS)) if eager.done[row] < LENGTHS[row]]:
+        rows = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
+        lengths = [data.draw(st.integers(1, LENGTHS[row] - eager.done[row])) for row in rows]
+        mode = data.draw(st.sampled_from(CaptureHiddenMode))
+        actual, same, expected = (
+            each.run(rows, lengths, hidden_mode=mode) for each in (driver, padded, eager)
+        )
+        for ours, bits, close in zip(*(values(output) for output in (actual, same, expected)), strict=True):
+            assert torch.equal(ours, bits)
+            torch.testing.assert_close(ours, close, atol=1e-4, rtol=0)
+
+
+def test_given_embeddings_replay_the_same_graph_as_text() -> None:
+    """Rows X3, A7, L3: text is embedded into the slot too, so neither sees zeros or the other's rows."""
+    eager, (driver, extend) = Driver(model(), IDS, 4), extend_driver(IDS, breakable(), BUCKETS)
+    generator = torch.Generator().manual_seed(3)
+    for round_, count in enumerate((7, 12, 5)):
+        batch = driver.batch([0], [count])
+        embeds = torch.randn(count, 32, generator=generator) if round_ % 2 == 0 else None
+        assert extend.graphs.counters.replays.total() == round_
+        assert torch.equal(
+            extend(batch, embeds).logits, eager.runner(eager.batch([0], [count]), embeds).logits
+        )
+        driver.done[0] = eager.done[0] = driver.done[0] + count
+    with pytest.raises(SlotError, match=r"'embeds'.*found \(5, 31\), declared \(5, 32\)"):
+        extend(driver.batch([0], [5]), torch.zeros(5, 31))
+
+
+def test_can_run_names_shape_or_reason() -> None:
+    """Rows B4, B6, X6, and padding above twice the live tokens."""
+    driver, extend = extend_driver(IDS, breakable(), BUCKETS, hidden=LAST)
+    expected = {
+        (1, NULL): (None, "padding"),
+        (2, NULL): (4, ""),
+        (9, LAST): (16, ""),
+        (9, FULL): (None, "hidden_mode"),
+        (48, NULL): (48, ""),
+        (49, NULL): (None, "too_large"),
+    }
+    for (tokens, mode), (shape, reason) in expected.items():
+        found, why = extend.graphs.can_run(ExtendCall(driver.batch([0], [tokens], hidden_mode=mode)))
+        assert (found and found.tokens, why) == (shape, reason)
+    decode = driver.batch([0], [1], ForwardMode.DECODE)
+    assert extend.graphs.can_run(ExtendCall(decode)) == (None, "forward_mode")
+    assert not extend.graphs.counters.fallbacks
+
+
+def test_only_prefill_is_captured_and_full_chunks_have_no_padding() -> None:
+    """Rows A10, L2 and L9: every key is a token bucket of this phase; the chunk size is a bucket."""
+    driver, extend = extend_driver(IDS, breakable(), prefill_token_buckets(50))
+    assert {(row.phase, row.model, row.requests) for row in extend.graphs.rows} == {("prefill", "target", 0)}
+    assert {row.breaks for row in extend.graphs.rows} == {2}  # one per layer
+    driver.run([0], [50])
+    assert extend.graphs.counters.padded_tokens == 0
+
+
+def test_default_ladder_replays_at_least_95_percent() -> None:
+    """Row B (test we must own): with default flags, FULL hidden states wanted as by an EAGLE drafter."""
+    ids = sequences([37, 50, 64, 12, 5, 90, 33, 71], seed=4)
+    driver, extend = extend_driver(ids, breakable(), prefill_token_buckets(64))
+    for row, prompt in enumerate(ids):
+        while left := len(prompt) - driver.done[row]:
+            driver.run([row], [min(left, 64)], hidden_mode=FULL)
+    assert extend.graphs.counters.replay_share >= 0.95
+    assert "hidden_mode" not in extend.graphs.counters.fallbacks
+
+
+def test_a_backend_without_breaks_is_refused() -> None:
+    """It would bake the lengths of the captured batch."""
+    driver = Driver(model(), IDS, 4)
+    with pytest.raises(ValueError, match="'tape' would bake the lengths.*breakable"):
+        PrefillExtend(driver.runner, extend_spec(BUCKETS, NULL), FullGraphs(TapeRecorder()))
+
+
+def test_without_shapes_every_prompt_is_eager() -> None:
+    """Row A11."""
+    driver, extend = extend_driver(IDS, NoGraphs(), ())
+    assert driver.run([0], [9]).logits.shape[0] == 9
+    assert extend.graphs.counters.fallbacks == {Fallback.NO_GRAPHS: 1}

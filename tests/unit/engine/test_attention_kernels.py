@@ -1,0 +1,136 @@
+"""Attention kernels in Triton's interpreter against a dense product in float64, poison around what they may read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.ops.decode_attention import choose_splits, decode_triton
+from common.engine.ops.extend_attention import choose_shape, extend_triton
+from common.engine.ops.triton_kernel import tl
+
+pytestmark = [
+    pytest.mark.skipif(tl is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
+]
+BAD_PAGE = 2**31 - 1
+
+
+class Cache:
+    """Random keys and values, dense and scattered over shuffled pages; NaN and bad page ids elsewhere."""
+
+    def __init__(
+        self, lengths: Sequence[int], page_size: int, kv_heads: int, dim: int, dtype: torch.dtype
+    ) -> None:
+        torch.manual_seed(sum(lengths))
+        self.lengths = list(lengths)
+        counts = [-(-n // page_size) for n in lengths]
+        self.planes = torch.full((2, 1 + sum(counts) + 2, page_size, kv_heads, dim), torch.nan, dtype=dtype)
+        order = (torch.randperm(sum(counts)) + 1).tolist()
+        self.page_table = torch.full((len(lengths), max(counts) + 2), BAD_PAGE, dtype=torch.int32)
+        self.dense = [torch.randn(2, n, kv_heads, dim, dtype=dtype) for n in lengths]
+        for row, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+            pages = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int64)
+            self.page_table[row, :count] = pages.int()
+            where = torch.arange(n)
+            self.planes[:, pages[where // page_size], where % page_size] = self.dense[row]
+
+    def expected(self, row: int, query: Tensor, window: int | None) -> Tensor:
+        """query [n, heads, dim] at the end of the request -> [n, heads, dim], in float64."""
+        key, value = self.dense[row].double().repeat_interleave(query.shape[1] // self.planes.shape[3], dim=2)
+        scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
+        behind = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
+        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", probs, value)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = 2e-3 if actual.dtype == torch.float16 else 3e-6
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode(dtype: torch.dtype, page_size: int, window: int | None, splits: int) -> None:
+    heads, kv_heads, dim = 4, 2, 16
+    cache = Cache([1, 64, 65, 150, 3, 200], page_size, kv_heads, dim, dtype)
+    lengths = torch.tensor([*cache.lengths, 0], dtype=torch.int32)
+    table = torch.cat([cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)])
+    query = torch.randn(len(lengths), heads, dim, dtype=dtype)
+    query[-1] = torch.nan  # a padding row without length
+    out = decode_triton(query, *cache.planes, table, lengths, 4096, window, dim**-0.5, splits)
+    for row in range(len(cache.lengths)):
+        close(out[row : row + 1], cache.expected(row, query[row : row + 1], window))
+    assert not out[-1].any()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 24), (2, 2, 128)])
+def test_decode_shapes(heads: int, kv_heads: int, dim: int) -> None:
+    cache = Cache([90, 17], 16, kv_heads, dim, torch.float32)
+    lengths = torch.tensor(cache.lengths, dtype=torch.int32)
+    wide = torch.randn(2, 2 * heads * dim)  # queries inside a merged row
+    query = wide[:, : heads * dim].unflatten(1, (heads, dim))
+    out = decode_triton(query, *cache.planes, cache.page_table, lengths, 90, None, dim**-0.5)
+    assert out.is_contiguous()
+    for row in range(2):
+        close(out[row : row + 1], cache.expected(row, query[row : row + 1], None))
+
+
+def test_tiles_fit_the_work_and_shared_memory() -> None:
+    assert [choose_shape(32 * n, 256, 132)[0] for n in (64, 256, 1024, 2048, 8192)] == [16, 64, 64, 128, 128]
+    assert choose_shape(1 << 20, 512, 132) == (64, 32, 4)
+
+
+def test_splits_follow_host_bounds_alone() -> None:
+    assert choose_splits(1, 8, 1 << 17, 132) == 32
+    assert choose_splits(1, 8, 100, 132) == 2
+    assert choose_splits(128, 8, 1 << 17, 132) == 1
+    assert choose_splits(16, 8, 2048, 132) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("window", [None, 1, 70])
+def test_extend(dtype: torch.dtype, page_size: int, window: int | None) -> None:
+    heads, kv_heads, dim = 4, 2, 16
+    lengths, query_lens = [1, 9, 170, 100, 33, 20], [1, 9, 130, 30, 1, 0]
+    cache = Cache(lengths, page_size, kv_heads, dim, dtype)
+    query = torch.randn(sum(query_lens) + 40, heads, dim, dtype=dtype)
+    query[-40:] = torch.nan  # padding behind the last request
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor(lengths, dtype=torch.int32)
+    out = extend_triton(
+        query, *cache.planes, cache.page_table, starts, ends, window, dim**-0.5, shape=(64, 32, 4)
+    )
+    for row, part in enumerate(out[:-40].split(query_lens)):
+        if query_lens[row]:
+            close(part, cache.expected(row, query[starts[row] : starts[row + 1]], window))
+    assert not out[-40:].any()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 24), (2, 2, 128)])
+def test_extend_shapes_and_requests_left_to_others(heads: int, kv_heads: int, dim: int) -> None:
+    cache = Cache([80, 20, 70], 16, kv_heads, dim, torch.float32)
+    wide = torch.randn(140, 2 * heads * dim)  # queries inside a merged row
+    query = wide[:, : heads * dim].unflatten(1, (heads, dim))
+    starts = torch.tensor([0, 70, 90, 140], dtype=torch.int32)
+    ends = torch.tensor([80, 0, 70], dtype=torch.int32)  # the second request is computed elsewhere
+    out = extend_triton(query, *cache.planes, cache.page_table, starts, ends, None, dim**-0.5)
+    close(out[:70], cache.expected(0, query[:70], None))
+    close(out[90:], cache.expected(2, query[90:], None))
+    assert not out[70:90].any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 130])
+def test_extend_of_few_and_of_no_rows(count: int) -> None:
+    cache = Cache([130], 16, 1, 16, torch.float32)
+    query = torch.randn(count, 2, 16)
+    starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ([0, count], [130]))
+    out = extend_triton(query, *cache.planes, cache.page_table, starts, ends, None, 0.25)
+    close(out, cache.expected(0, query, None))

@@ -1,0 +1,133 @@
+"""Element-wise kernels against their torch references, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.ops.rms_norm import (
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+from common.engine.ops.rotary import rotary_angles_reference, rotary_angles_triton
+from common.engine.ops.rotary_kv_write import rotary_kv_write_reference, rotary_kv_write_triton
+from common.engine.ops.silu_mul import silu_mul_reference, silu_mul_triton
+from common.engine.ops.skinny_linear import skinny_linear_reference, skinny_linear_triton
+from common.engine.ops.triton_kernel import tl
+
+pytestmark = [
+    pytest.mark.skipif(tl is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
+]
+DTYPES = [torch.float32, torch.float16]
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    half = expected.dtype == torch.float16
+    torch.testing.assert_close(
+        actual, expected, atol=2e-3 if half else 2e-6, rtol=2e-3 if half else 1e-5, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 48), (0, 16)])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, residual = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    weight = torch.randn(shape[-1], dtype=dtype)
+    close(rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+    normed, total = add_rms_norm_triton(x, residual, weight, 1e-5)
+    expected, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    close(normed, expected)
+
+
+def test_rms_norm_of_rows_with_a_stride() -> None:
+    x, weight = torch.randn(5, 96)[:, 16:48], torch.randn(32)
+    close(rms_norm_triton(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 64), (1, 2 * 2100), (2, 2, 30)])
+def test_silu_mul(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = 3 * torch.randn(shape, dtype=dtype)
+    out = silu_mul_triton(x)
+    assert out.is_contiguous()
+    close(out, silu_mul_reference(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "head_dim"), [(1, 16), (37, 32), (5, 128), (3, 24)])
+def test_rotary_angles(dtype: torch.dtype, count: int, head_dim: int) -> None:
+    positions = torch.randint(0, 5000, (count,))
+    inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    for actual, expected in zip(
+        rotary_angles_triton(positions, inv_freq, 1.25, dtype),
+        rotary_angles_reference(positions, inv_freq, 1.25, dtype),
+        strict=True,
+    ):
+        assert actual.shape == (count, 1, head_dim)
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (14, 2, 24)])
+def test_rotary_kv_write(
+    dtype: torch.dtype, norm: bool, page_size: int, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    tokens, pages = 7, 12
+    wide = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim + 8, dtype=dtype)  # rows with a stride
+    wide[5:] = torch.nan  # padding rows of a poisoned batch
+    slots = torch.randperm((pages - 1) * page_size)[: tokens - 1] + page_size
+    slots[5] = page_size - 1  # in page 0; the last row has no slot at all
+    positions = torch.randint(0, 100, (tokens,))
+    inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    cos, sin = rotary_angles_reference(positions, inv_freq, 1.0, dtype)
+    weights = (torch.randn(head_dim, dtype=dtype), torch.randn(head_dim, dtype=dtype))
+    results = []
+    for run in (rotary_kv_write_reference, rotary_kv_write_triton):
+        qkv = wide.clone()[:, :-8].unflatten(1, (heads + 2 * kv_heads, head_dim))
+        planes = torch.zeros(2, pages, page_size, kv_heads, head_dim, dtype=dtype)
+        run(qkv, cos, sin, *(weights if norm else (None, None)), 1e-6, *planes, slots)
+        results.append((qkv, planes))
+    (expected, expected_planes), (actual, planes) = results
+    close(actual, expected)
+    close(planes, expected_planes)
+    assert not planes[:, 0].any()
+    assert int(planes[0].any(-1).any(-1).sum()) == 5
+
+
+def test_the_pages_may_have_another_dtype() -> None:
+    qkv = torch.randn(1, 3, 16)
+    cos, sin = rotary_angles_reference(torch.tensor([3]), torch.rand(8), 1.0, torch.float32)
+    planes = torch.zeros(2, 2, 4, 1, 16, dtype=torch.float16)
+    rotary_kv_write_triton(qkv, cos, sin, None, None, 0.0, *planes, torch.tensor([6]))
+    assert torch.equal(planes[0, 1, 2], qkv[0, 1:2].half())
+    assert torch.equal(planes[1, 1, 2], qkv[0, 2:].half())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "size"), [(0, 32, 64), (1, 64, 512), (16, 70, 300), (5, 9000, 130)]
+)
+def test_skinny_linear(dtype: torch.dtype, rows: int, columns: int, size: int) -> None:
+    x, weight = torch.randn(rows, size, dtype=dtype), torch.randn(columns, size, dtype=dtype) / 16
+    actual, expected = skinny_linear_triton(x, weight), skinny_linear_reference(x, weight)
+    half = dtype == torch.float16
+    torch.testing.assert_close(actual, expected, atol=4e-3 if half else 1e-5, rtol=2e-3 if half else 1e-4)
+
+
+def test_a_launcher_refuses_another_layout() -> None:
+    with pytest.raises(AssertionError, match="adjacent"):
+        rms_norm_triton(torch.randn(8, 4).t(), torch.ones(8), 1e-5)
+    with pytest.raises(AssertionError, match="weight"):
+        rms_norm_triton(torch.randn(8, 4), torch.ones(8), 1e-5)
+    planes = torch.zeros(2, 2, 4, 1, 16)
+    qkv = torch.randn(16, 3, 1).permute(2, 1, 0)
+    rest = torch.ones(1, 1, 16), torch.ones(1, 1, 16), None, None, 0.0, *planes, torch.tensor([6])
+    with pytest.raises(AssertionError, match="heads of a token"):
+        rotary_kv_write_triton(qkv, *rest)

@@ -1,0 +1,166 @@
+"""Draft models across the cut: plain decoding's tokens, and drafts that equal a recompute of the whole text.
+
+Verification is exact, so a broken draft path shows in the drafts alone: every one is compared (test-plan.md, golden
+rule). Rows D (widths), H (first verify after the hand-over), C (chunks, prefix hits, bigram keys), F9 (retraction).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from common.engine.overlap import Completion, Deferred, Immediate
+from tests.fakes.draft_models import drafting, eager_drafts, observed
+from tests.fakes.node_cluster import Call, NodeCluster, Shape
+from tests.fakes.tiny_model import VOCAB, reference
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
+NAMES = ("eagle3", "eagle3-full-vocabulary", "eagle", "standalone")
+Seen = list[tuple[list[int], list[int]]]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
+
+
+def expect_reference(*calls: Call) -> None:
+    for call in calls:
+        assert call.error is None, call.error
+        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
+
+
+def expect_eager(name: str, seen: Seen, steps: int, least: int) -> None:
+    assert len(seen) >= least
+    for text, drafts in seen:
+        assert drafts == eager_drafts(name, text, steps)[: len(drafts)], f"after {len(text)} tokens"
+
+
+def shape_of(name: str, steps: int, seen: Seen, **rest: object) -> Shape:
+    model, step = observed(name, steps, 0.7, seen)
+    return replace(Shape(), draft=model, step=step, **rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_across_the_cut(name: str, chunk: int, page_size: int, completion: type[Completion]) -> None:
+    seen: Seen = []
+    shape = shape_of(name, 3, seen, chunk_tokens=chunk, page_size=page_size, completion=completion)
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 16, 17, 65)]
+        calls += [cluster.submit(prompt_of(n), 9, seed=n, **SAMPLED) for n in (3, 20)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+        assert cluster.decode.link.counters.avg_spec_accept_length > 1.5
+    expect_eager(name, seen, 3, least=14)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_of_steps(name: str, steps: int) -> None:
+    seen: Seen = []
+    with NodeCluster(shape_of(name, steps, seen)) as cluster:
+        calls = [cluster.submit(prompt_of(n), n) for n in (2, 3, 11, 30)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+    expect_eager(name, seen, steps, least=5)
+
+
+@pytest.mark.parametrize("prefill_cache", [True, False])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_prefix_hits_at_every_boundary(page_size: int, prefill_cache: bool) -> None:
+    """6.12: a draft's KV of a position depends on the next token too; a hit must not give KV of another successor."""
+    seen: Seen = []
+    with NodeCluster(
+        shape_of("eagle3", 2, seen, page_size=page_size, prefill_cache=prefill_cache)
+    ) as cluster:
+        first = prompt_of(13)
+        for shared in range(len(first) + 1):
+            second = first[:shared] + [(token + 1) % VOCAB for token in first[shared:]]
+            for extra in ([], [5, 6, 7]):
+                call = cluster.submit(second + extra, 4)
+                cluster.run()
+                expect_reference(call)
+        history = first
+        for turn in range(3):
+            call = cluster.submit(history, 11)
+            cluster.run()
+            expect_reference(call)
+            history = call.prompt + call.ids + prompt_of(3, turn)
+        cluster.settle()
+        assert cluster.decode.link.counters.cached_tokens > 0
+    expect_eager("eagle3", seen, 2, least=30)
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("name", ["eagle3", "standalone"])
+def test_retraction_keeps_draft_state_and_draft_kv(
+    name: str, completion: type[Completion], page_size: int
+) -> None:
+    seen: Seen = []
+    shape = shape_of(
+        name,
+        3,
+        seen,
+        page_size=page_size,
+        decode_pool=96,
+        reserved_tokens=4,
+        completion=completion,
+        max_running=4,
+    )
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
+        calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(3)]
+        cluster.run()
+        expect_reference(*calls)
+        assert cluster.decode.link.counters.retractions > 0
+        cluster.settle()
+    expect_eager(name, seen, 3, least=40)
+
+
+def test_migration_rebuilds_the_draft_state() -> None:
+    prompt = prompt_of(18)
+    for k in (1, 3, 6):
+        seen: Seen = []
+        with NodeCluster(shape_of("eagle3", 2, seen, page_size=4, decodes=2)) as cluster:
+            call = cluster.submit(prompt, 20, seed=5, **SAMPLED)
+            cluster.run(until=lambda call=call, k=k: len(call.output) >= k)  # type: ignore[misc]
+            lost = call.decode
+            cluster.kill(lost)
+            cluster.lose(lost)
+            cluster.run()
+            expect_reference(call)
+            assert call.attempts == 2
+            cluster.settle()
+        expect_eager("eagle3", seen, 2, least=4)
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("name", NAMES)
+def test_accept_length_equals_the_uninterrupted_reference(name: str, completion: type[Completion]) -> None:
+    """The head's own drafts: as many rounds and accepted drafts as a walk over the finished text counts."""
+    steps = 3
+    model, step = drafting(name, steps)
+    with NodeCluster(Shape(draft=model, step=step, completion=completion)) as cluster:
+        calls = [cluster.submit(prompt_of(n), 40) for n in (5, 19, 33)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+        counters = cluster.decode.link.counters
+    rounds = accepted = 0
+    for call in calls:
+        done = 1
+        while done < len(call.ids):
+            drafts = eager_drafts(name, call.prompt + call.ids[:done], steps)
+            right = 0
+            while right < steps and call.ids[done + right : done + right + 1] == [drafts[right]]:
+                right += 1
+            rounds, accepted, done = rounds + 1, accepted + right, done + right + 1
+    assert counters.spec_drafts == rounds
+    assert abs(counters.spec_accepted_tokens - accepted) <= len(calls), "the last round may run over the end"

@@ -1,0 +1,76 @@
+"""Suffix matching: the longest earlier occurrence wins, the shared table fills in, and nothing grows without bound."""
+
+from __future__ import annotations
+
+import torch
+
+from common.messages.generation import SamplingParams
+from common.messages.identity import NodeRef
+from decode_node.request import DecodeRequest
+from decode_node.speculative.drafters.drafter import Round
+from decode_node.speculative.drafters.ngram import NgramDrafter, SharedTable, TextIndex
+
+PEER = NodeRef(name="prefill-0", role="prefill", incarnation="0" * 32)
+
+
+def request(room: int, prompt: list[int], output: list[int]) -> DecodeRequest:
+    return DecodeRequest(
+        room=room,
+        request_id=f"r{room}",
+        prompt=prompt,
+        emitted=0,
+        sampling=SamplingParams(max_tokens=99),
+        prefill=PEER,
+        received=0.0,
+        deadline=1.0,
+        output=output,
+    )
+
+
+def drafts(drafter: NgramDrafter, *requests: DecodeRequest) -> list[list[int]]:
+    last = torch.tensor([each.output[-1] for each in requests])
+    zeros = torch.zeros_like(last)
+    proposal = drafter.propose(Round(requests, zeros, last, zeros, zeros, 0))
+    assert proposal.trees.tokens.shape == (len(requests), drafter.nodes)
+    assert proposal.trees.tokens[:, 0].tolist() == last.tolist()
+    return [row[1 : 1 + count] for row, count in zip(proposal.trees.tokens.tolist(), proposal.drafted)]
+
+
+def test_the_longest_agreement_wins_then_the_latest() -> None:
+    index = TextIndex()
+    index.extend([7, 1, 2, 3, 9, 1, 2, 4, 5, 7, 1, 2])
+    assert index.continuation(3) == [3, 9, 1]
+    index.extend([8, 6, 1, 2])
+    assert index.continuation(2) == [8, 6]
+    assert TextIndex().continuation(4) == []
+
+
+def test_a_text_too_short_or_new_gives_nothing() -> None:
+    drafter = NgramDrafter(3, max_texts=4)
+    assert drafts(drafter, request(1, [5], [6]), request(2, [1, 2, 3], [4])) == [[], []]
+
+
+def test_the_index_follows_the_output_whatever_is_dropped_between() -> None:
+    drafter, fresh = NgramDrafter(3, max_texts=2), NgramDrafter(3, max_texts=2)
+    long = request(1, [1, 2, 3, 4, 1], [2])
+    assert drafts(drafter, long) == [[3, 4, 1]]
+    for room in range(2, 8):
+        drafts(drafter, request(room, [room] * 3, [room]))
+        assert drafter.texts <= 2
+    long.output += [3, 4, 5, 2, 3]
+    assert drafts(drafter, long) == drafts(fresh, long) == [[4, 5, 2]]
+
+
+def test_answers_are_shared_and_prompts_are_not() -> None:
+    drafter = NgramDrafter(2, max_texts=4)
+    drafts(drafter, request(1, [10, 11, 12, 13, 14], [20, 21, 22, 23, 24]))
+    assert drafts(drafter, request(2, [99, 20, 21], [22])) == [[23, 24]]
+    assert drafts(drafter, request(3, [98, 10, 11], [12])) == [[]]
+
+
+def test_the_shared_table_is_bounded() -> None:
+    table = SharedTable(max_entries=5)
+    table.learn(list(range(50)), 0)
+    assert len(table) == 5
+    assert table.continuation([46, 47, 48], 4) == [49]
+    assert table.continuation([1, 2, 3], 4) == []
