@@ -34,6 +34,7 @@ from prefill_node.scheduler import Chunk, plan_chunks
 from prefill_node.step import LaunchedPrefill, PrefillStep
 
 SWEEP_INTERVAL = 0.25  # seconds between looks at deadlines
+WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a forward runs
 BUSY_WAIT_MS = 1  # while writes are on the way that no message announces
 IDLE_WAIT_MS = 100
 
@@ -87,7 +88,14 @@ class PrefillNode:
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(peers.socket, zmq.POLLIN)
         self._longest = space.pages_for(limits.max_model_len)
-        self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, lambda: self._stopping)
+        self.loop = OverlapLoop(
+            self._prepare,
+            self._launch,
+            self._finish,
+            self._idle,
+            lambda: self._stopping,
+            self._watch_transfers,
+        )
 
     @property
     def queues(self) -> Queues:
@@ -109,9 +117,7 @@ class PrefillNode:
     def _prepare(self) -> list[Chunk] | None:
         now = self._clock()
         self._receive(now)
-        while events := self._sender.poll():  # an event may cause the next one: granted, written, delivered
-            for event in events:
-                self._on_transfer(event)
+        self._move_transfers()
         if now - self._swept > SWEEP_INTERVAL:
             self._swept = now
             self._sweep(now)
@@ -153,6 +159,16 @@ class PrefillNode:
                 self._complete(request, drawn[request.room])
             else:
                 self._send_pages(request)
+
+    def _move_transfers(self) -> None:
+        while events := self._sender.poll():  # an event may cause the next one: granted, written, delivered
+            for event in events:
+                self._on_transfer(event)
+
+    def _watch_transfers(self) -> None:
+        """While a forward runs: pages that have landed are announced now, not when the forward ends."""
+        self._move_transfers()
+        time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:
         self._poller.poll(BUSY_WAIT_MS if self._sender.writing else IDLE_WAIT_MS)

@@ -22,7 +22,10 @@ class Completion(Protocol):
     """When the results of a launch may be read."""
 
     def ready(self) -> bool: ...
-    def wait(self) -> None: ...
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Until the results may be read. `meanwhile` is called again and again as long as that takes."""
+        ...
 
 
 class Immediate:
@@ -31,7 +34,7 @@ class Immediate:
     def ready(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         pass
 
 
@@ -41,7 +44,7 @@ class Deferred:
     def ready(self) -> bool:
         return False
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         pass
 
 
@@ -55,8 +58,12 @@ class CudaCompletion:
     def ready(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> None:
-        self._event.synchronize()
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        if meanwhile is None:
+            self._event.synchronize()
+            return
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            meanwhile()
 
 
 def completion_for(device: torch.device, one_behind: bool) -> Callable[[], Completion]:
@@ -85,12 +92,15 @@ class OverlapLoop(Generic[Plan, Launched]):
         finish: Callable[[Launched], None],
         idle: Callable[[], None],
         stop: Callable[[], bool],
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
+        """`meanwhile` is called while the loop waits for the device: what cannot wait for the end of a forward."""
         self._prepare = prepare
         self._launch = launch
         self._finish = finish
         self._idle = idle
         self._stop = stop
+        self._meanwhile = meanwhile
         self._in_flight: deque[Launched] = deque()
 
     def run(self) -> None:
@@ -116,5 +126,5 @@ class OverlapLoop(Generic[Plan, Launched]):
 
     def _finish_oldest(self) -> None:
         launched = self._in_flight.popleft()
-        launched.completion.wait()
+        launched.completion.wait(self._meanwhile)
         self._finish(launched)

@@ -28,7 +28,9 @@ class Scripted:
     def ready(self) -> bool:
         return self.is_ready
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        if meanwhile is not None:
+            meanwhile()
         self.waited += 1
 
 
@@ -154,3 +156,14 @@ def test_which_completion_a_device_has() -> None:
     assert completion_for(cpu, one_behind=True) is Deferred
     assert completion_for(cuda, one_behind=False) is CudaCompletion
     assert completion_for(cuda, one_behind=True) is CudaCompletion
+
+
+def test_what_cannot_wait_is_done_while_the_device_works() -> None:
+    """Between a launch and its results, not before and not after."""
+    rig = Rig([1, 2, None, None], Scripted)
+    loop: OverlapLoop[int, Launch] = OverlapLoop(
+        rig._prepare, rig._launch, rig._finish, lambda: None, rig._stop, lambda: rig.events.append("w")
+    )
+    for _ in range(4):
+        loop.turn()
+    assert " ".join(rig.events) == "L1 L2 w F1 w F2"
