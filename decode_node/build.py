@@ -11,6 +11,7 @@ import zmq
 
 from common.config import Cluster, DecodeNode, Resolved
 from common.config.run_directory import control_address
+from common.config.schema import Speculation
 from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
@@ -34,10 +35,11 @@ from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.drafters.eagle import EagleDrafter
+from decode_node.speculative.drafters.eagle_tree import EagleTreeDrafter
 from decode_node.speculative.drafters.ngram import NgramDrafter
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.step import SpeculativeStep
-from decode_node.speculative.verifier import ChainAcceptor
+from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.step import AutoregressiveStep, DecodeStep
 from kv_transfer.from_config import kv_layout, transfer_limits
 from kv_transfer.limits import MIB, TransferLimits
@@ -114,7 +116,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     poller = zmq.Poller()
     space = page_space(cluster, served, section.prefix_cache)
     rows = section.max_running
-    table = RequestTable(rows, space.pages_for(served.max_model_len), device)
+    # branches of draft trees reach behind the last token of a request
+    table = RequestTable(rows, space.pages_for(served.max_model_len + reach(cluster.speculation)), device)
     relay = RelayState.allocate(rows, device, carried)
     runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
     draft = served.draft_runner(pool, offsets)
@@ -198,12 +201,22 @@ def _step(
     completion = completion_for(device, one_behind=section.read_results == "one_behind")
     if speculation.algorithm == "none":
         return AutoregressiveStep(graphs.forward, table, device, completion)
+    acceptor: Acceptor = ChainAcceptor()
     drafter: Drafter = NgramDrafter(speculation.steps, max_texts=2 * section.max_running)
     if isinstance(draft, ModelRunner):
         drafter = StandaloneDrafter(draft, speculation.steps, page_size)
-    elif draft is not None:
+    elif draft is not None and speculation.topk == 1:
         drafter = EagleDrafter(draft, relay, speculation.steps, page_size)
-    return SpeculativeStep(runner, drafter, ChainAcceptor(), table, relay, page_size, device, completion)
+    elif draft is not None:
+        tree = speculation.topk, speculation.nodes
+        drafter = EagleTreeDrafter(draft, relay, speculation.steps, *tree, page_size)
+        acceptor = TreeAcceptor(drafter.reach, speculation.steps, (runner.pool,))
+    return SpeculativeStep(runner, drafter, acceptor, table, relay, page_size, device, completion)
+
+
+def reach(speculation: Speculation) -> int:
+    """KV slots that a tree may take behind the last token of a request."""
+    return max(speculation.nodes, (speculation.steps - 1) * speculation.topk)
 
 
 def _endpoint(

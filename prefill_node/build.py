@@ -14,6 +14,7 @@ from common.config.run_directory import control_address, peer_address
 from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.overlap import completion_for
 from common.engine.serving_model import load_serving_model, page_space
@@ -101,7 +102,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     incarnation = new_incarnation()
     peers = RouterSocket(context, address, security)
     sender = Sender(incarnation, name, endpoint, layout, peers.send, time.monotonic, limits)
-    runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
+    buckets = prefill_token_buckets(section.chunk_tokens)
+    runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows, buckets))
     draft = served.draft_runner(pool, offsets)
     extend = prefill_draft(None if draft is None else draft[0])
     graphs = node_graphs.prefill_graphs(runner, section.graphs, section.chunk_tokens, extend.hidden_mode)

@@ -26,7 +26,6 @@ from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
 from common.messages.prefill_inbox import Prefill, PrefillMessage
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
 from common.observability.logs import Log
-from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost
 from prefill_node.queues import Queues
 from prefill_node.request import PrefillRequest
@@ -325,16 +324,7 @@ class PrefillNode:
             request.mark("last_page_sent", self._clock())
             self._sender.finish(
                 request.room,
-                HandoffRecord(
-                    first_token=request.first_token.id,
-                    first_logprob=request.first_token.logprob,
-                    num_tokens=request.num_tokens,
-                    cached_tokens=request.lease.cached_tokens,
-                    draft_topk_p=request.draft.probs,
-                    draft_topk_ids=request.draft.ids,
-                    draft_hidden=request.draft.hidden,
-                    draft_hidden_dtype=self._draft.dtype_name,
-                ),
+                request.record(self._draft.dtype_name),
             )
 
     def _on_transfer(self, event: SlotsGranted | Delivered | TransferLost) -> None:

@@ -8,6 +8,7 @@ from common.engine.kv_cache.page_space import PageLease
 from common.engine.kv_cache.radix_cache import Keys
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
 from common.messages.generation import OutputToken, SamplingParams
+from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +50,21 @@ class PrefillRequest:
     @property
     def releasable(self) -> bool:
         return self.in_flight == 0 and self.settled
+
+    def record(self, hidden_dtype: HiddenDtype) -> HandoffRecord:
+        """What ends the transfer, once the first token is drawn."""
+        assert self.first_token is not None
+        assert self.lease is not None
+        return HandoffRecord(
+            first_token=self.first_token.id,
+            first_logprob=self.first_token.logprob,
+            num_tokens=self.num_tokens,
+            cached_tokens=self.lease.cached_tokens,
+            draft_topk_p=self.draft.probs,
+            draft_topk_ids=self.draft.ids,
+            draft_hidden=self.draft.hidden,
+            draft_hidden_dtype=hidden_dtype,
+        )
 
     def mark(self, stage: str, now: float) -> None:
         self.stages.setdefault(stage, now - self.received)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from common.config.schema import Cluster, Section
+from common.config.schema import Cluster, Section, Speculation
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 
@@ -133,6 +133,7 @@ def _check_health(cluster: Cluster) -> None:
 
 def _check_speculation(cluster: Cluster) -> None:
     section = cluster.speculation
+    _check_draft_tree(section)
     key = "speculation.draft_model_path"
     if section.algorithm not in ("none", "ngram"):
         if section.draft_model_path is None:
@@ -141,6 +142,24 @@ def _check_speculation(cluster: Cluster) -> None:
         raise ConfigError(
             key,
             f"algorithm {section.algorithm} has no draft model; remove the path or set algorithm to eagle3",
+        )
+
+
+def _check_draft_tree(section: Speculation) -> None:
+    steps, topk, nodes = section.steps, section.topk, section.draft_tokens
+    if topk == 1:
+        if nodes not in (None, steps + 1):
+            raise ConfigError(
+                "speculation.draft_tokens", f"a chain of {steps} steps is {steps + 1} tokens; leave it out"
+            )
+        return
+    if section.algorithm not in ("eagle", "eagle3"):
+        raise ConfigError("speculation.topk", f"{section.algorithm} drafts chains; topk must be 1")
+    most = topk + (steps - 1) * topk * topk + 1
+    if nodes is None or nodes > most:
+        raise ConfigError(
+            "speculation.draft_tokens",
+            f"give the size of the tree, 2 to {most} with steps {steps} and topk {topk}",
         )
 
 

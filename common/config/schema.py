@@ -135,7 +135,18 @@ class Speculation(Section, frozen=True, kw_only=True):
     draft_model_path: str | None = (
         None  # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head for this model, or a small model
     )
-    steps: Annotated[int, Meta(ge=1, le=31)] = 3  # drafts in a row, so steps + 1 tokens are verified at once
+    steps: Annotated[int, Meta(ge=1, le=31)] = (
+        3  # drafts in a row: at most steps + 1 tokens come of one forward
+    )
+    topk: Annotated[int, Meta(ge=1, le=16)] = 1  # eagle, eagle3: branches of a draft tree; 1: a chain
+    draft_tokens: Annotated[int, Meta(ge=2, le=128)] | None = (
+        None  # tokens verified at once; steps + 1 for a chain, to be given for a tree
+    )
+
+    @property
+    def nodes(self) -> int:
+        """Tokens of a request that one forward verifies, its last drawn token included."""
+        return self.steps + 1 if self.draft_tokens is None else self.draft_tokens
 
 
 class Transfer(Section, frozen=True, kw_only=True):

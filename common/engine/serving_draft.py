@@ -17,8 +17,6 @@ from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.eagle import Eagle3Head, EagleHead
 from common.engine.models.llama import LlamaForCausalLM
 
-TOPK = 1  # drafts are chains
-
 
 @dataclass(frozen=True, slots=True)
 class ServingDraft:
@@ -28,6 +26,7 @@ class ServingDraft:
     config: DraftConfig
     fingerprint: str
     shape: DraftShape
+    topk: int
 
     @property
     def kv_shapes(self) -> list[tuple[int, int]]:
@@ -40,23 +39,26 @@ class ServingDraft:
         attention = PagedAttention(pool, self.config.model.sliding_windows)
         if isinstance(self.head, LlamaForCausalLM):
             return ModelRunner(self.head, pool, attention)
-        return DraftRunner(self.head, attention, TOPK)
+        return DraftRunner(self.head, attention, self.topk)
 
 
 def load_serving_draft(
-    path: Path, config: DraftConfig, steps: int, target: LlamaForCausalLM, placement: Placement
+    path: Path,
+    config: DraftConfig,
+    steps: int,
+    topk: int,
+    target: LlamaForCausalLM,
+    placement: Placement,
 ) -> ServingDraft:
     """Load, share the target's embedding and head, and hold real widths against those of the config."""
+    fingerprint = draft_fingerprint(path, config, steps, topk)
     if config.algorithm == "standalone":
         dtype = str(placement.dtype).removeprefix("torch.")
         model, _ = load_model(path, dtype, placement.device)
-        return ServingDraft(model, config, draft_fingerprint(path, config, steps, TOPK), DraftShape())
-    return ServingDraft(
-        load_draft(path, config, target, placement),
-        config,
-        draft_fingerprint(path, config, steps, TOPK),
-        DraftShape(TOPK, hidden_size_for(config), dtype_for(placement), target.config.vocab_size),
-    )
+        return ServingDraft(model, config, fingerprint, DraftShape(), topk)
+    head = load_draft(path, config, target, placement)
+    shape = DraftShape(topk, hidden_size_for(config), dtype_for(placement), target.config.vocab_size)
+    return ServingDraft(head, config, fingerprint, shape, topk)
 
 
 def dtype_for(placement: Placement) -> torch.dtype:

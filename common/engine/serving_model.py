@@ -133,7 +133,9 @@ def load_serving_model(
     longest = min(wanted or config.max_position_embeddings, pages * cluster.kv.page_size)
     draft = None
     if draft_config is not None and draft_path is not None:
-        draft = load_serving_draft(draft_path, draft_config, cluster.speculation.steps, model, placement)
+        draft = load_serving_draft(
+            draft_path, draft_config, cluster.speculation.steps, cluster.speculation.topk, model, placement
+        )
     return ServingModel(model, config, placement, fingerprint, pages + 1, longest, draft)
 
 

@@ -76,7 +76,7 @@ class SpeculativeStep:
 
     @property
     def tokens_per_step(self) -> int:
-        return self._drafter.nodes
+        return self._drafter.reach
 
     @property
     def slack(self) -> int:
@@ -93,7 +93,7 @@ class SpeculativeStep:
         relay, nodes = self._relay, self._drafter.nodes
         rows = self._to_device([request.row for request in requests])
         lengths = relay.seq_len[rows].to(torch.int64)
-        longest = max(request.seq_len for request in requests) + nodes
+        longest = max(request.seq_len for request in requests) + self._drafter.reach
         table = self._page_table(requests, rows, longest)
         before = Round(requests, rows, relay.last_token[rows], lengths, table, longest)
         proposal = self._drafter.propose(before)

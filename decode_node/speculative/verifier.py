@@ -59,10 +59,10 @@ class ChainAcceptor:
 
 
 class TreeAcceptor:
-    """Trees of `nodes`, at most `depth` drafts on a path; `pools` hold their KV."""
+    """Trees of at most `depth` drafts on a path, within `reach` slots; `pools` hold their KV."""
 
-    def __init__(self, nodes: int, depth: int, pools: tuple[KvPool, ...]) -> None:
-        self.slack = nodes - 1
+    def __init__(self, reach: int, depth: int, pools: tuple[KvPool, ...]) -> None:
+        self.slack = reach - 1
         self._depth = depth
         self._pools = pools
 

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -105,7 +106,7 @@ def tensors(shape: Shape, seed: int, device: torch.device) -> Iterator[tuple[str
 
 
 def write(out: Path, shape: Shape, seed: int, device: torch.device) -> None:
-    """An ordinary Hugging Face directory: config, sharded safetensors, index, and the tiny target's tokenizer."""
+    """An ordinary Hugging Face directory: config, sharded safetensors, index and tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
@@ -130,11 +131,20 @@ def write(out: Path, shape: Shape, seed: int, device: torch.device) -> None:
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     (out / "config.json").write_text(json.dumps(shape.config(), indent=2))
     (out / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [1]}))
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ):  # a router wants one; prompts are sent as token ids
-        shutil.copy(TOKENIZER / name, out / name)
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer(shape.vocab)))
+    shutil.copy(TOKENIZER / "tokenizer_config.json", out / "tokenizer_config.json")
+
+
+def tokenizer(vocab: int) -> dict[str, Any]:
+    """The tiny target's, with a word for each id that it does not know.
+
+    Prompts are sent as token ids, but a token without text makes no event of a stream: gaps between events would
+    then say nothing of gaps between tokens.
+    """
+    described: dict[str, Any] = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    words = described["model"]["vocab"]
+    words.update({f"\u0120t{token_id}": token_id for token_id in range(len(words), vocab)})
+    return described
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention.whole_prompt import attend_whole_prompt
@@ -28,7 +27,6 @@ from common.engine.ops.rotary import rotary_angles
 from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.ops.sample_tokens import sample_tokens
 from common.engine.ops.silu_mul import silu_mul
-from common.engine.ops.skinny_linear import skinny_linear_triton
 from common.engine.sampler import SamplingBatch, sample
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, matmul_rate, sets_for
@@ -174,26 +172,6 @@ def sampling() -> Iterator[Result]:
         yield measure("sample top-k top-p", f"{rows}", calls, logits[0].nbytes)
 
 
-def skinny() -> Iterator[Result]:
-    """The products of a decode step at small batches, by cuBLAS and by our kernel."""
-    shapes = {
-        "qkv": ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
-        "o": (HIDDEN, HEADS * DIM),
-        "gate-up": (2 * INTER, HIDDEN),
-        "down": (HIDDEN, INTER),
-        "LM head": (VOCAB, HIDDEN),
-    }
-    for (name, (columns, size)), rows in itertools.product(shapes.items(), (1, 4, 16)):
-        nbytes = 2 * columns * size
-        weights = [bf16(columns, size) for _ in range(sets_for(nbytes))]
-        x = bf16(rows, size)
-        shape = f"{name} {rows} x {columns} x {size}"
-        yield measure("linear cuBLAS", shape, [partial(F.linear, x, w) for w in weights], nbytes)
-        for block, stages in (((32, 256), 4), ((64, 128), 4), ((32, 128), 5)):
-            calls = [partial(skinny_linear_triton, x, w, block, stages) for w in weights]
-            yield measure(f"linear {block} stages {stages}", shape, calls, nbytes)
-
-
 def host() -> Iterator[Result]:
     """Microseconds of CPU per eager call: what a break of a prefill graph pays per layer."""
     pages, starts, query, _, _ = extend_args(128, 0)
@@ -241,7 +219,7 @@ def tune() -> Iterator[Result]:
 
 SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {
     section.__name__: section
-    for section in (elementwise, decode, extend, whole_prompt, first_calls, sampling, skinny, host)
+    for section in (elementwise, decode, extend, whole_prompt, first_calls, sampling, host)
 }
 
 

@@ -60,6 +60,20 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
         },
         3.0,
     ),
+    "eagle3-tree": (
+        {
+            "speculation": {
+                "algorithm": "eagle3",
+                "draft_model_path": str(MODELS / "tiny-eagle3"),
+                "steps": 5,
+                "topk": 4,
+                "draft_tokens": 16,
+            },
+            "kv": {"page_size": 4},
+            "decode": {"read_results": "one_behind"},
+        },
+        4.5,
+    ),
     "standalone": (
         {
             "speculation": {

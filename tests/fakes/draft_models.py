@@ -22,8 +22,10 @@ from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
 from decode_node.speculative.drafters.drafter import Drafter, Proposal, Round, Verified
 from decode_node.speculative.drafters.eagle import EagleDrafter
+from decode_node.speculative.drafters.eagle_tree import EagleTreeDrafter
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.tree import chain
+from decode_node.speculative.verifier import TreeAcceptor
 from kv_transfer.layout import KvLayout
 from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
 from tests.fakes.drafters import speculative
@@ -60,13 +62,14 @@ def tiny_draft(name: str) -> Eagle3Head | EagleHead:
 class DraftModel(NoDraftModel):
     """As the nodes' build.py composes it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, topk: int = 1) -> None:
         self.name = name
+        self.topk = topk
         config = DRAFTS[name]
         self.config = config
         self.aux_layers = config.aux_layers
         self.kv_shapes = [(config.model.num_kv_heads, config.model.head_dim)] * self.layers
-        self.shape = DraftShape(1, hidden_size_for(config), PLACEMENT.dtype, VOCAB)
+        self.shape = DraftShape(topk, hidden_size_for(config), PLACEMENT.dtype, VOCAB)
 
     @property
     def layers(self) -> int:
@@ -83,7 +86,7 @@ class DraftModel(NoDraftModel):
         return KvPool(self.layers, model.num_kv_heads, model.head_dim, *rest)
 
     def runner(self, pool: KvPool) -> DraftRunner:
-        return DraftRunner(tiny_draft(self.name), PagedAttention(pool, (None,) * self.layers), topk=1)
+        return DraftRunner(tiny_draft(self.name), PagedAttention(pool, (None,) * self.layers), self.topk)
 
     def prefill(self, pool: KvPool | None) -> PrefillDraft:
         assert pool is not None
@@ -156,7 +159,7 @@ class Observed:
         self._hit = hit
         self._seen = seen
         self._random = random.Random(3)
-        self.nodes = drafter.nodes
+        self.nodes, self.reach = drafter.nodes, drafter.reach
         self.needs_results = drafter.needs_results
         self.hidden_mode = drafter.hidden_mode
 
@@ -178,6 +181,52 @@ class Observed:
         self._drafter.absorb(batch, verified)
 
 
+Trees = list[tuple[list[int], set[tuple[int, ...]]]]
+
+
+def branching(
+    name: str, steps: int, topk: int, nodes: int, seen: Trees | None = None
+) -> tuple[NoDraftModel, MakeStep]:
+    """A cluster whose heads draft trees; every tree is noted in `seen` (text, paths)."""
+    model = DraftModel(name, topk)
+
+    def drafter(parts: Parts) -> Drafter:
+        assert parts.draft_pool is not None
+        runner = model.runner(parts.draft_pool)
+        made = EagleTreeDrafter(runner, parts.relay, steps, topk, nodes, parts.page_size)
+        return made if seen is None else ObservedTrees(made, seen)
+
+    reach = max(nodes, (steps - 1) * topk)
+    return model, speculative(drafter, lambda runner: TreeAcceptor(reach, steps, (runner.pool,)))
+
+
+class ObservedTrees:
+    """See `branching`."""
+
+    def __init__(self, drafter: Drafter, seen: Trees) -> None:
+        self._drafter = drafter
+        self._seen = seen
+        self.nodes, self.reach = drafter.nodes, drafter.reach
+        self.needs_results = drafter.needs_results
+        self.hidden_mode = drafter.hidden_mode
+
+    def propose(self, batch: Round) -> Proposal:
+        proposal = self._drafter.propose(batch)
+        for row, request in enumerate(batch.requests):
+            told = int(batch.seq_len[row]) + 1 - len(request.prompt)
+            answer = reference(tuple(request.prompt), request.sampling, request.emitted)[0]
+            parents, tokens = proposal.trees.parents[row].tolist(), proposal.trees.tokens[row].tolist()
+            paths: list[tuple[int, ...]] = [()]
+            for parent, token in zip(parents[1:], tokens[1:]):
+                paths.append((*paths[parent], token))
+            if told < len(answer):
+                self._seen.append((request.prompt + answer[:told], set(paths[1:])))
+        return proposal
+
+    def absorb(self, batch: Round, verified: Verified) -> None:
+        self._drafter.absorb(batch, verified)
+
+
 @torch.inference_mode()
 def eager_model_drafts(text: Sequence[int], steps: int) -> list[int]:
     """What the standalone model says behind `text`."""
@@ -193,30 +242,37 @@ def eager_drafts(name: str, text: Sequence[int], steps: int) -> list[int]:
     """What the head drafts behind `text`, whose last token the target has not read: everything again for each draft."""
     if name == "standalone":
         return eager_model_drafts(text, steps)
+    drafts: list[int] = []
+    for _ in range(steps):
+        drafts.append(eager_branches(name, text, drafts, 1)[0][1])
+    return drafts
+
+
+@torch.inference_mode()
+def eager_branches(name: str, text: Sequence[int], path: Sequence[int], topk: int) -> list[tuple[float, int]]:
+    """(probability, token) of the head's likeliest tokens behind `text` and the drafts `path`."""
     config, head = DRAFTS[name], tiny_draft(name)
-    count = len(text) - 1
     pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
     target = ModelRunner(
         tiny_model(aux=config.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
     )
     aux = target(_one(list(text[:-1]))).hidden
     assert aux is not None
-    hidden, tokens, drafts = head.project(aux), list(text[1:]), list[int]()
+    hidden, known = head.project(aux), [*text[1:], *path]
     layers = DraftModel(name).layers
-    for _ in range(steps):
+    while True:
         draft_pool = KvPool(
             layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device
         )
         attention = PagedAttention(draft_pool, (None,) * layers)
-        batch = _one(tokens)
+        batch = _one(known[: len(hidden)])
         attention.plan(batch)
         output = head(batch.input_ids, hidden, batch.positions, attention)
-        best = head.compute_logits(output.last[-1:]).argmax(-1)
-        drafts.append(int(head.target_ids(best)))
-        tokens.append(drafts[-1])
+        if len(hidden) == len(known):
+            break
         hidden = torch.cat((hidden, output.hidden[-1:]))
-    assert len(tokens) == count + steps
-    return drafts
+    probs, ids = head.compute_logits(output.last[-1:])[0].softmax(-1).topk(topk)
+    return list(zip(probs.tolist(), head.target_ids(ids).tolist()))
 
 
 def _one(ids: list[int]) -> ForwardBatch:

@@ -59,7 +59,7 @@ class Foresight:
     hidden_mode = CaptureHiddenMode.NULL
 
     def __init__(self, hit: float, nodes: int, branch: int) -> None:
-        self.nodes = nodes
+        self.nodes = self.reach = nodes
         self._hit = hit
         self._branch = branch
         self._random = random.Random(7)

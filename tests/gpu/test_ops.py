@@ -24,7 +24,6 @@ from common.engine.ops.rotary import rotary_angles, rotary_angles_reference
 from common.engine.ops.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
 from common.engine.ops.sample_tokens import sample_tokens, sample_tokens_reference
 from common.engine.ops.silu_mul import silu_mul, silu_mul_reference
-from common.engine.ops.skinny_linear import skinny_linear, skinny_linear_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,14 +81,6 @@ def test_rotary_kv_write(dtype: torch.dtype, norm: bool) -> None:
         limit = 4 * TOLERANCE[dtype]  # the reference rounds between the products
         torch.testing.assert_close(actual, expected, atol=limit, rtol=limit, equal_nan=True)
     assert not results[1][1][:, 0].any()
-
-
-@pytest.mark.parametrize("rows", [1, 16, 17])
-def test_skinny_linear(rows: int) -> None:
-    for columns, size in ((4096, 14336), (10_000, 4096), (1000, 1000)):
-        x = normal(rows, size, dtype=torch.bfloat16)
-        weight = normal(columns, size, dtype=torch.bfloat16) / 64
-        close(skinny_linear(x, weight), skinny_linear_reference(x, weight))
 
 
 class Cache:

@@ -24,7 +24,7 @@ class Round:
     last_token: Tensor  # [B] int64, drawn but without KV
     seq_len: Tensor  # [B] int64, tokens with KV: last_token stands at this position
     page_table: Tensor  # [B, pages] int32, page 0 behind a request's own pages
-    longest: int  # host upper bound of seq_len + nodes
+    longest: int  # host upper bound of seq_len + reach
 
     def slots(self, positions: Tensor, page_size: int) -> Tensor:
         """KV slots of positions [B, n]."""
@@ -69,6 +69,11 @@ class Drafter(Protocol):
 
     @property
     def nodes(self) -> int: ...
+
+    @property
+    def reach(self) -> int:
+        """KV slots behind a request's length that a round writes, at least `nodes`."""
+        ...
 
     @property
     def needs_results(self) -> bool:

@@ -31,6 +31,10 @@ class EagleDrafter:
     def nodes(self) -> int:
         return self._steps + 1
 
+    @property
+    def reach(self) -> int:
+        return self.nodes
+
     def propose(self, batch: Round) -> Proposal:
         """Step i reads draft i at position seq_len + i - 1; the first draft needs no step."""
         draft = self._relay.draft_ids[batch.rows][:, 0]

@@ -102,6 +102,10 @@ class NgramDrafter:
         return self._steps + 1
 
     @property
+    def reach(self) -> int:
+        return self.nodes
+
+    @property
     def texts(self) -> int:
         """Requests with an index now."""
         return len(self._texts)

@@ -27,6 +27,10 @@ class StandaloneDrafter:
     def nodes(self) -> int:
         return self._steps + 1
 
+    @property
+    def reach(self) -> int:
+        return self.nodes
+
     def propose(self, batch: Round) -> Proposal:
         tokens = [batch.last_token]
         for step in range(self._steps):

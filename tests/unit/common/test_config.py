@@ -494,7 +494,13 @@ def test_defaults_leave_room_for_heartbeats() -> None:
         ("{algorithm: ngram, draft_model_path: x}", "algorithm ngram has no draft model; remove the path"),
         ("{draft_model_path: x}", "algorithm none has no draft model"),
         ("{algorithm: medusa}", "Invalid enum value 'medusa'"),
-        ("{algorithm: ngram, topk: 2}", "unknown key"),
+        ("{algorithm: ngram, topk: 2}", "ngram drafts chains; topk must be 1"),
+        ("{algorithm: ngram, draft_tokens: 9}", "a chain of 3 steps is 4 tokens; leave it out"),
+        ("{algorithm: eagle3, draft_model_path: x, topk: 2}", "give the size of the tree, 2 to 11 with"),
+        (
+            "{algorithm: eagle3, draft_model_path: x, topk: 2, draft_tokens: 12}",
+            "2 to 11 with steps 3 and topk 2",
+        ),
         ("{algorithm: ngram, steps: 0}", "Expected `int` >= 1"),
     ],
 )

@@ -15,7 +15,6 @@ from common.engine.ops.rms_norm import (
 from common.engine.ops.rotary import rotary_angles_reference, rotary_angles_triton
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference, rotary_kv_write_triton
 from common.engine.ops.silu_mul import silu_mul_reference, silu_mul_triton
-from common.engine.ops.skinny_linear import skinny_linear_reference, skinny_linear_triton
 from common.engine.ops.triton_kernel import tl
 
 pytestmark = [
@@ -108,17 +107,6 @@ def test_the_pages_may_have_another_dtype() -> None:
     rotary_kv_write_triton(qkv, cos, sin, None, None, 0.0, *planes, torch.tensor([6]))
     assert torch.equal(planes[0, 1, 2], qkv[0, 1:2].half())
     assert torch.equal(planes[1, 1, 2], qkv[0, 2:].half())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("rows", "columns", "size"), [(0, 32, 64), (1, 64, 512), (16, 70, 300), (5, 9000, 130)]
-)
-def test_skinny_linear(dtype: torch.dtype, rows: int, columns: int, size: int) -> None:
-    x, weight = torch.randn(rows, size, dtype=dtype), torch.randn(columns, size, dtype=dtype) / 16
-    actual, expected = skinny_linear_triton(x, weight), skinny_linear_reference(x, weight)
-    half = dtype == torch.float16
-    torch.testing.assert_close(actual, expected, atol=4e-3 if half else 1e-5, rtol=2e-3 if half else 1e-4)
 
 
 def test_a_launcher_refuses_another_layout() -> None:

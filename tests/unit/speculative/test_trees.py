@@ -1,0 +1,147 @@
+"""Trees by EAGLE heads: selection as in spec/algorithms.md 6.4, and plain decoding's tokens whatever the shape."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.engine.overlap import Completion, Deferred, Immediate
+from decode_node.speculative.tree import select_nodes, tree
+from tests.fakes.draft_models import branching, drafting, eager_branches
+from tests.fakes.node_cluster import Call, NodeCluster, Shape
+from tests.fakes.tiny_model import VOCAB, reference
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
+
+
+def expect_reference(*calls: Call) -> None:
+    for call in calls:
+        assert call.error is None, call.error
+        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
+
+
+def test_worked_example_of_the_selection() -> None:
+    """k 2, S 2, N 4: A .6, B .3; from A: C .30, D .18; from B: E .27, F .0. Kept: A, B, C, and C stands under A."""
+    scores = torch.tensor([[0.6, 0.3, 0.30, 0.18, 0.27, 0.0]])
+    kept, parents = select_nodes(scores, torch.tensor([[-1, 0, 1]]), topk=2, nodes=4)
+    assert kept.tolist() == [[0, 1, 2]]
+    assert parents.tolist() == [[-1, 0, 0, 1]]
+    made = tree(torch.tensor([[9, 1, 2, 3]]), parents, 2)
+    assert made.mask.int().tolist() == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32), st.data())
+def test_a_child_is_never_kept_without_its_parent(k: int, steps: int, seed: int, data: st.DataObject) -> None:
+    """Tied scores too: they come in tenths."""
+    rng = random.Random(seed)
+    scores = [rng.randint(1, 10) / 10 for _ in range(k)]
+    parents, beams = list(range(-1, k)), list(range(k))
+    for level in range(1, steps):
+        first = k + (level - 1) * k * k
+        new = [scores[beam] * rng.choice((0.1, 0.5, 1.0)) for beam in beams for _ in range(k)]
+        scores += new
+        chosen = sorted(range(k * k), key=lambda i: -new[i])[:k]
+        beams = [first + i for i in chosen]
+        parents += beams
+    nodes = data.draw(st.integers(2, len(scores) + 1))
+    kept, above = select_nodes(torch.tensor([scores], dtype=torch.float64), torch.tensor([parents]), k, nodes)
+    flats = [-1, *kept[0].tolist()]
+    assert above[0, 0] == -1
+    for node in range(1, nodes):
+        parent = parents[flats[node] // k]
+        assert flats[above[0, node]] == parent
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize(
+    ("steps", "topk", "nodes"), [(1, 4, 5), (2, 2, 4), (3, 4, 8), (5, 3, 12), (7, 8, 20)]
+)
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+def test_tokens_equal_plain_decoding(
+    name: str, steps: int, topk: int, nodes: int, page_size: int, completion: type[Completion]
+) -> None:
+    model, step = branching(name, steps, topk, nodes)
+    shape = Shape(draft=model, step=step, page_size=page_size, completion=completion, chunk_tokens=7)
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 17)]
+        calls += [cluster.submit(prompt_of(n), 9, seed=n, **SAMPLED) for n in (3, 20)]
+        calls += [cluster.submit(prompt_of(n), n) for n in (2, 3, 5)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_retraction(completion: type[Completion]) -> None:
+    model, step = branching("eagle3", 3, 2, 6)
+    shape = Shape(
+        draft=model,
+        step=step,
+        page_size=4,
+        decode_pool=96,
+        reserved_tokens=4,
+        max_running=4,
+        completion=completion,
+    )
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
+        calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(3)]
+        cluster.run()
+        expect_reference(*calls)
+        assert cluster.decode.link.counters.retractions > 0
+        cluster.settle()
+
+
+def test_one_branch_is_the_chain_and_more_accept_more() -> None:
+    """topk 1 as a tree drafts what the chain drafts, and a wide tree finds more of a random head's rare hits."""
+    lengths = []
+    made = (drafting("eagle3", 3), branching("eagle3", 3, 1, 4), branching("eagle3", 3, 8, 40))
+    for model, step in made:
+        with NodeCluster(Shape(draft=model, step=step)) as cluster:
+            calls = [cluster.submit(prompt_of(n), 60) for n in (5, 19, 33)]
+            cluster.run()
+            expect_reference(*calls)
+            lengths.append(cluster.decode.link.counters.avg_spec_accept_length)
+    assert lengths[0] == lengths[1]
+    assert lengths[2] > lengths[0] + 0.05, lengths
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("steps", "topk", "nodes"), [(2, 2, 4), (3, 3, 9), (4, 2, 8)])
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+def test_trees_equal_an_eager_recompute(name: str, steps: int, topk: int, nodes: int, page_size: int) -> None:
+    """Every tree of every round: the same paths as a search that runs the whole text again for each node."""
+    seen: list[tuple[list[int], set[tuple[int, ...]]]] = []
+    model, step = branching(name, steps, topk, nodes, seen)
+    with NodeCluster(Shape(draft=model, step=step, page_size=page_size, chunk_tokens=7)) as cluster:
+        calls = [cluster.submit(prompt_of(n), 12) for n in (2, 17)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+    assert len(seen) > 15
+    for text, paths in seen:
+        assert paths == _eager_tree(name, text, steps, topk, nodes)
+
+
+def _eager_tree(name: str, text: list[int], steps: int, topk: int, nodes: int) -> set[tuple[int, ...]]:
+    beams: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for _ in range(steps):
+        grown = [
+            (score * prob, (*path, token))
+            for score, path in beams
+            for prob, token in eager_branches(name, text, path, topk)
+        ]
+        found += grown
+        beams = sorted(grown, key=lambda each: -each[0])[:topk]
+    return {path for _, path in sorted(found, key=lambda each: -each[0])[: nodes - 1]}
