@@ -86,4 +86,4 @@ class AutoregressiveStep:
         if self._device.type == "cuda":
             rows = rows.pin_memory().to(self._device, non_blocking=True)
         sampled = self._decode(rows, sampling_variant(request.sampling for request in requests))
-        return LaunchedAutoregressive(tuple(requests), sampled, self._completion())
+        return LaunchedAutoregressive(tuple(requests), sampled.on_host(), self._completion())

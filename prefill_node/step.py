@@ -52,7 +52,8 @@ class PrefillStep:
         output = self._forward(batch)
         sampled = sample(output.logits, self._sampling(finals)) if finals else None
         draft = self._draft.extend(chunks, batch, output, sampled)
-        return LaunchedPrefill(chunks, finals, sampled, draft, self._completion())
+        drawn = None if sampled is None else sampled.on_host()
+        return LaunchedPrefill(chunks, finals, drawn, draft, self._completion())
 
     def _batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
         lengths = [chunk.length for chunk in chunks]

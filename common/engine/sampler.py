@@ -41,6 +41,28 @@ class SampleOutput:
     top_ids: Tensor | None = None  # [R, n] int64, likeliest first
     top_logprobs: Tensor | None = None  # [R, n] float32
 
+    def on_host(self) -> SampleOutput:
+        """Copies in host memory, to be read once the stream has come here; nothing waits.
+
+        Read from the device itself they would come behind whatever was launched since: a whole step late.
+        """
+        if self.token_ids.device.type == "cpu":
+            return self
+
+        def copy(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+        def maybe(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else copy(tensor)
+
+        return SampleOutput(
+            copy(self.token_ids),
+            copy(self.invalid),
+            maybe(self.logprobs),
+            maybe(self.top_ids),
+            maybe(self.top_logprobs),
+        )
+
 
 @torch.inference_mode()
 def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
