@@ -2,10 +2,13 @@
 
     python -m tests.bench.serve http://127.0.0.1:8000 --input 512 --output 64 --concurrency 1 8 32 --json FILE
 
-Closed loop: each of C clients sends its next request when the last one is answered. Prompts are random token
-ids, no two alike, so that no prefix cache helps. With --floor MODEL the same prompts run through `transformers`
-generate, one at a time, in this process and on this machine: the ratio at concurrency 1 is what the cluster costs
-or saves.
+    python -m tests.bench.serve http://127.0.0.1:8000 --input 1024 --output 256 --rates 8 16 32 --seconds 20
+
+--concurrency is a closed loop: each of C clients sends its next request when the last one is answered. --rates is
+an open loop: Poisson arrivals, whatever the cluster does; `goodput` is the share of requests within LIMITS.
+Prompts are random token ids, no two alike, so that no prefix cache helps. With --floor MODEL the same prompts run
+through `transformers` generate, one at a time, in this process and on this machine: the ratio at concurrency 1 is
+what the cluster costs or saves.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import aiohttp
 
 from tests.bench.environment import describe
 
+LIMITS = 0.200, 0.015  # seconds to the first token, and a request's p99 gap: what `goodput` counts as in time
+
 
 @dataclass
 class Sample:
@@ -33,6 +38,15 @@ class Sample:
     first: float
     gaps: list[float] = field(default_factory=list)
     tokens: int = 0
+
+    @property
+    def per_token(self) -> float:
+        """Seconds per token after the first: several may come with one event."""
+        return sum(self.gaps) / max(self.tokens - 1, 1)
+
+    def within(self, first: float, gap: float) -> bool:
+        """Whether the first token and the request's p99 gap came in time; seconds."""
+        return self.first <= first and percentile(self.gaps or [0.0], 0.99) <= gap
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -68,14 +82,16 @@ async def one_request(session: aiohttp.ClientSession, prompt: list[int], output:
     return sample
 
 
+def open_session(url: str) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=600)
+    return aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+
+
 async def closed_loop(url: str, prompts: list[list[int]], output: int, concurrency: int) -> dict[str, Any]:
     """All prompts, `concurrency` at a time."""
     waiting = iter(prompts)
     samples: list[Sample] = []
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(
-        url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-    ) as session:
+    async with open_session(url) as session:
 
         async def client() -> None:
             for prompt in waiting:
@@ -84,18 +100,41 @@ async def closed_loop(url: str, prompts: list[list[int]], output: int, concurren
         started = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(concurrency)))
         seconds = time.perf_counter() - started
+    return {"load": concurrency, **summary(samples, seconds)}
+
+
+async def open_loop(
+    url: str, prompts: list[list[int]], output: int, rate: float, rng: random.Random
+) -> dict[str, Any]:
+    """Each prompt at its own time, `rate` per second on average, however many are unanswered."""
+    async with open_session(url) as session:
+        tasks = []
+        due = started = time.perf_counter()
+        for prompt in prompts:
+            due += rng.expovariate(rate)
+            await asyncio.sleep(due - time.perf_counter())
+            tasks.append(asyncio.create_task(one_request(session, prompt, output)))
+        samples = await asyncio.gather(*tasks)
+        seconds = time.perf_counter() - started
+    return {"load": rate, **summary(samples, seconds)}
+
+
+def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
     gaps = [gap for sample in samples for gap in sample.gaps]
     firsts = [sample.first for sample in samples]
+    per_token = [sample.per_token for sample in samples]
     return {
-        "concurrency": concurrency,
         "requests": len(samples),
         "ttft_ms_p50": 1e3 * statistics.median(firsts),
         "ttft_ms_p99": 1e3 * percentile(firsts, 0.99),
         "gap_ms_p50": 1e3 * statistics.median(gaps),
         "gap_ms_p99": 1e3 * percentile(gaps, 0.99),
         "gap_ms_max": 1e3 * max(gaps),
+        "token_ms_p50": 1e3 * statistics.median(per_token),
+        "token_ms_p99": 1e3 * percentile(per_token, 0.99),
         "output_tokens_per_s": sum(sample.tokens for sample in samples) / seconds,
         "requests_per_s": len(samples) / seconds,
+        "goodput": statistics.mean(sample.within(*LIMITS) for sample in samples),
     }
 
 
@@ -134,6 +173,8 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=int, default=0, help="per level; default: 4 per client, at least 12"
     )
+    parser.add_argument("--rates", type=float, nargs="+", help="open loop: requests per second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="open loop: length of the arrivals")
     parser.add_argument("--vocab", type=int, default=700, help="token ids are drawn below this")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--floor", type=Path, help="model directory for the transformers comparison")
@@ -146,14 +187,21 @@ def main() -> None:
 
     asyncio.run(closed_loop(options.url, prompts(2), options.output, 1))  # warm-up
     rows = []
-    print(f"{'clients':>8} {'ttft p50':>9} {'p99':>8} {'gap p50':>8} {'p99':>8} {'max':>8} {'tok/s':>8}")
-    for level in options.concurrency:
-        count = options.requests or max(12, 4 * level)
-        row = asyncio.run(closed_loop(options.url, prompts(count), options.output, level))
+    print(
+        f"{'load':>6} {'ttft p50':>9} {'p99':>8} {'gap p50':>8} {'p99':>8} {'max':>8} {'tok p50':>8} {'tok/s':>8} good"
+    )
+    for level in options.rates or options.concurrency:
+        if options.rates:
+            count = max(12, int(level * options.seconds))
+            row = asyncio.run(open_loop(options.url, prompts(count), options.output, level, rng))
+        else:
+            count = options.requests or max(12, 4 * level)
+            row = asyncio.run(closed_loop(options.url, prompts(count), options.output, level))
         rows.append(row)
         print(
-            f"{level:8d} {row['ttft_ms_p50']:9.1f} {row['ttft_ms_p99']:8.1f} {row['gap_ms_p50']:8.2f} "
-            f"{row['gap_ms_p99']:8.2f} {row['gap_ms_max']:8.1f} {row['output_tokens_per_s']:8.0f}"
+            f"{level:6g} {row['ttft_ms_p50']:9.1f} {row['ttft_ms_p99']:8.1f} {row['gap_ms_p50']:8.2f} "
+            f"{row['gap_ms_p99']:8.2f} {row['gap_ms_max']:8.1f} {row['token_ms_p50']:8.2f} "
+            f"{row['output_tokens_per_s']:8.0f} {row['goodput']:4.0%}"
         )
     floor = transformers_alone(options.floor, prompts(6), options.output) if options.floor else None
     if floor is not None:
