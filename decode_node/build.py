@@ -20,6 +20,7 @@ from common.engine.draft_runner import DraftRunner
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
 from common.engine.serving_model import load_serving_model, page_space
 from common.errors import ConfigError
@@ -126,6 +127,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     step = _step(cluster, runner, graphs, None if draft is None else draft[0], table, relay)
     reporter.report("capturing")
     node_graphs.capture(graphs, log)
+    report_compilations(
+        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
+    )
     link = RouterLink(
         context,
         control_address(resolved),

@@ -16,6 +16,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
 from common.engine.serving_model import load_serving_model, page_space
 from common.ipc import LinkSecurity, RouterSocket, check_bind, link_security
@@ -109,6 +110,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     graphs = node_graphs.prefill_graphs(runner, section.graphs, section.chunk_tokens, extend.hidden_mode)
     reporter.report("capturing")
     node_graphs.capture(graphs, log)
+    report_compilations(
+        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
+    )
     step = PrefillStep(
         graphs.forward,
         extend,

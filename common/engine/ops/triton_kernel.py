@@ -7,6 +7,7 @@ then take CPU tensors, which is how the unit tests hold kernels and references t
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,15 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton, tl = None, None
 
-__all__ = ["cdiv", "kernel", "kernel_with_varying", "multiprocessors", "next_power_of_2", "tl"]
+__all__ = [
+    "cdiv",
+    "kernel",
+    "kernel_with_varying",
+    "multiprocessors",
+    "next_power_of_2",
+    "report_compilations",
+    "tl",
+]
 
 
 class _Missing:
@@ -50,6 +59,26 @@ def kernel_with_varying(*names: str) -> Callable[[Callable[..., Any]], Any]:
         return triton.jit(function, do_not_specialize=list(names))
 
     return declare
+
+
+def report_compilations(report: Callable[[str, float], None]) -> None:
+    """From now on, call report(kernel and its specialization, seconds) after each compilation in this process.
+
+    Set once a node is ready: a kernel that compiles while serving holds up every request of that step for a second.
+    """
+    if triton is None:
+        return
+    begun: dict[str, float] = {}
+
+    def before(*, key: str, **_: object) -> bool:
+        begun[key] = time.perf_counter()
+        return False  # go on and compile
+
+    def after(*, key: str, repr: str, **_: object) -> None:
+        report(repr, time.perf_counter() - begun.pop(key, time.perf_counter()))
+
+    triton.knobs.runtime.jit_cache_hook = before
+    triton.knobs.runtime.jit_post_compile_hook = after
 
 
 def cdiv(a: int, b: int) -> int:
