@@ -24,6 +24,7 @@ from common.engine.ops.rotary import rotary_angles, rotary_angles_reference
 from common.engine.ops.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
 from common.engine.ops.sample_tokens import sample_tokens, sample_tokens_reference
 from common.engine.ops.silu_mul import silu_mul, silu_mul_reference
+from common.engine.ops.verify_attention import verify_attention, verify_reference, verify_triton
 
 pytestmark = [
     pytest.mark.gpu,
@@ -147,6 +148,53 @@ def test_attention(dtype: torch.dtype, dim: int, page_size: int, window: int | N
     assert not out[-150:].any()
 
 
+def tree_masks(batch: int, nodes: int, new: int) -> Tensor:
+    """Random trees of `nodes` slots, of which the last `new` are rows: [batch, new, nodes]."""
+    mask = torch.eye(nodes, dtype=torch.bool).repeat(batch, 1, 1)
+    for row in mask:
+        for node in range(1, nodes):
+            row[node] |= row[int(torch.randint(node, (1,)))]
+    return mask[:, nodes - new :].to(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "page_size", "window"),
+    [
+        (torch.bfloat16, 32, 8, 128, 16, None),
+        (torch.bfloat16, 32, 8, 128, 1, 100),
+        (torch.bfloat16, 14, 2, 64, 64, None),
+        (torch.float16, 8, 8, 64, 16, 3),
+        (torch.float32, 4, 2, 16, 16, None),
+        (torch.float32, 8, 2, 128, 16, 100),
+    ],
+)
+@pytest.mark.parametrize(("new", "width"), [(1, 1), (4, 4), (8, 24), (60, 60)])
+def test_verify_attention(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    window: int | None,
+    new: int,
+    width: int,
+) -> None:
+    """Any split gives the reference's rows, among NaN; a padding row gives zeros."""
+    lengths = [width, 63 + width, 700, 2000, 130]
+    cache, masks = Cache(lengths, page_size, kv_heads, dim, dtype), tree_masks(6, width, new)
+    query = normal(6 * new, heads, dim, dtype=dtype)
+    query[-new:] = torch.nan
+    tail = 2048, window, dim**-0.5
+    exact = query[:-new].double(), *cache.planes.double(), cache.page_table, cache.lengths, masks[:-1]
+    expected = verify_reference(*exact, *tail)
+    table = torch.cat((cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)))
+    padded = torch.cat((cache.lengths, torch.zeros_like(cache.lengths[:1])))
+    args = query, *cache.planes, table, padded, masks, *tail
+    for out in (verify_attention(*args), verify_triton(*args, splits=1), verify_triton(*args, splits=7)):
+        close(out[:-new], expected)
+        assert not out[-new:].any()
+
+
 def test_sampling_draws_the_tokens_of_the_reference() -> None:
     rows, vocab = 64, 128256
     logits = 3 * torch.randn(rows, vocab, device=CUDA)
@@ -172,17 +220,21 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with() -> None:
     cache = Cache([700, 64], 16, 2, 128, torch.bfloat16)
     query, lengths = normal(2, 8, 128, dtype=torch.bfloat16), torch.ones_like(cache.lengths)
 
-    def run() -> Tensor:
-        return decode_attention(query, *cache.planes, cache.page_table, lengths, 8192, None, 128**-0.5)
+    def run() -> tuple[Tensor, Tensor]:
+        rest = cache.page_table, lengths, 8192, None, 128**-0.5
+        mask = torch.ones(2, 1, 1, dtype=torch.bool, device=CUDA)
+        tree = verify_attention(query, *cache.planes, cache.page_table, lengths, mask, *rest[2:])
+        return decode_attention(query, *cache.planes, *rest), tree
 
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run()
+        outputs = run()
     lengths.copy_(cache.lengths)
     graph.replay()
-    for row in range(2):
-        close(out[row : row + 1], cache.expected(row, query[row : row + 1], None))
+    for out in outputs:
+        for row in range(2):
+            close(out[row : row + 1], cache.expected(row, query[row : row + 1], None))
 
 
 def test_the_filters_keep_what_sorting_keeps() -> None:

@@ -13,7 +13,9 @@ class ForwardMode(Enum):
 
     EXTEND = "extend"  # any number of new tokens per request, after a cached prefix of any length
     DECODE = "decode"  # exactly one new token per request
-    VERIFY = "verify"  # the same number of new tokens for each request: a tree of drafts under its last token
+    VERIFY = (
+        "verify"  # the same number of new tokens for each request: nodes of a tree, behind a common prefix
+    )
 
 
 class CaptureHiddenMode(IntEnum):
@@ -44,7 +46,8 @@ class ForwardBatch:
     hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     query_lens_host: tuple[int, ...] | None = None  # [B] new tokens per request; EXTEND only
     seq_lens_host: tuple[int, ...] | None = None  # [B] equals seq_lens; EXTEND only
-    tree_mask: Tensor | None = None  # [B, N, N] bool, row n: node n and its ancestors; VERIFY only
+    # [B, N, W] bool over the last W >= N slots of each request, row n: new token n and its ancestors; VERIFY only
+    tree_mask: Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -11,17 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.key_parts import BLOCK_KEYS, GRANULE, LOG2_E, KeyParts, choose_splits
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
-from common.engine.ops.triton_kernel import cdiv, kernel_with_varying, multiprocessors, next_power_of_2, tl
+from common.engine.ops.triton_kernel import kernel_with_varying, multiprocessors, next_power_of_2, tl
 
 SHORT = 256  # CPU: requests up to this length are gathered together in buckets, longer ones one by one
 BUCKET = 64
-BLOCK_KEYS = 64
-GRANULE = 16
-MAX_SPLITS = 32
-LOG2_E = 1.4426950408889634
-PROGRAMS_PER_PROCESSOR = 4  # at most: a few more would be a last wave of their own (measured on an H200)
 
 
 def decode_reference(
@@ -171,34 +167,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=row < GROUP)
 
 
-@kernel_with_varying("splits")
-def _combine_kernel(  # type: ignore[no-untyped-def]
-    part_ptr,  # [B * HEADS, splits, D] float32
-    lse_ptr,  # [B * HEADS, splits] float32
-    out_ptr,  # [B * HEADS, D]
-    splits,
-    D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    line = tl.program_id(0).to(tl.int64)
-    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    lse = tl.load(lse_ptr + line * splits + split, mask=split < splits, other=float("-inf"))
-    most = tl.max(lse, axis=0)
-    weight = tl.exp2(lse - tl.where(most == float("-inf"), 0.0, most))
-    live = (lse > float("-inf"))[:, None] & (dim < D)[None, :]
-    part = tl.load(part_ptr + (line * splits + split)[:, None] * D + dim[None, :], mask=live, other=0.0)
-    total = tl.sum(weight, axis=0)
-    out = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_ptr + line * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
-
-
-def choose_splits(batch: int, kv_heads: int, max_keys: int, processors: int) -> int:
-    """Parts of a request's keys, from host bounds alone, so that a graph's grid serves every length."""
-    wanted = PROGRAMS_PER_PROCESSOR * processors // (batch * kv_heads)
-    return max(1, min(wanted, cdiv(max_keys, BLOCK_KEYS), MAX_SPLITS))
-
-
 def decode_triton(
     query: Tensor,
     key_plane: Tensor,
@@ -230,10 +198,7 @@ def decode_triton(
         return out
     keys = max_seq_len if window is None else min(max_seq_len, window)
     splits = splits or choose_splits(batch, kv_heads, keys, multiprocessors(query.device))
-    parts, lse = out, out
-    if splits > 1:
-        parts = torch.empty((batch * heads, splits, head_dim), dtype=torch.float32, device=query.device)
-        lse = torch.empty((batch * heads, splits), dtype=torch.float32, device=query.device)
+    parts = KeyParts(batch * heads, splits, out)
     block_d = max(next_power_of_2(head_dim), 16)
     _decode_kernel[(kv_heads, splits, batch)](
         query,
@@ -241,8 +206,8 @@ def decode_triton(
         value_plane,
         page_table,
         seq_lens,
-        parts,
-        lse,
+        parts.outputs,
+        parts.lse,
         query.stride(0),
         page_table.stride(0),
         window or 0,
@@ -261,11 +226,7 @@ def decode_triton(
         num_warps=num_warps,
         num_stages=num_stages or (3 if head_dim * query.element_size() <= 256 else 2),
     )
-    if splits > 1:
-        block_s = next_power_of_2(splits)
-        _combine_kernel[(batch * heads,)](
-            parts, lse, out, splits, D=head_dim, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=2
-        )
+    parts.combine()
     return out
 
 

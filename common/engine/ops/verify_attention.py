@@ -1,7 +1,7 @@
-"""Verify attention: N new tokens per request that form a tree (or a chain) behind a cached prefix of any length.
+"""Verify attention: N new tokens per request at the end of W slots that form a tree, behind a prefix of any length.
 
-Node n of a request lies in the slot of position prefix + n, but stands at prefix + its depth. It sees the whole prefix,
-itself and its ancestors. Only slots below a request's length are read.
+Slot j of the W lies at position prefix + j of the pages, but its token stands at prefix + its depth. A new token sees
+the whole prefix, itself and its ancestors. Only slots below a request's length are read.
 """
 
 from __future__ import annotations
@@ -10,8 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.key_parts import BLOCK_KEYS, GRANULE, LOG2_E, KeyParts, choose_splits
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.registration import register_op
+from common.engine.ops.triton_kernel import (
+    cdiv,
+    kernel,
+    kernel_with_varying,
+    multiprocessors,
+    next_power_of_2,
+    tl,
+)
+
+MAX_ROWS = 64  # new tokens times query heads of a KV head in one tile: more of them read the keys once again
 
 
 def verify_reference(
@@ -28,29 +39,29 @@ def verify_reference(
     """Vectorised over the batch, free of host synchronisation. A padding row (length 0) gives some finite or NaN row.
 
     Args:
-        query: [B * N, heads, D], the nodes of a request one after another, the root first.
+        query: [B * N, heads, D], the new tokens of a request one after another, parents before children.
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], already holding the new tokens.
         page_table: [B, max_pages] int32.
-        seq_lens: [B] int32, the N new tokens included.
-        tree_mask: [B, N, N] bool, row n true for node n and its ancestors.
+        seq_lens: [B] int32, the W slots included.
+        tree_mask: [B, N, W] bool over the last W slots of each request, row n true for new token n and its ancestors.
+            W == N: the tree is new. W > N: its first W - N slots hold tokens of earlier calls.
         max_seq_len: host upper bound of seq_lens.
         window: positions that a query sees, its own included; None: all before it.
 
     Returns [B * N, heads, D].
     """
-    batch, nodes, _ = tree_mask.shape
+    batch, new, width = tree_mask.shape
     page_size, kv_heads, head_dim = key_plane.shape[1:]
     position = torch.arange(max_seq_len, device=query.device)  # slot order
     entry = (position // page_size).clamp(max=page_table.shape[1] - 1)
     slot = page_table.long()[:, entry] * page_size + position % page_size  # [B, L]
-    length = seq_lens.long().clamp(nodes, max_seq_len)[:, None]
-    prefix = length - nodes  # [B, 1]
+    length = seq_lens.long().clamp(width, max_seq_len)[:, None]
     # what lies behind a request's length must not be read, not even as 0 * NaN
     slot = torch.where(position < length, slot, slot.gather(1, length - 1))
-    visible = _visible(position, prefix, tree_mask, window)  # [B, N, L]
+    visible = _visible(position, length - width, tree_mask, window)  # [B, N, L]
     key = key_plane.view(-1, kv_heads, head_dim)[slot].transpose(1, 2)  # [B, kv_heads, L, D]
     value = value_plane.view(-1, kv_heads, head_dim)[slot].transpose(1, 2)
-    queries = query.view(batch, nodes, -1, head_dim).transpose(1, 2)
+    queries = query.view(batch, new, -1, head_dim).transpose(1, 2)
     out = F.scaled_dot_product_attention(
         queries,
         key,
@@ -63,17 +74,19 @@ def verify_reference(
 
 
 def _visible(position: Tensor, prefix: Tensor, tree_mask: Tensor, window: int | None) -> Tensor:
-    """[B, N, L] bool: which slots, in position order, a node sees."""
-    batch, nodes, _ = tree_mask.shape
-    node = (position - prefix).clamp(0, nodes - 1)  # [B, L]
-    in_tree = tree_mask.gather(2, node[:, None, :].expand(batch, nodes, -1))
-    behind = position >= prefix  # [B, L]
-    visible = torch.where(behind[:, None], in_tree & (position < prefix + nodes)[:, None], True)
+    """[B, N, L] bool: which slots, in position order [L], a new token sees behind prefix [B, 1]."""
+    batch, new, width = tree_mask.shape
+    seen_in_tree, seen = tree_mask, torch.ones_like(position, dtype=torch.bool)
     if window is not None:
+        behind = tree_mask.sum(-1, keepdim=True) - tree_mask.cumsum(
+            -1
+        )  # of a token, its ancestors after a slot
+        seen_in_tree = tree_mask & (behind < window)
         depth = tree_mask.sum(-1) - 1  # [B, N]
-        stands = torch.where(behind, prefix + depth.gather(1, node), position)  # [B, L]
-        visible &= stands[:, None] > (prefix + depth)[:, :, None] - window
-    return visible
+        seen = position > (prefix + depth)[:, :, None] - window
+    slot = (position - prefix).clamp(0, width - 1)  # [B, L]
+    in_tree = seen_in_tree.gather(2, slot[:, None, :].expand(batch, new, -1))
+    return torch.where((position >= prefix)[:, None], in_tree & (position < prefix + width)[:, None], seen)
 
 
 def _verify_cpu(
@@ -89,11 +102,11 @@ def _verify_cpu(
 ) -> Tensor:
     """The same where lengths can be read: no request pays for the longest, or differs in its company."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    nodes = tree_mask.shape[1]
+    _, new, width = tree_mask.shape
     for row, length in enumerate(seq_lens.tolist()):
-        length = max(length, nodes)
-        first, last = row * nodes, (row + 1) * nodes
-        prefix = torch.tensor([[length - nodes]])
+        length = max(length, width)
+        first, last = row * new, (row + 1) * new
+        prefix = torch.tensor([[length - width]])
         visible = _visible(torch.arange(length), prefix, tree_mask[row : row + 1], window)
         key = gather(key_plane, page_table[row], 0, length).transpose(0, 1)[None]
         value = gather(value_plane, page_table[row], 0, length).transpose(0, 1)[None]
@@ -110,8 +123,233 @@ def _verify_cpu(
     return out
 
 
+@kernel
+def _load_keys(  # type: ignore[no-untyped-def]
+    plane_ptr, page, position, live, kv_head, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """[positions, BLOCK_D] of a plane, zero where not live."""
+    dim = tl.arange(0, BLOCK_D)
+    slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+    place = (slot * (KV_HEADS * D) + kv_head * D)[:, None] + dim[None, :]
+    return tl.load(plane_ptr + place, mask=live[:, None] & (dim < D)[None, :], other=0.0)
+
+
+@kernel
+def _soften(most, total, out, score, value):  # type: ignore[no-untyped-def]
+    """One step of online softmax (FlashAttention-2, arXiv 2307.08691); a row may see none of the keys."""
+    new_most = tl.maximum(most, tl.max(score, axis=1))
+    shift = tl.where(new_most == float("-inf"), 0.0, new_most)
+    prob = tl.exp2(score - shift[:, None])
+    shrink = tl.exp2(most - shift)
+    total = total * shrink + tl.sum(prob, axis=1)
+    out = out * shrink[:, None]
+    out += tl.dot(prob.to(value.dtype), value, input_precision="ieee")
+    return new_most, total, out
+
+
+@kernel_with_varying("new", "width", "table_stride", "mask_stride", "mask_row_stride", "window", "splits")
+def _verify_kernel(  # type: ignore[no-untyped-def]
+    query_ptr,  # [B * new, HEADS, D]
+    key_ptr,  # [num_pages, PAGE_SIZE, KV_HEADS, D]
+    value_ptr,
+    table_ptr,  # [B, max_pages]
+    lens_ptr,  # [B]
+    mask_ptr,  # [B, new, width]
+    out_ptr,  # [B * new, HEADS, D], or where SPLIT float32 [B * new, HEADS, splits, D]
+    lse_ptr,  # [B * new, HEADS, splits] float32, base 2; -inf: the part is empty
+    new,
+    width,
+    query_stride,
+    table_stride,
+    mask_stride,
+    mask_row_stride,
+    window,
+    scale_log2,  # scale * log2(e)
+    splits,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,  # more than one
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,  # of a tile: new tokens times query heads of one KV head, padded for the matrix units
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # keys of a step over the prefix
+    BLOCK_W: tl.constexpr,  # slots of a step over the tree
+    GRANULE: tl.constexpr,
+):
+    """A program has one part of one request's prefix for a tile of rows; the last part has the tree's slots too."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = tl.program_id(0) // KV_HEADS
+    split, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(lens_ptr + request)
+    prefix = tl.maximum(length - width, 0)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(prefix - window + 1, 0)
+    part = tl.cdiv(tl.cdiv(prefix - begin, splits), GRANULE) * GRANULE
+    begin += split * part
+    end = tl.minimum(begin + part, prefix)
+
+    row, dim = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    inside = (row < new * GROUP)[:, None] & (dim < D)[None, :]
+    token, head = request * new + row // GROUP, kv_head * GROUP + row % GROUP
+    query_place = token[:, None] * query_stride + head[:, None] * D + dim[None, :]
+    read_rows = row < tl.where(length > 0, new * GROUP, 0)  # a padding row's query may be NaN
+    query = tl.load(query_ptr + query_place, mask=read_rows[:, None] & (dim < D)[None, :], other=0.0)
+    table = table_ptr + request * table_stride
+    tree = mask_ptr + request * mask_stride + (row // GROUP) * mask_row_stride
+    live_row = row < new * GROUP
+    depth = tl.zeros((ROWS,), tl.int32)
+    slot = tl.arange(0, BLOCK_W)
+    if WINDOW:  # where each row stands
+        for start in range(0, width, BLOCK_W):
+            read = live_row[:, None] & (start + slot < width)[None, :]
+            depth += tl.sum(
+                tl.load(tree[:, None] + (start + slot)[None, :], mask=read, other=0).to(tl.int32), 1
+            )
+        depth -= 1
+
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        live = position < end
+        page = tl.load(table + position // PAGE_SIZE, mask=live, other=0)
+        key = _load_keys(key_ptr, page, position, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
+        seen = live[None, :]
+        if WINDOW:
+            seen = seen & (position[None, :] > (prefix + depth - window)[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        value = _load_keys(value_ptr, page, position, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+        most, total, out = _soften(most, total, out, score, value.to(query.dtype))
+
+    tree_end = tl.where(split == splits - 1, tl.minimum(width, length), 0)
+    above = tl.zeros((ROWS,), tl.int32)  # ancestors in the slots before, and the row itself
+    for start in range(0, tree_end, BLOCK_W):
+        place = start + slot
+        live = place < tree_end
+        seen = tl.load(tree[:, None] + place[None, :], mask=live_row[:, None] & live[None, :], other=0) != 0
+        if WINDOW:
+            upto = above[:, None] + tl.cumsum(seen.to(tl.int32), axis=1)
+            above += tl.sum(seen.to(tl.int32), axis=1)
+            seen = seen & (depth[:, None] + 1 - upto < window)
+        page = tl.load(table + (prefix + place) // PAGE_SIZE, mask=live, other=0)
+        key = _load_keys(key_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
+        score = tl.where(seen, score, float("-inf"))
+        value = _load_keys(value_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+        most, total, out = _soften(most, total, out, score, value.to(query.dtype))
+
+    result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
+    line = (token * HEADS + head) * splits + split
+    if not SPLIT:
+        tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        if (begin < end) | (tree_end > 0):
+            tl.store(out_ptr + line[:, None] * D + dim[None, :], result, mask=inside)
+        tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=live_row)
+
+
+def verify_triton(
+    query: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+    splits: int | None = None,
+    block_keys: int = BLOCK_KEYS,
+    num_warps: int = 4,
+    num_stages: int | None = None,
+) -> Tensor:
+    """All new tokens of a request read its keys together, split over parts. A padding row (length 0) gives zeros."""
+    batch, new, width = tree_mask.shape
+    count, heads, head_dim = query.shape
+    _, page_size, kv_heads, _ = key_plane.shape
+    assert count == batch * new, f"{count} rows for {batch} requests of {new} new tokens"
+    assert width >= new, f"a tree of {width} slots cannot hold {new} new tokens"
+    assert query.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
+    assert key_plane.is_contiguous(), "planes must be contiguous"
+    assert value_plane.is_contiguous(), "planes must be contiguous"
+    assert key_plane.shape == value_plane.shape, "planes of different shapes"
+    assert key_plane.shape[3] == head_dim, f"head_dim {head_dim} over planes of {key_plane.shape[3]}"
+    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads} KV heads"
+    assert page_table.stride(1) == 1, "entries of a request must be adjacent"
+    assert page_table.shape[0] >= batch, "one page list per request"
+    assert tree_mask.stride(2) == 1, "slots of a mask row must be adjacent"
+    assert seq_lens.is_contiguous(), "lengths must be contiguous"
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if count == 0:
+        return out
+    all_rows = new * (heads // kv_heads)
+    rows = min(max(next_power_of_2(all_rows), 16), MAX_ROWS)
+    tiles = cdiv(all_rows, rows)
+    keys = max_seq_len if window is None else min(max_seq_len, window)
+    splits = splits or choose_splits(batch, kv_heads * tiles, keys, multiprocessors(query.device))
+    parts = KeyParts(count * heads, splits, out)
+    _verify_kernel[(kv_heads * tiles, splits, batch)](
+        query,
+        key_plane,
+        value_plane,
+        page_table,
+        seq_lens,
+        tree_mask,
+        parts.outputs,
+        parts.lse,
+        new,
+        width,
+        query.stride(0),
+        page_table.stride(0),
+        tree_mask.stride(0),
+        tree_mask.stride(1),
+        window or 0,
+        scale * LOG2_E,
+        splits,
+        PAGE_SIZE=page_size,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        SPLIT=splits > 1,
+        WINDOW=window is not None,
+        ROWS=rows,
+        BLOCK_D=max(next_power_of_2(head_dim), 16),
+        BLOCK_N=block_keys,
+        BLOCK_W=min(max(next_power_of_2(width), 16), 64),
+        GRANULE=GRANULE,
+        num_warps=num_warps,
+        num_stages=num_stages or (3 if head_dim * query.element_size() <= 256 else 2),
+    )
+    parts.combine()
+    return out
+
+
+def _verify_cuda(
+    query: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    planes = key_plane, value_plane
+    return verify_triton(query, *planes, page_table, seq_lens, tree_mask, max_seq_len, window, scale)
+
+
 def _fake(query: Tensor, *_rest: object) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-verify_attention = register_op("verify_attention", verify_reference, mutates=(), fake=_fake, cpu=_verify_cpu)
+verify_attention = register_op(
+    "verify_attention", verify_reference, mutates=(), fake=_fake, cpu=_verify_cpu, cuda=_verify_cuda
+)

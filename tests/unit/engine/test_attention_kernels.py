@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
-from common.engine.ops.decode_attention import choose_splits, decode_triton
+from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import choose_shape, extend_triton
+from common.engine.ops.key_parts import choose_splits
 from common.engine.ops.triton_kernel import tl
+from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
 ]
-BAD_PAGE = 2**31 - 1
-
-
-class Cache:
-    """Random keys and values, dense and scattered over shuffled pages; NaN and bad page ids elsewhere."""
-
-    def __init__(
-        self, lengths: Sequence[int], page_size: int, kv_heads: int, dim: int, dtype: torch.dtype
-    ) -> None:
-        torch.manual_seed(sum(lengths))
-        self.lengths = list(lengths)
-        counts = [-(-n // page_size) for n in lengths]
-        self.planes = torch.full((2, 1 + sum(counts) + 2, page_size, kv_heads, dim), torch.nan, dtype=dtype)
-        order = (torch.randperm(sum(counts)) + 1).tolist()
-        self.page_table = torch.full((len(lengths), max(counts) + 2), BAD_PAGE, dtype=torch.int32)
-        self.dense = [torch.randn(2, n, kv_heads, dim, dtype=dtype) for n in lengths]
-        for row, (n, count) in enumerate(zip(lengths, counts, strict=True)):
-            pages = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int64)
-            self.page_table[row, :count] = pages.int()
-            where = torch.arange(n)
-            self.planes[:, pages[where // page_size], where % page_size] = self.dense[row]
-
-    def expected(self, row: int, query: Tensor, window: int | None) -> Tensor:
-        """query [n, heads, dim] at the end of the request -> [n, heads, dim], in float64."""
-        key, value = self.dense[row].double().repeat_interleave(query.shape[1] // self.planes.shape[3], dim=2)
-        scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
-        behind = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
-        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
-        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", probs, value)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

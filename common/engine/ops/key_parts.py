@@ -1,0 +1,76 @@
+"""Attention whose keys are divided among programs (flash-decoding): how many parts, and what puts them together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.triton_kernel import cdiv, kernel_with_varying, next_power_of_2, tl
+
+BLOCK_KEYS = 64  # of one step of a part
+GRANULE = 16  # parts are multiples of it
+MAX_SPLITS = 32
+LOG2_E = 1.4426950408889634
+PROGRAMS_PER_PROCESSOR = 4  # at most: a few more would be a last wave of their own (measured on an H200)
+
+
+def choose_splits(batch: int, kv_heads: int, max_keys: int, processors: int) -> int:
+    """Parts of a request's keys, from host bounds alone, so that a graph's grid serves every length."""
+    wanted = PROGRAMS_PER_PROCESSOR * processors // (batch * kv_heads)
+    return max(1, min(wanted, cdiv(max_keys, BLOCK_KEYS), MAX_SPLITS))
+
+
+@kernel_with_varying("splits")
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    part_ptr,  # [lines, splits, D] float32
+    lse_ptr,  # [lines, splits] float32
+    out_ptr,  # [lines, D]
+    splits,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + line * splits + split, mask=split < splits, other=float("-inf"))
+    most = tl.max(lse, axis=0)
+    weight = tl.exp2(lse - tl.where(most == float("-inf"), 0.0, most))
+    live = (lse > float("-inf"))[:, None] & (dim < D)[None, :]
+    part = tl.load(part_ptr + (line * splits + split)[:, None] * D + dim[None, :], mask=live, other=0.0)
+    total = tl.sum(weight, axis=0)
+    out = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_ptr + line * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
+
+
+class KeyParts:
+    """What the programs of one call leave for `combine`: each part's output and the base-2 log of its sum.
+
+    One part needs neither: it writes the result itself.
+    """
+
+    def __init__(self, lines: int, splits: int, out: Tensor) -> None:
+        """lines: rows of `out` times heads; out: [..., D], contiguous."""
+        self.splits = splits
+        self.out = out
+        self.lines = lines
+        self.outputs, self.lse = out, out
+        if splits > 1:
+            shape = (lines, splits, out.shape[-1])
+            self.outputs = torch.empty(shape, dtype=torch.float32, device=out.device)
+            self.lse = torch.empty(shape[:2], dtype=torch.float32, device=out.device)
+
+    def combine(self) -> None:
+        """A part with lse -inf is empty and not read; a line without any part comes out as zero."""
+        if self.splits == 1:
+            return
+        head_dim = self.out.shape[-1]
+        _combine_kernel[(self.lines,)](
+            self.outputs,
+            self.lse,
+            self.out,
+            self.splits,
+            D=head_dim,
+            BLOCK_S=next_power_of_2(self.splits),
+            BLOCK_D=max(next_power_of_2(head_dim), 16),
+            num_warps=2,
+        )
