@@ -1,0 +1,254 @@
+"""The steps of both nodes without sockets: prompts to first tokens, batches to next tokens, graphs on and off.
+
+    python -m tests.bench.engine [--json FILE] [--prompts 64 ... 8192] [--batches 1 4 ...] [--context 1024]
+
+Model: the constructed 8B shape, made on the device. Times are of the host's clock, from the call to tokens that Python
+can read; `device` is from the first to the last kernel of a step: what is missing to the whole is the host's. Floors,
+of the same run: prefill, the matrix products of the layers alone in one graph; decode, weights and KV over the copy
+bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.engine.attention.paged import PagedAttention
+from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.ladders import prefill_token_buckets
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.kv_cache.page_space import PageSpace
+from common.engine.kv_cache.radix_cache import NoPrefixCache
+from common.engine.kv_cache.relay_state import RelayState
+from common.engine.kv_cache.request_table import RequestTable
+from common.engine.layers.placement import Placement
+from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.models.registry import build_model
+from common.engine.overlap import completion_for
+from common.messages.generation import SamplingParams
+from common.messages.identity import NodeRef
+from common.model_config import ModelConfig
+from common.observability.logs import Log
+from decode_node.request import DecodeRequest
+from decode_node.step import AutoregressiveStep
+from deploy.models.constructed import Shape, tensors
+from prefill_node.draft import NoDraft
+from prefill_node.request import PrefillRequest
+from prefill_node.scheduler import Chunk
+from prefill_node.step import PrefillStep
+from tests.bench.environment import describe
+from tests.bench.timing import copy_bandwidth, graph_us
+
+PAGE = 16
+GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
+NOBODY = NodeRef(name="bench", role="prefill", incarnation="")
+LOG = Log("bench")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. `size`: prompt tokens, or requests of a step."""
+
+    what: str
+    graphs: str
+    size: int
+    ms: float  # median
+    ms_p90: float
+    device_ms: float
+    floor_ms: float
+
+
+def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chunk: int) -> ModelRunner:
+    """The model filled on its device: nothing is written to disk but its config."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(shape.config()))
+        config = ModelConfig.load(directory)
+    placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    model = build_model(config, placement).eval()
+    views = dict(model.checkpoint_tensors())
+    with torch.no_grad():
+        for name, tensor in tensors(shape, 0, device):
+            views[name].copy_(tensor)
+    pool = make_pool(config, PAGE, pool_tokens // PAGE + 1, placement)
+    buckets = prefill_token_buckets(chunk)
+    pool.storage.view(
+        placement.dtype
+    ).normal_()  # a cache of zeros would be read like any other, but draws no power
+    return ModelRunner(model, pool, PagedAttention(pool, config.sliding_windows, buckets))
+
+
+class Clock:
+    """Seconds of steps by the host's clock, and what the device needed for each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.times: list[float] = []
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        if not self._cuda:
+            yield
+            return
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        stop.record()
+        self._spans.append((start, stop))
+
+    def result(self, warmup: int) -> tuple[float, float, float]:
+        """Median, 90th percentile and the device's median, in ms."""
+        times = sorted(self.times[warmup:])
+        device = [1e-3 * start.elapsed_time(stop) for start, stop in self._spans[warmup:]] or [0.0]
+        return (
+            1e3 * statistics.median(times),
+            1e3 * times[int(0.9 * len(times))],
+            1e3 * statistics.median(device),
+        )
+
+
+def prefill(
+    runner: ModelRunner, wanted: str, prompts: list[int], chunk: int, repeats: int
+) -> Iterator[tuple[int, float, float, float]]:
+    """(tokens, median, p90 and device ms) of one prompt alone, its first token drawn."""
+    graphs = node_graphs.prefill_graphs(runner, wanted, chunk, CaptureHiddenMode.NULL)
+    node_graphs.capture(graphs, LOG)
+    device = runner.pool.device
+    completion = completion_for(device, one_behind=False)
+    step = PrefillStep(graphs.forward, NoDraft(), PAGE, device, completion)
+    space = PageSpace(PAGE, runner.pool.num_pages, NoPrefixCache())
+    rng = np.random.default_rng(1)
+    for tokens in prompts:
+        clock = Clock(device)
+        for _ in range(repeats + 3):
+            request = PrefillRequest(
+                0, "", rng.integers(20, 90, tokens).astype(np.int64), 0, GREEDY, "", 0.0, 0.0
+            )
+            request.lease = space.lease(request.keys, space.pages_for(tokens), 0)
+            assert request.lease is not None
+            started = time.perf_counter()
+            with clock.launching():
+                launched = step.launch([Chunk(request, 0, tokens)])
+            launched.completion.wait()
+            assert launched.sampled is not None
+            launched.sampled.token_ids.tolist()
+            clock.times.append(time.perf_counter() - started)
+            request.lease.release()
+        yield tokens, *clock.result(3)
+
+
+def products_ms(runner: ModelRunner, tokens: int) -> float:
+    """The layers' matrix products on `tokens` rows."""
+    weights = [
+        weight
+        for name, weight in runner.model.named_parameters()
+        if name.startswith("layers.") and weight.dim() == 2
+    ]
+    widths = {weight.shape[1] for weight in weights}
+    rows = {
+        width: torch.randn(tokens, width, device=runner.pool.device).to(weights[0].dtype) for width in widths
+    }
+
+    def products() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(rows[weight.shape[1]], weight)
+
+    return graph_us([products], 1) / 1e3
+
+
+def decode(
+    runner: ModelRunner, wanted: str, batches: list[int], context: int, steps: int
+) -> Iterator[tuple[int, float, float, float]]:
+    """(requests, median, p90 and device ms) of a step, launched one ahead of its reading as the node does."""
+    device, most = runner.pool.device, max(batches)
+    longest = context + steps + 8
+    pages_each = -(-longest // PAGE)
+    table = RequestTable(most, pages_each, device)
+    relay = RelayState.allocate(most, device)
+    graphs = node_graphs.decode_graphs(runner, relay, table, wanted, most, longest)
+    node_graphs.capture(graphs, LOG)
+    step = AutoregressiveStep(graphs.forward, table, device, completion_for(device, one_behind=True))
+    requests = []
+    for index in range(most):
+        request = DecodeRequest(0, "", [0] * context, 0, GREEDY, NOBODY, 0.0, 0.0, row=table.take_row())
+        first = 1 + index * pages_each
+        table.append(request.row, 0, list(range(first, first + pages_each)))
+        requests.append(request)
+    for count in batches:
+        for index, request in enumerate(requests[:count]):
+            relay.write_row(request.row, 100 + index, context, GREEDY)
+        clock, before, last = Clock(device), step.launch(requests[:count]), time.perf_counter()
+        for _ in range(steps):
+            with clock.launching():
+                ahead = step.launch(requests[:count])
+            before.completion.wait()
+            before.read()
+            now = time.perf_counter()
+            clock.times.append(now - last)
+            before, last = ahead, now
+        before.completion.wait()
+        yield count, *clock.result(4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    chunk = max([64, *options.prompts])
+    longest = options.context + options.steps + 8
+    pool_tokens = max(chunk, max([1, *options.batches]) * (-(-longest // PAGE) * PAGE)) + PAGE
+    runner = constructed_runner(Shape(layers=options.layers), pool_tokens, device, chunk)
+    cuda = device.type == "cuda"
+    floors = {tokens: products_ms(runner, tokens) if cuda else 0.0 for tokens in options.prompts}
+    bandwidth = copy_bandwidth() if cuda else float("inf")
+    weights = sum(p.nbytes for name, p in runner.model.named_parameters() if "embed_tokens" not in name)
+    per_token = runner.pool.storage.nbytes / (runner.pool.num_pages * PAGE)
+    rows = []
+    print(f"{'':8} {'graphs':>10} {'size':>6} {'ms':>8} {'p90':>8} {'device':>8} {'floor':>8} ratio")
+    for what, wanted, figures in (
+        ("prefill", "breakable", partial(prefill, runner, "breakable", options.prompts, chunk, 9)),
+        ("prefill", "none", partial(prefill, runner, "none", options.prompts, chunk, 9)),
+        ("decode", "full", partial(decode, runner, "full", options.batches, options.context, options.steps)),
+        ("decode", "none", partial(decode, runner, "none", options.batches, options.context, options.steps)),
+    ):
+        for size, ms, p90, busy in figures():
+            kv = size * (options.context + options.steps / 2) * per_token
+            floor = floors[size] if what == "prefill" else 1e3 * (weights + kv) / bandwidth
+            rows.append(Row(what, wanted, size, ms, p90, busy, floor))
+            ratio = f"{ms / floor:5.2f}" if floor else "    -"
+            print(
+                f"{what:8} {wanted:>10} {size:6d} {ms:8.2f} {p90:8.2f} {busy:8.2f} {floor:8.2f} {ratio}",
+                flush=True,
+            )
+        gc.collect()  # graphs and their memory
+    if options.json:
+        report = {
+            "environment": describe(),
+            "options": vars(options),
+            "copy_bytes_per_s": bandwidth,
+            "rows": [asdict(row) for row in rows],
+        }
+        options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
