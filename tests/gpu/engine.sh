@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# On a machine with one H200: the steps of both nodes without sockets, then what the first load after start-up meets.
+# Results go to $OUT.
+set -u
+out="${OUT:-/tmp/out}"
+mkdir -p "$out"
+export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
+TANDEM_PYTHON="$(command -v python3)"
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH
+url=http://127.0.0.1:8000
+
+date
+timeout 60 python3 -m pytest -q tests/gpu/test_compilations.py -o filterwarnings=default -o asyncio_mode=auto \
+    -p no:cacheprovider 2>&1 | tail -3
+timeout 150 python3 -m tests.bench.engine --json "$out/engine-h200.json" 2>&1 | tail -32
+date
+timeout 60 python3 -m deploy.models.constructed /tmp/m8b --device cuda 2>&1 | tail -1
+cat >/tmp/load.yaml <<YAML
+model: {path: /tmp/m8b, served_name: m8b, dtype: bfloat16}
+prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 131072, chunk_tokens: 8192}
+decode: {nodes: [{name: decode-0, device: "cuda:0"}], pool_tokens: 393216, max_running: 64}
+process: {run_dir: /tmp/run-load}
+YAML
+timeout 90 python3 -m deploy.cli up /tmp/load.yaml --detach 2>&1 | tail -2
+timeout 40 python3 -m tests.bench.serve $url --input 512 --output 32 --concurrency 1 --vocab 99000 2>&1 | tail -1
+for index in $(seq 16); do
+    python3 -c "import json; print(json.dumps({'prompt': [(i * 7919 + $index) % 99000 + 20 for i in range(512)],
+        'max_tokens': 32, 'temperature': 0, 'ignore_eos': True}))" >/tmp/body-"$index"
+done
+for round in 1 2; do
+    for index in $(seq 16); do
+        sed "s/, [0-9]*]/, 7$round]/" /tmp/body-"$index" |
+            curl -s $url/v1/completions -H "X-Request-Id: r$round-$index" -H 'Content-Type: application/json' -d @- >/dev/null &
+    done
+    wait
+    for index in $(seq 16); do curl -s "$url/requests/r$round-$index" && echo; done >>"$out/timelines.jsonl"
+done
+timeout 40 python3 -m tests.bench.serve $url --input 512 --output 64 --concurrency 4 16 64 --vocab 99000 --seed 4 2>&1 | tail -3
+timeout 40 python3 -m deploy.cli down /tmp/load.yaml 2>&1 | tail -1
+grep -hi '"error"\|Traceback\|Error\|warning' /tmp/run-load/logs/*.log | cut -c1-300 | tail -30
+date
