@@ -70,7 +70,7 @@ class BuiltDecodeNode:
         self.node.run()
 
     def drain(self) -> None:
-        self.node.drain()
+        self.node.life.drain()
 
     def close(self) -> None:
         self.receiver.shutdown()
@@ -173,6 +173,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             drain_timeout=cluster.health.drain_timeout,
         ),
         carried,
+        node_graphs.totals(graphs),
         log,
     )
     return BuiltDecodeNode(node, link, peers, receiver, security, context)

@@ -7,7 +7,7 @@ reads the results of the previous one (common.engine.overlap). The host's view o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -31,14 +31,14 @@ from common.errors import (
 from common.ipc.router_link import RouterLink
 from common.messages.decode_inbox import DecodeMessage, Reserve
 from common.messages.generation import OutputToken
-from common.messages.identity import NodeCounters, NodeLoad, NodeState
-from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
-from common.messages.router_inbox import Failed, Goodbye, TokenRun, Tokens
+from common.messages.identity import GraphTotals
+from common.messages.router_inbox import Failed, TokenRun, Tokens
+from common.node_life import NodeLife
 from common.observability.logs import Log
-from decode_node.accept_counters import AcceptCounters
 from decode_node.occupancy import Occupancy
 from decode_node.peers import PeerConnections
 from decode_node.queues import Queues
+from decode_node.report import Report
 from decode_node.request import DecodeRequest, Emission
 from decode_node.retraction import Retraction
 from decode_node.scheduler import admit
@@ -46,7 +46,6 @@ from decode_node.step import DecodeStep, LaunchedStep
 from kv_transfer import receiver as transfer
 from kv_transfer.receiver import Receiver
 
-SWEEP_INTERVAL = 0.25  # seconds between looks at deadlines
 IDLE_WAIT_MS = 100
 TRANSFER_WAIT_MS = 5  # while pages are on the way: deadlines and deaths are seen by polling
 
@@ -80,10 +79,10 @@ class DecodeNode:
         step: DecodeStep,
         limits: DecodeLimits,
         draft: DraftShape,
+        graphs: Callable[[], Sequence[GraphTotals]],
         log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._incarnation = incarnation
         self._link = link
         self._peers = peers
         self._poller = poller
@@ -106,15 +105,10 @@ class DecodeNode:
             limits.reserved_tokens,
             limits.max_running,
         )
-        self._state: NodeState = "up"
-        self._stopping = False
-        self._drain_until = float("inf")
-        self._swept = 0.0
-        self._requests = self._prompt_tokens = self._cached_tokens = self._generated = 0
-        self._steps = self._transfers = self._transfer_failures = 0
-        self._speculation = AcceptCounters()
+        self.life = NodeLife(incarnation, link, Reserve, limits.drain_timeout, log, clock)
+        self._report = Report(self._queues, space, receiver, self._occupancy, graphs)
         poller.register(link.socket, zmq.POLLIN)
-        self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, lambda: self._stopping)
+        self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, self.life.stopping)
 
     @property
     def queues(self) -> Queues:
@@ -122,41 +116,32 @@ class DecodeNode:
         return self._queues
 
     def run(self) -> None:
-        self.loop.run()
-        self._link.send(Goodbye(incarnation=self._incarnation))
-
-    def drain(self) -> None:
-        """Take nothing new, finish what is here, stop. Safe to call from a signal handler."""
-        if self._state != "draining":
-            self._state = "draining"
-            self._drain_until = self._clock() + self._limits.drain_timeout
+        self.life.run(self.loop.run)
 
     # -- one turn ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> list[DecodeRequest] | None:
         now = self._clock()
-        self._receive(now)
+        self.life.receive(self, now)
+        self._peers.pump()
         for event in self._receiver.poll():
             self._on_transfer(event, now)
-        if now - self._swept > SWEEP_INTERVAL:
-            self._swept = now
-            self._sweep(now)
+        self.life.look_after(self, len(self._queues), now)
         for request in self._occupancy.settle_retractions():
             self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
         self._occupancy.resume(now)
         self._admit(now)
         self._occupancy.start_arrived(now)
         batch = self._occupancy.batch()
-        self._publish()
-        if self._state == "draining" and (not len(self._queues) or now > self._drain_until):
-            self._stopping = True
+        self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
+        self.life.end_turn(len(self._queues), now)
         return batch or None
 
     def _launch(self, batch: list[DecodeRequest]) -> LaunchedStep:
         launched = self._step.launch(batch)
         for request in batch:
             request.step_launched(self._step.tokens_per_step)
-        self._steps += 1
+        self._report.steps += 1
         return launched
 
     def _finish(self, launched: LaunchedStep) -> None:
@@ -165,7 +150,7 @@ class DecodeNode:
         for emission in launched.read():
             emission.request.step_read(self._step.tokens_per_step, len(emission.tokens))
             if not emission.request.ended:
-                self._speculation.count(emission)
+                self._report.speculation.count(emission)
                 run = self._accept(emission, now)
                 if run is not None:
                     runs.append(run)
@@ -178,39 +163,9 @@ class DecodeNode:
         busy = self._queues.transferring or self._queues.quarantined
         self._poller.poll(TRANSFER_WAIT_MS if busy else IDLE_WAIT_MS)
 
-    # -- messages ----------------------------------------------------------------------------------------------
+    # -- duties ----------------------------------------------------------------------------------------------
 
-    def _receive(self, now: float) -> None:
-        for message in self._link.drain():
-            if isinstance(message, Reserve):
-                self._on_reserve(message, now)
-            elif isinstance(message, Abort):
-                request = self._queues.find(message.room)
-                if request is not None and not request.ended:
-                    self._drop(request, message.reason)
-            elif isinstance(message, PeerLost):
-                self._on_peer_lost(message.incarnation)
-            elif isinstance(message, Drain):
-                self.drain()
-            elif isinstance(message, Rejected):
-                self._log.error("the router refused this node", reason=message.reason)
-                self._stopping = True
-        self._peers.pump()
-        if self._link.lost():
-            self._log.warning("no answer from the router: dropping its requests", requests=len(self._queues))
-            for request in self._queues.live():
-                if not request.ended:
-                    # told even so: a router that only stalled still counts on this node
-                    self._fail(request, NodeLost.code, "the router of this request is gone")
-
-    def _on_peer_lost(self, incarnation: str) -> None:
-        """Transfers under way fail by the receiver's events, reservations that wait for pages here."""
-        self._peers.lost(incarnation)
-        for request in list(self._queues.waiting):
-            if request.prefill.incarnation == incarnation:
-                self._fail(request, NodeLost.code, "the prefill node of this request is gone")
-
-    def _on_reserve(self, message: Reserve, now: float) -> None:
+    def take(self, message: Reserve, now: float) -> None:
         request = DecodeRequest(
             room=message.room,
             request_id=message.request_id,
@@ -227,11 +182,35 @@ class DecodeNode:
         except RequestError as error:
             self._link.send(Failed(room=message.room, code=error.code, message=str(error)))
             return
-        self._requests += 1
+        self._report.requests += 1
         self._queues.waiting.append(request)
 
+    def abort(self, room: int, reason: str) -> None:
+        request = self._queues.find(room)
+        if request is not None and not request.ended:
+            self._drop(request, reason)
+
+    def peer_lost(self, incarnation: str) -> None:
+        """Transfers under way fail by the receiver's events, reservations that wait for pages here."""
+        self._peers.lost(incarnation)
+        for request in list(self._queues.waiting):
+            if request.prefill.incarnation == incarnation:
+                self._fail(request, NodeLost.code, "the prefill node of this request is gone")
+
+    def router_lost(self) -> None:
+        for request in self._queues.live():
+            if not request.ended:
+                # told even so: a router that only stalled still counts on this node
+                self._fail(request, NodeLost.code, "the router of this request is gone")
+
+    def sweep(self, now: float) -> None:
+        for request in self._queues.live():
+            if not request.ended and now > request.deadline:
+                self._fail(request, DeadlineExceeded.code, "the request's deadline passed on the decode node")
+        self._peers.close_unused({request.prefill.incarnation for request in self._queues})
+
     def _check(self, request: DecodeRequest) -> None:
-        if self._state != "up":
+        if not self.life.takes_requests:
             raise NodeLost("this decode node is draining")
         if len(self._queues.waiting) >= self._limits.max_queue:
             raise Overloaded(
@@ -266,8 +245,8 @@ class DecodeNode:
             self._queues.waiting.remove(request)
             if request.lease is None:
                 continue  # refused by the receiver: the router has been told
-            self._prompt_tokens += len(request.prompt)
-            self._cached_tokens += request.lease.cached_tokens
+            self._report.prompt_tokens += len(request.prompt)
+            self._report.cached_tokens += request.lease.cached_tokens
             request.mark("reserved", now)
             self._queues.transferring[request.room] = request
 
@@ -320,7 +299,7 @@ class DecodeNode:
             self._queues.quarantined[request.room] = request
             request.ended = True
             if event.code != "finished":  # finished: the first token was the last one, the router knows
-                self._transfer_failures += 1
+                self._report.transfer_failures += 1
                 self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
             return
         self._receiver.close(request.room)
@@ -340,7 +319,7 @@ class DecodeNode:
             return
         assert request.lease is not None
         request.draft = draft
-        self._transfers += 1
+        self._report.transfers += 1
         request.mark("record_accepted", now)
         request.output.append(event.record.first_token)
         request.launched = 1
@@ -370,7 +349,7 @@ class DecodeNode:
             reason = finish_reason(token.id, request.emitted + len(request.output), request.sampling)
             if reason is not None:
                 break
-        self._generated += len(tokens)
+        self._report.generated_tokens += len(tokens)
         stages = None
         if reason is not None:
             request.ended = True
@@ -398,42 +377,3 @@ class DecodeNode:
         """As _drop, and the router hears of it. The request is in no queue, or in any."""
         self._link.send(Failed(room=request.room, code=code, message=reason))
         self._drop(request, reason)
-
-    def _sweep(self, now: float) -> None:
-        for request in self._queues.live():
-            if not request.ended and now > request.deadline:
-                self._fail(request, DeadlineExceeded.code, "the request's deadline passed on the decode node")
-        self._peers.close_unused({request.prefill.incarnation for request in self._queues})
-
-    # -- what others see ---------------------------------------------------------------------------------------
-
-    def _publish(self) -> None:
-        queues, received = self._queues, self._receiver.counters
-        load = NodeLoad(
-            queued=len(queues.waiting) + len(queues.retracted),
-            running=len(queues.running),
-            transferring=len(queues.transferring) + len(queues.arrived),
-            free_pages=self._space.free_pages,
-            cached_pages=self._space.cache.cached_pages,
-            quarantined_pages=self._receiver.quarantined_pages,
-            total_pages=self._space.total_pages,
-        )
-        counters = NodeCounters(
-            requests=self._requests,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generated_tokens=self._generated,
-            steps=self._steps,
-            retractions=self._occupancy.retractions,
-            transfers=self._transfers,
-            transfer_failures=self._transfer_failures,
-            transferred_pages=received.pages_received,
-            checksum_failures=received.checksum_failures,
-            record_failures=received.record_failures.total(),
-            refused_messages=self._link.refused_messages + received.malformed + received.unknown_room,
-            spec_drafts=self._speculation.drafts,
-            spec_draft_tokens=self._speculation.draft_tokens,
-            spec_accepted_tokens=self._speculation.accepted_tokens,
-            avg_spec_accept_length=self._speculation.mean_length,
-        )
-        self._link.publish(self._state, load, counters)

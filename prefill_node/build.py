@@ -57,7 +57,7 @@ class BuiltPrefillNode:
         self.node.run()
 
     def drain(self) -> None:
-        self.node.drain()
+        self.node.life.drain()
 
     def close(self) -> None:
         self.sender.close()
@@ -158,6 +158,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             drain_timeout=cluster.health.drain_timeout,
         ),
         carried,
+        node_graphs.totals(graphs),
         log,
     )
     return BuiltPrefillNode(node, link, peers, sender, security, context)

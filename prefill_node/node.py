@@ -7,7 +7,7 @@ and reads the results of the previous one (common.engine.overlap).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -21,18 +21,18 @@ from common.errors import DeadlineExceeded, InternalError, InvalidRequest, NodeL
 from common.ipc import RouterSocket
 from common.ipc.router_link import RouterLink
 from common.messages.generation import OutputToken
-from common.messages.identity import NodeCounters, NodeLoad, NodeState
-from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
+from common.messages.identity import GraphTotals
 from common.messages.prefill_inbox import Prefill, PrefillMessage
-from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
+from common.messages.router_inbox import Failed, FirstToken, PrefillDone
+from common.node_life import NodeLife
 from common.observability.logs import Log
 from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost
 from prefill_node.queues import Queues
+from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk, plan_chunks
 from prefill_node.step import LaunchedPrefill, PrefillStep
 
-SWEEP_INTERVAL = 0.25  # seconds between looks at deadlines
 WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a forward runs
 BUSY_WAIT_MS = 1  # while writes are on the way that no message announces
 IDLE_WAIT_MS = 100
@@ -63,10 +63,10 @@ class PrefillNode:
         step: PrefillStep,
         limits: PrefillLimits,
         draft: DraftShape,
+        graphs: Callable[[], Sequence[GraphTotals]],
         log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._incarnation = incarnation
         self._link = link
         self._peers = peers
         self._sender = sender
@@ -74,15 +74,10 @@ class PrefillNode:
         self._step = step
         self._limits = limits
         self._draft = draft
-        self._log = log
         self._clock = clock
         self._queues = Queues()
-        self._state: NodeState = "up"
-        self._stopping = False
-        self._drain_until = float("inf")
-        self._swept = 0.0
-        self._requests = self._prompt_tokens = self._cached_tokens = self._steps = 0
-        self._transfers = self._transfer_failures = self._generated = 0
+        self.life = NodeLife(incarnation, link, Prefill, limits.drain_timeout, log, clock)
+        self._report = Report(self._queues, space, sender, graphs)
         self._poller = zmq.Poller()
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(peers.socket, zmq.POLLIN)
@@ -92,7 +87,7 @@ class PrefillNode:
             self._launch,
             self._finish,
             self._idle,
-            lambda: self._stopping,
+            self.life.stopping,
             self._watch_transfers,
         )
 
@@ -102,28 +97,20 @@ class PrefillNode:
         return self._queues
 
     def run(self) -> None:
-        self.loop.run()
-        self._link.send(Goodbye(incarnation=self._incarnation))
-
-    def drain(self) -> None:
-        """Take nothing new, finish what is here, stop. Safe to call from a signal handler."""
-        if self._state != "draining":
-            self._state = "draining"
-            self._drain_until = self._clock() + self._limits.drain_timeout
+        self.life.run(self.loop.run)
 
     # -- one turn ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> list[Chunk] | None:
         now = self._clock()
-        self._receive(now)
+        self.life.receive(self, now)
+        for peer, frame in self._peers.drain():
+            self._sender.handle(peer, frame)
         self._move_transfers()
-        if now - self._swept > SWEEP_INTERVAL:
-            self._swept = now
-            self._sweep(now)
+        self.life.look_after(self, len(self._queues), now)
         self._admit(now)
-        self._publish()
-        if self._state == "draining" and (not len(self._queues) or now > self._drain_until):
-            self._stopping = True
+        self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
+        self.life.end_turn(len(self._queues), now)
         return (
             plan_chunks(self._queues.computing.values(), self._limits.chunk_tokens, self._limits.max_batch)
             or None
@@ -135,7 +122,7 @@ class PrefillNode:
             chunk.request.mark("prefill_start", now)
             chunk.request.scheduled += chunk.length
             chunk.request.in_flight += 1
-        self._steps += 1
+        self._report.steps += 1
         return self._step.launch(chunks)
 
     def _finish(self, launched: LaunchedPrefill) -> None:
@@ -172,32 +159,9 @@ class PrefillNode:
     def _idle(self) -> None:
         self._poller.poll(BUSY_WAIT_MS if self._sender.writing else IDLE_WAIT_MS)
 
-    # -- messages ----------------------------------------------------------------------------------------------
+    # -- duties ----------------------------------------------------------------------------------------------
 
-    def _receive(self, now: float) -> None:
-        for message in self._link.drain():
-            if isinstance(message, Prefill):
-                self._on_prefill(message, now)
-            elif isinstance(message, Abort):
-                request = self._queues.find(message.room)
-                if request is not None:
-                    self._end(request, "client_gone", message.reason)
-            elif isinstance(message, PeerLost):
-                self._on_peer_lost(message.incarnation)
-            elif isinstance(message, Drain):
-                self.drain()
-            elif isinstance(message, Rejected):
-                self._log.error("the router refused this node", reason=message.reason)
-                self._stopping = True
-        for peer, frame in self._peers.drain():
-            self._sender.handle(peer, frame)
-        if self._link.lost():
-            self._log.warning("no answer from the router: dropping its requests", requests=len(self._queues))
-            for request in self._queues:
-                if not request.ended:
-                    self._end(request, NodeLost.code, "the router of this request is gone")
-
-    def _on_prefill(self, message: Prefill, now: float) -> None:
+    def take(self, message: Prefill, now: float) -> None:
         try:
             keys = self._check(message)
             self._sender.expect(message.room, now + message.deadline_ms / 1000, message.decode)
@@ -214,12 +178,12 @@ class PrefillNode:
             received=now,
             deadline=now + message.deadline_ms / 1000,
         )
-        self._requests += 1
+        self._report.requests += 1
         self._queues.waiting.append(request)
 
     def _check(self, message: Prefill) -> Keys:
         tokens = len(message.token_ids)
-        if self._state != "up":
+        if not self.life.takes_requests:
             raise NodeLost("this prefill node is draining")
         if len(self._queues.waiting) >= self._limits.max_queue:
             raise Overloaded(
@@ -239,11 +203,26 @@ class PrefillNode:
             raise InvalidRequest(f"token ids go from 0 to {self._limits.vocab_size - 1}", param="prompt")
         return keys
 
-    def _on_peer_lost(self, incarnation: str) -> None:
+    def abort(self, room: int, reason: str) -> None:
+        request = self._queues.find(room)
+        if request is not None:
+            self._end(request, "client_gone", reason)
+
+    def peer_lost(self, incarnation: str) -> None:
         self._sender.peer_lost(incarnation)
         for request in self._queues:
             if request.decode == incarnation and not request.ended:
                 self._end(request, NodeLost.code, "the decode node of this request is gone")
+
+    def router_lost(self) -> None:
+        for request in self._queues:
+            if not request.ended:
+                self._end(request, NodeLost.code, "the router of this request is gone")
+
+    def sweep(self, now: float) -> None:
+        for request in self._queues:
+            if not request.ended and now > request.deadline:
+                self._end(request, DeadlineExceeded.code, "the request's deadline passed on the prefill node")
 
     # -- moving between queues ---------------------------------------------------------------------------------
 
@@ -261,8 +240,8 @@ class PrefillNode:
             waiting.remove(request)
             request.lease = lease
             request.scheduled = request.computed = lease.cached_tokens
-            self._prompt_tokens += request.num_tokens
-            self._cached_tokens += lease.cached_tokens
+            self._report.prompt_tokens += request.num_tokens
+            self._report.cached_tokens += lease.cached_tokens
             request.mark("queued", now)
             self._queues.computing[request.room] = request
             self._send_pages(request)  # the cached prefix leaves before anything is computed
@@ -291,7 +270,7 @@ class PrefillNode:
             self._end(request, InternalError.code, "the model produced logits that are not finite")
             return
         request.lease.commit(self._space.keys(request.keys))
-        self._generated += 1
+        self._report.generated_tokens += 1
         reason = finish_reason(token.id, request.emitted + 1, request.sampling)
         self._link.send(
             FirstToken(
@@ -339,11 +318,11 @@ class PrefillNode:
             return
         request.settled = True
         if isinstance(event, Delivered):
-            self._transfers += 1
+            self._report.transfers += 1
             request.mark("record_sent", self._clock())
             self._link.send(PrefillDone(room=request.room, stages=request.stages))
         elif not request.ended:
-            self._transfer_failures += 1
+            self._report.transfer_failures += 1
             self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
             self._queues.end(request)
         self._release_if_settled(request)
@@ -362,34 +341,3 @@ class PrefillNode:
                 request.lease.release()
                 request.lease = None
             self._queues.forget(request)
-
-    def _sweep(self, now: float) -> None:
-        for request in self._queues:
-            if not request.ended and now > request.deadline:
-                self._end(request, DeadlineExceeded.code, "the request's deadline passed on the prefill node")
-
-    # -- what others see ---------------------------------------------------------------------------------------
-
-    def _publish(self) -> None:
-        waiting, computing, sent = self._queues.waiting, self._queues.computing, self._sender.counters
-        load = NodeLoad(
-            queued=len(waiting),
-            queued_tokens=sum(r.num_tokens for r in waiting) + sum(r.remaining for r in computing.values()),
-            running=len(computing),
-            transferring=len(self._queues.handing_over) + len(self._queues.ending),
-            free_pages=self._space.free_pages,
-            cached_pages=self._space.cache.cached_pages,
-            total_pages=self._space.total_pages,
-        )
-        counters = NodeCounters(
-            requests=self._requests,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generated_tokens=self._generated,
-            steps=self._steps,
-            transfers=self._transfers,
-            transfer_failures=self._transfer_failures,
-            transferred_pages=sent.pages_written,
-            refused_messages=self._link.refused_messages + sent.malformed + sent.invalid_slots,
-        )
-        self._link.publish(self._state, load, counters)

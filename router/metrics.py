@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.messages.identity import NodeCounters, NodeLoad
+from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
 from router.node_registry import Node
 from router.timeline import Timeline
 
@@ -75,6 +75,17 @@ COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
 }
 
 
+GRAPH_COUNTERS: dict[str, tuple[str, Callable[[GraphTotals], float]]] = {
+    "graph_replays": ("Forwards that replayed a captured graph", lambda g: g.replays),
+    "graph_live_tokens": ("Tokens computed in replays", lambda g: g.live_tokens),
+    "graph_padded_tokens": ("Padding computed in replays and thrown away", lambda g: g.padded_tokens),
+}
+GRAPH_GAUGES: dict[str, tuple[str, Callable[[GraphTotals], float]]] = {
+    "graphs_captured": ("Graphs of a forward", lambda g: g.captured),
+    "graphs_unused": ("Graphs that no batch has replayed yet", lambda g: g.unused),
+}
+
+
 class RouterMetrics(Collector):
     """The router's registry; `nodes` yields the nodes of the moment."""
 
@@ -133,10 +144,37 @@ class RouterMetrics(Collector):
             for node in nodes:
                 counter.add_metric((self._model, node.name, node.role), of_counters(node.counters))
             yield counter
+        yield from self._graphs(nodes, names)
         up = GaugeMetricFamily("tandem_node_up", "1 while a node takes requests", labels=names)
         for node in nodes:
             up.add_metric((self._model, node.name, node.role), float(node.state == "up"))
         yield up
+
+    def _graphs(self, nodes: Iterable[Node], names: tuple[str, ...]) -> Iterator[Metric]:
+        """Of every forward that may be captured; `model` is its model's part, target or draft."""
+        found = [
+            ((self._model, node.name, node.role, totals.phase, totals.model), totals)
+            for node in nodes
+            for totals in node.counters.graphs
+        ]
+        labels = (*names, "phase", "model")
+        for name, (text, of_totals) in GRAPH_COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=labels)
+            for values, totals in found:
+                counter.add_metric(values, of_totals(totals))
+            yield counter
+        fallbacks = CounterMetricFamily(
+            "graph_fallbacks", "Forwards that ran eagerly, by reason", labels=(*labels, "reason")
+        )
+        for values, totals in found:
+            for reason, count in totals.fallbacks.items():
+                fallbacks.add_metric((*values, reason), count)
+        yield fallbacks
+        for name, (text, of_totals) in GRAPH_GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=labels)
+            for values, totals in found:
+                gauge.add_metric(values, of_totals(totals))
+            yield gauge
 
     def render(self) -> bytes:
         """Prometheus text format."""

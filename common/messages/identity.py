@@ -47,6 +47,19 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     total_pages: int = 0
 
 
+class GraphTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs of one forward of a node that may be captured, and what became of its graphs."""
+
+    phase: str  # prefill, decode, verify ...
+    model: str  # target or draft
+    replays: int = 0
+    fallbacks: dict[str, int] = {}  # reason -> eager runs
+    live_tokens: int = 0  # of replays
+    padded_tokens: int = 0  # computed in replays and thrown away
+    captured: int = 0  # graphs
+    unused: int = 0  # graphs of these that no batch has replayed yet
+
+
 class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the node's start; the router federates them under /metrics and /server_info."""
 
@@ -68,3 +81,4 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     avg_spec_accept_length: float = (
         1.0  # tokens per target forward and request; exactly 1 without speculation
     )
+    graphs: tuple[GraphTotals, ...] = ()

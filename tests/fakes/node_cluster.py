@@ -457,10 +457,10 @@ class NodeCluster:
             tiny_model(aux=shape.draft.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
         )
         draft = shape.draft.prefill(shape.draft.pool(layout, storage, shape.page_size))
-        extend = node_graphs.prefill_graphs(runner, "breakable", 32, draft.hidden_mode).forward
-        extend.graphs.capture()
-        assert not [row for row in extend.graphs.rows if row.error]
-        step = PrefillStep(extend, draft, shape.page_size, PLACEMENT.device, shape.completion)
+        graphs = node_graphs.prefill_graphs(runner, "breakable", 32, draft.hidden_mode)
+        graphs.forward.graphs.capture()
+        assert not [row for row in graphs.forward.graphs.rows if row.error]
+        step = PrefillStep(graphs.forward, draft, shape.page_size, PLACEMENT.device, shape.completion)
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
         node = PrefillNode(
             incarnation,
@@ -478,6 +478,7 @@ class NodeCluster:
                 drain_timeout=10.0,
             ),
             shape.draft.shape,
+            node_graphs.totals(graphs),
             Log(name),
             self.clock,
         )
@@ -531,6 +532,7 @@ class NodeCluster:
                 drain_timeout=10.0,
             ),
             shape.draft.shape,
+            lambda: (),
             Log(name),
             self.clock,
         )

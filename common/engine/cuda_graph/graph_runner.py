@@ -20,6 +20,7 @@ from common.engine.cuda_graph.outputs import OutputSpec
 from common.engine.cuda_graph.report import CaptureRow, GraphCounters
 from common.engine.cuda_graph.slots import Inputs, StaticInputs
 from common.engine.cuda_graph.spec import CaptureSpec, GraphKey, ShapeKey
+from common.messages.identity import GraphTotals
 
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")
@@ -70,6 +71,10 @@ class GraphRunner(Generic[Batch, Output]):
     @property
     def captured(self) -> list[GraphKey]:
         return list(self._recordings)
+
+    def totals(self) -> GraphTotals:
+        """What it has run since its start."""
+        return self.counters.totals(self.spec, len(self._recordings))
 
     def capture(self) -> None:
         """All shapes, the largest first: the pool is sized once. A graph that fails runs eagerly; `rows` say why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
+from common.messages.identity import GraphTotals
 from common.observability.logs import Log
 
 
@@ -70,6 +72,12 @@ def capture(node: NodeGraphs[Any], log: Log) -> None:
     log.info("graphs", failed=failed, **describe(node))
     if graphs.rows:
         log.debug("captured shapes", table=table(graphs.rows))
+
+
+def totals(*nodes: NodeGraphs[Any]) -> Callable[[], tuple[GraphTotals, ...]]:
+    """What these forwards of one node have run, asked anew each time."""
+    runners: list[GraphRunner[Any, Any]] = [node.forward.graphs for node in nodes]
+    return lambda: tuple(runner.totals() for runner in runners)
 
 
 def describe(node: NodeGraphs[Any]) -> dict[str, str | int | float]:

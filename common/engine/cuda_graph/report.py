@@ -1,12 +1,13 @@
-"""What was captured and what ran, as data: the start-up table, `/server_info` and the counters."""
+"""What was captured and what ran, as data: the start-up table, `/server_info` and heartbeats."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.engine.cuda_graph.spec import CaptureSpec, GraphKey
+from common.messages.identity import GraphTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def table(rows: Iterable[CaptureRow]) -> str:
 
 @dataclass(slots=True)
 class GraphCounters:
-    """Of one runner; `samples` gives them the labels that metrics have."""
+    """Of one runner."""
 
     replays: Counter[GraphKey] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)  # reason -> eager runs
@@ -64,11 +65,15 @@ class GraphCounters:
         """Graphs that cost memory for nothing."""
         return [key for key in captured if not self.replays[key]]
 
-    def samples(self, spec: CaptureSpec) -> Iterator[tuple[str, dict[str, str], int]]:
-        """(metric name, labels, value)."""
-        labels = {"phase": spec.phase, "model": spec.model}
-        yield "graph_replays_total", labels, self.replays.total()
-        for reason, count in sorted(self.fallbacks.items()):
-            yield "graph_fallbacks_total", {**labels, "reason": reason}, count
-        yield "graph_live_tokens_total", labels, self.live_tokens
-        yield "graph_padded_tokens_total", labels, self.padded_tokens
+    def totals(self, spec: CaptureSpec, captured: int) -> GraphTotals:
+        """As they travel with heartbeats; `captured`: how many graphs there are. Cheap: asked for every turn."""
+        return GraphTotals(
+            phase=spec.phase,
+            model=spec.model,
+            replays=self.replays.total(),
+            fallbacks={str(reason): count for reason, count in self.fallbacks.items()},
+            live_tokens=self.live_tokens,
+            padded_tokens=self.padded_tokens,
+            captured=captured,
+            unused=captured - len(self.replays),
+        )

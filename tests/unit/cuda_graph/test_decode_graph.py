@@ -172,6 +172,19 @@ def test_only_decode_is_captured_in_the_shapes_of_the_ladder() -> None:
     assert graphs.counters.never_replayed(graphs.captured) == graphs.captured
 
 
+def test_no_graph_is_dead() -> None:
+    """G3: over a mixed load every captured graph of every variant replays."""
+    buckets = decode_request_buckets(5)
+    kinds = [GREEDY, GREEDY, GREEDY, GREEDY, GREEDY, RANDOM, FILTERED, LOGITS]
+    prompts, params = sequences([5] * len(kinds)), [PARAMS[kind] for kind in kinds]
+    graphs = DecodeRig(prompts, params, BACKENDS["tape"](), buckets)
+    for count in buckets:
+        for last in (0, 5, 6, 7):
+            graphs.step([last, *range(1, count)])
+    totals = graphs.graphs.graphs.totals()
+    assert (totals.captured, totals.unused) == (4 * len(buckets), 0)
+
+
 def test_can_run_and_no_graphs() -> None:
     """Row B4(f)."""
     graphs = rig("tape", (1, 4)).graphs.graphs

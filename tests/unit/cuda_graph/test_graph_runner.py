@@ -21,6 +21,7 @@ from common.engine.cuda_graph.report import table
 from common.engine.cuda_graph.slots import Inputs, Slot, SlotError, StaticInputs
 from common.engine.cuda_graph.spec import Axis, CaptureSpec, GraphKey, ShapeKey, token_shapes
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.messages.identity import GraphTotals
 
 WIDTH = 3
 NULL, LAST, FULL = CaptureHiddenMode
@@ -230,14 +231,16 @@ def test_counters_by_reason_and_padded_tokens() -> None:
     assert (counters.live_tokens, counters.padded_tokens) == (12, 2)
     assert counters.replay_share == 0.6
     assert counters.never_replayed(made.captured) == []
-    labels = {"phase": "draft_prefill", "model": "draft"}
-    assert list(counters.samples(made.spec)) == [
-        ("graph_replays_total", labels, 3),
-        ("graph_fallbacks_total", {**labels, "reason": "hidden_mode"}, 1),
-        ("graph_fallbacks_total", {**labels, "reason": "too_large"}, 1),
-        ("graph_live_tokens_total", labels, 12),
-        ("graph_padded_tokens_total", labels, 2),
-    ]
+    assert made.totals() == GraphTotals(
+        phase="draft_prefill",
+        model="draft",
+        replays=3,
+        fallbacks={"hidden_mode": 1, "too_large": 1},
+        live_tokens=12,
+        padded_tokens=2,
+        captured=3,
+        unused=0,
+    )
 
 
 def test_a_mode_mismatch_is_a_fall_back_never_a_wrong_answer() -> None:

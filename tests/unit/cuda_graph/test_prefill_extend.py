@@ -147,6 +147,17 @@ def test_default_ladder_replays_at_least_95_percent() -> None:
     assert "hidden_mode" not in extend.graphs.counters.fallbacks
 
 
+def test_no_graph_is_dead() -> None:
+    """G3: over a mixed load every captured graph replays."""
+    buckets = prefill_token_buckets(64)
+    driver, extend = extend_driver(sequences([sum(buckets)]), breakable(), buckets)
+    for count in buckets:
+        driver.run([0], [count])
+    counters = extend.graphs.counters
+    assert counters.never_replayed(extend.graphs.captured) == []
+    assert (extend.graphs.totals().captured, extend.graphs.totals().unused) == (len(buckets), 0)
+
+
 def test_a_backend_without_breaks_is_refused() -> None:
     """It would bake the lengths of the captured batch."""
     driver = Driver(model(), IDS, 4)

@@ -347,8 +347,8 @@ def test_draining_nodes_finish_what_they_have() -> None:
     with NodeCluster(SMALL, resubmit=False) as cluster:
         calls = [cluster.submit(prompt_of(20, n), 9) for n in range(3)]
         cluster.turn(2)
-        cluster.prefill.node.drain()
-        cluster.decode.node.drain()
+        cluster.prefill.node.life.drain()
+        cluster.decode.node.life.drain()
         late = cluster.submit(prompt_of(5), 3)
         cluster.run()
         expect_reference(*calls)
@@ -356,8 +356,8 @@ def test_draining_nodes_finish_what_they_have() -> None:
         assert late.error.code == "node_lost", "may be placed elsewhere"
         cluster.turn(3)
         assert cluster.prefill.link.state == cluster.decode.link.state == "draining"
-        assert cluster.prefill.node._stopping
-        assert cluster.decode.node._stopping
+        assert cluster.prefill.node.life.stopping()
+        assert cluster.decode.node.life.stopping()
         cluster.settle()
 
 

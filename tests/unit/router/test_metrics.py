@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.messages.identity import NodeCounters, NodeLoad, NodeRef
+from common.messages.identity import GraphTotals, NodeCounters, NodeLoad, NodeRef
 from common.messages.router_inbox import Register
 from router.metrics import RouterMetrics
 from router.node_registry import Node
@@ -23,7 +23,10 @@ def node(**load: int) -> Node:
     )
     made = Node(register, 0.0)
     made.load = NodeLoad(**load)
-    made.counters = NodeCounters(generated_tokens=41, retractions=2)
+    totals = GraphTotals(
+        phase="decode", model="target", replays=19, fallbacks={"too_large": 1}, captured=4, unused=3
+    )
+    made.counters = NodeCounters(generated_tokens=41, retractions=2, graphs=(totals,))
     return made
 
 
@@ -55,6 +58,16 @@ def test_nodes_are_read_at_scrape_time() -> None:
     assert series(metrics)[f"tandem_node_up{labels}"] == 0
     nodes.clear()
     assert f"tandem_node_up{labels}" not in series(metrics)
+
+
+def test_graphs_by_phase_model_and_reason() -> None:
+    """spec/algorithms.md 6.18."""
+    got = series(RouterMetrics("tiny", lambda: [node()]))
+    labels = 'engine="decode-0",model="target",model_name="tiny",phase="decode"'
+    assert got[f'graph_replays_total{{{labels},role="decode"}}'] == 19
+    assert got[f'graph_fallbacks_total{{{labels},reason="too_large",role="decode"}}'] == 1
+    assert got[f'graphs_captured{{{labels},role="decode"}}'] == 4
+    assert got[f'graphs_unused{{{labels},role="decode"}}'] == 3
 
 
 def test_a_node_that_has_not_said_how_full_it_is() -> None:

@@ -1,0 +1,68 @@
+"""What others see of a decode node: its load, and totals since its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from common.engine.kv_cache.page_space import PageSpace
+from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
+from decode_node.accept_counters import AcceptCounters
+from decode_node.occupancy import Occupancy
+from decode_node.queues import Queues
+from kv_transfer.receiver import Receiver
+
+
+class Report:
+    """The node counts here what nobody else does; the rest is read where it arises."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        space: PageSpace,
+        receiver: Receiver,
+        occupancy: Occupancy,
+        graphs: Callable[[], Sequence[GraphTotals]],
+    ) -> None:
+        self._queues = queues
+        self._space = space
+        self._receiver = receiver
+        self._occupancy = occupancy
+        self._graphs = graphs
+        self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.steps = self.transfers = self.transfer_failures = 0
+        self.speculation = AcceptCounters()
+
+    def load(self) -> NodeLoad:
+        queues = self._queues
+        return NodeLoad(
+            queued=len(queues.waiting) + len(queues.retracted),
+            running=len(queues.running),
+            transferring=len(queues.transferring) + len(queues.arrived),
+            free_pages=self._space.free_pages,
+            cached_pages=self._space.cache.cached_pages,
+            quarantined_pages=self._receiver.quarantined_pages,
+            total_pages=self._space.total_pages,
+        )
+
+    def counters(self, refused_messages: int) -> NodeCounters:
+        """`refused_messages`: those from the router; peers' are added here."""
+        received, speculation = self._receiver.counters, self.speculation
+        return NodeCounters(
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            steps=self.steps,
+            retractions=self._occupancy.retractions,
+            transfers=self.transfers,
+            transfer_failures=self.transfer_failures,
+            transferred_pages=received.pages_received,
+            checksum_failures=received.checksum_failures,
+            record_failures=received.record_failures.total(),
+            refused_messages=refused_messages + received.malformed + received.unknown_room,
+            spec_drafts=speculation.drafts,
+            spec_draft_tokens=speculation.draft_tokens,
+            spec_accepted_tokens=speculation.accepted_tokens,
+            avg_spec_accept_length=speculation.mean_length,
+            graphs=tuple(self._graphs()),
+        )

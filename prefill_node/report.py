@@ -1,0 +1,56 @@
+"""What others see of a prefill node: its load, and totals since its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from common.engine.kv_cache.page_space import PageSpace
+from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
+from kv_transfer.sender import Sender
+from prefill_node.queues import Queues
+
+
+class Report:
+    """The node counts here what nobody else does; the rest is read where it arises."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        space: PageSpace,
+        sender: Sender,
+        graphs: Callable[[], Sequence[GraphTotals]],
+    ) -> None:
+        self._queues = queues
+        self._space = space
+        self._sender = sender
+        self._graphs = graphs
+        self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.steps = self.transfers = self.transfer_failures = 0
+
+    def load(self) -> NodeLoad:
+        waiting, computing = self._queues.waiting, self._queues.computing
+        return NodeLoad(
+            queued=len(waiting),
+            queued_tokens=sum(r.num_tokens for r in waiting) + sum(r.remaining for r in computing.values()),
+            running=len(computing),
+            transferring=len(self._queues.handing_over) + len(self._queues.ending),
+            free_pages=self._space.free_pages,
+            cached_pages=self._space.cache.cached_pages,
+            total_pages=self._space.total_pages,
+        )
+
+    def counters(self, refused_messages: int) -> NodeCounters:
+        """`refused_messages`: those from the router; peers' are added here."""
+        sent = self._sender.counters
+        return NodeCounters(
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            steps=self.steps,
+            transfers=self.transfers,
+            transfer_failures=self.transfer_failures,
+            transferred_pages=sent.pages_written,
+            refused_messages=refused_messages + sent.malformed + sent.invalid_slots,
+            graphs=tuple(self._graphs()),
+        )

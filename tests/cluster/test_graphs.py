@@ -1,0 +1,55 @@
+"""A served load runs under graphs, on the tape: both nodes count it, and the tokens are those of eager steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import Reference
+from tests.cluster.harness import Client, RunningCluster
+
+pytestmark = pytest.mark.timeout(400)  # two busy cores
+
+GRAPHS: dict[str, Any] = {"prefill": {"graphs": "breakable"}, "decode": {"graphs": "full"}}
+
+
+def graph_series(text: str, role: str) -> dict[tuple[str, str, str, str], float]:
+    """(series, phase, model, reason) -> value, from /metrics."""
+    found = {}
+    for name, labels, value in re.findall(r"^(graphs?_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        if of["role"] == role:
+            found[name, of["phase"], of["model"], of.get("reason", "")] = float(value)
+    return found
+
+
+def replay_share(series: dict[tuple[str, str, str, str], float], phase: str, model: str) -> float:
+    """Of all forwards of a phase; 0 where none ran."""
+    replays = series.get(("graph_replays_total", phase, model, ""), 0.0)
+    eager = sum(value for key, value in series.items() if key[:3] == ("graph_fallbacks_total", phase, model))
+    return replays / (replays + eager) if replays + eager else 0.0
+
+
+async def test_a_served_load_replays(prompts: list[list[int]], reference: Reference, tmp_path: Path) -> None:
+    """Row B, the test we must own: with default ladders at least 95 % of prefills and of decode steps replay."""
+    load = prompts[36::4]
+    async with RunningCluster(tmp_path, config=GRAPHS) as cluster, Client(cluster.url) as client:
+        greedy = await client.complete_all(load, 4, 8)
+        for prompt, answer in zip(load, greedy, strict=True):
+            assert answer.tokens == reference(prompt, 8)
+        await client.complete_all(load[:6], 3, 8, temperature=0.8, top_p=0.9, seed=3)
+        await client.complete_all(load[:4], 2, 8, temperature=0.8, seed=3)
+        await client.wait_idle()
+        async with client.session.get("/metrics") as response:
+            text = await response.text()
+        nodes = {node["role"]: node["counters"]["graphs"] for node in (await client.info())["nodes"]}
+    for role, phase in (("prefill", "prefill"), ("decode", "decode")):
+        series = graph_series(text, role)
+        assert replay_share(series, phase, "target") >= 0.95, series
+        (totals,) = nodes[role]
+        assert (totals["phase"], totals["model"]) == (phase, "target")
+        assert totals["replays"] == series["graph_replays_total", phase, "target", ""] > 10
+        assert 0 <= totals["unused"] < totals["captured"] == series["graphs_captured", phase, "target", ""]
