@@ -1,11 +1,13 @@
 """A large Llama with random weights and a greedy text known in advance: for benchmarks where nothing can be downloaded.
 
     python -m deploy.models.constructed OUT --device cuda --seed 0 [--layers 32 --hidden 4096 ...]
+    python -m deploy.models.constructed OUT --device cuda --seed 0 --draft DRAFT --acceptance 0.8
 
 Construction: embeddings are random with rms 1; every o_proj and down_proj is scaled by a small eps, so the residual
-stream stays close to the embedding while all matrix products have full size; one random cycle succ(t) runs over the
-ordinary token ids, and the LM head row of succ(t) is E[t] * gap / hidden. Greedy text follows the cycle whatever the
-precision or the kernels, and never ends. The weights are made from the seed and not meant to be stored.
+stream stays close to the embedding while all matrix products have full size; one random cycle succ(t) runs over
+`draft_vocab` ordinary token ids, into which all other ids lead, and the LM head row of succ(t) is E[t] * gap / hidden.
+Greedy text follows the cycle whatever the precision or the kernels, and never ends. The weights are made from the
+seed and not meant to be stored. `--draft` adds an EAGLE-3 head of known acceptance: see `constructed_head`.
 """
 
 from __future__ import annotations
@@ -15,93 +17,44 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-EPS = 0.05  # of o_proj and down_proj
-GAP = 20.0  # logit of the next token of the cycle
-SPECIAL = 16  # ids below are not part of the cycle
+from deploy.models.constructed_head import Drafting, write_head
+from deploy.models.constructed_shape import EPS, GAP, Shape, embedding, normal, successor
+
 SHARD_BYTES = 4 << 30
 TOKENIZER = Path(__file__).parent / "tiny-target"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Llama-3.1-8B unless told otherwise."""
-
-    vocab: int = 128256
-    hidden: int = 4096
-    layers: int = 32
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    inter: int = 14336
-    max_positions: int = 16384
-
-    def config(self) -> dict[str, object]:
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.inter,
-            "max_position_embeddings": self.max_positions,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-        }
-
-
-def successor(shape: Shape, seed: int) -> torch.Tensor:
-    """[vocab] int64: the greedy token after each token; one cycle over all ids but the special ones."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(shape.vocab - SPECIAL, generator=generator) + SPECIAL
-    succ = torch.arange(shape.vocab)
-    succ[order] = order.roll(-1)
-    succ[:SPECIAL] = order[:SPECIAL]
-    return succ
-
-
 def tensors(shape: Shape, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, bf16 tensor on `device`) of every weight, in the order of the layers."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(rows: int, columns: int, scale: float) -> torch.Tensor:
-        values = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32)
-        return values.mul_(scale).to(torch.bfloat16)
-
-    hidden, width = shape.hidden, shape.heads * shape.head_dim
-    embedding = normal(shape.vocab, hidden, 1.0)
-    yield "model.embed_tokens.weight", embedding
+    random = partial(normal, torch.Generator(device).manual_seed(seed + 1))
+    hidden, width, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    embeds = embedding(shape, seed, device)
+    yield "model.embed_tokens.weight", embeds
     ones = torch.ones(hidden, dtype=torch.bfloat16, device=device)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         scale = 1 / math.sqrt(hidden)
         yield f"{prefix}.input_layernorm.weight", ones.clone()
         yield f"{prefix}.post_attention_layernorm.weight", ones.clone()
-        yield f"{prefix}.self_attn.q_proj.weight", normal(width, hidden, scale)
-        yield f"{prefix}.self_attn.k_proj.weight", normal(shape.kv_heads * shape.head_dim, hidden, scale)
-        yield f"{prefix}.self_attn.v_proj.weight", normal(shape.kv_heads * shape.head_dim, hidden, scale)
-        yield f"{prefix}.self_attn.o_proj.weight", normal(hidden, width, EPS / math.sqrt(width))
-        yield f"{prefix}.mlp.gate_proj.weight", normal(shape.inter, hidden, scale)
-        yield f"{prefix}.mlp.up_proj.weight", normal(shape.inter, hidden, scale)
-        yield f"{prefix}.mlp.down_proj.weight", normal(hidden, shape.inter, EPS / math.sqrt(shape.inter))
+        yield f"{prefix}.self_attn.q_proj.weight", random(width, hidden, scale)
+        yield f"{prefix}.self_attn.k_proj.weight", random(kv, hidden, scale)
+        yield f"{prefix}.self_attn.v_proj.weight", random(kv, hidden, scale)
+        yield f"{prefix}.self_attn.o_proj.weight", random(hidden, width, EPS / math.sqrt(width))
+        yield f"{prefix}.mlp.gate_proj.weight", random(shape.inter, hidden, scale)
+        yield f"{prefix}.mlp.up_proj.weight", random(shape.inter, hidden, scale)
+        yield f"{prefix}.mlp.down_proj.weight", random(hidden, shape.inter, EPS / math.sqrt(shape.inter))
     yield "model.norm.weight", ones
     head = torch.zeros(shape.vocab, hidden, dtype=torch.bfloat16, device=device)
-    succ = successor(shape, seed).to(device)
-    head[succ] = embedding * (GAP / hidden)
+    # several ids may lead to one
+    head.index_add_(0, successor(shape, seed).to(device), embeds * (GAP / hidden))
     yield "lm_head.weight", head
 
 
@@ -153,11 +106,22 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "inter", "max_positions"):
+    parser.add_argument("--draft", type=Path, help="also write an EAGLE-3 head for it to this directory")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.8, help="share of tokens that it drafts rightly"
+    )
+    parser.add_argument(
+        "--second", type=float, default=0.5, help="share of the others whose right token it ranks second"
+    )
+    for name in (field.name for field in fields(Shape)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
     given = vars(parser.parse_args())
     out, device, seed = given.pop("out"), torch.device(given.pop("device")), given.pop("seed")
-    write(out, Shape(**given), seed, device)
+    draft, drafting = given.pop("draft"), Drafting(given.pop("acceptance"), given.pop("second"))
+    shape = Shape(**given)
+    write(out, shape, seed, device)
+    if draft is not None:
+        write_head(draft, shape, drafting, seed, device)
 
 
 if __name__ == "__main__":
