@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import zmq
@@ -15,15 +16,14 @@ from common.config.schema import Speculation
 from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.decode_graph import DecodeGraphs
 from common.engine.draft_runner import DraftRunner
+from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
-from common.engine.serving_model import load_serving_model, page_space
-from common.errors import ConfigError
+from common.engine.serving_model import ServingModel, load_serving_model, page_space
 from common.ipc import LinkSecurity, check_bind, link_security
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
@@ -35,12 +35,14 @@ from decode_node import node as decode
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.speculative.drafters.drafter import Drafter
-from decode_node.speculative.drafters.eagle import EagleDrafter
-from decode_node.speculative.drafters.eagle_tree import EagleTreeDrafter
+from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter, Growth
+from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.drafters.ngram import NgramDrafter
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
+from decode_node.speculative.rounds import Rounds
 from decode_node.speculative.step import SpeculativeStep
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
+from decode_node.speculative.verify import Verify
 from decode_node.step import AutoregressiveStep, DecodeStep
 from kv_transfer.from_config import kv_layout, transfer_limits
 from kv_transfer.limits import MIB, TransferLimits
@@ -118,15 +120,16 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     space = page_space(cluster, served, section.prefix_cache)
     rows = section.max_running
     # branches of draft trees reach behind the last token of a request
-    table = RequestTable(rows, space.pages_for(served.max_model_len + reach(cluster.speculation)), device)
+    behind = 2 * reach(cluster.speculation)
+    table = RequestTable(rows, space.pages_for(served.max_model_len + behind), device)
     relay = RelayState.allocate(rows, device, carried)
     runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
     draft = served.draft_runner(pool, offsets)
     pools = [pool] if draft is None else [pool, draft[1]]
-    graphs = _graphs(cluster, runner, table, relay, served.max_model_len)
-    step = _step(cluster, runner, graphs, None if draft is None else draft[0], table, relay)
+    step, graphs = _step(cluster, served, runner, None if draft is None else draft[0], table, relay)
     reporter.report("capturing")
-    node_graphs.capture(graphs, log)
+    for phase in graphs:
+        node_graphs.capture(phase, log)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
     )
@@ -143,7 +146,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             total_pages=served.num_pages - 1,
             effective_config={
                 **served.describe(layout.total_bytes, choose_transport(cluster)),
-                **node_graphs.describe(graphs),
+                **node_graphs.describe(*graphs),
             },
         ),
         decode_inbox.codec,
@@ -173,50 +176,59 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             drain_timeout=cluster.health.drain_timeout,
         ),
         carried,
-        node_graphs.totals(graphs),
+        node_graphs.totals(*graphs),
         log,
     )
     return BuiltDecodeNode(node, link, peers, receiver, security, context)
 
 
-def _graphs(
-    cluster: Cluster, runner: ModelRunner, table: RequestTable, relay: RelayState, max_model_len: int
-) -> node_graphs.NodeGraphs[DecodeGraphs]:
-    """The plain decode step under graphs. A speculative step has none yet and says so."""
-    wanted, rows = cluster.decode.graphs, cluster.decode.max_running
-    if cluster.speculation.algorithm != "none":
-        if wanted not in ("auto", "none"):
-            raise ConfigError(
-                "decode.graphs", f"{wanted} with speculation is not built yet; write none or auto"
-            )
-        wanted = "none"
-    return node_graphs.decode_graphs(runner, relay, table, wanted, rows, max_model_len)
-
-
 def _step(
     cluster: Cluster,
+    served: ServingModel,
     runner: ModelRunner,
-    graphs: node_graphs.NodeGraphs[DecodeGraphs],
     draft: DraftRunner | ModelRunner | None,
     table: RequestTable,
     relay: RelayState,
-) -> DecodeStep:
+) -> tuple[DecodeStep, list[node_graphs.NodeGraphs[Any]]]:
+    """The node's step and its forwards, not captured yet."""
     section, speculation = cluster.decode, cluster.speculation
-    device, page_size = runner.pool.device, cluster.kv.page_size
+    device = runner.pool.device
     completion = completion_for(device, one_behind=section.read_results == "one_behind")
     if speculation.algorithm == "none":
-        return AutoregressiveStep(graphs.forward, table, device, completion)
+        graphs = node_graphs.decode_graphs(
+            runner, relay, table, section.graphs, section.max_running, served.max_model_len
+        )
+        return AutoregressiveStep(graphs.forward, table, device, completion), [graphs]
+    rounds = Rounds(
+        relay,
+        table,
+        cluster.kv.page_size,
+        served.max_model_len,
+        reach(speculation),
+        node_graphs.round_plans(runner, section.graphs, section.max_running),
+    )
+    drafter = _drafter(cluster, served, draft, rounds)
     acceptor: Acceptor = ChainAcceptor()
-    drafter: Drafter = NgramDrafter(speculation.steps, max_texts=2 * section.max_running)
-    if isinstance(draft, ModelRunner):
-        drafter = StandaloneDrafter(draft, speculation.steps, page_size)
-    elif draft is not None and speculation.topk == 1:
-        drafter = EagleDrafter(draft, relay, speculation.steps, page_size)
-    elif draft is not None:
-        tree = speculation.topk, speculation.nodes
-        drafter = EagleTreeDrafter(draft, relay, speculation.steps, *tree, page_size)
+    if speculation.topk > 1:
         acceptor = TreeAcceptor(drafter.reach, speculation.steps, (runner.pool,))
-    return SpeculativeStep(runner, drafter, acceptor, table, relay, page_size, device, completion)
+    verify = Verify(runner, rounds, drafter, acceptor)
+    step = SpeculativeStep(verify, drafter, acceptor, table, device, completion)
+    return step, step.graphs
+
+
+def _drafter(
+    cluster: Cluster, served: ServingModel, draft: DraftRunner | ModelRunner | None, rounds: Rounds
+) -> Drafter:
+    steps, topk = cluster.speculation.steps, cluster.speculation.topk
+    if draft is None:
+        return NgramDrafter(rounds, steps, max_texts=2 * cluster.decode.max_running)
+    if isinstance(draft, ModelRunner):
+        return StandaloneDrafter(draft, rounds, steps)
+    growth: Growth = ChainGrowth(draft, steps)
+    if topk > 1:
+        growth = TreeGrowth(draft, steps, topk, cluster.speculation.nodes)
+    config = None if served.draft is None else served.draft.config
+    return EagleDrafter(draft, rounds, growth, EagleDraftExtendInput.hidden_size_for(config))
 
 
 def reach(speculation: Speculation) -> int:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from common.engine.cuda_graph.decode_graph import DecodeGraphs
+from common.engine.host_copies import on_device
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.overlap import Completion
 from common.engine.sampler import SampleOutput
@@ -82,8 +83,6 @@ class AutoregressiveStep:
     def launch(self, requests: Sequence[DecodeRequest]) -> LaunchedAutoregressive:
         """Start one step. `request.launched` must not count this step yet."""
         self._table.flush()
-        rows = torch.tensor([request.row for request in requests], dtype=torch.int64)
-        if self._device.type == "cuda":
-            rows = rows.pin_memory().to(self._device, non_blocking=True)
+        rows = on_device([request.row for request in requests], self._device)
         sampled = self._decode(rows, sampling_variant(request.sampling for request in requests))
         return LaunchedAutoregressive(tuple(requests), sampled.on_host(), self._completion())

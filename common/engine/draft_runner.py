@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from common.draft_config import DraftConfig, hidden_size_for, target_width
+from common.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import DraftHead, Eagle3Head, EagleHead
 from common.engine.models.llama import LlamaForCausalLM
@@ -19,14 +19,7 @@ from common.engine.weights import load_weights
 from common.errors import ModelError
 from common.model_files import read_weight_files
 
-
-@dataclass(frozen=True, slots=True)
-class DraftState:
-    """What R requests propose next, and what the step after that reads."""
-
-    probs: Tensor  # [R, k] float32, descending
-    ids: Tensor  # [R, k] int64, ids of the target
-    hidden: Tensor  # [R, H]
+DraftState = EagleDraftInput  # what R requests propose next is what their next step starts from
 
 
 class DraftRunner:
@@ -95,9 +88,10 @@ def _read_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
 @torch.inference_mode()
 def _probe(head: Eagle3Head | EagleHead, draft: DraftConfig, placement: Placement, path: Path) -> None:
     """Real widths against the width functions: a draft that does not fit must not start."""
-    hidden = torch.zeros(1, target_width(draft), dtype=placement.dtype, device=placement.device)
-    width = head.project(hidden).shape[-1]
-    if width != hidden_size_for(draft):
-        raise ModelError(
-            f"{path}: a draft step reads {width} values, config.json says {hidden_size_for(draft)}"
-        )
+    extend, wanted = EagleDraftExtendInput, EagleDraftInput.hidden_size_for(draft)
+    given = torch.zeros(
+        1, extend.hidden_size_for(draft), dtype=extend.dtype_for(placement), device=placement.device
+    )
+    width = head.project(given).shape[-1]
+    if width != wanted:
+        raise ModelError(f"{path}: a draft step reads {width} values, config.json says {wanted}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.engine.host_copies import on_host
 from common.engine.ops.filter_floor import filter_floor
 from common.engine.ops.sample_tokens import sample_tokens
 from common.messages.generation import GREEDY_EPSILON
@@ -42,22 +43,14 @@ class SampleOutput:
     top_logprobs: Tensor | None = None  # [R, n] float32
 
     def on_host(self) -> SampleOutput:
-        """Copies in host memory, to be read once the stream has come here; nothing waits.
-
-        Read from the device itself they would come behind whatever was launched since: a whole step late.
-        """
-        if self.token_ids.device.type == "cpu":
-            return self
-
-        def copy(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        """Copies in host memory, to be read once the stream has come here; nothing waits."""
 
         def maybe(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else copy(tensor)
+            return None if tensor is None else on_host(tensor)
 
         return SampleOutput(
-            copy(self.token_ids),
-            copy(self.invalid),
+            on_host(self.token_ids),
+            on_host(self.invalid),
             maybe(self.logprobs),
             maybe(self.top_ids),
             maybe(self.top_logprobs),

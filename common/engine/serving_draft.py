@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from common.draft_config import DraftConfig, draft_fingerprint, hidden_size_for
+from common.draft_config import DraftConfig, draft_fingerprint
 from common.engine.attention.paged import PagedAttention
 from common.engine.draft_runner import DraftRunner, load_draft
+from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import DraftShape
 from common.engine.layers.placement import Placement
@@ -57,10 +56,6 @@ def load_serving_draft(
         model, _ = load_model(path, dtype, placement.device)
         return ServingDraft(model, config, fingerprint, DraftShape(), topk)
     head = load_draft(path, config, target, placement)
-    shape = DraftShape(topk, hidden_size_for(config), dtype_for(placement), target.config.vocab_size)
+    carried = EagleDraftInput.hidden_size_for(config), EagleDraftInput.dtype_for(placement)
+    shape = DraftShape(topk, *carried, target.config.vocab_size)
     return ServingDraft(head, config, fingerprint, shape, topk)
-
-
-def dtype_for(placement: Placement) -> torch.dtype:
-    """Of the hidden state that travels: the draft computes in the target's dtype."""
-    return placement.dtype

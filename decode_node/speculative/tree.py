@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class DraftTree:
-    """B trees of N nodes. Parents come before their children, siblings hold distinct tokens."""
-
-    tokens: Tensor  # [B, N] int64
-    parents: Tensor  # [B, N] int64, node index; of the root: -1
-    depth: Tensor  # [B, N] int64
-    mask: Tensor  # [B, N, N] bool, row n true for node n and its ancestors
+from common.engine.forward.draft_inputs import EagleVerifyInput
 
 
-def chain(tokens: Tensor) -> DraftTree:
-    """Each token of [B, N] under the one before."""
-    batch, nodes = tokens.shape
-    depth = torch.arange(nodes, device=tokens.device)
-    mask = depth[:, None] >= depth
-    return DraftTree(
-        tokens, (depth - 1).expand(batch, -1), depth.expand(batch, -1), mask.expand(batch, -1, -1)
-    )
-
-
-def tree(tokens: Tensor, parents: Tensor, depth: int) -> DraftTree:
+def tree(tokens: Tensor, parents: Tensor, depth: int) -> EagleVerifyInput:
     """From tokens and parents [B, N]; no node lies deeper than `depth`."""
     batch, nodes = tokens.shape
     index = torch.arange(nodes, device=tokens.device)
@@ -37,7 +17,7 @@ def tree(tokens: Tensor, parents: Tensor, depth: int) -> DraftTree:
     for _ in range(depth):
         mask = mask | (up[:, :, None] == index)  # -1 matches no node
         up = torch.where(up < 0, up, parents.gather(1, up.clamp(min=0)))
-    return DraftTree(tokens, parents, mask.sum(-1) - 1, mask)
+    return EagleVerifyInput(tokens, parents, mask.sum(-1) - 1, mask)
 
 
 def select_nodes(scores: Tensor, parents: Tensor, topk: int, nodes: int) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.engine.forward.draft_inputs import EagleVerifyInput
 from common.engine.kv_cache.pool import KvPool
-from decode_node.speculative.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,12 @@ class Acceptor(Protocol):
         """How many slots behind its position a node may lie."""
         ...
 
-    def accept(self, drafts: DraftTree, drawn: Tensor) -> Accepted:
+    def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
         """drawn [B, N] int64: what the target draws behind each node."""
+        ...
+
+    def along(self, accepted: Accepted, values: Tensor) -> Tensor:
+        """values [B, N, ...] of the nodes on the path: [B, D, ...]."""
         ...
 
     def settle(self, accepted: Accepted, kv_slots: Tensor) -> None:
@@ -50,9 +54,12 @@ class ChainAcceptor:
 
     slack = 0
 
-    def accept(self, drafts: DraftTree, drawn: Tensor) -> Accepted:
+    def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
         hits = drafts.tokens[:, 1:] == drawn[:, :-1]
         return Accepted(drafts.depth, hits.long().cumprod(1).sum(1))
+
+    def along(self, accepted: Accepted, values: Tensor) -> Tensor:
+        return values
 
     def settle(self, accepted: Accepted, kv_slots: Tensor) -> None:
         pass
@@ -66,7 +73,7 @@ class TreeAcceptor:
         self._depth = depth
         self._pools = pools
 
-    def accept(self, drafts: DraftTree, drawn: Tensor) -> Accepted:
+    def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
         node = torch.zeros_like(drafts.tokens[:, :1])  # [B, 1]
         alive = torch.ones_like(node, dtype=torch.bool)
         path, count = [node], torch.zeros_like(node)
@@ -78,10 +85,15 @@ class TreeAcceptor:
             path.append(node)
         return Accepted(torch.cat(path, 1), count[:, 0])
 
+    def along(self, accepted: Accepted, values: Tensor) -> Tensor:
+        rest = values.shape[2:]
+        path = accepted.path.view(*accepted.path.shape, *(1 for _ in rest))
+        return values.gather(1, path.expand(-1, -1, *rest))
+
     def settle(self, accepted: Accepted, kv_slots: Tensor) -> None:
         depth = accepted.path.shape[1]
         index = torch.arange(depth, device=kv_slots.device)
         node = torch.where(index <= accepted.drafts[:, None], accepted.path, index)
-        source, target = kv_slots.gather(1, node).view(-1), kv_slots[:, :depth].reshape(-1)
+        source, target = kv_slots.gather(1, node).flatten(), kv_slots[:, :depth].flatten()
         for pool in self._pools:
             pool.move_slots(source, target)

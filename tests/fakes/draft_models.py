@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from common.draft_config import DraftConfig, hidden_size_for
+from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
+from common.engine.cuda_graph.slots import Inputs
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.kv_cache.page_space import as_bigram_keys
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.radix_cache import Keys
@@ -20,16 +22,17 @@ from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.models.eagle import Eagle3Head, EagleHead
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
-from decode_node.speculative.drafters.drafter import Drafter, Proposal, Round, Verified
-from decode_node.speculative.drafters.eagle import EagleDrafter
-from decode_node.speculative.drafters.eagle_tree import EagleTreeDrafter
+from decode_node.request import DecodeRequest
+from decode_node.speculative.drafters.drafter import Drafter, Look
+from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter
+from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
-from decode_node.speculative.tree import chain
+from decode_node.speculative.rounds import Round, RoundCall
 from decode_node.speculative.verifier import TreeAcceptor
 from kv_transfer.layout import KvLayout
 from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
-from tests.fakes.drafters import speculative
-from tests.fakes.node_cluster import MakeStep, NoDraftModel, Parts
+from tests.fakes.drafters import Bench, speculative
+from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, reference, tiny_model
 
 DRAFTS = {
@@ -69,7 +72,9 @@ class DraftModel(NoDraftModel):
         self.config = config
         self.aux_layers = config.aux_layers
         self.kv_shapes = [(config.model.num_kv_heads, config.model.head_dim)] * self.layers
-        self.shape = DraftShape(topk, hidden_size_for(config), PLACEMENT.dtype, VOCAB)
+        width = EagleDraftInput.hidden_size_for(config)
+        self.shape = DraftShape(topk, width, EagleDraftInput.dtype_for(PLACEMENT), VOCAB)
+        self.target_hidden = EagleDraftExtendInput.hidden_size_for(config)
 
     @property
     def layers(self) -> int:
@@ -127,104 +132,123 @@ MODELS: dict[str, Callable[[], DraftModel | StandaloneModel]] = {
 }
 
 
-def drafting(name: str, steps: int) -> tuple[NoDraftModel, MakeStep]:
+def drafting(name: str, steps: int, buckets: Sequence[int] = ()) -> tuple[NoDraftModel, MakeStep]:
     """A cluster's draft model and its decode step."""
     model = MODELS[name]()
-    return model, speculative(lambda parts: _drafter(model, parts, steps))
+    return model, speculative(lambda bench: drafter(model, bench, steps), buckets=buckets)
 
 
 def observed(
-    name: str, steps: int, hit: float, seen: list[tuple[list[int], list[int]]]
+    name: str, steps: int, hit: float, seen: list[tuple[list[int], list[int]]], buckets: Sequence[int] = ()
 ) -> tuple[NoDraftModel, MakeStep]:
     """The same, and every draft is noted in `seen` (text, drafts). Then the right one takes its place with probability
     `hit`, since a random head is seldom right and most of what there is to get wrong follows accepted drafts. A
     standalone model keeps KV of its own drafts: nothing may take their place."""
     model = MODELS[name]()
     hit = 0.0 if isinstance(model, StandaloneModel) else hit
-    return model, speculative(lambda parts: Observed(_drafter(model, parts, steps), hit, seen))
+    return model, speculative(
+        lambda bench: Observed(drafter(model, bench, steps), bench, hit, seen), buckets=buckets
+    )
 
 
-def _drafter(model: DraftModel | StandaloneModel, parts: Parts, steps: int) -> Drafter:
-    assert parts.draft_pool is not None
+def drafter(model: DraftModel | StandaloneModel, bench: Bench, steps: int) -> Drafter:
+    """A chain of `steps`."""
+    assert bench.parts.draft_pool is not None
     if isinstance(model, StandaloneModel):
-        return StandaloneDrafter(model.runner(parts.draft_pool), steps, parts.page_size)
-    return EagleDrafter(model.runner(parts.draft_pool), parts.relay, steps, parts.page_size)
+        return StandaloneDrafter(model.runner(bench.parts.draft_pool), bench.rounds, steps)
+    runner = model.runner(bench.parts.draft_pool)
+    return EagleDrafter(runner, bench.rounds, ChainGrowth(runner, steps), model.target_hidden)
 
 
-class Observed:
+class Watched:
+    """A drafter, with a look at every tree that it proposes."""
+
+    def __init__(self, inner: Drafter, bench: Bench) -> None:
+        self._inner = inner
+        self._relay = bench.parts.relay
+        self._requests: Sequence[DecodeRequest] = ()
+        self.state = inner.state
+        self.nodes, self.reach = inner.nodes, inner.reach
+        self.needs_results = inner.needs_results
+        self.hidden_mode = inner.hidden_mode
+        self.phases, self.slots = inner.phases, inner.slots
+
+    def look(self, requests: Sequence[DecodeRequest]) -> Look:
+        self._requests = requests
+        return self._inner.look(requests)
+
+    def propose(self, call: RoundCall) -> None:
+        self._inner.propose(call)
+        for index, request in enumerate(self._requests):
+            told = int(self._relay.seq_len[request.row]) + 1 - len(request.prompt)
+            answer = reference(tuple(request.prompt), request.sampling, request.emitted)[0]
+            self.watch(index, request.prompt + answer[:told], answer[told:])
+
+    def watch(self, index: int, text: list[int], rest: list[int]) -> None:
+        """Tree `index` of the batch continues `text`; plain decoding would say `rest`."""
+        raise NotImplementedError
+
+    def fill(self, batch: Round, inputs: Inputs) -> None:
+        self._inner.fill(batch, inputs)
+
+    def absorb(self, call: RoundCall) -> None:
+        self._inner.absorb(call)
+
+
+class Observed(Watched):
     """See `observed`."""
 
-    def __init__(self, drafter: Drafter, hit: float, seen: list[tuple[list[int], list[int]]]) -> None:
-        self._drafter = drafter
+    def __init__(
+        self, inner: Drafter, bench: Bench, hit: float, seen: list[tuple[list[int], list[int]]]
+    ) -> None:
+        super().__init__(inner, bench)
         self._hit = hit
         self._seen = seen
         self._random = random.Random(3)
-        self.nodes, self.reach = drafter.nodes, drafter.reach
-        self.needs_results = drafter.needs_results
-        self.hidden_mode = drafter.hidden_mode
 
-    def propose(self, batch: Round) -> Proposal:
-        proposal = self._drafter.propose(batch)
-        tokens = proposal.trees.tokens.clone()
-        for row, request in enumerate(batch.requests):
-            told = int(batch.seq_len[row]) + 1 - len(request.prompt)
-            answer = reference(tuple(request.prompt), request.sampling, request.emitted)[0]
-            if told < len(answer):  # behind the end there are no pages, and no draft that could be emitted
-                drafts = tokens[row, 1:].tolist()[: len(answer) - told]
-                self._seen.append((request.prompt + answer[:told], drafts))
-            for step, right in enumerate(answer[told : told + proposal.trees.tokens.shape[1] - 1]):
-                if self._random.random() < self._hit:
-                    tokens[row, 1 + step] = right
-        return Proposal(chain(tokens), proposal.drafted)
-
-    def absorb(self, batch: Round, verified: Verified) -> None:
-        self._drafter.absorb(batch, verified)
+    def watch(self, index: int, text: list[int], rest: list[int]) -> None:
+        tokens = self.state.tree.tokens[index]
+        if rest:  # behind the end there are no pages, and no draft that could be emitted
+            self._seen.append((text, tokens[1:].tolist()[: len(rest)]))
+        for step, right in enumerate(rest[: self.nodes - 1]):
+            if self._random.random() < self._hit:
+                tokens[1 + step] = right
 
 
 Trees = list[tuple[list[int], set[tuple[int, ...]]]]
 
 
 def branching(
-    name: str, steps: int, topk: int, nodes: int, seen: Trees | None = None
+    name: str, steps: int, topk: int, nodes: int, seen: Trees | None = None, buckets: Sequence[int] = ()
 ) -> tuple[NoDraftModel, MakeStep]:
     """A cluster whose heads draft trees; every tree is noted in `seen` (text, paths)."""
     model = DraftModel(name, topk)
 
-    def drafter(parts: Parts) -> Drafter:
-        assert parts.draft_pool is not None
-        runner = model.runner(parts.draft_pool)
-        made = EagleTreeDrafter(runner, parts.relay, steps, topk, nodes, parts.page_size)
-        return made if seen is None else ObservedTrees(made, seen)
+    def make(bench: Bench) -> Drafter:
+        assert bench.parts.draft_pool is not None
+        runner = model.runner(bench.parts.draft_pool)
+        growth = TreeGrowth(runner, steps, topk, nodes)
+        made = EagleDrafter(runner, bench.rounds, growth, model.target_hidden)
+        return made if seen is None else ObservedTrees(made, bench, seen)
 
     reach = max(nodes, (steps - 1) * topk)
-    return model, speculative(drafter, lambda runner: TreeAcceptor(reach, steps, (runner.pool,)))
+    return model, speculative(make, lambda runner: TreeAcceptor(reach, steps, (runner.pool,)), buckets)
 
 
-class ObservedTrees:
+class ObservedTrees(Watched):
     """See `branching`."""
 
-    def __init__(self, drafter: Drafter, seen: Trees) -> None:
-        self._drafter = drafter
+    def __init__(self, inner: Drafter, bench: Bench, seen: Trees) -> None:
+        super().__init__(inner, bench)
         self._seen = seen
-        self.nodes, self.reach = drafter.nodes, drafter.reach
-        self.needs_results = drafter.needs_results
-        self.hidden_mode = drafter.hidden_mode
 
-    def propose(self, batch: Round) -> Proposal:
-        proposal = self._drafter.propose(batch)
-        for row, request in enumerate(batch.requests):
-            told = int(batch.seq_len[row]) + 1 - len(request.prompt)
-            answer = reference(tuple(request.prompt), request.sampling, request.emitted)[0]
-            parents, tokens = proposal.trees.parents[row].tolist(), proposal.trees.tokens[row].tolist()
-            paths: list[tuple[int, ...]] = [()]
-            for parent, token in zip(parents[1:], tokens[1:]):
-                paths.append((*paths[parent], token))
-            if told < len(answer):
-                self._seen.append((request.prompt + answer[:told], set(paths[1:])))
-        return proposal
-
-    def absorb(self, batch: Round, verified: Verified) -> None:
-        self._drafter.absorb(batch, verified)
+    def watch(self, index: int, text: list[int], rest: list[int]) -> None:
+        parents, tokens = self.state.tree.parents[index].tolist(), self.state.tree.tokens[index].tolist()
+        paths: list[tuple[int, ...]] = [()]
+        for parent, token in zip(parents[1:], tokens[1:]):
+            paths.append((*paths[parent], token))
+        if rest:
+            self._seen.append((text, set(paths[1:])))
 
 
 @torch.inference_mode()

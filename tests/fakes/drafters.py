@@ -3,52 +3,83 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from common.engine.cuda_graph.backends.choice import FULL, NONE
+from common.engine.cuda_graph.node_graphs import PhasePlan
+from common.engine.cuda_graph.rules import Decision, Phase
+from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.model_runner import ModelRunner
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import Drafter, Proposal, Round, Verified
+from decode_node.speculative.drafters.drafter import Drafter, Look
 from decode_node.speculative.drafters.ngram import NgramDrafter
+from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.state import RoundState
 from decode_node.speculative.step import SpeculativeStep
-from decode_node.speculative.tree import chain, tree
+from decode_node.speculative.tree import tree
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
-from tests.fakes.node_cluster import MakeStep, Parts
+from decode_node.speculative.verify import Verify
+from tests.fakes.node_cluster import REACH, MakeStep, Parts
 from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What a drafter is made of."""
+
+    parts: Parts
+    rounds: Rounds
+
+
+MakeDrafter = Callable[[Bench], Drafter]
+
+
+def plans(buckets: Sequence[int], device: torch.device = PLACEMENT.device) -> Callable[[Phase], PhasePlan]:
+    """Full graphs (on a CPU the tape) of so many requests; none: eager."""
+    backend = FULL if buckets else NONE
+    return lambda phase: PhasePlan(Decision(phase, backend), tuple(buckets), device)
+
+
 def speculative(
-    make_drafter: Callable[[Parts], Drafter],
+    make_drafter: MakeDrafter,
     make_acceptor: Callable[[ModelRunner], Acceptor] = lambda runner: ChainAcceptor(),
+    buckets: Sequence[int] = (),
 ) -> MakeStep:
+    """As build.py composes it; graphs, captured, for `buckets` requests."""
+
     def make(parts: Parts) -> SpeculativeStep:
-        return SpeculativeStep(
-            parts.runner,
-            make_drafter(parts),
-            make_acceptor(parts.runner),
-            parts.table,
-            parts.relay,
-            parts.page_size,
-            PLACEMENT.device,
-            parts.completion,
+        rounds = Rounds(
+            parts.relay, parts.table, parts.page_size, parts.max_len, REACH, plans(buckets), poisoned=True
         )
+        drafter, acceptor = make_drafter(Bench(parts, rounds)), make_acceptor(parts.runner)
+        verify = Verify(parts.runner, rounds, drafter, acceptor)
+        step = SpeculativeStep(verify, drafter, acceptor, parts.table, PLACEMENT.device, parts.completion)
+        for phase in step.graphs:
+            phase.forward.graphs.capture()
+            assert not [row.error for row in phase.forward.graphs.rows if row.error]
+        return step
 
     return make
 
 
-def ngram(steps: int) -> MakeStep:
-    return speculative(lambda parts: NgramDrafter(steps, max_texts=8))
+def ngram(steps: int, buckets: Sequence[int] = ()) -> MakeStep:
+    return speculative(lambda bench: NgramDrafter(bench.rounds, steps, max_texts=8), buckets=buckets)
 
 
-def foresight(hit: float, nodes: int, branch: int) -> MakeStep:
+def foresight(hit: float, nodes: int, branch: int, buckets: Sequence[int] = ()) -> MakeStep:
     """Drafts that are right with probability `hit` each: chains (branch 1), or trees of `branch` siblings a level."""
     if branch == 1:
-        return speculative(lambda parts: Foresight(hit, nodes, 1))
+        return speculative(lambda bench: Foresight(bench, hit, nodes, nodes - 1, 1), buckets=buckets)
     depth = (nodes - 1) // branch
     return speculative(
-        lambda parts: Foresight(hit, nodes, branch), lambda runner: TreeAcceptor(nodes, depth, (runner.pool,))
+        lambda bench: Foresight(bench, hit, nodes, depth, branch),
+        lambda runner: TreeAcceptor(nodes, depth, (runner.pool,)),
+        buckets,
     )
 
 
@@ -57,25 +88,35 @@ class Foresight:
 
     needs_results = False
     hidden_mode = CaptureHiddenMode.NULL
+    phases: Sequence[RoundPhase[Any]] = ()
+    slots: Sequence[Slot[RoundCall]] = ()
 
-    def __init__(self, hit: float, nodes: int, branch: int) -> None:
+    def __init__(self, bench: Bench, hit: float, nodes: int, depth: int, branch: int) -> None:
         self.nodes = self.reach = nodes
+        self.state = RoundState.allocate(bench.rounds.max_rows, nodes, depth + 1, bench.rounds.device)
+        self._relay = bench.parts.relay
+        self._depth = depth
         self._hit = hit
         self._branch = branch
         self._random = random.Random(7)
+        self._requests: Sequence[DecodeRequest] = ()
 
-    def propose(self, batch: Round) -> Proposal:
-        lengths = batch.seq_len.tolist()  # a test may look at the device
-        grown = [self._grow(request, length) for request, length in zip(batch.requests, lengths)]
-        drafts = torch.tensor([tokens for tokens, _ in grown]).view(len(grown), -1)
-        tokens = torch.cat((batch.last_token[:, None], drafts), dim=1)
-        drafted = [self.nodes - 1] * len(grown)
-        if self._branch == 1:
-            return Proposal(chain(tokens), drafted)
-        parents = torch.tensor([parents for _, parents in grown])
-        return Proposal(tree(tokens, parents, (self.nodes - 1) // self._branch), drafted)
+    def look(self, requests: Sequence[DecodeRequest]) -> Look:
+        self._requests = requests
+        return Look([self.nodes - 1] * len(requests))
 
-    def absorb(self, batch: Round, verified: Verified) -> None:
+    def propose(self, call: RoundCall) -> None:
+        for index, request in enumerate(self._requests):
+            length = int(self._relay.seq_len[call.placed[index, 0]])  # a test may look at the device
+            tokens, parents = self._grow(request, length)
+            grown = tree(torch.tensor([[0, *tokens]]), torch.tensor([parents]), self._depth)
+            for field in ("tokens", "parents", "depth", "mask"):
+                getattr(self.state.tree, field)[index] = getattr(grown, field)[0]
+
+    def fill(self, batch: Round, inputs: Inputs) -> None:
+        pass
+
+    def absorb(self, call: RoundCall) -> None:
         pass
 
     def _grow(self, request: DecodeRequest, length: int) -> tuple[list[int], list[int]]:

@@ -53,6 +53,7 @@ from tests.fakes.fake_link import FakeLink
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, tiny_model
 
 MakeCompletion = Callable[[], Completion]
+REACH = 64  # of the widest drafts of any test
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Parts:
     table: RequestTable
     relay: RelayState
     page_size: int
+    max_len: int
     completion: MakeCompletion
 
 
@@ -500,13 +502,15 @@ class NodeCluster:
         cache = RadixCache(shape.page_size) if shape.decode_cache else NoPrefixCache()
         space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
         max_len = min(shape.max_len, space.total_pages * shape.page_size)
-        table = RequestTable(shape.max_running, space.total_pages, PLACEMENT.device)
+        # drafts reach behind the last token, as build.py allows for
+        pages = space.total_pages + space.pages_for(2 * REACH)
+        table = RequestTable(shape.max_running, pages, PLACEMENT.device)
         relay = RelayState.allocate(shape.max_running, PLACEMENT.device, shape.draft.shape)
         runner = ModelRunner(
             tiny_model(aux=shape.draft.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
         )
         draft_pool = shape.draft.pool(layout, storage, shape.page_size)
-        step = shape.step(Parts(runner, draft_pool, table, relay, shape.page_size, shape.completion))
+        step = shape.step(Parts(runner, draft_pool, table, relay, shape.page_size, max_len, shape.completion))
         link = FakeLink(self.context, decode_inbox.codec)  # type: ignore[arg-type]
         poller = zmq.Poller()
         peers = PeerConnections(self.context, incarnation, receiver, poller)

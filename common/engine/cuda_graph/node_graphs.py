@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
+from common.engine.cuda_graph.backends.base import Backend
 from common.engine.cuda_graph.backends.choice import BREAKABLE, NONE, make_backend
 from common.engine.cuda_graph.decode_graph import DecodeGraphs, decode_spec
 from common.engine.cuda_graph.graph_runner import GraphRunner
-from common.engine.cuda_graph.ladders import decode_request_buckets, prefill_token_buckets
+from common.engine.cuda_graph.ladders import (
+    decode_request_buckets,
+    prefill_token_buckets,
+    verify_request_buckets,
+)
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.report import table
 from common.engine.cuda_graph.rules import AUTO, Decision, Phase, PhaseSwitch, StartupFacts, decide
@@ -64,6 +71,30 @@ def decode_graphs(
     return NodeGraphs(DecodeGraphs(runner, relay, request_table, spec, backend, max_model_len), decision)
 
 
+@dataclass(frozen=True, slots=True)
+class PhasePlan:
+    """What one phase of a speculating node is captured as."""
+
+    decision: Decision
+    buckets: tuple[int, ...]  # requests; (): always eager
+    device: torch.device
+
+    def backend(self) -> Backend:
+        """With a memory pool of its own."""
+        return make_backend(self.decision.backend, self.device)
+
+
+def round_plans(runner: ModelRunner, wanted: str, max_running: int) -> Callable[[Phase], PhasePlan]:
+    """Draft, verify and draft-extend of a decode node, each a full graph of its own, decided each on its own."""
+
+    def plan(phase: Phase) -> PhasePlan:
+        decision = _decide(phase, "decode", runner, wanted)
+        buckets = verify_request_buckets(max_running) if decision.backend != NONE else ()
+        return PhasePlan(decision, buckets, runner.model.placement.device)
+
+    return plan
+
+
 def capture(node: NodeGraphs[Any], log: Log) -> None:
     """Capture all shapes and log the table; a shape that failed runs eagerly and says why."""
     graphs: GraphRunner[Any, Any] = node.forward.graphs
@@ -80,14 +111,18 @@ def totals(*nodes: NodeGraphs[Any]) -> Callable[[], tuple[GraphTotals, ...]]:
     return lambda: tuple(runner.totals() for runner in runners)
 
 
-def describe(node: NodeGraphs[Any]) -> dict[str, str | int | float]:
-    """For the log and /server_info."""
-    rows = node.forward.graphs.rows
+def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
+    """For the log and /server_info: the phases of one node, one backend and one ladder for all."""
+    rows = [row for node in nodes for row in node.forward.graphs.rows]
     sizes = sorted({row.requests or row.tokens for row in rows if not row.error})
+
+    def each(values: Iterable[str]) -> Iterable[str]:
+        return dict.fromkeys(value for value in values if value)
+
     return {
-        "graph_phase": node.decision.phase.value,
-        "graph_backend": node.decision.backend,
-        "graph_reasons": "; ".join(node.decision.reasons),
+        "graph_phase": " ".join(node.decision.phase.value for node in nodes),
+        "graph_backend": " ".join(each(node.decision.backend for node in nodes)),
+        "graph_reasons": "; ".join(each(reason for node in nodes for reason in node.decision.reasons)),
         "graph_sizes": " ".join(map(str, sizes)),
         "graphs_captured": sum(not row.error for row in rows),
         "graphs_failed": sum(bool(row.error) for row in rows),

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from common.engine.forward.draft_inputs import EagleDraftInput
 from common.messages.generation import SamplingParams
 
 HiddenDtype = Literal["", "float32", "bfloat16", "float16"]
@@ -84,6 +85,7 @@ class RelayState:
         def column(dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
             return torch.full((rows,), fill, dtype=dtype, device=device)
 
+        drafts = EagleDraftInput.zeros(rows, draft.topk, draft.hidden, draft.dtype, device)
         return cls(
             last_token=column(torch.int64),
             seq_len=column(torch.int32),
@@ -91,9 +93,9 @@ class RelayState:
             top_p=column(torch.float32, 1.0),
             top_k=column(torch.int32),
             seed=column(torch.int64),
-            draft_p=torch.zeros(rows, draft.topk, device=device),
-            draft_ids=torch.zeros(rows, draft.topk, dtype=torch.int64, device=device),
-            draft_hidden=torch.zeros(rows, draft.hidden, dtype=draft.dtype, device=device),
+            draft_p=drafts.probs,
+            draft_ids=drafts.ids,
+            draft_hidden=drafts.hidden,
         )
 
     def write_row(
@@ -117,6 +119,18 @@ class RelayState:
             self.draft_ids[row] = torch.tensor(draft.ids)
             raw = torch.from_numpy(np.frombuffer(draft.hidden, dtype=np.uint8).copy())
             self.draft_hidden[row] = raw.view(self.draft_hidden.dtype).to(self.draft_hidden.device)
+
+    def draft_input(self, rows: torch.Tensor) -> EagleDraftInput:
+        """What the draft starts from in rows [R]."""
+        columns = (self.draft_p, self.draft_ids, self.draft_hidden)
+        return EagleDraftInput(*(column.index_select(0, rows) for column in columns))
+
+    def write_draft(self, rows: torch.Tensor, draft: EagleDraftInput) -> None:
+        """What it starts from next, in rows [R] of the device; padding rows 0 stay zero."""
+        live = (rows > 0)[:, None]
+        self.draft_p.index_copy_(0, rows, torch.where(live, draft.probs, 0))
+        self.draft_ids.index_copy_(0, rows, torch.where(live, draft.ids, 0))
+        self.draft_hidden.index_copy_(0, rows, torch.where(live, draft.hidden, 0))
 
     def read_draft(self, row: int) -> DraftRow:
         """The draft's part of a row; waits for the device."""

@@ -1,71 +1,38 @@
-"""What a drafter is: it proposes a tree per request and sees what became of it."""
+"""What a drafter is: it fills the trees of a round, and sees what became of them.
+
+In a round, in this order: `look` (host), `propose` (the draft graph), `fill` (the first work inside the verify graph),
+and after verify `absorb` (the draft-extend graph). A drafter has the graphs that it needs, and an empty method where it
+needs none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.cuda_graph.slots import Inputs, Slot
+from common.engine.forward.batch import CaptureHiddenMode
 from decode_node.request import DecodeRequest
-from decode_node.speculative.tree import DraftTree
-from decode_node.speculative.verifier import Accepted
+from decode_node.speculative.rounds import Round, RoundCall, RoundPhase
+from decode_node.speculative.state import RoundState
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """The batch of one step, as it is before anything is drafted."""
+class Look:
+    """What the host knows of a round before it is launched."""
 
-    requests: Sequence[DecodeRequest]
-    rows: Tensor  # [B] int64, rows of the relay state
-    last_token: Tensor  # [B] int64, drawn but without KV
-    seq_len: Tensor  # [B] int64, tokens with KV: last_token stands at this position
-    page_table: Tensor  # [B, pages] int32, page 0 behind a request's own pages
-    longest: int  # host upper bound of seq_len + reach
-
-    def slots(self, positions: Tensor, page_size: int) -> Tensor:
-        """KV slots of positions [B, n]."""
-        page = self.page_table.gather(1, positions // page_size).to(positions.dtype)
-        return page * page_size + positions % page_size
-
-    def one_more(self, ids: Tensor, positions: Tensor, page_size: int) -> ForwardBatch:
-        """A draft forward of one token per request: ids [B] at positions [B]."""
-        rows = torch.arange(len(ids) + 1, device=ids.device)
-        return ForwardBatch(
-            mode=ForwardMode.DECODE,
-            input_ids=ids,
-            positions=positions,
-            kv_slots=self.slots(positions[:, None], page_size)[:, 0],
-            page_table=self.page_table,
-            seq_lens=(positions + 1).to(torch.int32),
-            query_start=rows.to(torch.int32),
-            logits_rows=rows[:-1],
-            max_seq_len=self.longest,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What the target made of a round of N nodes."""
-
-    drawn: Tensor  # [B, N] int64, the token behind each node
-    accepted: Accepted
-    hidden: Tensor | None  # [B * N, H'], as the drafter's hidden_mode asks
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Trees to verify, and how many of their nodes are real drafts: the others only fill the shape."""
-
-    trees: DraftTree
-    drafted: Sequence[int]  # [B]
+    drafted: Sequence[int]  # [R] nodes that are real drafts: the others only fill the shape
+    drafts: Sequence[Sequence[int]] | None = None  # [R, n] drafts of the host
 
 
 class Drafter(Protocol):
     """Proposes the same number of nodes for every request of every round, the root included."""
+
+    @property
+    def state(self) -> RoundState:
+        """Made by the drafter, since it knows how large its trees are; verify and tests look into it."""
+        ...
 
     @property
     def nodes(self) -> int: ...
@@ -85,8 +52,26 @@ class Drafter(Protocol):
         """What it reads of the target's verify forward."""
         ...
 
-    def propose(self, batch: Round) -> Proposal: ...
+    @property
+    def phases(self) -> Sequence[RoundPhase[Any]]:
+        """Its own forwards, to be captured."""
+        ...
 
-    def absorb(self, batch: Round, verified: Verified) -> None:
-        """After the round: prepare the state that the next one starts from."""
+    @property
+    def slots(self) -> Sequence[Slot[RoundCall]]:
+        """What `fill` reads of the host."""
+        ...
+
+    def look(self, requests: Sequence[DecodeRequest]) -> Look: ...
+
+    def propose(self, call: RoundCall) -> None:
+        """Write the trees to `state`, roots excepted: verify reads them from the relay."""
+        ...
+
+    def fill(self, batch: Round, inputs: Inputs) -> None:
+        """The same inside the verify graph, for what is known without a draft forward."""
+        ...
+
+    def absorb(self, call: RoundCall) -> None:
+        """After the round: prepare the relay rows that the next one starts from."""
         ...

@@ -1,77 +1,127 @@
-"""Drafts by an EAGLE head: a chain, each token from the draft's own hidden state of the one before.
+"""Drafts by an EAGLE head: what grows from the head's own hidden states, and the window that it reads after verify.
 
-State between rounds lives in the relay rows: the first draft (already proposed by the extend that ended the round
-before, or by the prefill node) and the hidden state that the second one starts from.
+State between rounds lives in the relay rows: the first level of drafts (already proposed by the extend that ended the
+round before, or by the prefill node) and the hidden state that the second one starts from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
 import torch
 
+from common.engine.cuda_graph.rules import Phase
+from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.draft_runner import DraftRunner
-from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
-from common.engine.kv_cache.relay_state import RelayState
-from decode_node.speculative.drafters.drafter import Proposal, Round, Verified
-from decode_node.speculative.tree import chain
+from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
+from decode_node.request import DecodeRequest
+from decode_node.speculative.drafters.drafter import Look
+from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.state import RoundState
+
+
+class Growth(Protocol):
+    """The shape of what a head drafts, and the steps that it takes: all of them in one graph."""
+
+    @property
+    def steps(self) -> int:
+        """Drafts on a path, at most."""
+        ...
+
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def reach(self) -> int: ...
+    @property
+    def mode(self) -> ForwardMode:
+        """Of its forwards."""
+        ...
+
+    def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
+        """Fill all of `tree` [R, N] but its roots."""
+        ...
+
+
+class ChainGrowth:
+    """`steps` drafts in a row. Depth and mask of `tree` are those of a chain from the start."""
+
+    mode = ForwardMode.DECODE
+
+    def __init__(self, runner: DraftRunner, steps: int) -> None:
+        self._runner = runner
+        self.steps = steps
+        self.nodes = self.reach = steps + 1
+
+    def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
+        """Step i reads draft i at position seq_len + i - 1; the first draft needs no step."""
+        state, drafts = start, [start.ids[:, 0]]
+        for forward in batch.singles(self.steps - 1):
+            forward.input_ids = drafts[-1]
+            state = self._runner.step(forward, state.hidden)
+            drafts.append(state.ids[:, 0])
+        tree.tokens[:, 1:] = torch.stack(drafts, dim=1)
 
 
 class EagleDrafter:
-    """Chains of `steps` drafts."""
+    """Draft and draft-extend by one head.
+
+    Args:
+        target_hidden: values per token that the head reads of the target (EagleDraftExtendInput.hidden_size_for).
+    """
 
     needs_results = False
     hidden_mode = CaptureHiddenMode.FULL
+    slots: Sequence[Slot[RoundCall]] = ()
 
-    def __init__(self, runner: DraftRunner, relay: RelayState, steps: int, page_size: int) -> None:
+    def __init__(self, runner: DraftRunner, rounds: Rounds, growth: Growth, target_hidden: int) -> None:
         self._runner = runner
-        self._relay = relay
-        self._steps = steps
-        self._page_size = page_size
-
-    @property
-    def nodes(self) -> int:
-        return self._steps + 1
-
-    @property
-    def reach(self) -> int:
-        return self.nodes
-
-    def propose(self, batch: Round) -> Proposal:
-        """Step i reads draft i at position seq_len + i - 1; the first draft needs no step."""
-        draft = self._relay.draft_ids[batch.rows][:, 0]
-        hidden = self._relay.draft_hidden[batch.rows]
-        tokens = [batch.last_token, draft]
-        for step in range(1, self._steps):
-            positions = batch.seq_len + (step - 1)
-            state = self._runner.step(batch.one_more(draft, positions, self._page_size), hidden)
-            draft, hidden = state.ids[:, 0], state.hidden
-            tokens.append(draft)
-        return Proposal(chain(torch.stack(tokens, dim=1)), [self._steps] * len(batch.requests))
-
-    def absorb(self, batch: Round, verified: Verified) -> None:
-        """Draft-extend: the round's rows again, now with the target's hidden states and the tokens it drew."""
-        assert verified.hidden is not None
-        path = verified.accepted.path
-        count, window = path.shape
-        width = verified.hidden.shape[-1]
-        hidden = verified.hidden.view(count, -1, width).gather(1, path[:, :, None].expand(-1, -1, width))
-        index = torch.arange(window, device=path.device)
-        positions = batch.seq_len[:, None] + index
-        select = torch.arange(count, device=path.device) * window + verified.accepted.drafts
-        state = self._runner.extend(
-            ForwardBatch(
-                mode=ForwardMode.VERIFY,
-                input_ids=verified.drawn.gather(1, path).view(-1),
-                positions=positions.view(-1),
-                kv_slots=batch.slots(positions, self._page_size).view(-1),
-                page_table=batch.page_table,
-                seq_lens=(batch.seq_len + window).to(torch.int32),
-                query_start=(torch.arange(count + 1, device=path.device) * window).to(torch.int32),
-                logits_rows=select,
-                max_seq_len=batch.longest,
-                tree_mask=(index[:, None] >= index).expand(count, -1, -1),
-            ),
-            hidden.reshape(-1, width),
+        self._relay = rounds.relay
+        self._growth = growth
+        self.nodes, self.reach = growth.nodes, growth.reach
+        window = growth.steps + 1
+        widths = target_hidden, rounds.relay.draft_hidden.dtype
+        self.state = RoundState.allocate(rounds.max_rows, growth.nodes, window, rounds.device, *widths)
+        self._chains = EagleVerifyInput.zeros(rounds.max_rows, window, rounds.device)
+        self._draft = rounds.phase(
+            Phase.DRAFT, "draft", self._run_draft, NOTHING, growth.mode, hidden=EagleDraftInput.hidden_mode
         )
-        self._relay.draft_ids[batch.rows] = state.ids
-        self._relay.draft_p[batch.rows] = state.probs
-        self._relay.draft_hidden[batch.rows] = state.hidden
+        self._extend = rounds.phase(
+            Phase.DRAFT_EXTEND,
+            "draft",
+            self._run_extend,
+            NOTHING,
+            ForwardMode.VERIFY,
+            nodes=window,
+            hidden=EagleDraftExtendInput.hidden_mode,
+        )
+        self.phases: Sequence[RoundPhase[Nothing]] = (self._draft, self._extend)
+
+    def look(self, requests: Sequence[DecodeRequest]) -> Look:
+        return Look([self.nodes - 1] * len(requests))
+
+    def propose(self, call: RoundCall) -> None:
+        self._draft(call)
+
+    def fill(self, batch: Round, inputs: Inputs) -> None:
+        """`propose` has."""
+
+    def absorb(self, call: RoundCall) -> None:
+        self._extend(call)
+
+    def _run_draft(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
+        start = self._relay.draft_input(batch.rows)
+        self._growth.grow(batch, start, self.state.tree.first(batch.count))
+        return Nothing()
+
+    def _run_extend(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
+        """The round's rows again, now with the target's hidden states and the tokens it drew."""
+        walk, chain = self.state.walk.first(batch.count), self._chains.first(batch.count)
+        window = walk.ids.shape[1]
+        before = replace(batch, seq_len=walk.start)
+        select = batch.index[: batch.count] * window + walk.accepted
+        forward = before.window(walk.ids, chain.depth, chain.mask, select)
+        self._relay.write_draft(batch.rows, self._runner.extend(forward, walk.hidden.flatten(0, 1)))
+        return Nothing()

@@ -12,10 +12,13 @@ from itertools import islice
 
 import torch
 
+from common.engine.cuda_graph.slots import Fill, Inputs, Slot
+from common.engine.cuda_graph.spec import Axis
 from common.engine.forward.batch import CaptureHiddenMode
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import Proposal, Round, Verified
-from decode_node.speculative.tree import chain
+from decode_node.speculative.drafters.drafter import Look
+from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.state import RoundState
 
 SHORTEST = 2  # tokens that have to agree
 LONGEST = 16  # agreement beyond this is not worth measuring
@@ -90,38 +93,38 @@ class NgramDrafter:
 
     needs_results = True
     hidden_mode = CaptureHiddenMode.NULL
+    phases: Sequence[RoundPhase[None]] = ()
 
-    def __init__(self, steps: int, max_texts: int, shared: SharedTable | None = None) -> None:
+    def __init__(self, rounds: Rounds, steps: int, max_texts: int, shared: SharedTable | None = None) -> None:
         self._steps = steps
         self._max_texts = max_texts
         self._shared = SharedTable() if shared is None else shared
         self._texts: OrderedDict[int, TextIndex] = OrderedDict()  # room -> index, rebuilt when it was dropped
-
-    @property
-    def nodes(self) -> int:
-        return self._steps + 1
-
-    @property
-    def reach(self) -> int:
-        return self.nodes
+        self.nodes = self.reach = steps + 1
+        self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
+        self.slots: Sequence[Slot[RoundCall]] = (
+            # padding is embedded too: any token of the vocabulary will do
+            Slot("drafts", Axis.REQUEST, (steps,), torch.int64, lambda call: call.drafts, poison=Fill(1)),
+        )
 
     @property
     def texts(self) -> int:
         """Requests with an index now."""
         return len(self._texts)
 
-    def propose(self, batch: Round) -> Proposal:
-        found = [self._continuation(request) for request in batch.requests]
+    def look(self, requests: Sequence[DecodeRequest]) -> Look:
+        found = [self._continuation(request) for request in requests]
         filled = [(drafts + [0] * self._steps)[: self._steps] for drafts in found]
-        drafts = torch.tensor(filled, dtype=torch.int64).view(len(found), self._steps)
-        device = batch.last_token.device
-        if device.type == "cuda":
-            drafts = drafts.pin_memory().to(device, non_blocking=True)
-        tokens = torch.cat((batch.last_token[:, None], drafts), dim=1)
-        return Proposal(chain(tokens), [len(drafts) for drafts in found])
+        return Look([len(drafts) for drafts in found], filled)
 
-    def absorb(self, batch: Round, verified: Verified) -> None:
-        pass
+    def propose(self, call: RoundCall) -> None:
+        """`look` has."""
+
+    def fill(self, batch: Round, inputs: Inputs) -> None:
+        self.state.tree.first(batch.count).tokens[:, 1:] = inputs["drafts"]
+
+    def absorb(self, call: RoundCall) -> None:
+        """Nothing of it is on the device."""
 
     def _continuation(self, request: DecodeRequest) -> list[int]:
         index = self._index(request)

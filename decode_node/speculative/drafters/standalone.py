@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.cuda_graph.rules import Phase
+from common.engine.cuda_graph.slots import Inputs, Slot
+from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.model_runner import ModelRunner
-from decode_node.speculative.drafters.drafter import Proposal, Round, Verified
-from decode_node.speculative.tree import chain
+from decode_node.request import DecodeRequest
+from decode_node.speculative.drafters.drafter import Look
+from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.state import RoundState
 
 
 class StandaloneDrafter:
@@ -17,28 +22,34 @@ class StandaloneDrafter:
 
     needs_results = False
     hidden_mode = CaptureHiddenMode.NULL
+    slots: Sequence[Slot[RoundCall]] = ()
 
-    def __init__(self, runner: ModelRunner, steps: int, page_size: int) -> None:
+    def __init__(self, runner: ModelRunner, rounds: Rounds, steps: int) -> None:
         self._runner = runner
         self._steps = steps
-        self._page_size = page_size
+        self.nodes = self.reach = steps + 1
+        self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
+        self._draft = rounds.phase(Phase.DRAFT, "draft", self._run_draft, NOTHING, ForwardMode.DECODE)
+        self.phases: Sequence[RoundPhase[Nothing]] = (self._draft,)
 
-    @property
-    def nodes(self) -> int:
-        return self._steps + 1
+    def look(self, requests: Sequence[DecodeRequest]) -> Look:
+        return Look([self._steps] * len(requests))
 
-    @property
-    def reach(self) -> int:
-        return self.nodes
+    def propose(self, call: RoundCall) -> None:
+        self._draft(call)
 
-    def propose(self, batch: Round) -> Proposal:
-        tokens = [batch.last_token]
-        for step in range(self._steps):
-            forward = batch.one_more(tokens[-1], batch.seq_len + step, self._page_size)
-            tokens.append(self._runner(forward).logits.argmax(-1))
-        last = batch.one_more(tokens[-1], batch.seq_len + self._steps, self._page_size)
-        self._runner(replace(last, logits_rows=last.logits_rows[:0]))
-        return Proposal(chain(torch.stack(tokens, dim=1)), [self._steps] * len(batch.requests))
+    def fill(self, batch: Round, inputs: Inputs) -> None:
+        """`propose` has."""
 
-    def absorb(self, batch: Round, verified: Verified) -> None:
+    def absorb(self, call: RoundCall) -> None:
         """KV of accepted drafts is in place; what was refused is overwritten."""
+
+    def _run_draft(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
+        *drafting, last = batch.singles(self.nodes)
+        drafts = [batch.last_token]
+        for forward in drafting:
+            forward.input_ids = drafts[-1]
+            drafts.append(self._runner(forward).logits.argmax(-1))
+        self._runner(replace(last, input_ids=drafts[-1], logits_rows=last.logits_rows[:0]))
+        self.state.tree.first(batch.count).tokens.copy_(torch.stack(drafts, dim=1))
+        return Nothing()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.speculative.tree import chain, tree
+from common.engine.forward.draft_inputs import EagleVerifyInput
+from decode_node.speculative.tree import tree
 from decode_node.speculative.verifier import ChainAcceptor, TreeAcceptor
 
 
@@ -58,7 +61,7 @@ def test_closure_and_walk(shape: tuple[list[int], list[int]], data: st.DataObjec
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.data())
 def test_a_chain_is_a_tree(tokens: list[int], data: st.DataObject) -> None:
     drawn = torch.tensor([data.draw(st.lists(st.integers(0, 2), min_size=len(tokens), max_size=len(tokens)))])
-    made = chain(torch.tensor([tokens]))
+    made = replace(EagleVerifyInput.zeros(1, len(tokens), torch.device("cpu")), tokens=torch.tensor([tokens]))
     parents = torch.arange(len(tokens))[None] - 1
     same = tree(made.tokens, parents, len(tokens))
     assert torch.equal(made.mask, same.mask)

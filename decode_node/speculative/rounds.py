@@ -1,0 +1,272 @@
+"""A round of speculation as its phases see it: which requests, where they stand, where their keys and values go.
+
+    draft -> verify -> draft-extend      each one graph launch; without graphs the same programs, called directly
+
+Every phase gathers what it needs from the relay rows and the page table. The host gives it one tensor, of rows and of
+how many pages each request holds: what lies behind them goes to padding page 0, so that nothing is written there that
+another request owns. (Such positions are never emitted: max_tokens comes first.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from common.engine.cuda_graph.admission import BatchFacts
+from common.engine.cuda_graph.graph_runner import GraphRunner
+from common.engine.cuda_graph.node_graphs import NodeGraphs, PhasePlan
+from common.engine.cuda_graph.outputs import OutputSpec
+from common.engine.cuda_graph.rules import Phase
+from common.engine.cuda_graph.slots import ROW0, Inputs, Slot, StaticInputs
+from common.engine.cuda_graph.spec import PLAIN, Axis, CaptureSpec, ShapeKey, request_shapes
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.kv_cache.relay_state import RelayState
+from common.engine.kv_cache.request_table import RequestTable
+from common.engine.sampling_plan import SamplingVariant
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCall:
+    """What the host says of a round of R requests."""
+
+    placed: Tensor  # [R, 2] int64 on the device: row of relay state and request table, pages held
+    sampling: SamplingVariant
+    drafts: Tensor | None = None  # [R, n] int64 on the device: tokens that the host has drafted
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """R requests before anything of the round is drafted. Padding rows are requests of no tokens in page 0."""
+
+    rows: Tensor  # [R] int64
+    live: Tensor  # [R] bool: not padding
+    last_token: Tensor  # [R] int64, drawn but without KV
+    seq_len: Tensor  # [R] int64, tokens with KV: last_token stands at this position
+    page_table: Tensor  # [R, pages] int32, page 0 behind a request's own pages
+    page_size: int
+    longest: int  # host upper bound of every position
+    index: Tensor  # [n] int64: 0, 1, 2 ...; n is enough for all rows of any forward of a round, and one more
+    index32: Tensor  # the same in int32
+
+    @property
+    def count(self) -> int:
+        return self.rows.shape[0]
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """KV slots of positions [R, n]."""
+        page = self.page_table.gather(1, positions // self.page_size).to(positions.dtype)
+        return page * self.page_size + positions % self.page_size
+
+    def singles(self, count: int) -> list[ForwardBatch]:
+        """Forwards of one token per request, at the `count` positions from seq_len on; `input_ids` is to be set."""
+        places = self.seq_len[:, None] + self.index[:count]  # [R, count]
+        positions, slots = places.t().contiguous(), self.slots(places).t().contiguous()
+        lengths = (positions + 1).to(torch.int32)
+        return [
+            ForwardBatch(
+                mode=ForwardMode.DECODE,
+                input_ids=self.last_token,
+                positions=positions[step],
+                kv_slots=slots[step],
+                page_table=self.page_table,
+                seq_lens=lengths[step],
+                query_start=self.index32[: self.count + 1],
+                logits_rows=self.index[: self.count],
+                max_seq_len=self.longest,
+            )
+            for step in range(count)
+        ]
+
+    def window(
+        self,
+        ids: Tensor,
+        depth: Tensor,
+        mask: Tensor,
+        logits_rows: Tensor,
+        hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+    ) -> ForwardBatch:
+        """One forward of N tokens per request that lie in the slots from seq_len on.
+
+        Args:
+            ids: [R, N].
+            depth: [R, N] or [N], how far behind seq_len each stands.
+            mask: [R, N, N], which of them each sees.
+        """
+        nodes = ids.shape[1]
+        places = self.seq_len[:, None] + self.index[:nodes]  # in slot order; positions follow the depth
+        return ForwardBatch(
+            mode=ForwardMode.VERIFY,
+            input_ids=ids.flatten(),
+            positions=(self.seq_len[:, None] + depth).flatten(),
+            kv_slots=self.slots(places).flatten(),
+            page_table=self.page_table,
+            seq_lens=(self.seq_len + nodes).to(torch.int32),
+            query_start=self.index32[: self.count * nodes + 1 : nodes],
+            logits_rows=logits_rows,
+            max_seq_len=self.longest,
+            hidden_mode=hidden_mode,
+            tree_mask=mask,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """The output of a phase that leaves all it has to say in device state."""
+
+
+NOTHING: OutputSpec[Nothing] = OutputSpec(Nothing, {})
+Run = Callable[[Round, Inputs, str], Output]
+
+
+class Rounds:
+    """What the phases of one node share. `capture` says how each is captured.
+
+    Args:
+        max_seq_len: of a request on this node.
+        reach: slots behind a request's length that a round may take.
+        poisoned: debug switch of `StaticInputs`.
+    """
+
+    def __init__(
+        self,
+        relay: RelayState,
+        table: RequestTable,
+        page_size: int,
+        max_seq_len: int,
+        reach: int,
+        capture: Callable[[Phase], PhasePlan],
+        poisoned: bool = False,
+    ) -> None:
+        self.relay = relay
+        self.device = relay.seq_len.device
+        self.max_rows = relay.seq_len.shape[0]
+        # a round is launched while one is unread that may run over the end of the request
+        self._longest = max_seq_len + 2 * reach
+        if table.pages.shape[1] * page_size < self._longest:
+            raise ValueError(
+                f"a page table of {table.pages.shape[1]} pages does not hold {self._longest} tokens: a request's and "
+                "the reach of two rounds"
+            )
+        self._pages = table.pages
+        self._page_size = page_size
+        self._capture = capture
+        self._poisoned = poisoned
+        most = max(self.max_rows * reach + 1, table.pages.shape[1])
+        self._index = torch.arange(most, device=self.device)
+        self._index32 = self._index.to(torch.int32)
+
+    def gather(self, placed: Tensor) -> Round:
+        """placed [R, 2] as in RoundCall."""
+        rows, held = placed[:, 0], placed[:, 1]
+        pages = self._pages.index_select(0, rows)
+        own = self._index32[: pages.shape[1]] < held[:, None]
+        return Round(
+            rows=rows,
+            live=rows > 0,
+            last_token=self.relay.last_token.index_select(0, rows),
+            seq_len=self.relay.seq_len.index_select(0, rows).to(torch.int64),
+            page_table=torch.where(own, pages, 0),
+            page_size=self._page_size,
+            longest=self._longest,
+            index=self._index,
+            index32=self._index32,
+        )
+
+    def phase(
+        self,
+        phase: Phase,
+        model: str,
+        run: Run[Output],
+        outputs: OutputSpec[Output],
+        mode: ForwardMode,
+        nodes: int = 1,
+        hidden: CaptureHiddenMode = CaptureHiddenMode.NULL,
+        variants: Sequence[str] = (PLAIN,),
+        serving: Callable[[SamplingVariant], tuple[str, ...]] = lambda sampling: (PLAIN,),
+        slots: Sequence[Slot[RoundCall]] = (),
+    ) -> RoundPhase[Output]:
+        """One captured phase, not captured yet.
+
+        Args:
+            nodes: tokens per request of its forward.
+            serving: the variants that serve a batch, the cheapest first.
+            slots: inputs beside `placed`.
+        """
+        plan = self._capture(phase)
+        spec = CaptureSpec(
+            model=model,
+            phase=phase.value,
+            mode=mode,
+            shapes=request_shapes(plan.buckets, nodes),
+            hidden=hidden,
+            variants=tuple(variants),
+            tokens_per_request=nodes,
+        )
+        largest = spec.largest if spec.shapes else ShapeKey(0)
+        if largest.requests > self.max_rows:
+            raise ValueError(f"{phase}: graphs of {largest.requests} requests, {self.max_rows} rows")
+        program = _RoundProgram(self, spec, run, serving, slots)
+        inputs = StaticInputs(program.slots(), largest, self.device, self._poisoned)
+        graphs = GraphRunner(spec, plan.backend(), program, inputs, outputs)
+        return RoundPhase(graphs, plan)
+
+
+class RoundPhase(Generic[Output]):
+    """Called with a round, on the current stream."""
+
+    def __init__(self, graphs: GraphRunner[RoundCall, Output], plan: PhasePlan) -> None:
+        self.graphs = graphs
+        self._plan = plan
+
+    def __call__(self, call: RoundCall) -> Output:
+        return self.graphs(call)
+
+    @property
+    def node_graphs(self) -> NodeGraphs[RoundPhase[Output]]:
+        """For capture and report."""
+        return NodeGraphs(self, self._plan.decision)
+
+
+class _RoundProgram(Generic[Output]):
+    """A `Program` over a round: gather, then `run`."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        spec: CaptureSpec,
+        run: Run[Output],
+        serving: Callable[[SamplingVariant], tuple[str, ...]],
+        slots: Sequence[Slot[RoundCall]],
+    ) -> None:
+        self._rounds = rounds
+        self._spec = spec
+        self._run = run
+        self._serving = serving
+        self._slots = slots
+
+    def slots(self) -> list[Slot[RoundCall]]:
+        placed: Slot[RoundCall] = Slot(
+            "placed", Axis.REQUEST, (2,), torch.int64, lambda call: call.placed, ROW0, poison="keep"
+        )
+        return [placed, *self._slots]
+
+    def facts(self, call: RoundCall) -> BatchFacts:
+        count = call.placed.shape[0]
+        live = ShapeKey(count * (self._spec.tokens_per_request or 1), count)
+        return BatchFacts(self._spec.mode, live, self._spec.hidden, variants=self._serving(call.sampling))
+
+    def idle(self, shape: ShapeKey) -> RoundCall:
+        placed = torch.zeros(shape.requests, 2, dtype=torch.int64, device=self._rounds.device)
+        return RoundCall(placed, SamplingVariant(all_greedy=True, any_filter=False, num_logprobs=None))
+
+    def plan(self, call: RoundCall, inputs: Inputs) -> None:
+        """Everything that attention reads is gathered on the device."""
+
+    def run(self, inputs: Inputs, variant: str) -> Output:
+        return self._run(self._rounds.gather(inputs["placed"]), inputs, variant)

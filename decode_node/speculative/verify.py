@@ -1,0 +1,192 @@
+"""The verify phase: one target forward over all trees, the draws, what is accepted, and the relay rows after it.
+
+    fill     drafts of the host into the trees, roots from the relay
+    forward  embedding, layers with the tree mask, LM head
+    draw     one token behind every node
+    accept   the walk through each tree; KV of its nodes to the front of their window
+    scatter  last token and length to the relay rows, the walk to where draft-extend reads it
+
+The variants are those of `decode_graph`: `logits` ends with the forward, and the rest follows eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.cuda_graph.decode_graph import FILTERED, GREEDY, LOGITS, VARIANTS, serving_variants
+from common.engine.cuda_graph.outputs import OutField, OutputSpec
+from common.engine.cuda_graph.rules import Phase
+from common.engine.cuda_graph.slots import Inputs
+from common.engine.cuda_graph.spec import Axis
+from common.engine.forward.batch import ForwardMode
+from common.engine.forward.draft_inputs import EagleVerifyInput
+from common.engine.host_copies import on_host
+from common.engine.model_runner import ModelRunner
+from common.engine.sampler import SampleOutput, SamplingBatch, sample
+from common.engine.sampling_plan import SamplingVariant
+from decode_node.speculative.drafters.drafter import Drafter
+from decode_node.speculative.rounds import Round, RoundCall, Rounds
+from decode_node.speculative.verifier import Acceptor
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What a round says: the tokens behind the nodes of each accepted path, D at most."""
+
+    packed: Tensor  # [R, 2 * D + 1] int64: tokens, whether each is invalid, how many are said
+    drawn: SampleOutput | None = None  # [R * D], with the logprobs asked for; None: none are
+
+    def on_host(self) -> Emitted:
+        """As SampleOutput.on_host."""
+        return Emitted(on_host(self.packed), None if self.drawn is None else self.drawn.on_host())
+
+    def read(self) -> tuple[SampleOutput, list[int]]:
+        """(tokens [R * D], how many of each request's D are said). After the completion."""
+        depth = self.packed.shape[1] // 2
+        counts = self.packed[:, -1].tolist()
+        if self.drawn is not None:
+            return self.drawn, counts
+        tokens, invalid = self.packed[:, :depth], self.packed[:, depth : 2 * depth]
+        return SampleOutput(tokens.flatten(), invalid.flatten().bool()), counts
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Either what is said, or what is still to be drawn from."""
+
+    packed: Tensor | None = None  # [R, 2 * D + 1] int64, see Emitted
+    logits: Tensor | None = None  # [R * N, V] float32
+    hidden: Tensor | None = None  # [R * N, H'], as the drafter's hidden_mode asks
+
+
+# The host reads `packed` one step behind, when the next replay is under way: it is kept.
+OUTPUTS = OutputSpec(
+    Verdict,
+    {
+        "packed": OutField(Axis.REQUEST, kept=True),
+        "logits": OutField(Axis.TOKEN),
+        "hidden": OutField(Axis.TOKEN),
+    },
+)
+
+
+class Verify:
+    """Called with a round whose drafts are proposed."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        rounds: Rounds,
+        drafter: Drafter,
+        acceptor: Acceptor,
+        variants: Sequence[str] = VARIANTS,
+    ) -> None:
+        self._runner = runner
+        self._rounds = rounds
+        self._relay = rounds.relay
+        self._drafter = drafter
+        self._acceptor = acceptor
+        self.phase = rounds.phase(
+            Phase.VERIFY,
+            "target",
+            self._run,
+            OUTPUTS,
+            ForwardMode.VERIFY,
+            nodes=drafter.nodes,
+            hidden=drafter.hidden_mode,
+            variants=variants,
+            serving=serving_variants,
+            slots=drafter.slots,
+        )
+
+    @torch.inference_mode()
+    def __call__(self, call: RoundCall) -> Emitted:
+        verdict = self.phase(call)
+        if verdict.packed is not None:
+            return Emitted(verdict.packed)
+        assert verdict.logits is not None
+        batch = self._rounds.gather(call.placed)
+        return self._decide(batch, verdict.logits, verdict.hidden, call.sampling)
+
+    def _run(self, batch: Round, inputs: Inputs, variant: str) -> Verdict:
+        tree = self._tree(batch)
+        self._drafter.fill(batch, inputs)
+        tree.tokens[:, 0] = batch.last_token
+        every = batch.index[: tree.tokens.numel()]
+        forward = batch.window(tree.tokens, tree.depth, tree.mask, every, self._drafter.hidden_mode)
+        output = self._runner(forward)
+        if variant == LOGITS:
+            return Verdict(logits=output.logits, hidden=output.hidden)
+        facts = SamplingVariant(variant == GREEDY, variant == FILTERED, None)
+        return Verdict(self._decide(batch, output.logits, output.hidden, facts).packed)
+
+    def _decide(
+        self, batch: Round, logits: Tensor, hidden: Tensor | None, sampling: SamplingVariant
+    ) -> Emitted:
+        """Draw, accept and scatter: logits [R * N, V], hidden [R * N, H']."""
+        tree, acceptor = self._tree(batch), self._acceptor
+        count, nodes = tree.tokens.shape
+        sampled = self._draw(batch, tree, logits, sampling)
+        drawn = sampled.token_ids.view(count, nodes)
+        accepted = acceptor.accept(tree, drawn)
+        acceptor.settle(accepted, batch.slots(batch.seq_len[:, None] + batch.index[:nodes]))
+        ids = acceptor.along(accepted, drawn)
+        invalid = acceptor.along(accepted, sampled.invalid.view(count, nodes))
+        walk = self._drafter.state.walk.first(count)
+        walk.start.copy_(batch.seq_len)
+        walk.ids.copy_(ids)
+        walk.accepted.copy_(accepted.drafts)
+        if hidden is not None:
+            walk.hidden.copy_(acceptor.along(accepted, hidden.view(count, nodes, hidden.shape[1])))
+        said = accepted.drafts + 1
+        last = ids.gather(1, accepted.drafts[:, None])[:, 0]
+        self._relay.last_token.index_copy_(0, batch.rows, torch.where(batch.live, last, 0))
+        lengths = torch.where(batch.live, batch.seq_len + said, 0)
+        self._relay.seq_len.index_copy_(0, batch.rows, lengths.to(torch.int32))
+        packed = torch.cat((ids, invalid.to(torch.int64), said[:, None]), dim=1)
+        if sampling.num_logprobs is None:
+            return Emitted(packed)
+
+        def on_path(values: Tensor | None) -> Tensor:
+            assert values is not None
+            rest = values.shape[1:]
+            return acceptor.along(accepted, values.view(count, nodes, *rest)).flatten(0, 1)
+
+        return Emitted(
+            packed,
+            SampleOutput(
+                ids.flatten(),
+                invalid.flatten(),
+                on_path(sampled.logprobs),
+                on_path(sampled.top_ids),
+                on_path(sampled.top_logprobs),
+            ),
+        )
+
+    def _draw(
+        self, batch: Round, tree: EagleVerifyInput, logits: Tensor, sampling: SamplingVariant
+    ) -> SampleOutput:
+        """What the target says behind each node, by the parameters of its request."""
+        nodes = tree.tokens.shape[1]
+        rows = batch.rows[:, None].expand(-1, nodes).flatten()
+        relay = self._relay
+        return sample(
+            logits,
+            SamplingBatch(
+                temperature=relay.temperature.index_select(0, rows),
+                top_p=relay.top_p.index_select(0, rows),
+                top_k=relay.top_k.index_select(0, rows),
+                seed=relay.seed.index_select(0, rows),
+                position=(batch.seq_len[:, None] + tree.depth + 1).flatten(),
+                all_greedy=sampling.all_greedy,
+                any_filter=sampling.any_filter,
+                num_logprobs=sampling.num_logprobs,
+            ),
+        )
+
+    def _tree(self, batch: Round) -> EagleVerifyInput:
+        return self._drafter.state.tree.first(batch.count)
