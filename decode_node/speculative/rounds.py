@@ -91,22 +91,24 @@ class Round:
         logits_rows: Tensor,
         hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
     ) -> ForwardBatch:
-        """One forward of N tokens per request that lie in the slots from seq_len on.
+        """One forward of N tokens per request, the last of the W slots from seq_len on.
 
         Args:
             ids: [R, N].
             depth: [R, N] or [N], how far behind seq_len each stands.
-            mask: [R, N, N], which of them each sees.
+            mask: [R, N, W], which of the W each sees.
         """
-        nodes = ids.shape[1]
-        places = self.seq_len[:, None] + self.index[:nodes]  # in slot order; positions follow the depth
+        nodes, width = mask.shape[1:]
+        places = (
+            self.seq_len[:, None] + self.index[width - nodes : width]
+        )  # slot order; positions follow the depth
         return ForwardBatch(
             mode=ForwardMode.VERIFY,
             input_ids=ids.flatten(),
             positions=(self.seq_len[:, None] + depth).flatten(),
             kv_slots=self.slots(places).flatten(),
             page_table=self.page_table,
-            seq_lens=(self.seq_len + nodes).to(torch.int32),
+            seq_lens=(self.seq_len + width).to(torch.int32),
             query_start=self.index32[: self.count * nodes + 1 : nodes],
             logits_rows=logits_rows,
             max_seq_len=self.longest,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.draft_runner import DraftRunner
-from common.engine.forward.batch import ForwardBatch, ForwardMode
+from common.engine.forward.batch import ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftInput, EagleVerifyInput
 from decode_node.speculative.rounds import Round
 from decode_node.speculative.tree import select_nodes, tree
@@ -30,35 +30,30 @@ class TreeGrowth:
         self.reach = max(nodes, (steps - 1) * topk)
 
     def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
+        """The k new rows of a level see the prefix and their ancestors among the levels before, side by side."""
         count, k, width = batch.count, self._topk, start.hidden.shape[1]
         scores, tokens = [start.probs], [start.ids]
-        index = batch.index[:k]
         parents = [(batch.index[: k + 1] - 1).expand(count, -1)]
-        ids, score = tokens[0], scores[0]  # of the k paths
-        hidden = start.hidden[:, None].expand(-1, k, -1)
+        ids, score, hidden = start.ids, start.probs, start.hidden[:, None].expand(-1, k, -1)  # of the k paths
+        index, rows = batch.index[:k], batch.index[: count * k]
         own = (index[:, None] == index).expand(count, -1, -1)
-        above = own[:, :, :0]  # ancestors of each path's end
-        mask = above[:, :0]
-        all_ids, all_hidden = ids[:, :0], hidden[:, :0]
+        above = own[:, :, :0]  # [R, k, slots so far]: what the end of each path sees
         for level in range(1, self.steps):
-            all_ids, all_hidden = torch.cat((all_ids, ids), 1), torch.cat((all_hidden, hidden), 1)
             above = torch.cat((above, own), 2)
-            mask = torch.cat((F.pad(mask, (0, k)), above), 1)
-            forward = self._level(batch, all_ids, mask)
-            state = self._runner.step(forward, all_hidden.flatten(0, 1))
-            grown = (score[:, :, None] * state.probs.view(count, k, k)).flatten(1)
+            depth = (batch.index[level - 1 : level]).expand(k)
+            state = self._runner.step(batch.window(ids, depth, above, rows), hidden.flatten(0, 1))
+            grown = (score[:, :, None] * state.probs.view(count, k, k)).view(count, k * k)
             following = state.ids.view(count, k * k)
             scores.append(grown)
             tokens.append(following)
             chosen = grown.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            parents.append(chosen + k + (level - 1) * k * k)
+            parents.append(chosen + (k + (level - 1) * k * k))
             beam = (chosen // k)[:, :, None]
             score, ids = grown.gather(1, chosen), following.gather(1, chosen)
-            hidden = state.hidden.view(count, k, width)
-            hidden = hidden.gather(1, beam.expand(-1, -1, width))
+            hidden = state.hidden.view(count, k, width).gather(1, beam.expand(-1, -1, width))
             above = above.gather(1, beam.expand(-1, -1, above.shape[-1]))
-        kept, above_kept = select_nodes(torch.cat(scores, 1), torch.cat(parents, 1), k, self.nodes)
-        self._plant(tree, torch.cat(tokens, 1).gather(1, kept), above_kept)
+        kept, nodes = select_nodes(torch.cat(scores, 1), torch.cat(parents, 1), k, self.nodes)
+        self._plant(tree, torch.cat(tokens, 1).gather(1, kept), nodes)
 
     def _plant(self, into: EagleVerifyInput, drafts: Tensor, parents: Tensor) -> None:
         planted = tree(F.pad(drafts, (1, 0)), parents, self.steps)
@@ -66,9 +61,3 @@ class TreeGrowth:
         into.parents.copy_(planted.parents)
         into.depth.copy_(planted.depth)
         into.mask.copy_(planted.mask)
-
-    def _level(self, batch: Round, ids: Tensor, mask: Tensor) -> ForwardBatch:
-        """All levels so far again, the newest k rows wanted: the branches lie side by side behind the prefix."""
-        width = ids.shape[1]
-        newest = batch.index[: batch.count, None] * width + batch.index[width - self._topk : width]
-        return batch.window(ids, batch.index[:width] // self._topk, mask, newest.flatten())
