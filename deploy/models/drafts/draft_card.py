@@ -34,7 +34,7 @@ _EXPLAINED = """\
 Tokens per verify step, bonus included; greedy chain; held-out problems, the target's own greedy text; weights as
 stored (bf16), computed in fp32. From the oracle (`deploy/models/drafts/oracle.py`). "Most" is what a draft that is
 always right would get: answers end in the middle of a round. Last column: share of rounds in which the draft of
-step 1, 2, ... was accepted. `python3 -m deploy.models.drafts.measure_drafts` measures again.
+step 1, 2, ... was accepted.
 
 | suite | problems | steps | accept length | most | accepted at step |
 |---|---|---|---|---|---|
@@ -51,6 +51,8 @@ class Card:
     outcome: Outcome
     machine: str
     command: str
+    target: str = "tiny-target"
+    measured_by: str = "deploy.models.drafts.measure_drafts"  # the program that measured the accept lengths
 
 
 def write(directory: Path, card: Card) -> None:
@@ -65,7 +67,7 @@ pipeline_tag: text-generation
 
 # tandem {directory.name}
 
-A draft of {card.parameters / 1e6:.2f} M parameters for `tiny-target`, for speculative decoding.
+A draft of {card.parameters / 1e6:.2f} M parameters for `{card.target}`, for speculative decoding.
 
 {_WHAT[card.kind]}
 
@@ -78,7 +80,8 @@ A draft of {card.parameters / 1e6:.2f} M parameters for `tiny-target`, for specu
 - {outcome.tokens / 1e6:.1f} M tokens in {outcome.steps} steps, {outcome.seconds:.0f} seconds
 - final loss: {outcome.loss:.4f}
 
-`deploy/models/drafts/reference.py` has this draft in plain eager torch. The data is generated while training and
+`deploy/models/drafts/reference.py` has this draft in plain eager torch; `python3 -m {card.measured_by}` measured the
+accept lengths. The data is generated while training and
 the schedule follows the clock, so a second run gives a similar draft, not the same one.
 """
     (directory / "README.md").write_text(text)

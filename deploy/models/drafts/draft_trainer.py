@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,21 @@ from deploy.models.drafts.features import Features, Shared, target_features
 from deploy.models.drafts.heads import Eagle3Head, Head, Prediction
 from deploy.models.muon import Muon
 from deploy.models.trainer import PRINT_EVERY, SYNC_EVERY, Outcome, Settings, rate_at
+
+
+class Reading(NamedTuple):
+    """One batch as the target reads it."""
+
+    ids: Tensor  # [batch, tokens] int64
+    weights: Tensor  # [batch, tokens] float32, that of ids[:, i] is of predicting it
+    embeds: Tensor | None = None  # [batch, tokens, hidden] in the place of the ids' embeddings
+
+
+def readings(batches: Iterator[Windows], device: torch.device) -> Iterator[Reading]:
+    """Windows of text, on the device."""
+    for batch in batches:
+        ids = torch.from_numpy(batch.ids[:, :-1].astype("int64")).to(device)
+        yield Reading(ids, torch.from_numpy(batch.weights[:, :-1].astype("float32")).to(device))
 
 
 def frequent_tokens(batches: Iterator[Windows], size: int, looked_at: int = 12) -> list[int]:
@@ -68,7 +84,7 @@ def optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def train(
-    head: Head, target: LlamaForCausalLM, batches: Iterator[Windows], settings: Settings, steps: int
+    head: Head, target: LlamaForCausalLM, batches: Iterator[Reading], settings: Settings, steps: int
 ) -> Outcome:
     """Train in place for `settings.seconds`, unrolling `steps` draft steps."""
     head.to(settings.device).train()
@@ -90,7 +106,7 @@ def train(
         for opt in opts:
             opt.step()
         taken += 1
-        tokens += batch.ids.size
+        tokens += batch.ids.numel()
         if taken % SYNC_EVERY == 1 or settings.device.type == "cpu":
             loss_value = loss.item()
             first_loss = loss_value if taken == 1 else first_loss
@@ -114,12 +130,10 @@ class _Objective:
         self._shared = Shared.of(target)
         self._drafted = head.t2d.nonzero().flatten() if isinstance(head, Eagle3Head) else None
 
-    def __call__(self, batch: Windows) -> Tensor:
-        ids = torch.from_numpy(batch.ids[:, :-1].astype("int64")).to(self._device)
-        weights = torch.from_numpy(batch.weights[:, :-1].astype("float32")).to(self._device)
+    def __call__(self, batch: Reading) -> Tensor:
         cuda = self._device.type == "cuda"
         with torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext():
-            features: Features = target_features(self._target, ids)
-            predictions = self._head.unroll(self._shared, features, ids, self._steps)
-        losses = [soft_cross_entropy(p, features.logits, weights, self._drafted) for p in predictions]
+            features: Features = target_features(self._target, batch.ids, batch.embeds)
+            predictions = self._head.unroll(self._shared, features, batch.ids, self._steps)
+        losses = [soft_cross_entropy(p, features.logits, batch.weights, self._drafted) for p in predictions]
         return torch.stack(losses).mean()

@@ -25,16 +25,20 @@ def load_target(directory: Path = TARGET) -> LlamaForCausalLM:
 class Features:
     """What the target computed over ids: all that a draft may read of it."""
 
+    embeds: (
+        Tensor  # what it read: embeddings of the ids, or of pictures in their place, [batch, tokens, hidden]
+    )
     entering: tuple[Tensor, ...]  # per layer, the residual stream entering it, [batch, tokens, hidden]
     last: Tensor  # after the final norm, [batch, tokens, hidden]
     logits: Tensor  # [batch, tokens, vocab]
 
 
 @torch.no_grad()
-def target_features(target: LlamaForCausalLM, ids: Tensor) -> Features:
-    """Run the target over ids `[batch, tokens]`."""
-    out: Any = target(input_ids=ids, use_cache=False, output_hidden_states=True)
-    return Features(out.hidden_states[:-1], out.hidden_states[-1], out.logits)
+def target_features(target: LlamaForCausalLM, ids: Tensor, embeds: Tensor | None = None) -> Features:
+    """Run the target over ids `[batch, tokens]`, or over `embeds` in their place."""
+    read = target.model.embed_tokens(ids) if embeds is None else embeds
+    out: Any = target(inputs_embeds=read, use_cache=False, output_hidden_states=True)
+    return Features(read, out.hidden_states[:-1], out.hidden_states[-1], out.logits)
 
 
 class Shared(NamedTuple):

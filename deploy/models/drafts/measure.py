@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM
@@ -38,6 +39,9 @@ class Answered:
 
     ids: list[int]  # both
     prompt_tokens: int
+    embeds: Tensor | None = (
+        None  # [len(ids), hidden] what the target reads where it is more than ids' embeddings
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +115,14 @@ def _cut(new: list[int], end: int, blank: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-def proposals(head: Head, target: LlamaForCausalLM, ids: Tensor, steps: int) -> Tensor:
+def proposals(
+    head: Head, target: LlamaForCausalLM, ids: Tensor, steps: int, embeds: Tensor | None = None
+) -> Tensor:
     """`[batch, steps, tokens]`: what step k of a round at t proposes, as ids of the target, for `oracle`.
 
     Sequences of a batch may be padded on the right: attention is causal.
     """
-    predictions = head.unroll(Shared.of(target), target_features(target, ids), ids, steps)
+    predictions = head.unroll(Shared.of(target), target_features(target, ids, embeds), ids, steps)
     chosen = [prediction.logits.argmax(-1) for prediction in predictions]
     if isinstance(head, Eagle3Head):
         chosen = [ids + head.d2t[ids] for ids in chosen]
@@ -135,7 +141,10 @@ def rounds_of(head: Head, target: LlamaForCausalLM, answered: list[Answered], st
         chosen = answered[start : start + per_batch]
         width = max(len(one.ids) for one in chosen)
         ids = torch.tensor([one.ids + [0] * (width - len(one.ids)) for one in chosen], device=target.device)
-        proposed = proposals(head, target, ids, steps)
+        read = [
+            F.pad(one.embeds, (0, 0, 0, width - len(one.ids))) for one in chosen if one.embeds is not None
+        ]
+        proposed = proposals(head, target, ids, steps, torch.stack(read) if read else None)
         for one, row, its in zip(chosen, ids, proposed, strict=True):
             tokens = len(one.ids)
             rounds += walk(ok_matrix(its[:, :tokens], row[:tokens]), one.prompt_tokens)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from deploy.models import model_card
 from deploy.models.corpus import DocumentSource
 from deploy.models.drafts import draft_card, files
-from deploy.models.drafts.draft_trainer import frequent_tokens, train
+from deploy.models.drafts.draft_trainer import frequent_tokens, readings, train
 from deploy.models.drafts.features import TARGET, Shared, load_target
 from deploy.models.drafts.heads import Eagle3Head, MtpHead
 from deploy.models.drafts.measure_drafts import measure_one
@@ -81,7 +81,7 @@ def train_one(kind: Kind, args: argparse.Namespace, command: str) -> None:
             head.start_norms(target.model.norm.weight)
         left = args.minutes * 60 * (1 - MEASURE_SHARE) - (time.monotonic() - begun)
         settings = Settings(seconds=max(1.0, left), lr=args.lr, device=device)
-        outcome = train(head, target, batches, settings, unrolled_steps(kind))
+        outcome = train(head, target, readings(batches, device), settings, unrolled_steps(kind))
     print(f"trained: {outcome}; batches: {batches.fresh} fresh, {batches.again} again", flush=True)
 
     directory = args.out / DIRECTORIES[kind]

@@ -13,7 +13,13 @@ from tokenizers import Tokenizer
 
 from deploy.models.corpus import DocumentSource, WindowKind, Windows
 from deploy.models.drafts import draft_card, files
-from deploy.models.drafts.draft_trainer import frequent_tokens, optimizers, soft_cross_entropy, train
+from deploy.models.drafts.draft_trainer import (
+    frequent_tokens,
+    optimizers,
+    readings,
+    soft_cross_entropy,
+    train,
+)
 from deploy.models.drafts.features import TARGET, Shared, load_target
 from deploy.models.drafts.heads import Eagle3Head, Prediction
 from deploy.models.drafts.measure import Acceptance
@@ -46,7 +52,7 @@ def test_training_lowers_the_loss_and_survives_the_file(kind: Kind, tmp_path: Pa
         chosen = frequent_tokens(DocumentSource(_tokenizer(), 1).batches(8192), 256, looked_at=3)
         head.choose_vocabulary(Shared.of(target), torch.tensor(chosen))
     settings = Settings(seconds=0.8, lr=3e-3, device=torch.device("cpu"))
-    outcome = train(head, target, batches(), settings, steps=2)
+    outcome = train(head, target, readings(batches(), settings.device), settings, steps=2)
     assert outcome.loss < outcome.first_loss - 0.1
 
     files.save(tmp_path, head, draft_config(kind, files.load_config(TARGET)))
