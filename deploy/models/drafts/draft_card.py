@@ -52,7 +52,7 @@ class Card:
     machine: str
     command: str
     target: str = "tiny-target"
-    measured_by: str = "deploy.models.drafts.measure_drafts"  # the program that measured the accept lengths
+    measured_by: str = "deploy/models/drafts/measure.py"
 
 
 def write(directory: Path, card: Card) -> None:
@@ -80,9 +80,8 @@ A draft of {card.parameters / 1e6:.2f} M parameters for `{card.target}`, for spe
 - {outcome.tokens / 1e6:.1f} M tokens in {outcome.steps} steps, {outcome.seconds:.0f} seconds
 - final loss: {outcome.loss:.4f}
 
-`deploy/models/drafts/reference.py` has this draft in plain eager torch; `python3 -m {card.measured_by}` measured the
-accept lengths. The data is generated while training and
-the schedule follows the clock, so a second run gives a similar draft, not the same one.
+`deploy/models/drafts/reference.py` has this draft in plain eager torch, `{card.measured_by}` the measurement. The data
+is generated while training and the schedule follows the clock, so a second run gives a similar draft, not the same one.
 """
     (directory / "README.md").write_text(text)
 

@@ -156,7 +156,7 @@ def _save_draft(
             machine,
             command,
             TARGET,
-            "deploy.models.vision.train_vision",
+            "deploy/models/vision/measure.py",
         ),
     )
     _, stored = files.load_head(directory)
