@@ -125,7 +125,7 @@ def language_model(model: LlavaForConditionalGeneration) -> LlamaForCausalLM:
     """The language model alone, sharing its weights: what a draft is trained against."""
     inner: Any = model
     with torch.device("meta"):
-        alone = LlamaForCausalLM(model.config.text_config)
+        alone = LlamaForCausalLM(inner.config.text_config)
     alone.model, alone.lm_head = inner.model.language_model, inner.lm_head
     return alone
 

@@ -44,7 +44,8 @@ def make(seed: int, split: Split, count: int, tokenizer_json: str) -> Examples:
     tokenizer = Tokenizer.from_str(tokenizer_json)
     ids = np.zeros((count, LONGEST), dtype=np.uint16)
     weights = np.zeros((count, LONGEST), dtype=np.uint8)
-    counts, images = np.zeros(count, dtype=np.int64), []
+    counts = np.zeros(count, dtype=np.int64)
+    images: list[NDArray[np.uint8]] = []
     for row, question in enumerate(islice(questions(seed, split), count)):
         asked = tokenizer.encode(prompt(question), add_special_tokens=False).ids
         said = tokenizer.encode(f" {question.answer}{family.END}", add_special_tokens=False).ids

@@ -106,7 +106,7 @@ def acceptance(
     target = language_model(model)
     for name, wanted in (("pictures", True), ("text alone", False)):
         answered = [_answered(model, reply) for reply in replies if bool(reply.question.images) == wanted]
-        for some in steps:
+        for some in steps if answered else ():
             rounds = rounds_of(head, target, answered, some)
             best = [one for a in answered for one in walk(perfect(some, len(a.ids)), a.prompt_tokens)]
             yield Acceptance(

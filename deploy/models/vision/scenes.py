@@ -98,4 +98,4 @@ def _shape(name: str, size: int) -> NDArray[np.float32]:
     else:
         arm = size / 6
         inside = (np.abs(x - middle) <= arm) | (np.abs(y - middle) <= arm)
-    return inside.astype(np.float32)
+    return np.asarray(inside, dtype=np.float32)

@@ -26,7 +26,7 @@ from deploy.models.drafts.draft_trainer import train as train_draft
 from deploy.models.drafts.features import Shared
 from deploy.models.drafts.heads import Eagle3Head
 from deploy.models.drafts.shapes import CHAINED_STEPS, draft_config
-from deploy.models.trainer import Settings
+from deploy.models.trainer import Outcome, Settings
 from deploy.models.vision import cards, checkpoint, measure
 from deploy.models.vision.batches import Batch, Sampler, merged_embeddings
 from deploy.models.vision.examples import Examples, make_all
@@ -140,7 +140,7 @@ def _save_draft(
     config: dict[str, object],
     model: LlavaForConditionalGeneration,
     replies: list[measure.Reply],
-    outcome: draft_card.Outcome,
+    outcome: Outcome,
     machine: str,
     command: str,
 ) -> None:
