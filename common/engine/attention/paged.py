@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 import torch
@@ -11,8 +12,9 @@ from common.engine.attention.whole_prompt import MAX_HEAD_DIM, attend_padded_pro
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.kv_cache.pool import KvPool
 from common.engine.ops.decode_attention import decode_attention
-from common.engine.ops.extend_attention import extend_attention
+from common.engine.ops.extend_attention import extend_attention, shape_steps
 from common.engine.ops.rotary_kv_write import rotary_kv_write
+from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.ops.verify_attention import verify_attention
 
 
@@ -39,6 +41,30 @@ class PagedAttention:
         )
         self._whole_prompt_tokens = frozenset(whole_prompt_tokens) if able else frozenset()
         self._batch: ForwardBatch | None = None
+
+    @torch.inference_mode()
+    def warm_up(self, heads: int, max_tokens: int, max_requests: int) -> None:
+        """Compile all kernels that EXTEND batches can need, before serving: the first to need one waits a second.
+
+        Graphs are captured with one request and thus pass some by. Reads page 0, writes nothing.
+        """
+        pool = self.pool
+        if pool.device.type != "cuda":
+            return
+        head_bytes, processors = pool.head_dim * pool.dtype.itemsize, multiprocessors(pool.device)
+        steps = shape_steps(max_tokens, heads, pool.kv_heads, head_bytes, processors)
+        crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
+        for window, requests, tokens in itertools.product(set(self._windows), sorted(crowds), steps):
+            qkv = torch.zeros(
+                tokens, heads + 2 * pool.kv_heads, pool.head_dim, dtype=pool.dtype, device=pool.device
+            )
+            starts = torch.zeros(requests + 1, dtype=torch.int32, device=pool.device)
+            starts[1:] = tokens
+            pages = torch.zeros(requests, 1, dtype=torch.int32, device=pool.device)
+            planes = pool.key(0), pool.value(0)
+            extend_attention(
+                qkv[:, :heads], *planes, pages, starts, pages[:, 0].contiguous(), window, self._scale
+            )
 
     def plan(self, batch: ForwardBatch) -> None:
         """Raises ValueError where an EXTEND batch lacks its host lengths or they do not fit its tensors."""

@@ -230,6 +230,18 @@ def choose_shape(all_rows: int, head_bytes: int, processors: int) -> tuple[int, 
     return next(fitting)[:3]
 
 
+def shape_steps(max_tokens: int, heads: int, kv_heads: int, head_bytes: int, processors: int) -> list[int]:
+    """Token counts up to `max_tokens`, one for every tile shape that `choose_shape` can answer: each is a kernel."""
+    rows_per_token = next_power_of_2(heads // kv_heads) * kv_heads
+    first = {1, *(cdiv(int(shape[0] * shape[3] * processors), rows_per_token) for shape in SHAPES)}
+    chosen = {
+        choose_shape(tokens * rows_per_token, head_bytes, processors): tokens
+        for tokens in sorted(first, reverse=True)
+        if 1 <= tokens <= max_tokens
+    }
+    return sorted(chosen.values())
+
+
 def extend_triton(
     query: Tensor,
     key_plane: Tensor,

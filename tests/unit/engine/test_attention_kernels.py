@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_triton
-from common.engine.ops.extend_attention import choose_shape, extend_triton
+from common.engine.ops.extend_attention import choose_shape, extend_triton, shape_steps
 from common.engine.ops.key_parts import choose_splits
-from common.engine.ops.triton_kernel import tl
+from common.engine.ops.triton_kernel import next_power_of_2, tl
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
 pytestmark = [
@@ -104,3 +104,17 @@ def test_extend_of_few_and_of_no_rows(count: int) -> None:
     starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ([0, count], [130]))
     out = extend_triton(query, *cache.planes, cache.page_table, starts, ends, None, 0.25)
     close(out, cache.expected(0, query, None))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_bytes"), [(32, 8, 256), (28, 4, 256), (8, 8, 128), (4, 2, 512)]
+)
+def test_every_tile_shape_is_among_those_that_are_compiled_early(
+    heads: int, kv_heads: int, head_bytes: int
+) -> None:
+    rows = next_power_of_2(heads // kv_heads) * kv_heads
+    for most in (1, 64, 700, 8192):
+        steps = shape_steps(most, heads, kv_heads, head_bytes, 132)
+        compiled = [choose_shape(tokens * rows, head_bytes, 132) for tokens in steps]
+        assert len(set(compiled)) == len(compiled)
+        assert set(compiled) == {choose_shape(n * rows, head_bytes, 132) for n in range(1, most + 1)}
