@@ -56,6 +56,8 @@ class DefaultSampling:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None  # 0: off
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,4 +251,6 @@ def _default_sampling(generation: Raw, where: str) -> DefaultSampling:
         temperature=number("temperature", 0.0, 1e6),
         top_p=top_p or None,  # 0.0 is not a distribution; greedy is temperature 0
         top_k=None if top_k is None else max(0, int(top_k)),
+        min_p=number("min_p", 0.0, 1.0),
+        repetition_penalty=number("repetition_penalty", 0.01, 10.0),
     )

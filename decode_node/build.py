@@ -122,7 +122,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     # branches of draft trees reach behind the last token of a request
     behind = 2 * reach(cluster.speculation)
     table = RequestTable(rows, space.pages_for(served.max_model_len + behind), device)
-    relay = RelayState.allocate(rows, device, carried)
+    relay = RelayState.allocate(rows, served.config.vocab_size, device, carried)
     runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
     draft = served.draft_runner(pool, offsets)
     pools = [pool] if draft is None else [pool, draft[1]]
@@ -171,6 +171,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             max_transferring=section.max_transferring,
             max_queue=section.max_queue,
             max_model_len=served.max_model_len,
+            vocab_size=served.config.vocab_size,
             reserved_tokens=section.reserved_tokens,
             skip_ahead=section.skip_ahead,
             drain_timeout=cluster.health.drain_timeout,

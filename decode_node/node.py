@@ -58,6 +58,7 @@ class DecodeLimits:
     max_transferring: int
     max_queue: int
     max_model_len: int
+    vocab_size: int
     reserved_tokens: int
     skip_ahead: int
     drain_timeout: float
@@ -220,6 +221,11 @@ class DecodeNode:
             raise InvalidRequest(f"room {request.room} is in use")
         if not request.prompt or request.max_output < 1:
             raise InvalidRequest("a reservation needs a prompt and room for at least one token")
+        vocab_size = self._limits.vocab_size
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
+            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="prompt")
+        if not request.sampling.fits(vocab_size):
+            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="logit_bias")
         most = len(request.prompt) + request.max_output
         if most > self._limits.max_model_len:
             raise InvalidRequest(

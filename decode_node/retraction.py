@@ -75,9 +75,10 @@ class Retraction:
         assert request.lease is not None
         request.row = self._table.take_row()
         self._table.append(request.row, 0, request.lease.pages)
-        self._relay.write_row(
-            request.row, request.output[-1], request.seq_len, request.sampling, request.draft
-        )
+        text = request.prompt + request.output
+        assert request.seq_len == len(text) - 1, "the host knows all that was drawn"
+        outputs = request.emitted + len(request.output)
+        self._relay.write_row(request.row, text, outputs, request.sampling, request.draft)
 
     def release(self, request: DecodeRequest) -> None:
         """Give back pages and row."""

@@ -15,6 +15,7 @@ from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.ladders import prefill_token_buckets
+from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
@@ -118,6 +119,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     step = PrefillStep(
         graphs.forward,
         extend,
+        AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device),
         cluster.kv.page_size,
         device,
         completion_for(device, one_behind=False),

@@ -199,8 +199,11 @@ class PrefillNode:
                 f"the prompt's {tokens} tokens do not fit in prefill.pool_tokens", param="prompt"
             )
         keys = as_keys(message.token_ids)
-        if keys.min() < 0 or keys.max() >= self._limits.vocab_size:
-            raise InvalidRequest(f"token ids go from 0 to {self._limits.vocab_size - 1}", param="prompt")
+        vocab_size = self._limits.vocab_size
+        if keys.min() < 0 or keys.max() >= vocab_size:
+            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="prompt")
+        if not message.sampling.fits(vocab_size):
+            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="logit_bias")
         return keys
 
     def abort(self, room: int, reason: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from common.engine.draft_runner import DraftState
 from common.engine.forward.batch import ForwardBatch, ForwardMode, ForwardOutput
+from common.engine.logit_adjustments import AdjustmentRows, Adjustments
 from common.engine.overlap import Completion
 from common.engine.sampler import SampleOutput, SamplingBatch, sample
 from common.engine.sampling_plan import sampling_variant
@@ -35,12 +36,15 @@ class PrefillStep:
         self,
         forward: Callable[[ForwardBatch], ForwardOutput],
         draft: PrefillDraft,
+        adjustments: AdjustmentRows,
         page_size: int,
         device: torch.device,
         completion: Callable[[], Completion],
     ) -> None:
+        """`adjustments` has a row for every prompt of a batch; they hold nothing from one batch to the next."""
         self._forward = forward
         self._draft = draft
+        self._adjustments = adjustments
         self._page_size = page_size
         self._device = device
         self._completion = completion
@@ -90,15 +94,25 @@ class PrefillStep:
         params = [chunk.request.sampling for chunk in finals]
         positions = [chunk.request.num_tokens for chunk in finals]  # the drawn token's index in its sequence
         variant = sampling_variant(params)
+        adjust = None
+        if variant.adjust is not None:
+            rows = np.arange(1, len(finals) + 1)
+            for row, chunk in zip(rows.tolist(), finals):
+                request = chunk.request
+                self._adjustments.write(row, request.sampling, request.keys, request.emitted)
+            owners = self._to_device(rows)
+            adjust = Adjustments(self._adjustments, owners, variant.adjust, owners.new_empty(len(rows), 0))
         return SamplingBatch(
             temperature=self._to_device(np.asarray([p.temperature for p in params], dtype=np.float32)),
             top_p=self._to_device(np.asarray([p.top_p for p in params], dtype=np.float32)),
             top_k=self._to_device(np.asarray([p.top_k for p in params], dtype=np.int32)),
+            min_p=self._to_device(np.asarray([p.min_p for p in params], dtype=np.float32)),
             seed=self._to_device(np.asarray([p.seed for p in params], dtype=np.int64)),
             position=self._to_device(np.asarray(positions, dtype=np.int64)),
             all_greedy=variant.all_greedy,
             any_filter=variant.any_filter,
             num_logprobs=variant.num_logprobs,
+            adjust=adjust,
         )
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:

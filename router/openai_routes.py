@@ -130,7 +130,8 @@ class OpenAiRoutes:
         sampling = sampling_params(body, len(prompt), model, getattr(body, max_field), max_field, logprobs)
         identity = request[request_id_key] if index == 0 else f"{request[request_id_key]}-{index}"
         decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt)
-        text = TextStream(decoder, stop_strings(body), bool(body.include_stop_str_in_output))
+        include_stop = bool(body.include_stop_str_in_output)
+        text = TextStream(decoder, stop_strings(body), include_stop, sampling.min_tokens)
         return Choice(GenerationRequest(identity, prompt, sampling), text)
 
     async def _answer(

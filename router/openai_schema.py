@@ -55,6 +55,12 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # token id -> what is added to its logit
+    min_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -68,12 +74,6 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     # not yet: see NOT_YET
     n: Any = None
     best_of: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    logit_bias: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -132,12 +132,6 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
 NOT_YET: dict[str, tuple[Any, ...]] = {  # field -> values that change nothing
     "n": (1,),
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),

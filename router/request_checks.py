@@ -7,11 +7,12 @@ import secrets
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, ModelNotFound
-from common.messages.generation import SamplingParams
+from common.messages.generation import MAX_BIASES, SamplingParams, TokenBias
 from common.model_config import DefaultSampling
 from router.openai_schema import MAX_STOP_LENGTH, MAX_STOPS, TOP_LOGPROBS, SharedFields
 
 MAX_STOP_TOKENS = 128
+MAX_BIAS = 100.0  # of one token, either way
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,39 @@ def sampling_params(
     """Check and complete. `max_field` is the name under which the client gave `max_tokens`."""
     defaults = model.defaults
     room = model.max_model_len - prompt_tokens
+    _check_max_tokens(max_tokens, room, prompt_tokens, model, max_field)
+    stop_tokens = _stop_tokens(request, model)
+    if request.seed is not None and not -(2**63) <= request.seed < 2**63:
+        raise InvalidRequest("seed must fit in 64 bits", param="seed")
+    most = room if max_tokens is None else max_tokens
+    return SamplingParams(
+        max_tokens=most,
+        temperature=_in_range("temperature", request.temperature, defaults.temperature, 1.0, 0.0, 2.0),
+        top_p=_in_range("top_p", request.top_p, defaults.top_p, 1.0, 0.0, 1.0, low_open=True),
+        top_k=_top_k(request.top_k, defaults.top_k, model.vocab_size),
+        min_p=_in_range("min_p", request.min_p, defaults.min_p, 0.0, 0.0, 1.0),
+        repetition_penalty=_in_range(
+            "repetition_penalty",
+            request.repetition_penalty,
+            defaults.repetition_penalty,
+            1.0,
+            0.0,
+            2.0,
+            low_open=True,
+        ),
+        presence_penalty=_in_range("presence_penalty", request.presence_penalty, None, 0.0, -2.0, 2.0),
+        frequency_penalty=_in_range("frequency_penalty", request.frequency_penalty, None, 0.0, -2.0, 2.0),
+        logit_bias=_logit_bias(request.logit_bias or {}, model.vocab_size),
+        min_tokens=_min_tokens(request.min_tokens or 0, most, len(stop_tokens), model.vocab_size),
+        seed=secrets.randbits(63) if request.seed is None else request.seed & (2**63 - 1),
+        stop_token_ids=tuple(sorted(stop_tokens)),
+        logprobs=logprobs,
+    )
+
+
+def _check_max_tokens(
+    max_tokens: int | None, room: int, prompt_tokens: int, model: ServedModel, max_field: str
+) -> None:
     if max_tokens is not None and max_tokens < 1:
         raise InvalidRequest(f"{max_field} must be at least 1", param=max_field)
     if max_tokens is not None and max_tokens > room:
@@ -77,25 +111,47 @@ def sampling_params(
             f"in the prompt and {max_tokens} for the completion. Shorten the prompt or lower {max_field}.",
             param=max_field,
         )
+
+
+def _stop_tokens(request: SharedFields, model: ServedModel) -> set[int]:
     stop_tokens = set(request.stop_token_ids or [])
     if len(stop_tokens) > MAX_STOP_TOKENS or not all(0 <= t < model.vocab_size for t in stop_tokens):
         raise InvalidRequest(
             f"stop_token_ids takes at most {MAX_STOP_TOKENS} ids from 0 to {model.vocab_size - 1}",
             param="stop_token_ids",
         )
-    if not request.ignore_eos:
-        stop_tokens |= set(model.eos_token_ids)
-    if request.seed is not None and not -(2**63) <= request.seed < 2**63:
-        raise InvalidRequest("seed must fit in 64 bits", param="seed")
-    return SamplingParams(
-        max_tokens=room if max_tokens is None else max_tokens,
-        temperature=_in_range("temperature", request.temperature, defaults.temperature, 1.0, 0.0, 2.0),
-        top_p=_in_range("top_p", request.top_p, defaults.top_p, 1.0, 0.0, 1.0, low_open=True),
-        top_k=_top_k(request.top_k, defaults.top_k, model.vocab_size),
-        seed=secrets.randbits(63) if request.seed is None else request.seed & (2**63 - 1),
-        stop_token_ids=tuple(sorted(stop_tokens)),
-        logprobs=logprobs,
-    )
+    return stop_tokens if request.ignore_eos else stop_tokens | set(model.eos_token_ids)
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ...]:
+    """Token ids are written as in JSON: without sign, spaces or leading zeros, so that no id comes twice."""
+    if len(given) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
+    biases: list[TokenBias] = []
+    for key, bias in given.items():
+        plain = key.isascii() and key.isdigit() and len(key) < 10 and key == str(int(key))
+        if not plain or int(key) >= vocab_size:
+            raise InvalidRequest(
+                f"the keys of logit_bias are token ids from 0 to {vocab_size - 1}, found {key[:20]!r}",
+                param="logit_bias",
+            )
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidRequest(
+                f"the values of logit_bias lie between {-MAX_BIAS:g} and {MAX_BIAS:g}", param="logit_bias"
+            )
+        if bias:
+            biases.append((int(key), bias))
+    return tuple(biases)
+
+
+def _min_tokens(given: int, max_tokens: int, stop_tokens: int, vocab_size: int) -> int:
+    if not 0 <= given <= max_tokens:
+        raise InvalidRequest(
+            f"min_tokens must be at least 0 and at most max_tokens, here {max_tokens}", param="min_tokens"
+        )
+    if given and stop_tokens >= vocab_size:
+        raise InvalidRequest("every token is a stop token: nothing can come before one", param="min_tokens")
+    return given
 
 
 def check_logprobs(count: int | None, field: str) -> int | None:

@@ -22,12 +22,15 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, piece: str) -> str:
-        """The text that is certain now. After a match nothing may be pushed."""
+    def push(self, piece: str, armed: bool = True) -> str:
+        """The text that is certain now. After a match nothing may be pushed.
+
+        A stop string that is complete while not `armed` is text like any other; it may begin there and count later.
+        """
         if not self._held and self._first.isdisjoint(piece):
             return piece  # nearly every piece of nearly every answer
         for position, character in enumerate(piece):
-            matched = self._advance(character)
+            matched = self._advance(character, armed)
             if matched:
                 self.matched = matched
                 text = self._held + piece[: position + 1]
@@ -43,7 +46,7 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> str:
+    def _advance(self, character: str, armed: bool) -> str:
         """One character; returns the stop string that it completes, or ""."""
         longest = ""
         for index, stop in enumerate(self._stops):
@@ -53,8 +56,8 @@ class StopMatcher:
             if stop[length] == character:
                 length += 1
                 if length == len(stop):
-                    longest = max(longest, stop, key=len)
-                    length = 0  # never read: a match is final
+                    longest = max(longest, stop, key=len) if armed else ""
+                    length = self._borders[index][length - 1]  # read where it is no match: that is final
             self._progress[index] = length
         return longest
 

@@ -13,14 +13,18 @@ class TextStream:
     """`push` tokens as they come; `finish_reason` is set when the answer is over.
 
     Of a stop token (the last one, when `finish_reason` "stop" comes with it) there is no text, unless stops are
-    included. Log-probabilities go with the push that brought the token, also while its text is held back.
+    included. Stop strings count where a token behind the first `min_tokens` completes them. Log-probabilities go with
+    the push that brought the token, also while its text is held back.
     """
 
-    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], include_stop: bool) -> None:
+    def __init__(
+        self, decoder: IncrementalDecoder, stops: Sequence[str], include_stop: bool, min_tokens: int = 0
+    ) -> None:
         self._step = decoder.step
         self._flush = decoder.flush
         self._stops = StopMatcher(stops, include_stop) if stops else None
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._decoded = 0  # characters, given out or held
         self.completion_tokens = 0
         self.offsets: list[
@@ -54,7 +58,7 @@ class TextStream:
         self._decoded += len(piece)
         if self._stops is None or not piece:
             return piece
-        text = self._stops.push(piece)
+        text = self._stops.push(piece, armed=self.completion_tokens > self._min_tokens)
         if self._stops.matched is not None:
             self.finish_reason = FINISH_STOP
         return text

@@ -24,15 +24,16 @@ class MemoryPlan:
     weights: int
     pool: int
     working: int = WORKING_BYTES
+    sampling: int = 0  # penalties and biases: common.engine.logit_adjustments
 
     @property
     def total(self) -> int:
-        return self.weights + self.pool + self.working
+        return self.weights + self.pool + self.working + self.sampling
 
     def __str__(self) -> str:
         return (
-            f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + room to work {_gib(self.working)} = "
-            f"{_gib(self.total)}"
+            f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + room to work {_gib(self.working)} + "
+            f"sampling state {_gib(self.sampling)} = {_gib(self.total)}"
         )
 
 

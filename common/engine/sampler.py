@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.engine.host_copies import on_host
+from common.engine.logit_adjustments import Adjustments
 from common.engine.ops.filter_floor import filter_floor
 from common.engine.ops.sample_tokens import sample_tokens
 from common.messages.generation import GREEDY_EPSILON
@@ -25,16 +26,18 @@ class SamplingBatch:
     temperature: Tensor  # [R] float32; below GREEDY_EPSILON: argmax
     top_p: Tensor  # [R] float32; 1: off
     top_k: Tensor  # [R] int32; 0: off
+    min_p: Tensor  # [R] float32; 0: off
     seed: Tensor  # [R] int64
     position: Tensor  # [R] int64, sequence index of the token to be drawn
     all_greedy: bool  # no row is random
-    any_filter: bool  # some row has top_p < 1 or top_k > 0
+    any_filter: bool  # some row has top_p < 1, top_k > 0 or min_p > 0
     num_logprobs: int | None  # None: none; n: of the drawn and of the n likeliest tokens
+    adjust: Adjustments | None = None  # penalties, biases, withheld tokens; None: no row has any
 
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Logprobs are natural logs under the raw logits, before temperature and filters."""
+    """Logprobs are natural logs under the raw logits, before penalties, biases, temperature and filters."""
 
     token_ids: Tensor  # [R] int64
     invalid: Tensor  # [R] bool: the logits hold a NaN or no finite maximum; the token means nothing
@@ -59,13 +62,14 @@ class SampleOutput:
 
 @torch.inference_mode()
 def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
-    """Draw one token per row of logits [R, V] float32."""
+    """Draw one token per row of logits [R, V] float32, which stay as they are."""
+    chosen = logits if batch.adjust is None else batch.adjust.apply(logits, batch.position)
     floor = None
     if batch.any_filter and not batch.all_greedy:
         temperature = torch.where(batch.temperature < GREEDY_EPSILON, 1.0, batch.temperature)
-        floor = filter_floor(logits, temperature, batch.top_k, batch.top_p)
+        floor = filter_floor(chosen, temperature, batch.top_k, batch.top_p, batch.min_p)
     token_ids, invalid = sample_tokens(
-        logits, batch.temperature, batch.seed, batch.position, floor, batch.all_greedy
+        chosen, batch.temperature, batch.seed, batch.position, floor, batch.all_greedy
     )
     output = SampleOutput(token_ids, invalid)
     if batch.num_logprobs is not None:
@@ -77,5 +81,5 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
 
 def filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Logits [R, V], divided by the temperature, with -inf for what `filter_floor` removes."""
-    floor = filter_floor(scaled, torch.ones_like(top_p), top_k, top_p)
+    floor = filter_floor(scaled, torch.ones_like(top_p), top_k, top_p, torch.zeros_like(top_p))
     return scaled.masked_fill(scaled < floor[:, None], -torch.inf)

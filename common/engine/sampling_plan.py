@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from common.engine.logit_adjustments import AdjustmentFacts, adjustment_facts
 from common.engine.sampler import SampleOutput
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken, SamplingParams, TokenLogprob
 
@@ -16,6 +17,7 @@ class SamplingVariant:
     all_greedy: bool
     any_filter: bool
     num_logprobs: int | None
+    adjust: AdjustmentFacts | None = None  # None: every logit is taken as it is
 
 
 def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
@@ -24,8 +26,9 @@ def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
     wanted = [p.logprobs for p in params if p.logprobs is not None]
     return SamplingVariant(
         all_greedy=all(p.greedy for p in params),
-        any_filter=any(not p.greedy and (p.top_p < 1.0 or p.top_k > 0) for p in params),
+        any_filter=any(p.filtered for p in params),
         num_logprobs=max(wanted) if wanted else None,
+        adjust=adjustment_facts(params),
     )
 
 

@@ -26,7 +26,8 @@ from common.engine.forward.batch import ForwardMode
 from common.engine.forward.draft_inputs import EagleVerifyInput
 from common.engine.host_copies import on_host
 from common.engine.model_runner import ModelRunner
-from common.engine.sampler import SampleOutput, SamplingBatch, sample
+from common.engine.relay_sampling import sampling_batch
+from common.engine.sampler import SampleOutput, sample
 from common.engine.sampling_plan import SamplingVariant
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.rounds import Round, RoundCall, Rounds
@@ -143,6 +144,8 @@ class Verify:
         if hidden is not None:
             walk.hidden.copy_(acceptor.along(accepted, hidden.view(count, nodes, hidden.shape[1])))
         said = accepted.drafts + 1
+        if sampling.adjust is not None and sampling.adjust.penalties:
+            self._relay.adjustments.count(batch.rows, ids, batch.index[: ids.shape[1]] < said[:, None])
         last = ids.gather(1, accepted.drafts[:, None])[:, 0]
         self._relay.last_token.index_copy_(0, batch.rows, torch.where(batch.live, last, 0))
         lengths = torch.where(batch.live, batch.seq_len + said, 0)
@@ -173,20 +176,9 @@ class Verify:
         """What the target says behind each node, by the parameters of its request."""
         nodes = tree.tokens.shape[1]
         rows = batch.rows[:, None].expand(-1, nodes).flatten()
-        relay = self._relay
-        return sample(
-            logits,
-            SamplingBatch(
-                temperature=relay.temperature.index_select(0, rows),
-                top_p=relay.top_p.index_select(0, rows),
-                top_k=relay.top_k.index_select(0, rows),
-                seed=relay.seed.index_select(0, rows),
-                position=(batch.seq_len[:, None] + tree.depth + 1).flatten(),
-                all_greedy=sampling.all_greedy,
-                any_filter=sampling.any_filter,
-                num_logprobs=sampling.num_logprobs,
-            ),
-        )
+        position = (batch.seq_len[:, None] + tree.depth + 1).flatten()
+        path = None if sampling.adjust is None else tree.paths().flatten(0, 1)
+        return sample(logits, sampling_batch(self._relay, rows, position, sampling, path))
 
     def _tree(self, batch: Round) -> EagleVerifyInput:
         return self._drafter.state.tree.first(batch.count)

@@ -167,7 +167,7 @@ def sampling() -> Iterator[Result]:
                 partial(sample_tokens, x, ones * (not greedy), seed, seed, None, greedy) for x in logits
             ]
             yield measure(f"sample_tokens {name}", f"{rows}", calls, logits[0].nbytes)
-        batch = SamplingBatch(ones, 0.9 * ones, (50 * ones).int(), seed, seed, False, True, None)
+        batch = SamplingBatch(ones, 0.9 * ones, (50 * ones).int(), 0 * ones, seed, seed, False, True, None)
         calls = [partial(sample, x, batch) for x in logits]
         yield measure("sample top-k top-p", f"{rows}", calls, logits[0].nbytes)
 

@@ -23,6 +23,7 @@ from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.radix_cache import Keys, NoPrefixCache, RadixCache
 from common.engine.kv_cache.relay_state import DraftShape, RelayState
 from common.engine.kv_cache.request_table import RequestTable
+from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.overlap import Completion, Deferred, Immediate
 from common.ipc import RouterSocket
@@ -462,7 +463,9 @@ class NodeCluster:
         graphs = node_graphs.prefill_graphs(runner, "breakable", 32, draft.hidden_mode)
         graphs.forward.graphs.capture()
         assert not [row for row in graphs.forward.graphs.rows if row.error]
-        step = PrefillStep(graphs.forward, draft, shape.page_size, PLACEMENT.device, shape.completion)
+        adjustments = AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device)
+        rest = shape.page_size, PLACEMENT.device, shape.completion
+        step = PrefillStep(graphs.forward, draft, adjustments, *rest)
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
         node = PrefillNode(
             incarnation,
@@ -505,7 +508,7 @@ class NodeCluster:
         # drafts reach behind the last token, as build.py allows for
         pages = space.total_pages + space.pages_for(2 * REACH)
         table = RequestTable(shape.max_running, pages, PLACEMENT.device)
-        relay = RelayState.allocate(shape.max_running, PLACEMENT.device, shape.draft.shape)
+        relay = RelayState.allocate(shape.max_running, VOCAB, PLACEMENT.device, shape.draft.shape)
         runner = ModelRunner(
             tiny_model(aux=shape.draft.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
         )
@@ -531,6 +534,7 @@ class NodeCluster:
                 max_transferring=shape.max_transferring,
                 max_queue=shape.max_queue,
                 max_model_len=max_len,
+                vocab_size=VOCAB,
                 reserved_tokens=shape.reserved_tokens,
                 skip_ahead=shape.skip_ahead,
                 drain_timeout=10.0,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
+from msgspec.structs import replace
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
@@ -13,7 +16,7 @@ from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
 from common.engine.sampler import SamplingBatch, sample
-from common.engine.sampling_plan import finish_reason, read_tokens, sampling_variant
+from common.engine.sampling_plan import finish_reason, read_tokens
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
 from common.rope_config import RopeConfig
@@ -67,20 +70,41 @@ def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 
             temperature=torch.tensor([sampling.temperature]),
             top_p=torch.tensor([sampling.top_p]),
             top_k=torch.tensor([sampling.top_k], dtype=torch.int32),
+            min_p=torch.tensor([sampling.min_p]),
             seed=torch.tensor([sampling.seed]),
             position=torch.tensor([len(ids)]),
-            **{
-                k: getattr(sampling_variant([sampling]), k)
-                for k in ("all_greedy", "any_filter", "num_logprobs")
-            },
+            all_greedy=sampling.greedy,
+            any_filter=sampling.filtered,
+            num_logprobs=None,
         )
-        token = read_tokens(sample(_logits(ids), batch), [sampling])[0]
+        logits = adjusted(
+            _logits(ids), prompt[: len(prompt) - emitted], ids[len(prompt) - emitted :], sampling
+        )
+        token = read_tokens(sample(logits, batch), [replace(sampling, logprobs=None)])[0]
         assert token is not None
         ids.append(token.id)
         output.append(token.id)
         reason = finish_reason(token.id, emitted + len(output), sampling)
         if reason is not None:
             return output, reason
+
+
+def adjusted(
+    logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams
+) -> torch.Tensor:
+    """What SamplingParams says of the logits [1, V] behind prompt and output, token by token."""
+    out, times = logits[0].clone(), Counter(output)
+    for token in {*prompt, *output}:
+        value = out[token] / sampling.repetition_penalty
+        out[token] = value if out[token] > 0 else out[token] * sampling.repetition_penalty
+    for token, count in times.items():
+        out[token] -= torch.tensor(sampling.frequency_penalty) * count
+        out[token] -= sampling.presence_penalty
+    for token, bias in sampling.logit_bias:
+        out[token] += bias
+    if len(output) < sampling.min_tokens:
+        out[list(sampling.stop_token_ids)] = -torch.inf
+    return out[None]
 
 
 def _logits(ids: list[int]) -> torch.Tensor:

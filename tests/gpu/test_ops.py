@@ -244,8 +244,9 @@ def test_the_filters_keep_what_sorting_keeps() -> None:
     temperature = torch.rand(rows, device=CUDA) + 0.5
     top_k = torch.randint(0, 1000, (rows,), dtype=torch.int32, device=CUDA)
     top_p = torch.rand(rows, device=CUDA)
-    top_k[::3], top_p[1::3] = 0, 1.0
-    args = logits, temperature, top_k, top_p
+    min_p = 0.02 * torch.rand(rows, device=CUDA)
+    top_k[::3], top_p[1::3], min_p[::2] = 0, 1.0, 0.0
+    args = logits, temperature, top_k, top_p, min_p
     kept, wanted = (run(*args)[:, None] <= logits for run in (filter_floor, filter_floor_reference))
     # the mass is summed in another order: the last token of a nucleus may differ, among very many in a flat row
     assert ((kept.sum(-1) - wanted.sum(-1)).abs() <= 1 + wanted.sum(-1) // 1000).all()

@@ -9,9 +9,10 @@ The only input is the rows. What the host knows of a batch chooses the variant, 
 
     greedy    argmax
     random    temperature, Gumbel draw; serves greedy rows too
-    filtered  the same with top-k and top-p, exact where they are off; serves everything without logprobs
+    filtered  the same with min-p, top-k and top-p, exact where they are off; serves everything but the next
     logits    ends with the logits; drawing, logprobs and scatter follow eagerly. For batches that want logprobs (their
-              number is a shape), and wherever a dearer variant was not captured
+              number is a shape) or adjust logits (common.engine.logit_adjustments: state of shapes that the host
+              chooses), and wherever a dearer variant was not captured
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, Forward
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
-from common.engine.sampler import SampleOutput, SamplingBatch, sample
+from common.engine.relay_sampling import sampling_batch
+from common.engine.sampler import SampleOutput, sample
 from common.engine.sampling_plan import SamplingVariant
 
 GREEDY, RANDOM, FILTERED, LOGITS = "greedy", "random", "filtered", "logits"
@@ -81,7 +83,7 @@ def decode_spec(request_buckets: Sequence[int], variants: Sequence[str] = VARIAN
 
 def serving_variants(sampling: SamplingVariant) -> tuple[str, ...]:
     """The variants that serve a batch, the cheapest first."""
-    if sampling.num_logprobs is not None:
+    if sampling.num_logprobs is not None or sampling.adjust is not None:
         return (LOGITS,)
     return VARIANTS[0 if sampling.all_greedy else 2 if sampling.any_filter else 1 :]
 
@@ -142,19 +144,9 @@ class DecodeProgram:
         """Draw from logits [R, V] and write tokens and lengths to the relay rows; row 0 stays zero."""
         relay = self._relay
         seq_lens = relay.seq_len.index_select(0, rows) + 1  # with the token whose KV this step wrote
-        sampled = sample(
-            logits,
-            SamplingBatch(
-                temperature=relay.temperature.index_select(0, rows),
-                top_p=relay.top_p.index_select(0, rows),
-                top_k=relay.top_k.index_select(0, rows),
-                seed=relay.seed.index_select(0, rows),
-                position=seq_lens.to(torch.int64),
-                all_greedy=sampling.all_greedy,
-                any_filter=sampling.any_filter,
-                num_logprobs=sampling.num_logprobs,
-            ),
-        )
+        sampled = sample(logits, sampling_batch(relay, rows, seq_lens.to(torch.int64), sampling))
+        if sampling.adjust is not None and sampling.adjust.penalties:
+            relay.adjustments.count(rows, sampled.token_ids[:, None])
         live = rows > 0
         relay.last_token.index_copy_(0, rows, torch.where(live, sampled.token_ids, 0))
         relay.seq_len.index_copy_(0, rows, torch.where(live, seq_lens, 0))

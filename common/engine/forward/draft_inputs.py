@@ -70,6 +70,10 @@ class EagleVerifyInput(_Rows):
     depth: Tensor  # [B, N] int64
     mask: Tensor  # [B, N, N] bool, row n true for node n and its ancestors
 
+    def paths(self) -> Tensor:
+        """[B, N, N - 1] int64: tokens of each node and of its ancestors but for the root, -1 elsewhere."""
+        return torch.where(self.mask[:, :, 1:], self.tokens[:, None, 1:], -1)
+
     @staticmethod
     def hidden_mode_for(draft: DraftConfig | None) -> CaptureHiddenMode:
         """What verify returns: every row's hidden state where the draft reads them."""

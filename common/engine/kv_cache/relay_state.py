@@ -6,6 +6,7 @@ columns of width 0 where there is none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.logit_adjustments import AdjustmentRows
 from common.messages.generation import SamplingParams
 
 HiddenDtype = Literal["", "float32", "bfloat16", "float16"]
@@ -73,13 +75,17 @@ class RelayState:
     temperature: torch.Tensor  # float32
     top_p: torch.Tensor  # float32
     top_k: torch.Tensor  # int32, 0 = off
+    min_p: torch.Tensor  # float32, 0 = off
     seed: torch.Tensor  # int64
     draft_p: torch.Tensor  # [rows, topk] float32
     draft_ids: torch.Tensor  # [rows, topk] int64
     draft_hidden: torch.Tensor  # [rows, hidden]
+    adjustments: AdjustmentRows
 
     @classmethod
-    def allocate(cls, num_rows: int, device: torch.device, draft: DraftShape = DraftShape()) -> RelayState:
+    def allocate(
+        cls, num_rows: int, vocab_size: int, device: torch.device, draft: DraftShape = DraftShape()
+    ) -> RelayState:
         rows = num_rows + 1
 
         def column(dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
@@ -92,28 +98,36 @@ class RelayState:
             temperature=column(torch.float32),
             top_p=column(torch.float32, 1.0),
             top_k=column(torch.int32),
+            min_p=column(torch.float32),
             seed=column(torch.int64),
             draft_p=drafts.probs,
             draft_ids=drafts.ids,
             draft_hidden=drafts.hidden,
+            adjustments=AdjustmentRows.allocate(num_rows, vocab_size, device),
         )
 
     def write_row(
         self,
         row: int,
-        last_token: int,
-        seq_len: int,
+        text: Sequence[int],
+        outputs: int,
         sampling: SamplingParams,
         draft: DraftRow = NO_DRAFT,
     ) -> None:
-        """Set all of a row: at hand-over and at resume."""
+        """Set all of a row, at hand-over and at resume, for a request whose last token has no KV yet.
+
+        Args:
+            text: prompt and output; the last `outputs` tokens are output.
+        """
         assert row > 0, "row 0 is padding"
-        self.last_token[row] = last_token
-        self.seq_len[row] = seq_len
+        self.last_token[row] = text[-1]
+        self.seq_len[row] = len(text) - 1
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed
+        self.adjustments.write(row, sampling, text, outputs)
         if draft.ids:
             self.draft_p[row] = torch.tensor(draft.probs)
             self.draft_ids[row] = torch.tensor(draft.ids)

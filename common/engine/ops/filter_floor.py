@@ -1,4 +1,4 @@
-"""Top-k and top-p as one number per row: the smallest logit that both keep."""
+"""Min-p, top-k and top-p as one number per row: the smallest logit that all keep."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ BLOCK = 8192
 LOG2_E = 1.4426950408889634
 
 
-def filter_floor_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Top-k first, then top-p of the renormalised rest.
+def filter_floor_reference(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Min-p and top-k first, then top-p of the renormalised rest.
 
+    Min-p keeps tokens at least min_p times as likely as the likeliest: those whose logit is at most
+    -temperature * ln(min_p) below the largest.
     Top-p keeps the likeliest tokens until their mass reaches top_p, the one that reaches it included, and
     always at least one. Tokens exactly as likely as the last one kept are kept too, whatever their order.
 
     Args:
         logits: [R, V] float32.
-        temperature: [R] float32, above 0; concerns top-p alone.
+        temperature: [R] float32, above 0; concerns top-p and min-p.
         top_k: [R] int32; 0: off.
         top_p: [R] float32; 1: off.
+        min_p: [R] float32, at most 1; 0: off.
 
     Returns [R] float32, in the units of `logits`.
     """
     ordered = logits.sort(dim=-1, descending=True).values
     last = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1]).long()[:, None] - 1
-    floor = ordered.gather(-1, last)
+    floor = torch.maximum(ordered.gather(-1, last), ordered[:, :1] + (temperature * min_p.log())[:, None])
     ordered = ordered.masked_fill(ordered < floor, -torch.inf)
     probs = (ordered / temperature[:, None]).softmax(-1)
     before = probs.cumsum(-1) - probs
@@ -48,9 +53,9 @@ def _weight(x, peak, slope, MASS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel
 def _search(row_ptr, vocab, low, high, target, peak, slope, MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest logit in low .. high, both logits of the row, such that those not below it weigh at least target.
+    """The largest logit of the row in low .. high such that those not below it weigh at least target; else `low`.
 
-    Those not below `low` do. Bisection by value; both ends move on to the nearest logit there is.
+    Those not below `low` do; `high` is a logit. Bisection by value: both ends move on to the nearest logit there is.
     """
     while low < high:
         middle = low + 0.5 * (high - low)
@@ -78,6 +83,7 @@ def _filter_floor_kernel(  # type: ignore[no-untyped-def]
     temperature_ptr,  # [R]
     top_k_ptr,
     top_p_ptr,
+    min_p_ptr,
     out_ptr,
     vocab,
     stride,
@@ -87,9 +93,9 @@ def _filter_floor_kernel(  # type: ignore[no-untyped-def]
     """A program per row: some twenty passes over it in the L2 cache, no sorting."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     floor = tl.full((), float("-inf"), tl.float32)
-    if (top_k > 0) | (top_p < 1.0):
+    if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
         least = tl.full((BLOCK,), float("inf"), tl.float32)
         most = tl.full((BLOCK,), float("-inf"), tl.float32)
         finite = tl.zeros((BLOCK,), tl.float32)
@@ -104,8 +110,11 @@ def _filter_floor_kernel(  # type: ignore[no-untyped-def]
         if (top_k > 0) & (top_k.to(tl.float32) <= tl.sum(finite, axis=0)):
             low = _search(row_ptr, vocab, low, peak, top_k.to(tl.float32), peak, slope, False, BLOCK)
             floor = low
+        slope = slope / tl.load(temperature_ptr + row)
+        if min_p > 0.0:
+            low = tl.maximum(low, peak + tl.log2(min_p) / slope)
+            floor = low
         if top_p < 1.0:
-            slope = slope / tl.load(temperature_ptr + row)
             weights = tl.zeros((BLOCK,), tl.float32)
             for start in range(0, vocab, BLOCK):
                 token = start + tl.arange(0, BLOCK)
@@ -116,22 +125,35 @@ def _filter_floor_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row, floor)
 
 
-def filter_floor_triton(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def filter_floor_triton(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
     rows, vocab = logits.shape
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}"
     assert logits.stride(1) == 1, "the logits of a row must be adjacent"
-    for name, tensor in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for name, tensor in given.items():
         assert tensor.shape == (rows,), f"{name} {tuple(tensor.shape)} for {rows} rows"
         assert tensor.is_contiguous(), f"{name} must be contiguous"
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         _filter_floor_kernel[(rows,)](
-            logits, temperature, top_k, top_p, out, vocab, logits.stride(0), LOG2_E, BLOCK=BLOCK, num_warps=32
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            out,
+            vocab,
+            logits.stride(0),
+            LOG2_E,
+            BLOCK=BLOCK,
+            num_warps=32,
         )
     return out
 
 
-def _fake(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _fake(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0])
 
 

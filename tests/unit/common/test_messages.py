@@ -18,7 +18,18 @@ from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Reg
 from common.messages.wire import InboxCodec, encode
 
 SAMPLING = SamplingParams(
-    max_tokens=4, temperature=0.5, top_p=0.9, top_k=5, seed=2**63 - 1, stop_token_ids=(1, 2)
+    max_tokens=4,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=5,
+    min_p=0.1,
+    repetition_penalty=1.5,
+    presence_penalty=-2.0,
+    frequency_penalty=2.0,
+    logit_bias=((5, -100.0), (6, 1.5)),
+    min_tokens=3,
+    seed=2**63 - 1,
+    stop_token_ids=(1, 2),
 )
 TOKEN = OutputToken(7, TokenLogprob(-0.5, (7, 8), (-0.5, -1.5)))
 NODE = NodeRef(name="prefill-0", role="prefill", incarnation="a" * 32, peer_address="ipc:///run/p.sock")
@@ -224,7 +235,12 @@ def test_rooms(room: object) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("seed", 2**63), ("top_k", -1), ("top_k", 2**31), ("max_tokens", "9"), ("temperature", "hot")],
+    [
+        *[("seed", 2**63), ("top_k", -1), ("top_k", 2**31), ("max_tokens", "9"), ("temperature", "hot")],
+        *[("min_tokens", -1), ("min_tokens", 2**31), ("stop_token_ids", [2**63]), ("min_p", "x")],
+        *[("logit_bias", [[1, "x"]]), ("logit_bias", [[2**63, 1.0]]), ("logit_bias", [[1]])],
+        *[("logit_bias", [[n, 1.0] for n in range(1025)]), ("stop_token_ids", list(range(257)))],
+    ],
 )
 def test_sampling_values_that_no_tensor_holds(field: str, value: object) -> None:
     """They are written into int32 and int64 rows on the device: refused at the socket, not there."""
@@ -247,6 +263,13 @@ def test_what_a_node_says_of_itself_can_be_shown_as_json() -> None:
     fields = msgspec.msgpack.decode(encode(FOR_ROUTER[0]))
     for value in ({"x": msgspec.msgpack.Ext(5, b"")}, {"x": [1]}, {1: 2}, {"x": b"raw"}):
         refused(router_inbox.codec, msgspec.msgpack.encode({**fields, "effective_config": value}))
+
+
+def test_every_token_that_is_named_must_be_in_the_vocabulary() -> None:
+    assert SAMPLING.fits(7)
+    assert not SAMPLING.fits(6)
+    assert not SamplingParams(max_tokens=1, stop_token_ids=(-1,)).fits(9)
+    assert not SamplingParams(max_tokens=1, logit_bias=((-1, 1.0),)).fits(9)
 
 
 def test_greedy() -> None:

@@ -116,7 +116,7 @@ class DecodeRig:
         width = max(len(pages) for pages in driver.pages)
         self.params = list(params)
         self.pool = driver.pool
-        self.relay = RelayState.allocate(len(prompts) + 2, device)
+        self.relay = RelayState.allocate(len(prompts) + 2, VOCAB, device)
         self.table = RequestTable(len(prompts) + 2, width, device)
         ends = torch.tensor([len(ids) for ids in prompts], device=device).cumsum(0) - 1
         self.first = logits[ends].argmax(-1).tolist()
@@ -124,7 +124,7 @@ class DecodeRig:
             row = self.table.take_row()
             assert row == index + 1
             self.table.append(row, 0, driver.pages[index])
-            self.relay.write_row(row, self.first[index], len(ids), sampling)
+            self.relay.write_row(row, [*ids.tolist(), self.first[index]], 1, sampling)
         self.graphs = DecodeGraphs(
             driver.runner, self.relay, self.table, decode_spec(buckets, variants), backend, width * page_size
         )

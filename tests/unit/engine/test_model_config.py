@@ -133,10 +133,12 @@ def test_generation_config_gives_eos_ids_and_sampling_defaults(tmp_path: Path) -
         "temperature": 0.6,
         "top_p": 0.95,
         "top_k": -1,
+        "min_p": 0.05,
+        "repetition_penalty": 1.05,
     }
     config = ModelConfig.load(write(tmp_path, RAW, generation))
     assert config.eos_token_ids == (5, 2)
-    assert config.default_sampling == DefaultSampling(0.6, 0.95, 0)
+    assert config.default_sampling == DefaultSampling(0.6, 0.95, 0, 0.05, 1.05)
     config = ModelConfig.load(write(tmp_path, {**RAW, "eos_token_id": [7, 8]}, {"eos_token_id": None}))
     assert config.eos_token_ids == (7, 8)
     assert config.default_sampling == DefaultSampling()

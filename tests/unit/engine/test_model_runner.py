@@ -42,6 +42,7 @@ def test_a_decode_step_and_its_sampling_never_wait_for_the_device(tmp_path: Path
         temperature=torch.tensor([0.0, 0.9]),
         top_p=torch.tensor([1.0, 0.9]),
         top_k=torch.tensor([0, 20], dtype=torch.int32),
+        min_p=torch.tensor([0.0, 0.1]),
         seed=torch.tensor([1, 2]),
         position=torch.tensor([21, 11]),
         all_greedy=False,

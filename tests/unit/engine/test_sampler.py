@@ -17,6 +17,7 @@ def make(rows: int, **values: object) -> SamplingBatch:
         "temperature": (1.0, torch.float32),
         "top_p": (1.0, torch.float32),
         "top_k": (0, torch.int32),
+        "min_p": (0.0, torch.float32),
         "seed": (7, torch.int64),
         "position": (0, torch.int64),
     }

@@ -93,7 +93,8 @@ def test_the_floor_of_the_filters_equals_the_reference(vocab: int) -> None:
     temperature = torch.rand(rows) + 0.5
     top_k = torch.tensor([0, 5, 20, 7, 3, 1, 0, 0, 40, 10_000, 2, 0, 0, 9, 30, 0], dtype=torch.int32)
     top_p = torch.tensor([1, 1, 1, 1, 0.5, 1, 0.9, 0.0, 0.7, 0.99, 0.01, 0.5, 0.999, 1.0, 0.3, 1e-9])
-    args = logits, temperature, top_k, top_p
+    min_p = torch.tensor([0, 0, 0, 0, 0, 0, 0, 0, 0.1, 0, 0.5, 0.3, 0.01, 1.0, 0.2, 1e-9])
+    args = logits, temperature, top_k, top_p, min_p
     actual, expected = filter_floor_triton(*args), filter_floor_reference(*args)
     for row in range(rows):
         kept, wanted = logits[row] >= actual[row], logits[row] >= expected[row]
@@ -108,4 +109,4 @@ def test_the_floor_ends_on_bad_rows() -> None:
     logits[3, :5] = torch.finfo(torch.float32).min
     logits[0, :9] = torch.linspace(-3e38, 3e38, 9)
     ones = torch.ones(4)
-    filter_floor_triton(logits, ones, 3 * ones.int(), 0.5 * ones)
+    filter_floor_triton(logits, ones, 3 * ones.int(), 0.5 * ones, 0.1 * ones)

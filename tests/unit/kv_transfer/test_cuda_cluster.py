@@ -148,7 +148,7 @@ def test_a_node_that_does_not_fit_is_refused_with_the_arithmetic(monkeypatch: py
         check_memory(gpu, plan, 43 * GIB, "decode.pool_tokens", per_token)
     assert str(caught.value) == (
         "decode.pool_tokens: does not fit on cuda:0 beside this cluster's other nodes there: weights 15.00 GiB + "
-        "KV pool 80.00 GiB + room to work 2.00 GiB = 97.00 GiB, the others 43.00 GiB, together more than its "
+        "KV pool 80.00 GiB + room to work 2.00 GiB + sampling state 0.00 GiB = 97.00 GiB, the others 43.00 GiB, together more than its "
         "139.00 GiB; with all else equal there is room for 647168 tokens"
     )
     free["now"] = 60 * GIB

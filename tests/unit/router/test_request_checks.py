@@ -28,6 +28,40 @@ def test_defaults_of_the_model_and_of_the_request() -> None:
     assert (found.temperature, found.top_p, found.top_k) == (1.0, 1.0, 0)
 
 
+def test_penalties_biases_and_the_least_length() -> None:
+    found = sampling_params(request(), 10, SERVED, None, "max_tokens", None)
+    neutral = (found.min_p, found.repetition_penalty, found.presence_penalty, found.frequency_penalty)
+    assert (*neutral, found.logit_bias, found.min_tokens) == (0, 1, 0, 0, (), 0)
+    assert not found.penalised
+    given = {"min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -2, "frequency_penalty": 2}
+    found = sampling_params(request(**given), 10, SERVED, None, "max_tokens", None)
+    assert {name: getattr(found, name) for name in given} == given
+    assert found.penalised
+    found = sampling_params(request(logit_bias={"7": 1, "0": -100, "5": 0}), 1, SERVED, None, "", None)
+    assert found.logit_bias == ((7, 1), (0, -100)), "a bias of nothing is none"
+    model = replace(SERVED, defaults=DefaultSampling(min_p=0.05, repetition_penalty=1.1))
+    found = sampling_params(request(), 1, model, None, "max_tokens", None)
+    assert (found.min_p, found.repetition_penalty) == (0.05, 1.1)
+    found = sampling_params(request(min_p=0, repetition_penalty=1), 1, model, None, "max_tokens", None)
+    assert (found.min_p, found.repetition_penalty) == (0, 1)
+
+
+def test_min_tokens_is_at_most_max_tokens_and_leaves_some_token_to_draw() -> None:
+    def of(most: int | None, **fields: object) -> int:
+        return sampling_params(request(**fields), 4090, SERVED, most, "max_tokens", None).min_tokens
+
+    assert of(5, min_tokens=5) == 5
+    assert of(None, min_tokens=6) == 6
+    for most, least in ((5, 6), (None, 7)):
+        with pytest.raises(InvalidRequest, match="min_tokens") as caught:
+            of(most, min_tokens=least)
+        assert caught.value.param == "min_tokens"
+    tiny = replace(SERVED, vocab_size=3)
+    with pytest.raises(InvalidRequest, match="every token"):
+        sampling_params(request(stop_token_ids=[0, 1], min_tokens=1), 1, tiny, 5, "max_tokens", None)
+    assert sampling_params(request(stop_token_ids=[0], min_tokens=1), 1, tiny, 5, "", None).min_tokens == 1
+
+
 @pytest.mark.parametrize(("given", "used"), [(-1, 0), (0, 0), (1, 1), (703, 703), (704, 0), (2**40, 0)])
 def test_top_k_that_keeps_everything_is_off(given: int, used: int) -> None:
     assert sampling_params(request(top_k=given), 1, SERVED, None, "max_tokens", None).top_k == used

@@ -27,9 +27,10 @@ class Spelled:
         return ""
 
 
-def reference(text: str, stops: list[str], include: bool) -> tuple[str, int | None]:
-    """(text that comes out, length of text at which it was decided). The stop string that ends first, the longest."""
-    for end in range(1, len(text) + 1):
+def reference(text: str, stops: list[str], include: bool, first: int = 0) -> tuple[str, int | None]:
+    """(text that comes out, length of text at which it was decided). The stop string that ends first, the longest, of
+    those that end behind `first` characters."""
+    for end in range(first + 1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
             return text[: end if include else end - max(map(len, ended))], end
@@ -41,12 +42,19 @@ STOPS = st.lists(st.text("ab€", min_size=1, max_size=4), max_size=4)
 
 
 @settings(max_examples=600, deadline=None)
-@given(texts=st.lists(LETTERS, min_size=1, max_size=12), stops=STOPS, include=st.booleans(), data=st.data())
-@example(texts=["abcd"], stops=["abcd", "bc"], include=False, data=None)
+@given(
+    texts=st.lists(LETTERS, min_size=1, max_size=12),
+    stops=STOPS,
+    include=st.booleans(),
+    least=st.just(0) | st.integers(0, 12),
+    data=st.data(),
+)
+@example(texts=["abcd"], stops=["abcd", "bc"], include=False, least=0, data=None)
+@example(texts=["ab", "ab", "ab", "c"], stops=["abab", "abc"], include=False, least=2, data=None)
 def test_any_split_gives_the_reference(
-    texts: list[str], stops: list[str], include: bool, data: st.DataObject | None
+    texts: list[str], stops: list[str], include: bool, least: int, data: st.DataObject | None
 ) -> None:
-    stream = TextStream(Spelled(texts), stops, include)
+    stream = TextStream(Spelled(texts), stops, include, least)
     ids = list(range(len(texts)))
     out, counted, offsets, shown = "", 0, [], []
     while ids and stream.finish_reason is None:
@@ -63,10 +71,10 @@ def test_any_split_gives_the_reference(
             assert so_far.startswith(out)
             assert not held or any(stop.startswith(held) for stop in stops)
     whole = "".join(texts)
-    expected, end = reference(whole, stops, include)
+    expected, end = reference(whole, stops, include, len("".join(texts[:least])))
     assert out == expected
     assert stream.finish_reason == ("length" if end is None else "stop")
-    if end is not None and not include:
+    if end is not None and not include and not least:
         assert not any(stop in out for stop in stops)
     completing = next(n for n in range(1, len(texts) + 1) if len("".join(texts[:n])) >= (end or len(whole)))
     assert counted == stream.completion_tokens == len(offsets) == completing

@@ -151,11 +151,11 @@ def test_nodes_with_other_drafting_do_not_match() -> None:
 def test_draft_state_travels_bit_by_bit(dtype: torch.dtype) -> None:
     """Record, relay row and retraction carry the same bytes."""
     shape = DraftShape(2, 3, dtype, vocab=9)
-    relay = RelayState.allocate(2, torch.device("cpu"), shape)
+    relay = RelayState.allocate(2, 64, torch.device("cpu"), shape)
     hidden = torch.tensor([1.5, -2.25, 1e-3], dtype=dtype)
     row = DraftRow((0.5, 0.25), (7, 8), hidden.view(torch.uint8).numpy().tobytes())
     assert row.fits(shape)
-    relay.write_row(1, 4, 5, SamplingParams(max_tokens=1), row)
+    relay.write_row(1, [1, 2, 3, 4, 5, 4], 1, SamplingParams(max_tokens=1), row)
     assert torch.equal(relay.draft_hidden[1], hidden)
     assert relay.read_draft(1) == row
     for wrong in (DraftRow(), DraftRow((0.5, 0.25), (7, 9), row.hidden), DraftRow((0.5,), (7,), row.hidden)):
