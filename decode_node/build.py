@@ -92,6 +92,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         own.device,
         section.pool_tokens,
         "decode.pool_tokens",
+        section.max_running,
         reporter,
         resolved.draft_path,
     )

@@ -82,6 +82,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         own.device,
         section.pool_tokens,
         "prefill.pool_tokens",
+        section.max_batch,
         reporter,
         resolved.draft_path,
     )

@@ -17,6 +17,7 @@ from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.engine.kv_cache.relay_state import DraftShape
 from common.engine.layers.placement import Placement
+from common.engine.logit_adjustments import adjustment_bytes
 from common.engine.memory import MemoryPlan, check_memory, token_bytes, weight_bytes
 from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.llama import LlamaForCausalLM
@@ -100,15 +101,20 @@ def load_serving_model(
     device_name: str,
     pool_tokens: int,
     pool_key: str,
+    max_rows: int,
     reporter: StartupReporter,
     draft_path: Path | None = None,
 ) -> ServingModel:
-    """Load weights with progress. Raises ModelError, or ConfigError where the config does not fit the model."""
+    """Load weights with progress. Raises ModelError, or ConfigError where the config does not fit the model.
+
+    Args:
+        max_rows: requests in one step of this node, for what sampling keeps of each.
+    """
     choose_transport(cluster)  # raises where these nodes cannot give each other pages
     device = _device(device_name)
     draft_config = _draft_config(cluster, draft_path, path)
     beside = {} if draft_config is None or draft_path is None else {draft_path: draft_config.model}
-    _check_memory(path, cluster, device, pool_tokens, pool_key, beside)
+    _check_memory(path, cluster, device, pool_tokens, pool_key, max_rows, beside)
     if device.type == "cpu" and cluster.process.threads:
         torch.set_num_threads(cluster.process.threads)
     fingerprint = model_fingerprint(path)
@@ -180,6 +186,7 @@ def _check_memory(
     device: torch.device,
     pool_tokens: int,
     pool_key: str,
+    max_rows: int,
     drafts: Mapping[Path, ModelConfig] = {},
 ) -> None:
     """Raises ConfigError where this node, or all nodes of the cluster on this GPU, do not fit on it."""
@@ -191,16 +198,20 @@ def _check_memory(
     weights = sum(weight_bytes(read_weight_files(each), dtype) for each in models)
     per_token = sum(token_bytes(each, dtype) for each in models.values())
     names = (str(device), "cuda") if device.index == 0 else (str(device),)
-    pools = [
-        tokens
-        for nodes, tokens in (
-            (cluster.prefill.nodes, cluster.prefill.pool_tokens),
-            (cluster.decode.nodes, cluster.decode.pool_tokens),
+
+    def plan(tokens: int, rows: int) -> MemoryPlan:
+        pool = (tokens + cluster.kv.page_size) * per_token
+        return MemoryPlan(weights, pool, sampling=adjustment_bytes(rows, config.vocab_size))
+
+    plans = [
+        plan(section.pool_tokens, rows)
+        for section, rows in (
+            (cluster.prefill, cluster.prefill.max_batch),
+            (cluster.decode, cluster.decode.max_running),
         )
-        for node in nodes
+        for node in section.nodes
         if node.device in names
     ]
-    plans = [MemoryPlan(weights, (tokens + cluster.kv.page_size) * per_token) for tokens in pools]
-    own = MemoryPlan(weights, (pool_tokens + cluster.kv.page_size) * per_token)
-    beside = sum(plan.total for plan in plans) - own.total
+    own = plan(pool_tokens, max_rows)
+    beside = sum(each.total for each in plans) - own.total
     check_memory(device, own, beside, pool_key, per_token)

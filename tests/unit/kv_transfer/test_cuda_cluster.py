@@ -20,6 +20,7 @@ from common.config.schema import (
 )
 from common.config.transport_choice import choose_transport
 from common.engine import memory, serving_model
+from common.engine.logit_adjustments import adjustment_bytes
 from common.engine.memory import GIB, MemoryPlan, check_memory
 from common.errors import ConfigError
 from common.observability.logs import Log
@@ -100,6 +101,7 @@ def load(given: Cluster, device: str = "cpu") -> serving_model.ServingModel:
         device,
         given.decode.pool_tokens,
         "decode.pool_tokens",
+        given.decode.max_running,
         StartupReporter(None, Log("test")),
     )
 
@@ -148,8 +150,8 @@ def test_a_node_that_does_not_fit_is_refused_with_the_arithmetic(monkeypatch: py
         check_memory(gpu, plan, 43 * GIB, "decode.pool_tokens", per_token)
     assert str(caught.value) == (
         "decode.pool_tokens: does not fit on cuda:0 beside this cluster's other nodes there: weights 15.00 GiB + "
-        "KV pool 80.00 GiB + room to work 2.00 GiB + sampling state 0.00 GiB = 97.00 GiB, the others 43.00 GiB, together more than its "
-        "139.00 GiB; with all else equal there is room for 647168 tokens"
+        "KV pool 80.00 GiB + room to work 2.00 GiB + sampling state 0.00 GiB = 97.00 GiB, the others 43.00 GiB, "
+        "together more than its 139.00 GiB; with all else equal there is room for 647168 tokens"
     )
     free["now"] = 60 * GIB
     with pytest.raises(ConfigError, match="60.00 GiB of 139.00 GiB are free; .* room for 352256 tokens"):
@@ -172,11 +174,12 @@ def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: 
     asked = []
     monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
     given = cluster("cuda", "cuda:0")
-    serving_model._check_memory(MODEL, given, torch.device("cuda", 0), 65_536, "decode.pool_tokens")
-    serving_model._check_memory(MODEL, given, torch.device("cuda", 1), 65_536, "decode.pool_tokens")
+    serving_model._check_memory(MODEL, given, torch.device("cuda", 0), 65_536, "decode.pool_tokens", 64)
+    serving_model._check_memory(MODEL, given, torch.device("cuda", 1), 65_536, "decode.pool_tokens", 64)
     (_, plan, beside, key, per_token), (_, alone, nobody, _, _) = asked
     assert (plan.pool, key) == ((65_536 + 16) * per_token, "decode.pool_tokens")
-    assert beside == plan.weights + memory.WORKING_BYTES + (32_768 + 16) * per_token
+    assert plan.sampling == adjustment_bytes(64, 704) > 65 * 704 * 4
+    assert beside == plan.weights + memory.WORKING_BYTES + plan.sampling + (32_768 + 16) * per_token
     assert plan.weights > 0
     assert alone == plan
     assert nobody == -plan.total  # no node of the file is there: not asked in earnest

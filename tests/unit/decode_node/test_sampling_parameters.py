@@ -1,0 +1,101 @@
+"""Every sampling parameter through both nodes: the text of the plain reference, whatever happens to the request."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.engine.overlap import Completion, Deferred, Immediate
+from common.messages.generation import SamplingParams
+from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.fakes.sampling_cases import CASES, expect_reference, prompt_of, submit, without
+from tests.fakes.tiny_model import VOCAB, reference
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cases_make_a_difference(name: str) -> None:
+    """Or the tests here would pass without the parameter."""
+    sampling = SamplingParams(max_tokens=16, **{"temperature": 0.0, **CASES[name]})
+    prompt = tuple(prompt_of(17))
+    assert reference(prompt, sampling)[0] != reference(prompt, without(CASES[name]))[0]
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_together_in_one_batch(completion: type[Completion]) -> None:
+    """Also beside requests that want nothing: those are drawn by graphs as soon as they are alone."""
+    with NodeCluster(Shape(completion=completion, max_running=6, chunk_tokens=30)) as cluster:
+        calls = [submit(cluster, name, 17, 16) for name in CASES]
+        calls += [submit(cluster, name, 5, 4) for name in CASES]
+        calls += [cluster.submit(prompt_of(9), 20), cluster.submit(prompt_of(9), 20, temperature=0.9, seed=3)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+        counters = cluster.decode.step._decode.graphs.counters  # type: ignore[attr-defined]
+        assert any(key.variant == "logits" for key in counters.replays)
+        assert any(key.variant == "random" for key in counters.replays)
+
+
+@pytest.mark.parametrize("name", ["everything", "everything-greedy", "frequency"])
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_retraction_rebuilds_the_counts(name: str, completion: type[Completion]) -> None:
+    shape = Shape(page_size=4, decode_pool=96, reserved_tokens=4, completion=completion, max_running=4)
+    with NodeCluster(shape) as cluster:
+        more = {"min_tokens": 35, "stop_token_ids": (1, 2)}
+        calls = [submit(cluster, name, 10 + n, 40, **more) for n in range(4)]
+        calls.append(cluster.submit(prompt_of(11), 40))
+        cluster.run()
+        expect_reference(*calls)
+        assert cluster.decode.link.counters.retractions > 0
+        cluster.settle()
+
+
+@pytest.mark.parametrize("name", ["everything", "everything-greedy"])
+def test_migration_rebuilds_the_counts(name: str) -> None:
+    """The tail of the prompt is output there: it counts as such, on the prefill node too."""
+    for k in (1, 2, 4, 7):
+        with NodeCluster(Shape(page_size=4, decodes=2)) as cluster:
+            call = submit(cluster, name, 18, 12, stop_token_ids=(1, 2), min_tokens=9)
+            cluster.run(until=lambda call=call, k=k: len(call.output) >= k)  # type: ignore[misc]
+            lost = call.decode
+            cluster.kill(lost)
+            cluster.lose(lost)
+            cluster.run()
+            expect_reference(call)
+            assert call.attempts == 2
+            cluster.settle()
+
+
+def test_a_row_that_changes_hands() -> None:
+    """One row, one request after the other: nothing of the one before is left."""
+    with NodeCluster(Shape(max_running=1)) as cluster:
+        calls = [submit(cluster, name, 9, 8) for name in ("everything", "bias", "repetition", "frequency")]
+        calls += [cluster.submit(prompt_of(9), 8), submit(cluster, "min_tokens", 9, 8)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logit_bias": ((VOCAB, 1.0),)},
+        {"logit_bias": ((-1, 1.0),)},
+        {"stop_token_ids": (VOCAB,), "min_tokens": 2},
+    ],
+)
+@pytest.mark.parametrize("legs", ["d", "p"])
+def test_tokens_outside_the_vocabulary_are_refused_by_both_nodes(wrong: dict[str, object], legs: str) -> None:
+    """They would be indices on the device."""
+    with NodeCluster(Shape()) as cluster:
+        call = cluster.submit(prompt_of(5), 4, legs=legs, **wrong)
+        cluster.run()
+        assert call.error is not None
+        assert call.error.code == "invalid_value"
+
+
+def test_a_prompt_outside_the_vocabulary_is_refused_by_the_decode_node() -> None:
+    for token in (-1, VOCAB):
+        with NodeCluster(Shape()) as cluster:
+            call = cluster.submit([1, token], 4, legs="d", repetition_penalty=1.5)
+            cluster.run()
+            assert call.error is not None
+            assert call.error.code == "invalid_value"
