@@ -34,6 +34,7 @@ from common.engine.kv_cache.radix_cache import NoPrefixCache
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
+from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.models.registry import build_model
 from common.engine.overlap import completion_for
@@ -128,7 +129,8 @@ def prefill(
     node_graphs.capture(graphs, LOG)
     device = runner.pool.device
     completion = completion_for(device, one_behind=False)
-    step = PrefillStep(graphs.forward, NoDraft(), PAGE, device, completion)
+    adjustments = AdjustmentRows.allocate(1, runner.model.embed_tokens.weight.shape[0], device)
+    step = PrefillStep(graphs.forward, NoDraft(), adjustments, PAGE, device, completion)
     space = PageSpace(PAGE, runner.pool.num_pages, NoPrefixCache())
     rng = np.random.default_rng(1)
     for tokens in prompts:
@@ -177,7 +179,7 @@ def decode(
     longest = context + steps + 8
     pages_each = -(-longest // PAGE)
     table = RequestTable(most, pages_each, device)
-    relay = RelayState.allocate(most, device)
+    relay = RelayState.allocate(most, runner.model.embed_tokens.weight.shape[0], device)
     graphs = node_graphs.decode_graphs(runner, relay, table, wanted, most, longest)
     node_graphs.capture(graphs, LOG)
     step = AutoregressiveStep(graphs.forward, table, device, completion_for(device, one_behind=True))
@@ -189,7 +191,7 @@ def decode(
         requests.append(request)
     for count in batches:
         for index, request in enumerate(requests[:count]):
-            relay.write_row(request.row, 100 + index, context, GREEDY)
+            relay.write_row(request.row, [*request.prompt, 100 + index], 1, GREEDY)
         clock, before, last = Clock(device), step.launch(requests[:count]), time.perf_counter()
         for _ in range(steps):
             with clock.launching():
