@@ -32,7 +32,7 @@ def request(room: int, prompt: list[int], output: list[int]) -> DecodeRequest:
 
 def drafter(steps: int, max_texts: int) -> NgramDrafter:
     device = torch.device("cpu")
-    relay, table = RelayState.allocate(4, device), RequestTable(4, 64, device)
+    relay, table = RelayState.allocate(4, 64, device), RequestTable(4, 64, device)
     return NgramDrafter(Rounds(relay, table, 4, 64, steps + 1, plans(())), steps, max_texts)
 
 

@@ -18,13 +18,13 @@ from tests.fakes.tiny_model import reference
 
 Made = tuple[NoDraftModel, MakeStep]
 DRAFTERS: dict[str, tuple[Made, float]] = {  # and the accept length that it must reach
-    "ngram": ((NoDraftModel(), ngram(4)), 1.05),
+    "ngram": ((NoDraftModel(), ngram(4, (1, 2, 4))), 1.05),
     "always-right": ((NoDraftModel(), foresight(1.0, 8, 1)), 4.0),
-    "often-right": ((NoDraftModel(), foresight(0.7, 5, 1)), 1.8),
-    "trees": ((NoDraftModel(), foresight(0.8, 9, 4)), 1.8),
-    "eagle3": (observed("eagle3", 3, 0.7, []), 1.5),
-    "eagle3-tree": (branching("eagle3", 3, 4, 8), 1.01),
-    "standalone": (drafting("standalone", 3), 1.5),
+    "often-right": ((NoDraftModel(), foresight(0.7, 5, 1, (2, 3))), 1.8),
+    "trees": ((NoDraftModel(), foresight(0.8, 9, 4, (4,))), 1.8),
+    "eagle3": (observed("eagle3", 3, 0.7, [], (1, 3)), 1.5),
+    "eagle3-tree": (branching("eagle3", 3, 4, 8, None, (2, 4)), 1.01),
+    "standalone": (drafting("standalone", 3, (4,)), 1.5),
 }
 
 
