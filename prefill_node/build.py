@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import zmq
 
 from common.config import Cluster, Resolved
 from common.config.run_directory import control_address, peer_address
+from common.config.schema import PrefillSection
 from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.draft_prefill import DraftPrefill
 from common.engine.cuda_graph.ladders import prefill_token_buckets
+from common.engine.cuda_graph.node_graphs import NodeGraphs
+from common.engine.cuda_graph.prefill_extend import PrefillExtend
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
-from common.engine.serving_model import load_serving_model, page_space
+from common.engine.serving_model import ServingModel, load_serving_model, page_space
 from common.ipc import LinkSecurity, RouterSocket, check_bind, link_security
 from common.ipc.router_link import RouterLink
 from common.messages import prefill_inbox
@@ -108,17 +114,19 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     buckets = prefill_token_buckets(section.chunk_tokens)
     attention = PagedAttention(pool, served.config.sliding_windows, buckets)
     runner = ModelRunner(served.model, pool, attention)
-    draft = served.draft_runner(pool, offsets)
-    extend = prefill_draft(None if draft is None else draft[0])
-    graphs = node_graphs.prefill_graphs(runner, section.graphs, section.chunk_tokens, extend.hidden_mode)
+    drafting = _draft_graphs(served, runner, offsets, section)
+    extend = prefill_draft(None if drafting is None else drafting.forward)
+    target = node_graphs.prefill_graphs(runner, section.graphs, section.chunk_tokens, extend.hidden_mode)
+    graphs: list[NodeGraphs[Any]] = [target] if drafting is None else [target, drafting]
     reporter.report("capturing")
-    node_graphs.capture(graphs, log)
+    for each in graphs:
+        node_graphs.capture(each, log)
     attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
     )
     step = PrefillStep(
-        graphs.forward,
+        target.forward,
         extend,
         AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device),
         cluster.kv.page_size,
@@ -138,7 +146,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             total_pages=served.num_pages - 1,
             effective_config={
                 **served.describe(layout.total_bytes, choose_transport(cluster)),
-                **node_graphs.describe(graphs),
+                **node_graphs.describe(*graphs),
             },
         ),
         prefill_inbox.codec,
@@ -163,10 +171,22 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             drain_timeout=cluster.health.drain_timeout,
         ),
         carried,
-        node_graphs.totals(graphs),
+        node_graphs.totals(*graphs),
         log,
     )
     return BuiltPrefillNode(node, link, peers, sender, security, context)
+
+
+def _draft_graphs(
+    served: ServingModel, target: ModelRunner, offsets: Sequence[int], section: PrefillSection
+) -> NodeGraphs[DraftPrefill | PrefillExtend] | None:
+    """The draft's prompt forward. The draft was loaded sharing the target's embedding and head (row A9)."""
+    if served.draft is None:
+        return None
+    draft = served.draft_runner(target.pool, offsets)
+    assert draft is not None
+    config = served.draft.config
+    return node_graphs.draft_prefill_graphs(draft[0], config, target, section.graphs, section.chunk_tokens)
 
 
 def _endpoint(cluster: Cluster, limits: TransferLimits) -> SenderEndpoint:

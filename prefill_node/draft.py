@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
-from common.engine.draft_runner import DraftRunner, DraftState
+from common.engine.cuda_graph.draft_prefill import DraftPrefill
+from common.engine.cuda_graph.prefill_extend import PrefillExtend
+from common.engine.draft_runner import DraftState
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
-from common.engine.model_runner import ModelRunner
 from common.engine.sampler import SampleOutput
 from prefill_node.scheduler import Chunk
 
@@ -54,8 +56,9 @@ class EaglePrefill:
 
     hidden_mode = CaptureHiddenMode.FULL
 
-    def __init__(self, runner: DraftRunner) -> None:
-        self._runner = runner
+    def __init__(self, forward: Callable[[ForwardBatch, Tensor], DraftState]) -> None:
+        """`forward`: a DraftPrefill, by graphs where they fit."""
+        self._forward = forward
 
     def extend(
         self,
@@ -68,7 +71,7 @@ class EaglePrefill:
         ids = batch.input_ids.new_tensor(np.concatenate([_next_tokens(chunk) for chunk in chunks]))
         if sampled is not None:
             ids[batch.logits_rows] = sampled.token_ids
-        state = self._runner.extend(replace(batch, input_ids=ids), output.hidden)
+        state = self._forward(replace(batch, input_ids=ids), output.hidden)
         return state if sampled is not None else None
 
 
@@ -77,8 +80,9 @@ class ModelPrefill:
 
     hidden_mode = CaptureHiddenMode.NULL
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, forward: Callable[[ForwardBatch], ForwardOutput]) -> None:
+        """`forward`: a PrefillExtend, by graphs where they fit."""
+        self._forward = forward
 
     def extend(
         self,
@@ -87,15 +91,15 @@ class ModelPrefill:
         output: ForwardOutput,
         sampled: SampleOutput | None,
     ) -> DraftState | None:
-        self._runner(replace(batch, logits_rows=batch.logits_rows[:0]))
+        self._forward(replace(batch, logits_rows=batch.logits_rows[:0]))
         return None
 
 
-def prefill_draft(runner: DraftRunner | ModelRunner | None) -> PrefillDraft:
+def prefill_draft(forward: DraftPrefill | PrefillExtend | None) -> PrefillDraft:
     """What fits the draft model of this node, if it has one."""
-    if runner is None:
+    if forward is None:
         return NoDraft()
-    return ModelPrefill(runner) if isinstance(runner, ModelRunner) else EaglePrefill(runner)
+    return ModelPrefill(forward) if isinstance(forward, PrefillExtend) else EaglePrefill(forward)
 
 
 def _next_tokens(chunk: Chunk) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

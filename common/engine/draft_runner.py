@@ -13,7 +13,7 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.layers.placement import Placement
-from common.engine.models.eagle import DraftHead, Eagle3Head, EagleHead
+from common.engine.models.eagle import DraftOutput, Eagle3Head, EagleHead, SplitHead
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.weights import load_weights
 from common.errors import ModelError
@@ -25,26 +25,28 @@ DraftState = EagleDraftInput  # what R requests propose next is what their next 
 class DraftRunner:
     """Runs one draft model. `pool` is the one that `attention` reads and writes."""
 
-    def __init__(self, head: DraftHead, attention: AttentionBackend, topk: int) -> None:
-        self._head = head
-        self._attention = attention
+    def __init__(self, head: SplitHead, attention: AttentionBackend, topk: int) -> None:
+        self.head = head
+        self.attention = attention
         self._topk = topk
 
     @torch.inference_mode()
     def extend(self, batch: ForwardBatch, target_hidden: Tensor) -> DraftState:
         """Rows whose hidden states the target has computed: [T, target_width]."""
-        return self.step(batch, self._head.project(target_hidden))
+        return self.step(batch, self.head.project(target_hidden))
 
     @torch.inference_mode()
     def step(self, batch: ForwardBatch, hidden: Tensor) -> DraftState:
         """Rows with hidden states as a draft step gives them [T, H]; the state is of `batch.logits_rows`."""
-        self._attention.plan(batch)
-        output = self._head.forward(batch.input_ids, hidden, batch.positions, self._attention)
-        rows = batch.logits_rows
-        probs, ids = (
-            self._head.compute_logits(output.last.index_select(0, rows)).softmax(-1).topk(self._topk, dim=-1)
-        )
-        return DraftState(probs, self._head.target_ids(ids), output.hidden.index_select(0, rows))
+        self.attention.plan(batch)
+        output = self.head.forward(batch.input_ids, hidden, batch.positions, self.attention)
+        return self.propose(batch.logits_rows, output)
+
+    def propose(self, rows: Tensor, output: DraftOutput) -> DraftState:
+        """What the tokens in `rows` [R] of a forward propose, of its T."""
+        logits = self.head.compute_logits(output.last.index_select(0, rows))
+        probs, ids = logits.softmax(-1).topk(self._topk, dim=-1)
+        return DraftState(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
 
 
 def load_draft(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import Reference
-from tests.cluster.harness import Client, RunningCluster
+from tests.cluster.harness import MODEL, Client, RunningCluster
 
 pytestmark = pytest.mark.timeout(400)  # two busy cores
 
@@ -53,3 +53,27 @@ async def test_a_served_load_replays(prompts: list[list[int]], reference: Refere
         assert (totals["phase"], totals["model"]) == (phase, "target")
         assert totals["replays"] == series["graph_replays_total", phase, "target", ""] > 10
         assert 0 <= totals["unused"] < totals["captured"] == series["graphs_captured", phase, "target", ""]
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "standalone"])
+async def test_target_and_draft_prefill_replay(
+    algorithm: str, prompts: list[list[int]], reference: Reference, tmp_path: Path
+) -> None:
+    """Rows A2, B6, B7, B (the test we must own): no target falls back for its hidden states, no draft at all."""
+    speculation = {
+        "algorithm": algorithm,
+        "draft_model_path": str(MODEL.parent / f"tiny-{algorithm}"),
+        "steps": 3,
+    }
+    config = {"prefill": {"graphs": "breakable", "chunk_tokens": 256}, "speculation": speculation}
+    load = prompts[46:84:3]
+    async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
+        answers = await client.complete_all(load, 3, 8)
+        for prompt, answer in zip(load, answers, strict=True):
+            assert answer.tokens == reference(prompt, 8)
+        await client.wait_idle()
+        async with client.session.get("/metrics") as response:
+            series = graph_series(await response.text(), "prefill")
+    for model in ("target", "draft"):
+        assert replay_share(series, "prefill", model) >= 0.95, series
+        assert series["graph_replays_total", "prefill", model, ""] > 10

@@ -10,6 +10,11 @@ import torch
 
 from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
+from common.engine.cuda_graph.backends.breakable import BreakableGraphs
+from common.engine.cuda_graph.backends.tape import TapeRecorder
+from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
+from common.engine.cuda_graph.ladders import prefill_token_buckets
+from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.slots import Inputs
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -95,7 +100,12 @@ class DraftModel(NoDraftModel):
 
     def prefill(self, pool: KvPool | None) -> PrefillDraft:
         assert pool is not None
-        return EaglePrefill(self.runner(pool))
+        backend = BreakableGraphs(TapeRecorder())
+        spec = draft_prefill_spec(prefill_token_buckets(32))
+        forward = DraftPrefill(self.runner(pool), self.config, pool.page_size, spec, backend)
+        forward.graphs.capture()
+        assert not [row for row in forward.graphs.rows if row.error]
+        return EaglePrefill(forward)
 
 
 class StandaloneModel(NoDraftModel):
@@ -113,7 +123,12 @@ class StandaloneModel(NoDraftModel):
 
     def prefill(self, pool: KvPool | None) -> PrefillDraft:
         assert pool is not None
-        return ModelPrefill(self.runner(pool))
+        backend = BreakableGraphs(TapeRecorder())
+        spec = extend_spec(prefill_token_buckets(32), CaptureHiddenMode.NULL, model="draft")
+        forward = PrefillExtend(self.runner(pool), spec, backend)
+        forward.graphs.capture()
+        assert not [row for row in forward.graphs.rows if row.error]
+        return ModelPrefill(forward)
 
 
 @functools.cache

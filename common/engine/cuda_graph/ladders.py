@@ -8,6 +8,7 @@ from collections.abc import Sequence
 Ladder = Sequence[tuple[int, int | None, int]]
 
 PREFILL: Ladder = (
+    (1, 2, 1),  # what a prefix hit leaves of a prompt is often one token
     (4, 32, 4),
     (48, 256, 16),
     (288, 512, 32),

@@ -8,9 +8,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from common.draft_config import DraftConfig
 from common.engine.cuda_graph.backends.base import Backend
 from common.engine.cuda_graph.backends.choice import BREAKABLE, NONE, make_backend
 from common.engine.cuda_graph.decode_graph import DecodeGraphs, decode_spec
+from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
 from common.engine.cuda_graph.graph_runner import GraphRunner
 from common.engine.cuda_graph.ladders import (
     decode_request_buckets,
@@ -20,6 +22,7 @@ from common.engine.cuda_graph.ladders import (
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.report import table
 from common.engine.cuda_graph.rules import AUTO, Decision, Phase, PhaseSwitch, StartupFacts, decide
+from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
@@ -54,6 +57,21 @@ def prefill_graphs(
     backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device)
     spec = extend_spec(prefill_token_buckets(chunk_tokens) if on else (), hidden)
     return NodeGraphs(PrefillExtend(runner, spec, backend), decision)
+
+
+def draft_prefill_graphs(
+    draft: DraftRunner | ModelRunner, config: DraftConfig, target: ModelRunner, wanted: str, chunk_tokens: int
+) -> NodeGraphs[DraftPrefill | PrefillExtend]:
+    """The draft's prompt forward, not captured yet: of a head, or of a language model like any other."""
+    decision = _decide(Phase.DRAFT_PREFILL, "prefill", target, wanted)
+    on = decision.backend != NONE
+    backend = make_backend(decision.backend if on else BREAKABLE, target.model.placement.device)
+    buckets = prefill_token_buckets(chunk_tokens) if on else ()
+    if isinstance(draft, ModelRunner):
+        spec = extend_spec(buckets, CaptureHiddenMode.NULL, model="draft")
+        return NodeGraphs(PrefillExtend(draft, spec, backend), decision)
+    forward = DraftPrefill(draft, config, target.pool.page_size, draft_prefill_spec(buckets), backend)
+    return NodeGraphs(forward, decision)
 
 
 def decode_graphs(

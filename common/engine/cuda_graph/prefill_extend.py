@@ -80,6 +80,33 @@ def extend_spec(
     )
 
 
+def idle_extend(tokens: int, page_size: int, device: torch.device) -> ForwardBatch:
+    """A batch of padding alone: one request whose tokens all lie in page 0."""
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=zeros,
+        positions=zeros,
+        kv_slots=zeros,
+        page_table=torch.zeros(1, -(-tokens // page_size), dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        query_start=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        logits_rows=zeros[:0],
+        max_seq_len=tokens,
+        query_lens_host=(tokens,),
+        seq_lens_host=(tokens,),
+    )
+
+
+def require_breaks(backend: Backend) -> None:
+    """Raises ValueError for a backend that prompts cannot be captured by."""
+    if not backend.breaks:
+        raise ValueError(
+            f"backend {backend.name!r} would bake the lengths of the captured batch into attention; prefill needs "
+            "a breakable one"
+        )
+
+
 class ExtendBody:
     """A `Program`: the layers of one model over [T] tokens."""
 
@@ -107,24 +134,8 @@ class ExtendBody:
 
     def idle(self, shape: ShapeKey) -> ExtendCall:
         """One request of `shape.tokens` tokens, all in page 0."""
-        tokens, device = shape.tokens, self._runner.model.placement.device
-        zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
-        pages = -(-tokens // self._runner.pool.page_size)
-        return ExtendCall(
-            ForwardBatch(
-                mode=ForwardMode.EXTEND,
-                input_ids=zeros,
-                positions=zeros,
-                kv_slots=zeros,
-                page_table=torch.zeros(1, pages, dtype=torch.int32, device=device),
-                seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
-                query_start=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-                logits_rows=zeros[:0],
-                max_seq_len=tokens,
-                query_lens_host=(tokens,),
-                seq_lens_host=(tokens,),
-            )
-        )
+        device = self._runner.model.placement.device
+        return ExtendCall(idle_extend(shape.tokens, self._runner.pool.page_size, device))
 
     def plan(self, call: ExtendCall, inputs: Inputs) -> None:
         """Attention sees the live requests; keys and values of all rows go where `kv_slots`, padded, says."""
@@ -151,11 +162,7 @@ class PrefillExtend:
     def __init__(
         self, runner: ModelRunner, spec: CaptureSpec, backend: Backend, poisoned: bool = False
     ) -> None:
-        if not backend.breaks:
-            raise ValueError(
-                f"backend {backend.name!r} would bake the lengths of the captured batch into attention; prefill needs "
-                "a breakable one"
-            )
+        require_breaks(backend)
         body = ExtendBody(ModelRunner(runner.model, runner.pool, BreakableAttention(runner.attention)))
         largest = spec.largest if spec.shapes else ShapeKey(0)
         inputs = StaticInputs(body.slots(), largest, runner.model.placement.device, poisoned)

@@ -51,6 +51,22 @@ class DraftHead(Protocol):
         ...
 
 
+class SplitHead(DraftHead, Protocol):
+    """A draft model whose embedding may run apart from its layers: graphs hold the layers alone."""
+
+    placement: Placement
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, H]."""
+        ...
+
+    def body(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput:
+        """`forward` behind `embed`."""
+        ...
+
+
 class Eagle3Layer(nn.Module):
     """Attention reads the token's embedding beside the hidden state; the residual stream is the hidden state alone."""
 
@@ -90,6 +106,7 @@ class Eagle3Head(nn.Module):
     def __init__(self, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> None:
         super().__init__()
         config = draft.model
+        self.placement = placement
         self.embed_tokens: Embedding = target.embed_tokens
         self.rotary = Rotary(config.rope, config.head_dim, placement)
         self.fc = Linear(target_width(draft), {"fc": config.hidden_size}, False, placement)
@@ -105,10 +122,19 @@ class Eagle3Head(nn.Module):
         projected: Tensor = self.fc(target_hidden)
         return projected
 
+    def embed(self, ids: Tensor) -> Tensor:
+        embeds: Tensor = self.embed_tokens(ids)
+        return embeds
+
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
-        x, residual = self.midlayer(self.embed_tokens(ids), hidden, self.rotary(positions), attention)
+        return self.body(self.embed(ids), hidden, positions, attention)
+
+    def body(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput:
+        x, residual = self.midlayer(embeds, hidden, self.rotary(positions), attention)
         return DraftOutput(*self.norm.add(x, residual))
 
     def compute_logits(self, last: Tensor) -> Tensor:
@@ -154,6 +180,7 @@ class EagleHead(nn.Module):
     def __init__(self, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> None:
         super().__init__()
         config = draft.model
+        self.placement = placement
         self.embed_tokens: Embedding = target.embed_tokens
         self.lm_head = target.lm_head
         self.rotary = Rotary(config.rope, config.head_dim, placement)
@@ -164,11 +191,20 @@ class EagleHead(nn.Module):
     def project(self, target_hidden: Tensor) -> Tensor:
         return target_hidden
 
+    def embed(self, ids: Tensor) -> Tensor:
+        embeds: Tensor = self.embed_tokens(ids)
+        return embeds
+
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
+        return self.body(self.embed(ids), hidden, positions, attention)
+
+    def body(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput:
         angles = self.rotary(positions)
-        x: Tensor = self.fc(torch.cat((self.embed_tokens(ids), hidden), dim=-1))
+        x: Tensor = self.fc(torch.cat((embeds, hidden), dim=-1))
         for layer in self.layers:
             x = layer(x, angles, attention)
         return DraftOutput(x, x)
