@@ -61,12 +61,13 @@ class AdjustmentRows:
 
     @classmethod
     def allocate(cls, num_rows: int, vocab_size: int, device: torch.device) -> AdjustmentRows:
+        """Also compiles what needs it, so that no request waits for that."""
         rows = num_rows + 1
 
         def zeros(width: int | None, dtype: torch.dtype) -> Tensor:
             return torch.zeros(rows if width is None else (rows, width), dtype=dtype, device=device)
 
-        return cls(
+        made = cls(
             seen=zeros(vocab_size, torch.int32),
             repetition=zeros(None, torch.float32).fill_(1.0),
             presence=zeros(None, torch.float32),
@@ -78,6 +79,10 @@ class AdjustmentRows:
             free_at=zeros(None, torch.int64),
             _used=set(),
         )
+        nowhere = torch.zeros(1, dtype=torch.int64, device=device)
+        facts = AdjustmentFacts(penalties=True, biases=1, withheld=1)
+        made.apply(zeros(vocab_size, torch.float32)[:1], nowhere, nowhere, facts, nowhere[:, None])
+        return made
 
     def write(
         self, row: int, sampling: SamplingParams, text: Sequence[int] | npt.NDArray[np.int64], outputs: int

@@ -6,6 +6,7 @@ Results of different matrix shapes differ in rounding, so logits are compared wi
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -220,10 +221,35 @@ def test_decode_replay_equals_eager(buckets: tuple[int, ...], variants: tuple[st
     assert graphs.relay.seq_len[0] == 0
 
 
-def test_a_step_never_waits_for_the_device() -> None:
+ADJUSTED = SamplingParams(
+    max_tokens=99,
+    temperature=0.9,
+    min_p=0.02,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.4,
+    logit_bias=((3, 2.0), (9, -100.0)),
+    min_tokens=6,
+    stop_token_ids=(1, 2, 14),
+    seed=9,
+)
+
+
+def test_adjusted_logits_after_a_replay_equal_eager() -> None:
+    prompts = sequences([21, 9, 30])
+    params = [ADJUSTED, PARAMS[0], msgspec.structs.replace(ADJUSTED, temperature=0.0)]
+    eager = DecodeRig(prompts, params, NoGraphs(), (), page_size=16, device=GPU)
+    graphs = DecodeRig(prompts, params, full(), (1, 2, 4), page_size=16, device=GPU)
+    for chosen in ([0, 1, 2], [1], [2, 0], [0], [0, 1, 2], [2], [0, 1], [2, 1, 0], [0, 2]):
+        assert eager.step(chosen).token_ids.tolist() == graphs.step(chosen).token_ids.tolist()
+    assert torch.equal(eager.relay.adjustments.seen, graphs.relay.adjustments.seen)
+
+
+@pytest.mark.parametrize("params", [PARAMS[:2], [ADJUSTED, PARAMS[0]]], ids=["plain", "adjusted"])
+def test_a_step_never_waits_for_the_device(params: list[SamplingParams]) -> None:
     """Replay of both kinds with synchronisation turned into errors."""
     prompts = sequences([21, 9])
-    decode = DecodeRig(prompts, PARAMS[:2], full(), (2,), page_size=16, device=GPU)
+    decode = DecodeRig(prompts, params, full(), (2,), page_size=16, device=GPU)
     driver, extend = extend_driver(IDS, breakable(), BUCKETS, page_size=16, device=GPU)
     decode.step([0, 1])
     batch = driver.batch([0], [9])

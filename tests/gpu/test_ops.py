@@ -14,6 +14,7 @@ from common.engine.kv_cache.pool import KvPool
 from common.engine.ops.decode_attention import decode_attention, decode_triton
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.filter_floor import filter_floor, filter_floor_reference
+from common.engine.ops.penalise import penalise, penalise_reference
 from common.engine.ops.rms_norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -251,6 +252,24 @@ def test_the_filters_keep_what_sorting_keeps() -> None:
     # the mass is summed in another order: the last token of a nucleus may differ, among very many in a flat row
     assert ((kept.sum(-1) - wanted.sum(-1)).abs() <= 1 + wanted.sum(-1) // 1000).all()
     assert torch.equal(kept[1::3], wanted[1::3])
+
+
+@pytest.mark.parametrize("width", [0, 1, 7])
+def test_penalties_equal_the_reference_bit_for_bit(width: int) -> None:
+    """And a token counts the same on a path as in the table: speculation sees plain decoding's logits."""
+    rows, vocab = 24, 128256
+    logits = 3 * torch.randn(rows, vocab, device=CUDA)
+    seen = torch.randint(0, 7, (9, vocab), dtype=torch.int32, device=CUDA)
+    owner = torch.randint(0, 9, (rows,), device=CUDA)
+    factors = torch.rand(9, device=CUDA) + 0.5, torch.randn(9, device=CUDA), torch.randn(9, device=CUDA)
+    path = torch.randint(-1, 50, (rows, width), device=CUDA)
+    found = penalise(logits, seen, owner, *factors, path)
+    assert torch.equal(found, penalise_reference(logits, seen, owner, *factors, path))
+    own = seen.index_select(0, owner)  # a row of the table for each row of logits
+    own.scatter_add_(1, path.clamp(min=0), 2 * (path >= 0).int())
+    each = [factor.index_select(0, owner) for factor in factors]
+    alone = torch.arange(rows, device=CUDA)
+    assert torch.equal(found, penalise(logits, own, alone, *each, path[:, :0].contiguous()))
 
 
 @pytest.mark.parametrize("live", [1536, 1400, 700])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
-from common.engine.ops.triton_kernel import cdiv, kernel, tl
+from common.engine.ops.triton_kernel import cdiv, kernel_with_varying, tl
 
 BLOCK = 4096  # vocabulary entries per program
 
@@ -45,7 +45,7 @@ def penalise_reference(
     return torch.where(seen > 0, repeated, logits) - less - flat
 
 
-@kernel
+@kernel_with_varying("width")
 def _penalise_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [R, V]
     seen_ptr,  # [T, V]
@@ -53,11 +53,11 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
     repetition_ptr,  # [T]
     presence_ptr,
     frequency_ptr,
-    path_ptr,  # [R, PATH]
+    path_ptr,  # [R, width]
     out_ptr,  # [R, V]
     vocab,
     logits_stride,
-    PATH: tl.constexpr,
+    width,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -66,8 +66,8 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
     owner = tl.load(rows_ptr + row)
     logits = tl.load(logits_ptr + row * logits_stride + token, mask=live)
     seen = tl.load(seen_ptr + owner * vocab + token, mask=live, other=0)
-    for index in range(PATH):
-        seen += tl.where(token == tl.load(path_ptr + row * PATH + index), 2, 0)
+    for index in range(width):
+        seen += tl.where(token == tl.load(path_ptr + row * width + index), 2, 0)
     factor = tl.zeros((BLOCK,), tl.float32) + tl.load(repetition_ptr + owner)
     repeated = tl.where(logits > 0, tl.div_rn(logits, factor), logits * factor)
     times = (seen >> 1).to(tl.float32)
@@ -107,7 +107,7 @@ def penalise_triton(
             out,
             vocab,
             logits.stride(0),
-            PATH=path.shape[1],
+            path.shape[1],
             BLOCK=BLOCK,
             num_warps=8,
             enable_fp_fusion=False,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from common.engine.cuda_graph.admission import Fallback
 from common.engine.cuda_graph.decode_graph import (
@@ -21,6 +22,7 @@ from common.engine.cuda_graph.decode_graph import (
     serving_variants,
 )
 from common.engine.cuda_graph.ladders import decode_request_buckets
+from common.engine.logit_adjustments import AdjustmentFacts
 from common.engine.sampler import SampleOutput
 from common.engine.sampling_plan import SamplingVariant
 from common.messages.generation import SamplingParams
@@ -102,6 +104,37 @@ def test_any_sequence_of_batches_equals_eager(
     assert same_state(graphs, padded)
 
 
+ADJUSTED = SamplingParams(
+    max_tokens=99,
+    temperature=0.9,
+    min_p=0.02,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.4,
+    logit_bias=((3, 2.0), (9, -100.0)),
+    min_tokens=6,
+    stop_token_ids=(1, 2, 14),
+    seed=9,
+)
+
+
+@pytest.mark.parametrize("buckets", [(1, 2, 4), (5,)])
+def test_adjusted_logits_after_a_replay_equal_eager(buckets: tuple[int, ...]) -> None:
+    """Penalties need state of their own: such a batch ends its graph with the logits, and others count nothing."""
+    params = [ADJUSTED, PARAMS[GREEDY], replace(ADJUSTED, temperature=0.0), PARAMS[FILTERED], ADJUSTED]
+    eager, graphs = (DecodeRig(PROMPTS, params, BACKENDS[name](), buckets) for name in ("none", "tape"))
+    for chosen in STEPS:
+        assert equal(graphs.step(chosen), eager.step(chosen))
+    said = [sum(request in chosen for chosen in STEPS) + 1 for request in range(5)]
+    seen = graphs.relay.adjustments.seen
+    assert torch.equal(seen, eager.relay.adjustments.seen)
+    assert [int((seen[row] >> 1).sum()) for row in (1, 3, 5)] == [said[0], said[2], said[4]]
+    assert not seen[0].any()
+    replays = graphs.graphs.graphs.counters.replays
+    alone = [chosen for chosen in STEPS if not set(chosen) & {0, 2, 4}]
+    assert sum(count for key, count in replays.items() if key.variant != LOGITS) == len(alone) > 0
+
+
 def test_tokens_do_not_depend_on_who_shares_the_batch() -> None:
     """The same requests alone and together, replayed."""
     together, alone = rig("tape", (1, 5)), rig("tape", (1, 5))
@@ -142,6 +175,7 @@ def test_tokens_outlive_the_next_replay() -> None:
         (SamplingVariant(False, True, None), (FILTERED, LOGITS)),
         (SamplingVariant(True, False, 0), (LOGITS,)),
         (SamplingVariant(False, True, 5), (LOGITS,)),
+        (SamplingVariant(True, False, None, AdjustmentFacts(False, 0, 1)), (LOGITS,)),
     ],
 )
 def test_a_dearer_variant_serves_where_the_cheaper_one_is_not_captured(
