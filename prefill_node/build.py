@@ -116,7 +116,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     runner = ModelRunner(served.model, pool, attention)
     drafting = _draft_graphs(served, runner, offsets, section)
     extend = prefill_draft(None if drafting is None else drafting.forward)
-    target = node_graphs.prefill_graphs(runner, section.graphs, section.chunk_tokens, extend.hidden_mode)
+    target = node_graphs.prefill_graphs(
+        runner, section.graphs, section.chunk_tokens, section.max_batch, extend.hidden_mode
+    )
     graphs: list[NodeGraphs[Any]] = [target] if drafting is None else [target, drafting]
     reporter.report("capturing")
     for each in graphs:

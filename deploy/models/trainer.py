@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -34,6 +34,7 @@ class Settings:
     lr: float
     device: torch.device
     compile: bool = False
+    clock: Callable[[], float] = time.monotonic  # what `seconds` are measured on
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,10 @@ def train(model: LlamaForCausalLM, batches: Iterator[Windows], settings: Setting
     opts = optimizers(model, settings.lr)
     forward = _Forward(model, settings)
     forward.warm_up(batches)
-    start = time.monotonic()
+    start = settings.clock()
     printed, steps, tokens = start, 0, 0
     loss_value = first_loss = float("nan")
-    while (progress := (time.monotonic() - start) / settings.seconds) < 1.0:
+    while (progress := (settings.clock() - start) / settings.seconds) < 1.0:
         rate = rate_at(progress)
         for opt in opts:
             for group in opt.param_groups:
@@ -95,14 +96,14 @@ def train(model: LlamaForCausalLM, batches: Iterator[Windows], settings: Setting
             first_loss = loss_value if steps == 1 else first_loss
             if loss_value != loss_value:
                 raise FloatingPointError(f"the loss is not a number at step {steps}: lower --lr")
-            now = time.monotonic()
+            now = settings.clock()
             if now - printed >= PRINT_EVERY:
                 printed = now
                 line = f"{now - start:6.1f} s  step {steps:6d}  {tokens / 1e6:7.2f} M tokens"
                 line += f"  {tokens / (now - start) / 1e3:6.0f} k/s  lr x{rate:.2f}  loss {loss_value:.4f}"
                 print(line, flush=True)
     model.train(False)
-    return Outcome(time.monotonic() - start, steps, tokens, loss_value, first_loss)
+    return Outcome(settings.clock() - start, steps, tokens, loss_value, first_loss)
 
 
 class _Forward:

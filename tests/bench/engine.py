@@ -125,7 +125,7 @@ def prefill(
     runner: ModelRunner, wanted: str, prompts: list[int], chunk: int, repeats: int
 ) -> Iterator[tuple[int, float, float, float]]:
     """(tokens, median, p90 and device ms) of one prompt alone, its first token drawn."""
-    graphs = node_graphs.prefill_graphs(runner, wanted, chunk, CaptureHiddenMode.NULL)
+    graphs = node_graphs.prefill_graphs(runner, wanted, chunk, 64, CaptureHiddenMode.NULL)
     node_graphs.capture(graphs, LOG)
     device = runner.pool.device
     completion = completion_for(device, one_behind=False)

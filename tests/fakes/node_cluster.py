@@ -460,7 +460,7 @@ class NodeCluster:
             tiny_model(aux=shape.draft.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
         )
         draft = shape.draft.prefill(shape.draft.pool(layout, storage, shape.page_size))
-        graphs = node_graphs.prefill_graphs(runner, "breakable", 32, draft.hidden_mode)
+        graphs = node_graphs.prefill_graphs(runner, "breakable", 32, 8, draft.hidden_mode)
         graphs.forward.graphs.capture()
         assert not [row for row in graphs.forward.graphs.rows if row.error]
         adjustments = AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device)

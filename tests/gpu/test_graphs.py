@@ -18,6 +18,8 @@ from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.none import NoGraphs
 from common.engine.cuda_graph.break_point import break_point
 from common.engine.cuda_graph.decode_graph import VARIANTS
+from common.engine.cuda_graph.spec import ShapeKey
+from common.engine.cuda_graph.static_extend import BROKEN
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.sampling_plan import sampling_variant
 from common.messages.generation import SamplingParams
@@ -178,13 +180,15 @@ BUCKETS = (4, 8, 16, 32, 48)
 
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize("aux", [(), AUX])
-def test_prefill_replay_equals_eager(poisoned: bool, aux: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("unbroken", [BROKEN, ShapeKey(16, 2), ShapeKey(48, 9)])
+def test_prefill_replay_equals_eager(poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey) -> None:
     """Rows A1, A6, C3: below, at and above the maximum, shrinking and growing, poison clean."""
     eager = DeviceDriver(model(aux, device=GPU), IDS, 16)
     driver, extend = extend_driver(
-        IDS, breakable(), BUCKETS, page_size=16, poisoned=poisoned, aux=aux, device=GPU
+        IDS, breakable(), BUCKETS, page_size=16, poisoned=poisoned, aux=aux, device=GPU, unbroken=unbroken
     )
-    assert {row.breaks for row in extend.graphs.rows} == {2}
+    small = unbroken.tokens
+    assert all(row.breaks == (0 if row.tokens <= small else 2) for row in extend.graphs.rows)
     for rows, lengths in STEPS:
         expected = eager.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
         actual = driver.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)

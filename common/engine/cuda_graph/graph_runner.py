@@ -72,6 +72,12 @@ class GraphRunner(Generic[Batch, Output]):
     def captured(self) -> list[GraphKey]:
         return list(self._recordings)
 
+    @property
+    def captured_sizes(self) -> set[int]:
+        """Tokens of each graph, or requests where all have the same number of tokens."""
+        any_mix = self.spec.tokens_per_request is None
+        return {key.shape.tokens if any_mix else key.shape.requests for key in self._recordings}
+
     def totals(self) -> GraphTotals:
         """What it has run since its start."""
         return self.counters.totals(self.spec, len(self._recordings))

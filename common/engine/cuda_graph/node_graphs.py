@@ -22,6 +22,8 @@ from common.engine.cuda_graph.ladders import (
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.report import table
 from common.engine.cuda_graph.rules import AUTO, Decision, Phase, PhaseSwitch, StartupFacts, decide
+from common.engine.cuda_graph.spec import ShapeKey
+from common.engine.cuda_graph.static_extend import BROKEN, UNBROKEN_TOKENS
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.relay_state import RelayState
@@ -49,14 +51,15 @@ class NodeGraphs(Generic[Forward]):
 
 
 def prefill_graphs(
-    runner: ModelRunner, wanted: str, chunk_tokens: int, hidden: CaptureHiddenMode
+    runner: ModelRunner, wanted: str, chunk_tokens: int, max_batch: int, hidden: CaptureHiddenMode
 ) -> NodeGraphs[PrefillExtend]:
     """The target's prompt forward, not captured yet; returns hidden states of `hidden` and less."""
     decision = _decide(Phase.PREFILL, "prefill", runner, wanted)
     on = decision.backend != NONE
     backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device)
-    spec = extend_spec(prefill_token_buckets(chunk_tokens) if on else (), hidden)
-    return NodeGraphs(PrefillExtend(runner, spec, backend), decision)
+    unbroken = ShapeKey(UNBROKEN_TOKENS, max_batch) if on else BROKEN
+    spec = extend_spec(prefill_token_buckets(chunk_tokens) if on else (), hidden, unbroken=unbroken)
+    return NodeGraphs(PrefillExtend(runner, spec, backend, unbroken=unbroken), decision)
 
 
 def draft_prefill_graphs(
@@ -132,7 +135,7 @@ def totals(*nodes: NodeGraphs[Any]) -> Callable[[], tuple[GraphTotals, ...]]:
 def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
     """For the log and /server_info: the phases of one node, one backend and one ladder for all."""
     rows = [row for node in nodes for row in node.forward.graphs.rows]
-    sizes = sorted({row.requests or row.tokens for row in rows if not row.error})
+    sizes = sorted({size for node in nodes for size in node.forward.graphs.captured_sizes})
 
     def each(values: Iterable[str]) -> Iterable[str]:
         return dict.fromkeys(value for value in values if value)

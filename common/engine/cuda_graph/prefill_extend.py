@@ -1,8 +1,8 @@
 """The prefill graph of a target model: its body per token bucket; embedding, LM head and sampling stay eager.
 
 Attention is a break: the live batch's page table and lengths are read there, so any mix of requests, cached prefixes
-and chunks fits one bucket. Embeddings are always computed into their slot, from ids or given ones (images, X3): a batch
-of text and one with images replay the same graph.
+and chunks fits one bucket. Small buckets have no break: there it reads them from static tensors. Embeddings are always
+computed into their slot, from ids or given ones (images, X3): text and images replay the same graph.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from common.engine.cuda_graph.graph_runner import GraphRunner
 from common.engine.cuda_graph.outputs import OutField, OutputSpec
 from common.engine.cuda_graph.slots import Fill, Inputs, Slot, StaticInputs
 from common.engine.cuda_graph.spec import Axis, CaptureSpec, Feature, ShapeKey, token_shapes
+from common.engine.cuda_graph.static_extend import BROKEN, StaticExtend
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
 from common.engine.model_runner import ModelRunner
 from common.engine.models.llama import BodyOutput
@@ -67,13 +68,17 @@ def extend_spec(
     hidden: CaptureHiddenMode,
     model: str = "target",
     phase: str = "prefill",
+    unbroken: ShapeKey = BROKEN,
 ) -> CaptureSpec:
-    """The body serves given embeddings and prompt logprobs, since what makes and reads them is eager."""
+    """The body serves given embeddings and prompt logprobs, since what makes and reads them is eager.
+
+    `unbroken`: graphs of at most so many tokens have no breaks, and hold at most so many requests.
+    """
     return CaptureSpec(
         model=model,
         phase=phase,
         mode=ForwardMode.EXTEND,
-        shapes=token_shapes(tuple(token_buckets)),
+        shapes=token_shapes(tuple(token_buckets), unbroken),
         hidden=hidden,
         features=frozenset((Feature.INPUT_EMBEDS, Feature.PROMPT_LOGPROBS)),
         max_padding=MAX_PADDING,
@@ -110,8 +115,10 @@ def require_breaks(backend: Backend) -> None:
 class ExtendBody:
     """A `Program`: the layers of one model over [T] tokens."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, static: StaticExtend) -> None:
         self._runner = runner
+        self._broken = ModelRunner(runner.model, runner.pool, BreakableAttention(runner.attention))
+        self._static = static
 
     def slots(self) -> list[Slot[ExtendCall]]:
         placement, width = self._runner.model.placement, self._runner.model.config.hidden_size
@@ -139,12 +146,14 @@ class ExtendBody:
 
     def plan(self, call: ExtendCall, inputs: Inputs) -> None:
         """Attention sees the live requests; keys and values of all rows go where `kv_slots`, padded, says."""
-        self._runner.attention.plan(
-            replace(call.batch, positions=inputs["positions"], kv_slots=inputs["kv_slots"])
-        )
+        positions, kv_slots = inputs["positions"], inputs["kv_slots"]
+        batch = self._static.load(call.batch) if self._static.serves(len(positions)) else call.batch
+        self._runner.attention.plan(replace(batch, positions=positions, kv_slots=kv_slots))
 
     def run(self, inputs: Inputs, variant: str) -> BodyOutput:
-        return self._runner.body(inputs["embeds"], inputs["positions"])
+        positions = inputs["positions"]
+        runner = self._runner if self._static.serves(len(positions)) else self._broken
+        return runner.body(inputs["embeds"], positions)
 
     def _embeds(self, call: ExtendCall) -> Tensor:
         if call.input_embeds is not None:
@@ -160,12 +169,21 @@ class PrefillExtend:
     """
 
     def __init__(
-        self, runner: ModelRunner, spec: CaptureSpec, backend: Backend, poisoned: bool = False
+        self,
+        runner: ModelRunner,
+        spec: CaptureSpec,
+        backend: Backend,
+        poisoned: bool = False,
+        unbroken: ShapeKey = BROKEN,
     ) -> None:
+        """`unbroken` as in `extend_spec`."""
         require_breaks(backend)
-        body = ExtendBody(ModelRunner(runner.model, runner.pool, BreakableAttention(runner.attention)))
+        device = runner.model.placement.device
+        longest = -(-runner.model.config.max_position_embeddings // runner.pool.page_size)
+        max_pages = min(longest, runner.pool.num_pages)
+        body = ExtendBody(runner, StaticExtend(unbroken, max_pages, device))
         largest = spec.largest if spec.shapes else ShapeKey(0)
-        inputs = StaticInputs(body.slots(), largest, runner.model.placement.device, poisoned)
+        inputs = StaticInputs(body.slots(), largest, device, poisoned)
         self.graphs = GraphRunner(spec, backend, body, inputs, OUTPUTS)
         self._runner = runner
 

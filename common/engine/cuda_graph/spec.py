@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -70,7 +71,7 @@ class CaptureSpec:
     def __post_init__(self) -> None:
         if list(self.shapes) != sorted(set(self.shapes)):
             raise ValueError(f"{self.phase}/{self.model}: shapes must ascend, found {self.shapes}")
-        requests = [shape.requests for shape in self.shapes]
+        requests = [shape.requests or math.inf for shape in self.shapes]
         if requests != sorted(requests):
             raise ValueError(
                 f"{self.phase}/{self.model}: requests must ascend with tokens, found {self.shapes}"
@@ -88,9 +89,9 @@ class CaptureSpec:
         return next((shape for shape in self.shapes if shape.holds(live)), None)
 
 
-def token_shapes(buckets: tuple[int, ...]) -> tuple[ShapeKey, ...]:
-    """Shapes of a graph over tokens alone."""
-    return tuple(ShapeKey(tokens) for tokens in buckets)
+def token_shapes(buckets: tuple[int, ...], bounded: ShapeKey = ShapeKey(0)) -> tuple[ShapeKey, ...]:
+    """Shapes of a graph over tokens; those of up to `bounded.tokens` hold `bounded.requests`, the others any number."""
+    return tuple(ShapeKey(tokens, bounded.requests if tokens <= bounded.tokens else 0) for tokens in buckets)
 
 
 def request_shapes(buckets: tuple[int, ...], tokens_per_request: int = 1) -> tuple[ShapeKey, ...]:

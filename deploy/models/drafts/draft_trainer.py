@@ -6,7 +6,6 @@ every problem, so on answers the corpus is its greedy text and nothing has to be
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -91,10 +90,10 @@ def train(
     objective = _Objective(head, target, settings.device, steps)
     opts = optimizers(head, settings.lr)
     objective(next(batches)).backward()  # type: ignore[no-untyped-call]  # untimed: the device wakes up
-    start = printed = time.monotonic()
+    start = printed = settings.clock()
     taken = tokens = 0
     loss_value = first_loss = float("nan")
-    while (progress := (time.monotonic() - start) / settings.seconds) < 1.0:
+    while (progress := (settings.clock() - start) / settings.seconds) < 1.0:
         for opt in opts:
             opt.zero_grad(set_to_none=True)
             for group in opt.param_groups:
@@ -112,13 +111,13 @@ def train(
             first_loss = loss_value if taken == 1 else first_loss
             if loss_value != loss_value:
                 raise FloatingPointError(f"the loss is not a number at step {taken}: lower --lr")
-            now = time.monotonic()
+            now = settings.clock()
             if now - printed >= 2 * PRINT_EVERY:
                 printed = now
                 line = f"{now - start:6.1f} s  step {taken:6d}  {tokens / 1e6:7.2f} M tokens  loss {loss_value:.4f}"
                 print(line, flush=True)
     head.train(False)
-    return Outcome(time.monotonic() - start, taken, tokens, loss_value, first_loss)
+    return Outcome(settings.clock() - start, taken, tokens, loss_value, first_loss)
 
 
 class _Objective:

@@ -5,7 +5,6 @@ Optimizers and schedule are the target's own (Muon and AdamW, a rate that follow
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -39,10 +38,10 @@ def train(model: LlavaForConditionalGeneration, batches: Iterator[Batch], settin
     model.to(settings.device).train()  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
     opts = optimizers(model, settings.lr)
     _loss(model, next(batches), settings.device).backward()  # type: ignore[no-untyped-call]  # untimed: warm-up
-    start = printed = time.monotonic()
+    start = printed = settings.clock()
     steps = tokens = 0
     loss_value = first_loss = float("nan")
-    while (progress := (time.monotonic() - start) / settings.seconds) < 1.0:
+    while (progress := (settings.clock() - start) / settings.seconds) < 1.0:
         for opt in opts:
             opt.zero_grad(set_to_none=True)
             for group in opt.param_groups:
@@ -60,12 +59,12 @@ def train(model: LlavaForConditionalGeneration, batches: Iterator[Batch], settin
             first_loss = loss_value if steps == 1 else first_loss
             if loss_value != loss_value:
                 raise FloatingPointError(f"the loss is not a number at step {steps}: lower --lr")
-            now = time.monotonic()
+            now = settings.clock()
             if now - printed >= PRINT_EVERY:
                 printed = now
                 print(f"{now - start:6.1f} s  step {steps:6d}  loss {loss_value:.4f}", flush=True)
     model.train(False)
-    return Outcome(time.monotonic() - start, steps, tokens, loss_value, first_loss)
+    return Outcome(settings.clock() - start, steps, tokens, loss_value, first_loss)
 
 
 def _loss(model: LlavaForConditionalGeneration, batch: Batch, device: torch.device) -> Tensor:

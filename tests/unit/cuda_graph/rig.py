@@ -16,6 +16,8 @@ from common.engine.cuda_graph.backends.none import NoGraphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.decode_graph import VARIANTS, DecodeGraphs, decode_spec
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
+from common.engine.cuda_graph.spec import ShapeKey
+from common.engine.cuda_graph.static_extend import BROKEN
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
@@ -85,11 +87,13 @@ def extend_driver(
     poisoned: bool = False,
     aux: tuple[int, ...] = (),
     device: torch.device = CPU,
+    unbroken: ShapeKey = BROKEN,
 ) -> tuple[DeviceDriver, PrefillExtend]:
     """A driver whose prompts run through captured prefill graphs of `buckets`."""
     driver = DeviceDriver(model(aux, device=device), ids, page_size)
     runner = driver.runner
-    extend = PrefillExtend(runner, extend_spec(buckets, hidden), backend, poisoned)
+    spec = extend_spec(buckets, hidden, unbroken=unbroken)
+    extend = PrefillExtend(runner, spec, backend, poisoned, unbroken)
     extend.graphs.capture()
     assert not [row.error for row in extend.graphs.rows if row.error]
     driver.runner = extend  # type: ignore[assignment]  # called alike

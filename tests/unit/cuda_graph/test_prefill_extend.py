@@ -18,6 +18,8 @@ from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.prefill_extend import ExtendCall, PrefillExtend, extend_spec
 from common.engine.cuda_graph.slots import SlotError
+from common.engine.cuda_graph.spec import ShapeKey
+from common.engine.cuda_graph.static_extend import BROKEN
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode, ForwardOutput
 from tests.unit.cuda_graph.rig import AUX, extend_driver, model, sequences
 from tests.unit.engine.paged_driver import Driver
@@ -44,10 +46,13 @@ def breakable() -> Backend:
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize("backend", [NoGraphs, breakable])
 @pytest.mark.parametrize("aux", [(), AUX])
-def test_replay_equals_eager(backend: Callable[[], Backend], poisoned: bool, aux: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("unbroken", [BROKEN, ShapeKey(16, 2), ShapeKey(48, 9)])
+def test_replay_equals_eager(
+    backend: Callable[[], Backend], poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey
+) -> None:
     """Rows A1, A6, C3; issue 3: below, at and above the captured maximum, after shrinking and growing, poison clean."""
     eager = Driver(model(aux), IDS, 4)
-    driver, extend = extend_driver(IDS, backend(), BUCKETS, poisoned=poisoned, aux=aux)
+    driver, extend = extend_driver(IDS, backend(), BUCKETS, poisoned=poisoned, aux=aux, unbroken=unbroken)
     for rows, lengths in STEPS:
         for_hidden = FULL if sum(lengths) % 2 else LAST
         expected = eager.run(rows, lengths, hidden_mode=for_hidden)
@@ -78,7 +83,10 @@ def test_any_mix_of_requests_equals_eager(data: st.DataObject) -> None:
     Bit for bit what the same padding gives without graphs; up to rounding what no padding gives.
     """
     eager = Driver(model(AUX), IDS, 4)
-    driver, _ = extend_driver(IDS, breakable(), BUCKETS, poisoned=data.draw(st.booleans()), aux=AUX)
+    unbroken = data.draw(st.sampled_from([BROKEN, ShapeKey(16, 2), ShapeKey(48, 4)]))
+    driver, _ = extend_driver(
+        IDS, breakable(), BUCKETS, poisoned=data.draw(st.booleans()), aux=AUX, unbroken=unbroken
+    )
     padded, _ = extend_driver(IDS, NoGraphs(), BUCKETS, aux=AUX)
     while left := [row for row in range(len(IDS)) if eager.done[row] < LENGTHS[row]]:
         rows = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
@@ -90,6 +98,16 @@ def test_any_mix_of_requests_equals_eager(data: st.DataObject) -> None:
         for ours, bits, close in zip(*(values(output) for output in (actual, same, expected)), strict=True):
             assert torch.equal(ours, bits)
             torch.testing.assert_close(ours, close, atol=1e-4, rtol=0)
+
+
+def test_small_graphs_have_no_breaks_and_hold_so_many_requests() -> None:
+    """More requests than the static page table has rows take the next graph with breaks, if it is not too wide."""
+    driver, extend = extend_driver(IDS, breakable(), BUCKETS, unbroken=ShapeKey(16, 2))
+    assert {row.tokens: row.breaks for row in extend.graphs.rows} == {4: 0, 8: 0, 16: 0, 32: 2, 48: 2}
+    expected = {(8, 8): 16, (1, 1): 4, (6, 6, 6): 32, (5, 5, 6): 32, (3, 3, 3): None}
+    for lengths, tokens in expected.items():
+        shape, _ = extend.graphs.can_run(ExtendCall(driver.batch(range(len(lengths)), lengths)))
+        assert (shape and shape.tokens) == tokens
 
 
 def test_given_embeddings_replay_the_same_graph_as_text() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -151,10 +150,8 @@ def test_nothing_of_python_is_reachable(tmp_path: Path, source: str) -> None:
 )
 def test_work_and_memory_are_bounded(tmp_path: Path, source: str) -> None:
     template = made(tmp_path, source)
-    start = time.perf_counter()
     with pytest.raises(InvalidRequest) as found:
-        template.render(HI)
-    assert time.perf_counter() - start < 3
+        template.render(HI)  # returns at all: each of them would run for years
     assert found.value.param == "messages"
 
 
@@ -167,9 +164,7 @@ def test_a_template_cannot_switch_the_meter_off(tmp_path: Path) -> None:
 
 def test_honest_templates_of_long_conversations_fit() -> None:
     messages = [Message(role="user", content="word " * 20)] * 4096
-    start = time.perf_counter()
-    ChatTemplate(TINY).render(messages)
-    assert time.perf_counter() - start < 2
+    assert ChatTemplate(TINY).render(messages).count("word") == 20 * 4096
 
 
 def test_each_rendering_has_its_own_budget(tmp_path: Path) -> None:
