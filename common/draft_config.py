@@ -1,7 +1,8 @@
 """What a draft model's directory says, read beside the target's config. No torch.
 
 The widths of everything that passes between target and draft come from two functions here and from nowhere else:
-`target_width` (what the target gives per token) and `hidden_size_for` (what one draft step gives to the next).
+`target_width` (what the target gives per token) and `hidden_size_for` (what one draft step gives to the next). The
+engine asks them through the types that have those widths (common/engine/forward/draft_inputs.py).
 """
 
 from __future__ import annotations

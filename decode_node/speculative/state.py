@@ -13,7 +13,8 @@ from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleVerif
 class RoundState:
     """draft writes `tree`, verify reads it and writes `walk`, draft-extend reads that.
 
-    Rows behind a batch hold what an earlier one left there: finite, in range, and read by padding rows alone.
+    Rows behind a batch hold what an earlier one left there: in range, and read by padding rows alone. Drafters of
+    chains write tokens only: parents, depth and mask are those of a chain from the start.
     """
 
     tree: EagleVerifyInput

@@ -119,7 +119,7 @@ class StandaloneModel(NoDraftModel):
         return make_pool(self.config, page_size, layout.num_pages, PLACEMENT, storage, offsets)
 
     def runner(self, pool: KvPool) -> ModelRunner:
-        return ModelRunner(_standalone(), pool, PagedAttention(pool, self.config.sliding_windows))
+        return ModelRunner(standalone_model(), pool, PagedAttention(pool, self.config.sliding_windows))
 
     def prefill(self, pool: KvPool | None) -> PrefillDraft:
         assert pool is not None
@@ -132,7 +132,7 @@ class StandaloneModel(NoDraftModel):
 
 
 @functools.cache
-def _standalone() -> LlamaForCausalLM:
+def standalone_model() -> LlamaForCausalLM:
     model = build_model(StandaloneModel.config, PLACEMENT).eval()
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():

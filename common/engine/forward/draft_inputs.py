@@ -74,13 +74,6 @@ class EagleVerifyInput(_Rows):
         """[B, N, N - 1] int64: tokens of each node and of its ancestors but for the root, -1 elsewhere."""
         return torch.where(self.mask[:, :, 1:], self.tokens[:, None, 1:], -1)
 
-    @staticmethod
-    def hidden_mode_for(draft: DraftConfig | None) -> CaptureHiddenMode:
-        """What verify returns: every row's hidden state where the draft reads them."""
-        return (
-            CaptureHiddenMode.FULL if EagleDraftExtendInput.hidden_size_for(draft) else CaptureHiddenMode.NULL
-        )
-
     @classmethod
     def zeros(cls, rows: int, nodes: int, device: torch.device) -> Self:
         """Chains of token 0."""

@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.draft_config import DraftConfig, target_width
+from common.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
+from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.layers.attention import Attention
 from common.engine.layers.linear import Embedding, Linear, logits
 from common.engine.layers.mlp import Mlp
@@ -35,7 +36,7 @@ class DraftHead(Protocol):
     """What prefill and decode ask of a draft model."""
 
     def project(self, target_hidden: Tensor) -> Tensor:
-        """Hidden states of the target [T, target_width] as a step reads them [T, H]."""
+        """Hidden states of the target [T, EagleDraftExtendInput.hidden_size_for] as a step reads them [T, H]."""
         ...
 
     def forward(
@@ -109,7 +110,9 @@ class Eagle3Head(nn.Module):
         self.placement = placement
         self.embed_tokens: Embedding = target.embed_tokens
         self.rotary = Rotary(config.rope, config.head_dim, placement)
-        self.fc = Linear(target_width(draft), {"fc": config.hidden_size}, False, placement)
+        self.fc = Linear(
+            EagleDraftExtendInput.hidden_size_for(draft), {"fc": config.hidden_size}, False, placement
+        )
         self.midlayer = Eagle3Layer(draft, placement)
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, placement)
         own_head = draft.draft_vocab is not None
@@ -184,7 +187,7 @@ class EagleHead(nn.Module):
         self.embed_tokens: Embedding = target.embed_tokens
         self.lm_head = target.lm_head
         self.rotary = Rotary(config.rope, config.head_dim, placement)
-        width = config.hidden_size + target_width(draft)
+        width = config.hidden_size + EagleDraftExtendInput.hidden_size_for(draft)
         self.fc = Linear(width, {"fc": config.hidden_size}, False, placement)
         self.layers = nn.ModuleList(EagleLayer(draft, i, placement) for i in range(config.num_layers))
 

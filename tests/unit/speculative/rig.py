@@ -1,0 +1,274 @@
+"""Rounds of speculation without a node: prompts in both caches, one relay row each, and the phases over them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from common.engine.attention.paged import PagedAttention
+from common.engine.cuda_graph.backends.base import Backend
+from common.engine.cuda_graph.decode_graph import VARIANTS
+from common.engine.cuda_graph.node_graphs import PhasePlan
+from common.engine.cuda_graph.rules import Decision, Phase
+from common.engine.draft_runner import DraftRunner
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
+from common.engine.kv_cache.pool import KvPool
+from common.engine.kv_cache.relay_state import DraftShape, RelayState
+from common.engine.kv_cache.request_table import RequestTable
+from common.engine.layers.placement import Placement
+from common.engine.model_runner import ModelRunner
+from common.engine.sampling_plan import sampling_variant
+from common.messages.generation import SamplingParams
+from decode_node.speculative.drafters.drafter import Drafter
+from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter
+from decode_node.speculative.drafters.eagle_tree import TreeGrowth
+from decode_node.speculative.drafters.ngram import NgramDrafter
+from decode_node.speculative.drafters.standalone import StandaloneDrafter
+from decode_node.speculative.rounds import RoundCall, Rounds
+from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
+from decode_node.speculative.verify import Emitted, Verify
+from tests.fakes.draft_models import DRAFTS, standalone_model, tiny_draft
+from tests.fakes.tiny_model import VOCAB, reference, tiny_model
+from tests.unit.cuda_graph.rig import CPU, DeviceDriver, sequences
+
+ANSWER = 64  # tokens that a request may say in a test
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What drafts, and how much."""
+
+    name: str  # ngram, standalone, or a head of DRAFTS
+    steps: int = 3
+    topk: int = 1
+    nodes: int = 0  # of a tree
+
+    @property
+    def reach(self) -> int:
+        return max(self.nodes, self.steps + 1, (self.steps - 1) * self.topk)
+
+
+@dataclass
+class Seen:
+    """One round, on the host."""
+
+    trees: Tensor  # [R, N] tokens as they were drafted, roots excepted
+    parents: Tensor  # [R, N]
+    tokens: list[list[int]]  # what is said
+    logprobs: Tensor | None  # [R * D]
+
+
+class RoundRig:
+    """`hit`: a draft of a head, which is random, becomes the right one with this probability before it is verified."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        prompts: Sequence[Tensor],
+        params: Sequence[SamplingParams],
+        backend: Callable[[], Backend],
+        buckets: Sequence[int],
+        page_size: int = 4,
+        room: int = ANSWER,
+        hit: float = 0.6,
+        device: torch.device = CPU,
+        variants: Sequence[str] = VARIANTS,
+        poisoned: bool = True,
+    ) -> None:
+        self.kind, self.params, self.device = kind, list(params), device
+        self.prompts = [tuple(ids.tolist()) for ids in prompts]
+        self._room = room
+        self._hit, self._random = (0.0 if kind.name == "standalone" else hit), random.Random(2)
+        self._place_target(prompts, page_size, room)
+        draft = self._place_draft(page_size)
+        device_plan = lambda phase: _Plan(Decision(phase, "full"), tuple(buckets), device, backend)  # noqa: E731
+        self.rounds = Rounds(
+            self.relay, self.table, page_size, room + 40, kind.reach, device_plan, poisoned=poisoned
+        )
+        self.drafter = self._drafter(draft)
+        acceptor: Acceptor = ChainAcceptor()
+        if kind.topk > 1:
+            acceptor = TreeAcceptor(kind.reach, kind.steps, (self.pool,))
+        self.verify = Verify(self.runner, self.rounds, self.drafter, acceptor, variants)
+        self.phases = [*self.drafter.phases, self.verify.phase]
+        for phase in self.phases:
+            phase.graphs.capture()
+            assert not [row.error for row in phase.graphs.rows if row.error]
+        self.said: list[list[int]] = [[token] for token in self.first]
+
+    def round(self, requests: Iterable[int]) -> Seen:
+        """One round of requests, numbered from 0; row = number + 1."""
+        chosen = list(requests)
+        call = self.call(chosen)
+        self.drafter.propose(call)
+        tree = self.drafter.state.tree.first(len(chosen))
+        drafted = tree.tokens[:, 1:].clone()
+        self._correct(chosen, call)
+        self._spoil(len(chosen))
+        emitted = self.verify(call)
+        trees = tree.tokens[:, 1:].clone() if call.drafts is not None else drafted
+        parents = tree.parents.clone()
+        self._spoil(len(chosen))
+        self.drafter.absorb(call)
+        tokens = said(emitted, len(chosen))
+        for request, run in zip(chosen, tokens):
+            self.said[request] += run
+        logprobs = None if emitted.drawn is None else emitted.drawn.logprobs
+        return Seen(trees, parents, tokens, None if logprobs is None else logprobs.clone())
+
+    def call(self, chosen: Sequence[int]) -> RoundCall:
+        self.table.flush()
+        placed = [[request + 1, self.held[request]] for request in chosen]
+        values = torch.tensor(placed, dtype=torch.int64, device=self.device).view(len(chosen), 2)
+        drafts = None
+        if self.kind.name == "ngram":
+            drafts = torch.tensor([self._told(request) for request in chosen], dtype=torch.int64)
+            drafts = drafts.view(len(chosen), self.kind.steps).to(self.device)
+        return RoundCall(values, sampling_variant(self.params[request] for request in chosen), drafts)
+
+    def _told(self, request: int) -> list[int]:
+        """As an n-gram match: right for a while."""
+        rest = self._answer(request)[len(self.said[request]) :]
+        right = self._random.randint(0, self.kind.steps)
+        return [*rest[:right], *[7] * self.kind.steps][: self.kind.steps]
+
+    def _answer(self, request: int) -> list[int]:
+        sampling = msgspec.structs.replace(self.params[request], max_tokens=self._room, logprobs=None)
+        return [self.first[request], *reference((*self.prompts[request], self.first[request]), sampling)[0]]
+
+    def _correct(self, chosen: Sequence[int], call: RoundCall) -> None:
+        """Put right tokens in the place of drafts, along one path."""
+        if call.drafts is not None or not self._hit:
+            return
+        tree = self.drafter.state.tree
+        for index, request in enumerate(chosen):
+            rest = self._answer(request)[len(self.said[request]) :]
+            tokens, parents = tree.tokens[index].tolist(), tree.parents[index].tolist()
+            at = 0
+            for right in rest:
+                below = [node for node in range(1, len(parents)) if parents[node] == at]
+                if not below or self._random.random() > self._hit:
+                    break
+                at = next((node for node in below if tokens[node] == right), below[-1])
+                tree.tokens[index, at] = right
+
+    def _spoil(self, live: int) -> None:
+        """Rows behind the batch hold an earlier one's: anything that is in range."""
+        state = self.drafter.state
+        state.tree.tokens[live:] = VOCAB - 1
+        if self.kind.topk > 1:  # the form of chains is written once, at the start
+            state.tree.depth[live:] = 1
+            state.tree.mask[live:] = True
+        state.walk.ids[live:] = VOCAB - 2
+        state.walk.hidden[live:] = torch.nan
+        state.walk.accepted[live:] = state.walk.ids.shape[1] - 1
+        state.walk.start[live:] = 11
+
+    def _place_target(self, prompts: Sequence[Tensor], page_size: int, room: int) -> None:
+        long = [torch.cat((ids, ids.new_zeros(room))) for ids in prompts]
+        aux = DRAFTS[self.kind.name].aux_layers if self.kind.name in DRAFTS else ()
+        self.target = _on(tiny_model(aux=aux), self.device)
+        driver = DeviceDriver(self.target, long, page_size)
+        rows, lengths = list(range(len(prompts))), [len(ids) for ids in prompts]
+        self._whole = driver.batch(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
+        output = driver.runner(self._whole)
+        self._ends = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        self._hidden = output.hidden
+        self.first = output.logits[self._ends].argmax(-1).tolist()
+        self.runner, self.pool = driver.runner, driver.pool
+        width = max(len(pages) for pages in driver.pages) + -(-2 * self.kind.reach // page_size)
+        self.table = RequestTable(len(prompts) + 2, max(width, -(-200 // page_size)), self.device)
+        self.held = [len(pages) for pages in driver.pages]
+        for index in rows:
+            assert self.table.take_row() == index + 1
+            self.table.append(index + 1, 0, driver.pages[index])
+
+    def _place_draft(self, page_size: int) -> DraftRunner | ModelRunner | None:
+        """The draft's KV of the prompts, and the relay rows that a hand-over would bring."""
+        config = DRAFTS.get(self.kind.name)
+        shape = DraftShape()
+        if config is not None:
+            shape = DraftShape(
+                self.kind.topk, EagleDraftInput.hidden_size_for(config), torch.float32, vocab=VOCAB
+            )
+        self.relay = RelayState.allocate(len(self.prompts) + 2, self.device, shape)
+        for index, (ids, sampling) in enumerate(zip(self.prompts, self.params, strict=True)):
+            self.relay.write_row(index + 1, self.first[index], len(ids), sampling)
+        if self.kind.name == "ngram":
+            return None
+        model = self.target.config
+        layers = 1 if config is not None and config.algorithm == "eagle3" else model.num_layers
+        place = Placement(torch.float32, self.device)
+        self.draft_pool = KvPool(
+            layers,
+            model.num_kv_heads,
+            model.head_dim,
+            page_size,
+            self.pool.num_pages,
+            place.dtype,
+            place.device,
+        )
+        attention = PagedAttention(self.draft_pool, (None,) * layers)
+        if config is None:
+            runner = ModelRunner(_on(standalone_model(), self.device), self.draft_pool, attention)
+            runner(self._whole)
+            return runner
+        head = DraftRunner(_on(tiny_draft(self.kind.name), self.device), attention, self.kind.topk)
+        ids = self._whole.input_ids.roll(-1)
+        ids[self._ends] = torch.tensor(self.first, device=self.device)
+        assert self._hidden is not None
+        started = head.extend(replace(self._whole, input_ids=ids, logits_rows=self._ends), self._hidden)
+        self.relay.write_draft(torch.arange(1, len(self.prompts) + 1, device=self.device), started)
+        return head
+
+    def _drafter(self, draft: DraftRunner | ModelRunner | None) -> Drafter:
+        kind = self.kind
+        if draft is None:
+            return NgramDrafter(self.rounds, kind.steps, max_texts=4)
+        if isinstance(draft, ModelRunner):
+            return StandaloneDrafter(draft, self.rounds, kind.steps)
+        growth = ChainGrowth(draft, kind.steps)
+        if kind.topk > 1:
+            growth = TreeGrowth(draft, kind.steps, kind.topk, kind.nodes)
+        width = EagleDraftExtendInput.hidden_size_for(DRAFTS[kind.name])
+        return EagleDrafter(draft, self.rounds, growth, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan(PhasePlan):
+    """Any backend, by name or not."""
+
+    make: Callable[[], Backend] = None  # type: ignore[assignment]
+
+    def backend(self) -> Backend:
+        return self.make()
+
+
+def said(emitted: Emitted, count: int) -> list[list[int]]:
+    """Tokens of each request. Waits for the device."""
+    sampled, counts = emitted.read()
+    assert not sampled.invalid.any()
+    ids = sampled.token_ids.view(count, -1).tolist() if count else []
+    return [row[:length] for row, length in zip(ids, counts, strict=True)]
+
+
+def prompts_of(lengths: Sequence[int]) -> list[Tensor]:
+    return sequences(lengths, seed=1)
+
+
+def _on(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    if device.type == "cpu":
+        return model
+    moved = copy.deepcopy(model).to(device)
+    moved.placement = Placement(torch.float32, device)
+    return moved
+
+
+__all__ = ["Kind", "Phase", "RoundRig", "Seen", "prompts_of", "said"]

@@ -1,0 +1,104 @@
+"""The inputs of draft, verify and draft-extend: one source of widths for buffers, idle batches and relay rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.draft_config import DraftAlgorithm, DraftConfig
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
+from common.engine.layers.placement import Placement
+from common.messages.generation import SamplingParams
+from common.model_config import ModelConfig
+from tests.fakes.draft_models import DRAFTS
+from tests.fakes.tiny_model import CONFIG, PLACEMENT
+from tests.unit.cuda_graph.rig import BACKENDS
+from tests.unit.speculative.rig import Kind, RoundRig, prompts_of
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = ROOT / "deploy" / "models"
+CPU = torch.device("cpu")
+LAST, FULL = CaptureHiddenMode.LAST, CaptureHiddenMode.FULL
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "draft", "extend"),
+    [
+        ("tiny-eagle3", "eagle3", 256, 3 * 256),
+        ("tiny-eagle", "eagle", 256, 256),
+        ("tiny-standalone", "standalone", 0, 0),
+    ],
+)
+def test_widths_of_the_shipped_drafts(name: str, algorithm: DraftAlgorithm, draft: int, extend: int) -> None:
+    """Rows D1, D3, D4, D8: the draft feeds itself its own width, the target gives it aux layers side by side."""
+    config = DraftConfig.load(MODELS / name, algorithm, ModelConfig.load(MODELS / "tiny-target"))
+    assert EagleDraftInput.hidden_size_for(config) == draft
+    assert EagleDraftExtendInput.hidden_size_for(config) == extend
+
+
+def test_without_a_draft_model_nothing_travels() -> None:
+    """Row D8: n-grams."""
+    assert EagleDraftInput.hidden_size_for(None) == EagleDraftExtendInput.hidden_size_for(None) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_idle_inputs_have_no_rows_and_every_width(dtype: torch.dtype) -> None:
+    """Row D6: device, width, dtype, top-k and hidden mode LAST, with zero rows."""
+    config, place = DRAFTS["eagle3"], Placement(dtype, CPU)
+    draft = EagleDraftInput.zeros(
+        0, 4, EagleDraftInput.hidden_size_for(config), EagleDraftInput.dtype_for(place), CPU
+    )
+    assert (draft.probs.shape, draft.ids.shape) == ((0, 4), (0, 4))
+    assert (draft.hidden.shape, draft.hidden.dtype) == ((0, CONFIG.hidden_size), dtype)
+    width = EagleDraftExtendInput.hidden_size_for(config)
+    extend = EagleDraftExtendInput.zeros(0, 5, width, EagleDraftExtendInput.dtype_for(place), CPU)
+    assert (extend.hidden.shape, extend.hidden.dtype) == ((0, 5, 3 * CONFIG.hidden_size), dtype)
+    assert draft.hidden_mode is extend.hidden_mode is LAST
+    idle = EagleVerifyInput.zeros(7, 3, CPU).first(0)
+    assert [tuple(each.shape) for each in (idle.tokens, idle.depth, idle.mask)] == [(0, 3), (0, 3), (0, 3, 3)]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_graph_buffers_and_relay_rows_have_these_widths(name: str) -> None:
+    """Rows D2, D7, A4: buffers of the three phases, the relay rows, and the hidden states that verify returns."""
+    rig = RoundRig(Kind(name, 3), prompts_of([5, 9]), [_greedy()] * 2, BACKENDS["tape"], (2,))
+    extend = rig.drafter.state.walk.hidden
+    assert extend.shape[1:] == (4, EagleDraftExtendInput.hidden_size_for(DRAFTS[name]))
+    assert extend.dtype is EagleDraftExtendInput.dtype_for(PLACEMENT)
+    assert rig.relay.draft_hidden.shape[1] == EagleDraftInput.hidden_size_for(DRAFTS[name])
+    assert rig.relay.draft_hidden.dtype is EagleDraftInput.dtype_for(PLACEMENT)
+    assert rig.drafter.hidden_mode is rig.verify.phase.graphs.spec.hidden is FULL
+    rig.round([0, 1])
+    assert extend[:2].abs().sum(-1).gt(0).all()
+
+
+def test_a_width_that_differs_raises() -> None:
+    """Row D (remaining defect): live hidden states that do not fit their buffer are no reason to replay old ones."""
+    rig = RoundRig(Kind("eagle3", 3), prompts_of([5]), [_greedy()], BACKENDS["tape"], ())
+    wide = rig.drafter.state.walk.hidden.shape[-1] + 8
+    object.__setattr__(rig.drafter.state.walk, "hidden", torch.zeros(rig.rounds.max_rows, 4, wide))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        rig.round([0])
+
+
+def test_no_other_file_computes_a_width() -> None:
+    """Row D2: no `hidden_size * 3` beside the functions."""
+    allowed = {"common/draft_config.py", "common/engine/forward/draft_inputs.py"}
+    pattern = re.compile(
+        r"\btarget_width\(|draft_config\.hidden_size_for|len\(\w*\.?aux_layers\)|hidden_size \* 3"
+    )
+    places = [
+        path.relative_to(ROOT).as_posix()
+        for folder in ("common", "prefill_node", "decode_node", "kv_transfer")
+        for path in (ROOT / folder).rglob("*.py")
+        if pattern.search(path.read_text())
+    ]
+    assert set(places) <= allowed, places
+
+
+def _greedy() -> SamplingParams:
+    return SamplingParams(max_tokens=99, temperature=0.0)

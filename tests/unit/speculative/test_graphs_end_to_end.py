@@ -1,0 +1,115 @@
+"""`decode.graphs: full` with every drafter, through both nodes: plain decoding's tokens, and graphs that really ran."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from common.engine.overlap import Completion, Deferred, Immediate
+from common.messages.identity import GraphTotals
+from tests.fakes.draft_models import branching, drafting
+from tests.fakes.drafters import ngram
+from tests.fakes.node_cluster import Call, MakeStep, NodeCluster, NoDraftModel, Shape
+from tests.fakes.tiny_model import VOCAB, reference
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
+BUCKETS = (1, 3)  # of up to 8 requests: larger batches run eagerly
+CASES: dict[str, tuple[NoDraftModel, MakeStep]] = {
+    "ngram": (NoDraftModel(), ngram(3, BUCKETS)),
+    "standalone": drafting("standalone", 3, BUCKETS),
+    "eagle": drafting("eagle", 2, BUCKETS),
+    "eagle3": drafting("eagle3", 3, BUCKETS),
+    "eagle3-tree": branching("eagle3", 3, 2, 6, buckets=BUCKETS),
+}
+PHASES = {
+    "ngram": {"verify"},
+    "standalone": {"draft", "verify"},
+    "eagle": {"draft", "verify", "draft_extend"},
+    "eagle3": {"draft", "verify", "draft_extend"},
+    "eagle3-tree": {"draft", "verify", "draft_extend"},
+}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
+
+
+def expect_reference(*calls: Call) -> None:
+    for call in calls:
+        assert call.error is None, call.error
+        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
+
+
+def totals(cluster: NodeCluster) -> Sequence[GraphTotals]:
+    return [phase.forward.graphs.totals() for phase in cluster.decode.step.graphs]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_equal_plain_decoding(name: str, completion: type[Completion]) -> None:
+    """Rows E4, A11: batches grow beyond the captured maximum and shrink again, with a logprob request between."""
+    model, step = CASES[name]
+    shape = Shape(draft=model, step=step, page_size=4, completion=completion)
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(n), 6 + 3 * n) for n in (1, 2, 5, 7)]
+        calls += [cluster.submit(prompt_of(n), 9, seed=n, **SAMPLED) for n in (3, 20)]
+        calls += [cluster.submit(prompt_of(30), 8, logprobs=2)]
+        cluster.run()
+        expect_reference(*calls)
+        assert all(token.logprob is not None for token in calls[-1].output)
+        late = cluster.submit(prompt_of(7), 27)  # again: n-grams know the answer by now
+        cluster.run()
+        expect_reference(late)
+        cluster.settle()
+        assert cluster.decode.link.counters.avg_spec_accept_length > 1.0
+        assert {each.phase for each in totals(cluster)} == PHASES[name]
+        for each in totals(cluster):
+            assert each.replays > 0, "captured and never replayed"
+            assert set(each.fallbacks) == {"too_large"}
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle3-tree"])
+def test_retracted_requests_resume_with_the_same_tokens(name: str) -> None:
+    """Row F9, replayed: pages and draft state leave the device and come back elsewhere."""
+    model, step = CASES[name]
+    shape = Shape(
+        draft=model,
+        step=step,
+        page_size=4,
+        decode_pool=96,
+        reserved_tokens=4,
+        completion=Deferred,
+        max_running=4,
+    )
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
+        calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(2)]
+        cluster.run()
+        expect_reference(*calls)
+        assert cluster.decode.link.counters.retractions > 0
+        cluster.settle()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-tree", "ngram"])
+def test_graphs_accept_what_eager_rounds_accept(name: str) -> None:
+    """Rows E2, E4: drafts, not only tokens: the same accept length to the last accepted draft."""
+    made = {
+        "eagle3": lambda buckets: drafting("eagle3", 3, buckets),
+        "eagle3-tree": lambda buckets: branching("eagle3", 3, 8, 24, buckets=buckets),
+        "ngram": lambda buckets: (NoDraftModel(), ngram(3, buckets)),
+    }[name]
+    counted = []
+    for buckets in ((), (1, 3), (8,)):
+        model, step = made(buckets)
+        with NodeCluster(Shape(draft=model, step=step)) as cluster:
+            for _ in range(2):  # again: n-grams know the answers by now
+                calls = [cluster.submit(prompt_of(n), 24) for n in (5, 9, 19, 33)]
+                cluster.run()
+                expect_reference(*calls)
+            cluster.settle()
+            counters = cluster.decode.link.counters
+            counted.append((counters.spec_drafts, counters.spec_draft_tokens, counters.spec_accepted_tokens))
+    assert counted[0] == counted[1] == counted[2]
+    assert counted[0][2] > 0

@@ -1,0 +1,264 @@
+"""Draft, verify and draft-extend of real drafters on the tape: replay equals eager, token by token and draft by draft.
+
+Rows E1-E4 in their spirit (the graph path is the eager path, below, at and above the captured maximum), B6, D2, D7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.engine.cuda_graph.admission import Fallback
+from common.engine.cuda_graph.decode_graph import FILTERED, GREEDY, LOGITS, RANDOM
+from common.engine.cuda_graph.slots import SlotError
+from common.engine.kv_cache.pool import KvPool
+from common.messages.generation import SamplingParams
+from tests.unit.cuda_graph.rig import BACKENDS
+from tests.unit.speculative.rig import Kind, RoundRig, Seen, prompts_of
+
+PROMPTS = prompts_of([21, 9, 30, 4, 13])
+PARAMS = {
+    GREEDY: SamplingParams(max_tokens=99, temperature=0.0, seed=1),
+    RANDOM: SamplingParams(max_tokens=99, temperature=0.8, seed=2),
+    FILTERED: SamplingParams(max_tokens=99, temperature=1.1, top_p=0.8, top_k=12, seed=3),
+    LOGITS: SamplingParams(max_tokens=99, temperature=0.9, seed=4, logprobs=2),
+}
+ALL_GREEDY = [GREEDY] * 5
+MIXED = [GREEDY, RANDOM, FILTERED, LOGITS, GREEDY]
+ROUNDS = [[0], [0, 1], [0, 1, 2, 3, 4], [4, 0], [3], [2, 1, 0], [0, 4, 1, 2], [4, 3, 2, 1, 0], [0, 4]]
+KINDS = {
+    "ngram": Kind("ngram", 4),
+    "standalone": Kind("standalone", 3),
+    "eagle": Kind("eagle", 3),
+    "eagle3": Kind("eagle3", 5),
+    "eagle3-full-vocabulary": Kind("eagle3-full-vocabulary", 2),
+    "eagle-tree": Kind("eagle", 3, 2, 6),
+    "eagle3-tree": Kind("eagle3", 4, 4, 12),
+    "eagle3-wide": Kind("eagle3", 2, 8, 17),
+}
+
+
+def rig(
+    kind: Kind, backend: str, buckets: Sequence[int], params: Sequence[str] = MIXED, **options: Any
+) -> RoundRig:
+    return RoundRig(kind, PROMPTS, [PARAMS[name] for name in params], BACKENDS[backend], buckets, **options)
+
+
+def expect_same(actual: Seen, expected: Seen) -> None:
+    """Trees (the drafts) and tokens; logprobs up to the rounding of a product with padding beside it."""
+    assert torch.equal(actual.trees, expected.trees)
+    assert torch.equal(actual.parents, expected.parents)
+    assert actual.tokens == expected.tokens
+    if expected.logprobs is not None:
+        assert actual.logprobs is not None
+        torch.testing.assert_close(actual.logprobs, expected.logprobs, atol=1e-4, rtol=0)
+
+
+def expect_same_rows(one: RoundRig, other: RoundRig) -> None:
+    """The relay rows that the next round starts from; row 0 is nobody's and stays zero."""
+    for name in ("last_token", "seq_len", "draft_ids"):
+        assert torch.equal(getattr(one.relay, name), getattr(other.relay, name)), name
+    for name in ("draft_p", "draft_hidden"):
+        torch.testing.assert_close(
+            getattr(one.relay, name), getattr(other.relay, name), atol=1e-4, rtol=0, msg=name
+        )
+    for name in ("last_token", "seq_len", "draft_ids", "draft_p", "draft_hidden"):
+        assert not getattr(one.relay, name)[0].any(), name
+
+
+def run(one: RoundRig, other: RoundRig, rounds: Sequence[Sequence[int]]) -> None:
+    for chosen in rounds:
+        expect_same(one.round(chosen), other.round(chosen))
+        expect_same_rows(one, other)
+    shares = sum(len(chosen) for chosen in rounds)
+    accepted = sum(len(said) - 1 for said in one.said) - shares
+    assert accepted > shares / 4, "few drafts were accepted: the walk was hardly tested"
+
+
+CASES = [
+    *((name, (1, 2, 4)) for name in KINDS),
+    *((name, (1, 8)) for name in ("ngram", "eagle3", "eagle3-tree")),
+]
+
+
+@pytest.mark.parametrize(("name", "buckets"), CASES)
+def test_replay_equals_eager(name: str, buckets: tuple[int, ...]) -> None:
+    """Rows E1, E2, E4: tokens, drafts and relay rows; below, at and above the maximum, shrinking and growing."""
+    eager, graphs = rig(KINDS[name], "none", ()), rig(KINDS[name], "tape", buckets)
+    run(graphs, eager, ROUNDS)
+    above = sum(len(chosen) > max(buckets) for chosen in ROUNDS)
+    for phase in graphs.phases:
+        counters = phase.graphs.counters
+        assert counters.replays.total() == len(ROUNDS) - above
+        assert counters.fallbacks == ({Fallback.TOO_LARGE: above} if above else {})
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 7])
+@pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3"])
+def test_every_number_of_steps(name: str, steps: int) -> None:
+    kind = Kind(name, steps)
+    run(rig(kind, "tape", (3,), ALL_GREEDY), rig(kind, "none", (), ALL_GREEDY), ROUNDS[:4])
+
+
+@pytest.mark.parametrize(("steps", "topk", "nodes"), [(1, 4, 5), (3, 2, 4), (7, 8, 20), (5, 4, 16)])
+def test_trees_of_every_shape(steps: int, topk: int, nodes: int) -> None:
+    kind = Kind("eagle3", steps, topk, nodes)
+    run(rig(kind, "tape", (3,), ALL_GREEDY), rig(kind, "none", (), ALL_GREEDY), ROUNDS[:4])
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-tree", "ngram"])
+def test_page_sizes(name: str, page_size: int) -> None:
+    made = [
+        rig(KINDS[name], backend, buckets, [FILTERED] * 5, page_size=page_size)
+        for backend, buckets in (("tape", (4,)), ("none", ()))
+    ]
+    run(*made, ROUNDS[:5])
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle-tree", "ngram", "standalone"])
+def test_from_32_requests_to_12_with_graphs_for_8(name: str) -> None:
+    """Rows E1, E4: the batch that crashed elsewhere (more than was captured), then fewer, then few: max - 1, max,
+    max + 1, twice the max."""
+    prompts = prompts_of([3 + n % 5 for n in range(32)])
+    params = [PARAMS[GREEDY]] * 32
+    eager = RoundRig(KINDS[name], prompts, params, BACKENDS["none"], (), room=20)
+    graphs = RoundRig(KINDS[name], prompts, params, BACKENDS["tape"], (1, 8), room=20, variants=(GREEDY,))
+    sizes = (32, 12, 7, 8, 9, 16, 1, 32)
+    run(graphs, eager, [list(range(32))[-size:] for size in sizes])
+    for phase in graphs.phases:
+        assert phase.graphs.counters.fallbacks == {Fallback.TOO_LARGE: 5}
+        assert phase.graphs.counters.replays.total() == 3
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True), min_size=1, max_size=6),
+    st.lists(st.sampled_from(list(PARAMS)), min_size=5, max_size=5),
+    st.sampled_from(["ngram", "eagle3", "eagle-tree"]),
+)
+def test_any_sequence_of_rounds(rounds: list[list[int]], params: list[str], name: str) -> None:
+    eager, graphs = rig(KINDS[name], "none", (), params), rig(KINDS[name], "tape", (2, 3), params)
+    for chosen in rounds:
+        expect_same(graphs.round(chosen), eager.round(chosen))
+        expect_same_rows(graphs, eager)
+
+
+def test_the_tape_is_the_program_on_padded_rows_bit_for_bit() -> None:
+    """Against the program itself with the same padding: relay rows and both caches, to the last bit."""
+    for name in ("eagle3", "eagle-tree"):
+        padded, graphs = rig(KINDS[name], "none", (1, 4)), rig(KINDS[name], "tape", (1, 4))
+        for chosen in ROUNDS:
+            expect_same(graphs.round(chosen), padded.round(chosen))
+            for column in ("last_token", "seq_len", "draft_ids", "draft_p", "draft_hidden"):
+                assert torch.equal(getattr(graphs.relay, column), getattr(padded.relay, column))
+            for pool in ("pool", "draft_pool"):
+                one, other = (getattr(each, pool).storage.view(torch.float32) for each in (graphs, padded))
+                assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+def test_what_lies_in_the_padding_row_reaches_nobody() -> None:
+    clean, graphs = rig(KINDS["eagle3"], "tape", (5,)), rig(KINDS["eagle3"], "tape", (5,))
+    relay = graphs.relay
+    for column, worst in ((relay.temperature, torch.nan), (relay.top_p, torch.nan), (relay.seed, 2**63 - 1)):
+        column[0] = worst
+    relay.top_k[0] = 2**31 - 1
+    for chosen in ([0, 3], [1], [2, 1], [0, 4, 2]):
+        expect_same(graphs.round(chosen), clean.round(chosen))
+    assert not graphs.pool.key(0)[0].any()
+    assert not graphs.draft_pool.key(0)[0].any()
+
+
+@pytest.mark.parametrize("buckets", [(), (2, 4)])
+@pytest.mark.parametrize("name", KINDS)
+def test_an_idle_batch_of_no_rows(name: str, buckets: tuple[int, ...]) -> None:
+    """Row D6: every phase takes a batch of no requests, eager or replayed, and leaves everything as it was."""
+    idle, other = (rig(KINDS[name], "tape", buckets, ALL_GREEDY) for _ in range(2))
+    for chosen in ([0, 1], [], [1, 2], []):
+        seen = idle.round(chosen)
+        assert len(seen.tokens) == len(chosen)
+        if chosen:
+            expect_same(seen, other.round(chosen))
+        expect_same_rows(idle, other)
+
+
+@pytest.mark.parametrize("variants", [(FILTERED,), (LOGITS,), (GREEDY, LOGITS)])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-tree"])
+def test_each_variant_alone_gives_the_same_tokens(name: str, variants: tuple[str, ...]) -> None:
+    """`logits` ends with the forward; drawing, accepting and scattering follow eagerly, for logprobs of every token."""
+    graphs = rig(KINDS[name], "tape", (5,), variants=variants)
+    run(graphs, rig(KINDS[name], "none", ()), ROUNDS)
+    fallbacks = graphs.verify.phase.graphs.counters.fallbacks
+    wants_logprobs = sum(3 in chosen for chosen in ROUNDS)
+    assert fallbacks == ({} if LOGITS in variants else {Fallback.VARIANT: wants_logprobs})
+
+
+def test_what_is_said_outlives_the_next_replay() -> None:
+    """The host reads round t after round t + 1 was launched."""
+    graphs = rig(KINDS["eagle3"], "tape", (2,), ALL_GREEDY)
+    call = graphs.call([0, 1])
+    graphs.drafter.propose(call)
+    emitted = graphs.verify(call)
+    before = emitted.packed.clone()
+    graphs.drafter.absorb(call)
+    for _ in range(2):
+        graphs.round([0, 1])
+    assert torch.equal(emitted.packed, before)
+
+
+ROLES = {
+    "ngram": {("verify", "target", "NULL")},
+    "standalone": {("draft", "draft", "NULL"), ("verify", "target", "NULL")},
+    "eagle3": {("draft", "draft", "LAST"), ("verify", "target", "FULL"), ("draft_extend", "draft", "LAST")},
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_what_a_decode_node_captures(name: str) -> None:
+    """ARCHITECTURE.md's table, rows A2, A10: phase, model and hidden mode; no prompt, no plain decode step."""
+    graphs = rig(KINDS[name], "tape", (1, 3))
+    rows = [row for phase in graphs.phases for row in phase.graphs.rows]
+    assert {(row.phase, row.model, row.hidden) for row in rows} == ROLES[name]
+    nodes = {"draft": 1, "verify": graphs.drafter.nodes, "draft_extend": KINDS[name].steps + 1}
+    for row in rows:
+        assert row.backend == "tape"
+        assert row.requests in (1, 3)
+        assert row.tokens == row.requests * nodes[row.phase]
+    variants = {row.variant for row in rows if row.phase == "verify"}
+    assert variants == {GREEDY, RANDOM, FILTERED, LOGITS}
+    assert all(phase.graphs.captured for phase in graphs.phases)
+
+
+def test_a_wrong_width_of_drafts_is_refused() -> None:
+    """Row D (remaining defect): never the drafts of the round before."""
+    graphs = rig(KINDS["ngram"], "tape", (2,), ALL_GREEDY)
+    call = graphs.call([0])
+    assert call.drafts is not None
+    for drafts in (call.drafts[:, :-1], None):
+        with pytest.raises(SlotError, match="'drafts'"):
+            graphs.verify(replace(call, drafts=drafts))
+
+
+def test_pages_of_others_are_never_written() -> None:
+    """A request that holds no page behind its length: its drafts go to page 0, whatever the table says there."""
+    graphs = rig(KINDS["eagle3-tree"], "tape", (2,), ALL_GREEDY)
+    graphs.round([0, 1])
+    length = int(graphs.relay.seq_len[1])
+    graphs.held[0] = -(-length // 4)
+    before = graphs.pool.storage.clone()
+    foreign = graphs.table.pages[1][graphs.held[0] :].tolist()
+    graphs.round([0])
+    for layer in range(graphs.pool.num_layers):
+        now, then = graphs.pool.key(layer)[foreign], _plane(graphs.pool, before, 2 * layer)[foreign]
+        assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))
+
+
+def _plane(pool: KvPool, storage: torch.Tensor, index: int) -> torch.Tensor:
+    begin = pool.plane_offsets[index]
+    return storage[begin : begin + pool.plane_bytes].view(pool.dtype).view(pool.key(0).shape)
