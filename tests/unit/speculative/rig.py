@@ -198,7 +198,7 @@ class RoundRig:
             shape = DraftShape(
                 self.kind.topk, EagleDraftInput.hidden_size_for(config), torch.float32, vocab=VOCAB
             )
-        self.relay = RelayState.allocate(len(self.prompts) + 2, self.device, shape)
+        self.relay = RelayState.allocate(len(self.prompts) + 2, VOCAB, self.device, shape)
         for index, (ids, sampling) in enumerate(zip(self.prompts, self.params, strict=True)):
             self.relay.write_row(index + 1, self.first[index], len(ids), sampling)
         if self.kind.name == "ngram":
