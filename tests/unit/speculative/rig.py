@@ -200,7 +200,7 @@ class RoundRig:
             )
         self.relay = RelayState.allocate(len(self.prompts) + 2, VOCAB, self.device, shape)
         for index, (ids, sampling) in enumerate(zip(self.prompts, self.params, strict=True)):
-            self.relay.write_row(index + 1, self.first[index], len(ids), sampling)
+            self.relay.write_row(index + 1, [*ids, self.first[index]], 1, sampling)
         if self.kind.name == "ngram":
             return None
         model = self.target.config
