@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +20,19 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
+from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
-from common.engine.serving_model import ServingModel, load_serving_model, page_space
+from common.engine.serving_model import (
+    ServingModel,
+    graph_trial,
+    load_serving_model,
+    page_space,
+    pool_wish,
+)
 from common.ipc import LinkSecurity, check_bind, link_security
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
@@ -45,6 +54,7 @@ from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAccept
 from decode_node.speculative.verify import Verify
 from decode_node.step import AutoregressiveStep, DecodeStep
 from kv_transfer.from_config import kv_layout, transfer_limits
+from kv_transfer.layout import KvLayout
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import ReceiverEndpoint, Region
@@ -90,46 +100,32 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         resolved.model_path,
         cluster,
         own.device,
-        section.pool_tokens,
-        "decode.pool_tokens",
+        pool_wish("decode", section, own.device),
         section.max_running,
         reporter,
         resolved.draft_path,
     )
     reporter.report("allocating")
-    device = served.placement.device
+    device, carried = served.placement.device, served.draft_shape
+    relay = RelayState.allocate(section.max_running, served.config.vocab_size, device, carried)
+    if not served.sized:
+        trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
+        served = served.with_pool(graph_trial(lambda: _forwards(cluster, served, relay, trial).graphs))
     incarnation = new_incarnation()
-    layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
-    carried = served.draft_shape
     limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
-    offsets = [plane.offset for plane in layout.planes]
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved.keys_path, name)
     endpoint = _endpoint(cluster, own, device, incarnation, limits, security)
-    storage = as_storage(endpoint.allocate(Region.KV, layout.total_bytes))
-    pool = make_pool(
-        served.config,
-        cluster.kv.page_size,
-        served.num_pages,
-        served.placement,
-        storage=storage,
-        plane_offsets=offsets,
+    forwards = _forwards(
+        cluster, served, relay, lambda nbytes: as_storage(endpoint.allocate(Region.KV, nbytes))
     )
+    layout, table, step = forwards.layout, forwards.table, forwards.step
     record_slots = 2 * section.max_transferring  # on the way, and as many again in quarantine
     receiver = Receiver(incarnation, name, endpoint, layout, time.monotonic, limits, record_slots)
     poller = zmq.Poller()
     space = page_space(cluster, served, section.prefix_cache)
-    rows = section.max_running
-    # branches of draft trees reach behind the last token of a request
-    behind = 2 * reach(cluster.speculation)
-    table = RequestTable(rows, space.pages_for(served.max_model_len + behind), device)
-    relay = RelayState.allocate(rows, served.config.vocab_size, device, carried)
-    runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
-    draft = served.draft_runner(pool, offsets)
-    pools = [pool] if draft is None else [pool, draft[1]]
-    step, graphs = _step(cluster, served, runner, None if draft is None else draft[0], table, relay)
     reporter.report("capturing")
-    for phase in graphs:
+    for phase in forwards.graphs:
         node_graphs.capture(phase, log)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
@@ -147,7 +143,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             total_pages=served.num_pages - 1,
             effective_config={
                 **served.describe(layout.total_bytes, choose_transport(cluster)),
-                **node_graphs.describe(*graphs),
+                **node_graphs.describe(*forwards.graphs),
             },
         ),
         decode_inbox.codec,
@@ -165,7 +161,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         receiver,
         space,
         table,
-        Retraction(pools, space, table, relay, section.backup_mib * MIB),
+        Retraction(forwards.pools, space, table, relay, section.backup_mib * MIB),
         step,
         decode.DecodeLimits(
             max_running=section.max_running,
@@ -178,10 +174,46 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             drain_timeout=cluster.health.drain_timeout,
         ),
         carried,
-        node_graphs.totals(*graphs),
+        node_graphs.totals(*forwards.graphs),
         log,
     )
     return BuiltDecodeNode(node, link, peers, receiver, security, context)
+
+
+@dataclass(frozen=True, slots=True)
+class Forwards:
+    """The node's step over one KV pool, and its forwards, not captured yet."""
+
+    layout: KvLayout
+    pools: Sequence[KvPool]  # the target's, and the draft's if there is one
+    table: RequestTable
+    step: DecodeStep
+    graphs: Sequence[node_graphs.NodeGraphs[Any]]
+
+
+def _forwards(
+    cluster: Cluster, served: ServingModel, relay: RelayState, allocate: Callable[[int], torch.Tensor]
+) -> Forwards:
+    """With a pool of `served.num_pages`, whose bytes come from `allocate`."""
+    layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
+    offsets = [plane.offset for plane in layout.planes]
+    size = served.page_size
+    pool = make_pool(
+        served.config,
+        size,
+        served.num_pages,
+        served.placement,
+        storage=allocate(layout.total_bytes),
+        plane_offsets=offsets,
+    )
+    # branches of draft trees reach behind the last token of a request
+    longest = served.max_model_len + 2 * reach(cluster.speculation)
+    table = RequestTable(cluster.decode.max_running, -(-longest // size), served.placement.device)
+    runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
+    draft = served.draft_runner(pool, offsets)
+    pools = [pool] if draft is None else [pool, draft[1]]
+    step, graphs = _step(cluster, served, runner, None if draft is None else draft[0], table, relay)
+    return Forwards(layout, pools, table, step, graphs)
 
 
 def _step(

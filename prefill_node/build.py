@@ -25,7 +25,13 @@ from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
-from common.engine.serving_model import ServingModel, load_serving_model, page_space
+from common.engine.serving_model import (
+    ServingModel,
+    graph_trial,
+    load_serving_model,
+    page_space,
+    pool_wish,
+)
 from common.ipc import LinkSecurity, RouterSocket, check_bind, link_security
 from common.ipc.router_link import RouterLink
 from common.messages import prefill_inbox
@@ -34,6 +40,7 @@ from common.messages.router_inbox import Register
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_config import kv_layout, transfer_limits
+from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderEndpoint
@@ -41,7 +48,7 @@ from kv_transfer.transport.cuda_ipc import CudaIpcSender
 from kv_transfer.transport.pool_memory import as_memory
 from kv_transfer.transport.shm import ShmSender
 from kv_transfer.transport.tcp import TcpSender
-from prefill_node.draft import prefill_draft
+from prefill_node.draft import PrefillDraft, prefill_draft
 from prefill_node.node import PrefillLimits, PrefillNode
 from prefill_node.step import PrefillStep
 
@@ -86,50 +93,33 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         resolved.model_path,
         cluster,
         own.device,
-        section.pool_tokens,
-        "prefill.pool_tokens",
+        pool_wish("prefill", section, own.device),
         section.max_batch,
         reporter,
         resolved.draft_path,
     )
     reporter.report("allocating")
+    if not served.sized:
+        served = served.with_pool(graph_trial(lambda: _forwards(cluster, served).graphs))
     device = served.placement.device
-    layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
-    carried = served.draft_shape
+    forwards = _forwards(cluster, served)
+    layout, carried = forwards.layout, served.draft_shape
     limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
-    offsets = [plane.offset for plane in layout.planes]
-    pool = make_pool(
-        served.config,
-        cluster.kv.page_size,
-        served.num_pages,
-        served.placement,
-        storage=torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device),
-        plane_offsets=offsets,
-    )
     endpoint = _endpoint(cluster, limits)
-    endpoint.register(layout, as_memory(pool.storage))
+    endpoint.register(layout, as_memory(forwards.runner.pool.storage))
     incarnation = new_incarnation()
     peers = RouterSocket(context, address, security)
     sender = Sender(incarnation, name, endpoint, layout, peers.send, time.monotonic, limits)
-    buckets = prefill_token_buckets(section.chunk_tokens)
-    attention = PagedAttention(pool, served.config.sliding_windows, buckets)
-    runner = ModelRunner(served.model, pool, attention)
-    drafting = _draft_graphs(served, runner, offsets, section)
-    extend = prefill_draft(None if drafting is None else drafting.forward)
-    target = node_graphs.prefill_graphs(
-        runner, section.graphs, section.chunk_tokens, section.max_batch, extend.hidden_mode
-    )
-    graphs: list[NodeGraphs[Any]] = [target] if drafting is None else [target, drafting]
     reporter.report("capturing")
-    for each in graphs:
+    for each in forwards.graphs:
         node_graphs.capture(each, log)
-    attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
+    forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
     )
     step = PrefillStep(
-        target.forward,
-        extend,
+        forwards.target.forward,
+        forwards.draft,
         AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device),
         cluster.kv.page_size,
         device,
@@ -148,7 +138,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             total_pages=served.num_pages - 1,
             effective_config={
                 **served.describe(layout.total_bytes, choose_transport(cluster)),
-                **node_graphs.describe(*graphs),
+                **node_graphs.describe(*forwards.graphs),
             },
         ),
         prefill_inbox.codec,
@@ -173,10 +163,47 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             drain_timeout=cluster.health.drain_timeout,
         ),
         carried,
-        node_graphs.totals(*graphs),
+        node_graphs.totals(*forwards.graphs),
         log,
     )
     return BuiltPrefillNode(node, link, peers, sender, security, context)
+
+
+@dataclass(frozen=True, slots=True)
+class Forwards:
+    """The node's forwards over one KV pool, not captured yet."""
+
+    layout: KvLayout
+    runner: ModelRunner
+    attention: PagedAttention
+    target: NodeGraphs[PrefillExtend]
+    draft: PrefillDraft
+    graphs: Sequence[NodeGraphs[Any]]
+
+
+def _forwards(cluster: Cluster, served: ServingModel) -> Forwards:
+    """With a pool of `served.num_pages`."""
+    section = cluster.prefill
+    layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
+    offsets = [plane.offset for plane in layout.planes]
+    pool = make_pool(
+        served.config,
+        served.page_size,
+        served.num_pages,
+        served.placement,
+        storage=torch.zeros(layout.total_bytes, dtype=torch.uint8, device=served.placement.device),
+        plane_offsets=offsets,
+    )
+    buckets = prefill_token_buckets(section.chunk_tokens)
+    attention = PagedAttention(pool, served.config.sliding_windows, buckets)
+    runner = ModelRunner(served.model, pool, attention)
+    drafting = _draft_graphs(served, runner, offsets, section)
+    draft = prefill_draft(None if drafting is None else drafting.forward)
+    target = node_graphs.prefill_graphs(
+        runner, section.graphs, section.chunk_tokens, section.max_batch, draft.hidden_mode
+    )
+    graphs: list[NodeGraphs[Any]] = [target] if drafting is None else [target, drafting]
+    return Forwards(layout, runner, attention, target, draft, graphs)
 
 
 def _draft_graphs(

@@ -5,7 +5,7 @@ deploy/clusters/example.yaml shows each key with its default and its meaning; a 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from common.errors import ConfigError
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
+Fraction = Annotated[float, Meta(gt=0, le=0.98)]  # of a GPU: the driver keeps some for itself
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
@@ -91,10 +92,14 @@ _N = TypeVar("_N", PrefillNode, DecodeNode)
 class PrefillSection(Section, frozen=True, kw_only=True):
     """What all prefill nodes share."""
 
+    CPU_POOL_TOKENS: ClassVar[int] = 32_768
     nodes: Annotated[tuple[PrefillNode, ...], Meta(min_length=1, max_length=256)] = (
         PrefillNode(name="prefill-0"),
     )
-    pool_tokens: Positive = 32_768  # KV pool of each node, in tokens
+    pool_tokens: Positive | Literal["auto"] = (
+        "auto"  # KV pool of each node; auto: CPU_POOL_TOKENS, or on a GPU what memory_fraction leaves
+    )
+    memory_fraction: Fraction = 0.9  # of its GPU: what a node takes in all where pool_tokens is auto
     chunk_tokens: Positive = 2048  # token budget of one forward, shared by all prompts in it
     max_batch: Positive = 64  # prompts in one forward
     max_queue: Positive = 1024  # waiting requests; more are refused
@@ -105,10 +110,12 @@ class PrefillSection(Section, frozen=True, kw_only=True):
 class DecodeSection(Section, frozen=True, kw_only=True):
     """What all decode nodes share."""
 
+    CPU_POOL_TOKENS: ClassVar[int] = 65_536
     nodes: Annotated[tuple[DecodeNode, ...], Meta(min_length=1, max_length=256)] = (
         DecodeNode(name="decode-0"),
     )
-    pool_tokens: Positive = 65_536
+    pool_tokens: Positive | Literal["auto"] = "auto"
+    memory_fraction: Fraction = 0.9
     max_running: Annotated[int, Meta(ge=1, le=4096)] = 64  # requests in one step
     max_transferring: Positive = 64  # reservations beyond the running ones
     max_queue: Positive = 1024

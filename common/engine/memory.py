@@ -25,16 +25,47 @@ class MemoryPlan:
     pool: int
     working: int = WORKING_BYTES
     sampling: int = 0  # penalties and biases: common.engine.logit_adjustments
+    graphs: int = 0  # measured by a trial; where there was none they are in `working`
 
     @property
     def total(self) -> int:
-        return self.weights + self.pool + self.working + self.sampling
+        return self.weights + self.pool + self.working + self.sampling + self.graphs
 
     def __str__(self) -> str:
         return (
-            f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + room to work {_gib(self.working)} + "
-            f"sampling state {_gib(self.sampling)} = {_gib(self.total)}"
+            f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + graphs {_gib(self.graphs)} + "
+            f"room to work {_gib(self.working)} + sampling state {_gib(self.sampling)} = {_gib(self.total)}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWish:
+    """How large a node's KV pool is to be: so many tokens, or what the node's share of its GPU leaves (None)."""
+
+    tokens: int | None
+    fraction: float
+    section: str  # of the config: prefill or decode
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{'memory_fraction' if self.tokens is None else 'pool_tokens'}"
+
+
+def plan_pool(total: int, plan: MemoryPlan, wish: PoolWish, page_bytes: int) -> int:
+    """Pages, padding page included, that a share of `total` bytes leaves beside `plan`, whose pool is empty.
+
+    Raises ConfigError with the arithmetic where that is not one page for tokens.
+    """
+    share = int(total * wish.fraction)
+    pages = (share - plan.total) // page_bytes
+    if pages < 2:
+        least = (plan.total + 2 * page_bytes) / total
+        remedy = f"write at least {least + 0.005:.2f}" if least < 0.97 else "use a larger GPU"
+        raise ConfigError(
+            wish.key,
+            f"{wish.fraction:g} of {_gib(total)} is {_gib(share)}, which leaves no room for KV: {plan}; {remedy}",
+        )
+    return pages
 
 
 def weight_bytes(files: list[WeightFile], dtype: torch.dtype) -> int:
@@ -45,6 +76,25 @@ def weight_bytes(files: list[WeightFile], dtype: torch.dtype) -> int:
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """KV of one token over all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def check_share(device: torch.device, plan: MemoryPlan, beside: int, wish: PoolWish, page_bytes: int) -> None:
+    """As `check_memory`, for a node whose pool is what its share leaves: before the graphs are known."""
+    share = int(torch.cuda.mem_get_info(device)[1] * wish.fraction)
+    free, total = _patiently(device, share, beside)
+    if share + beside > total:
+        raise ConfigError(
+            wish.key,
+            f"{wish.fraction:g} of {device} is {_gib(share)}, and this cluster's other nodes there take "
+            f"{_gib(beside)}: together more than its {_gib(total)}; lower the fractions",
+        )
+    if share > free:
+        raise ConfigError(
+            wish.key,
+            f"{wish.fraction:g} of {device} is {_gib(share)}, only {_gib(free)} of {_gib(total)} are free; "
+            f"write at most {free / total - 0.005:.2f}, or free memory there",
+        )
+    plan_pool(total, plan, wish, page_bytes)
 
 
 def check_memory(
@@ -58,11 +108,7 @@ def check_memory(
     Args:
         beside: bytes that other nodes of the same cluster take of this GPU, whether they have started or not.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    until = time.monotonic() + PATIENCE
-    while free < plan.total <= total - beside and time.monotonic() < until:
-        time.sleep(0.25)
-        free, total = torch.cuda.mem_get_info(device)
+    free, total = _patiently(device, plan.total, beside)
     if plan.total > free:
         raise ConfigError(
             pool_key,
@@ -76,6 +122,16 @@ def check_memory(
             f"{_gib(beside)}, together more than its {_gib(total)}; "
             + _remedy(total - beside - plan.total + plan.pool, bytes_per_token),
         )
+
+
+def _patiently(device: torch.device, needed: int, beside: int) -> tuple[int, int]:
+    """(free, total) bytes of a GPU, once `needed` are free or waiting is in vain."""
+    free, total = torch.cuda.mem_get_info(device)
+    until = time.monotonic() + PATIENCE
+    while free < needed <= total - beside and time.monotonic() < until:
+        time.sleep(0.25)
+        free, total = torch.cuda.mem_get_info(device)
+    return free, total
 
 
 def _remedy(room: int, bytes_per_token: int) -> str:

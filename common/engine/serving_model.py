@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common.config import Cluster
+from common.config.schema import DecodeSection, PrefillSection
 from common.config.transport_choice import choose_transport
 from common.draft_config import DraftConfig
+from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.draft_runner import DraftRunner
 from common.engine.kv_cache.page_space import PageSpace, as_bigram_keys, as_keys
 from common.engine.kv_cache.pool import KvPool
@@ -18,7 +23,15 @@ from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.engine.kv_cache.relay_state import DraftShape
 from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import adjustment_bytes
-from common.engine.memory import MemoryPlan, check_memory, token_bytes, weight_bytes
+from common.engine.memory import (
+    MemoryPlan,
+    PoolWish,
+    check_memory,
+    check_share,
+    plan_pool,
+    token_bytes,
+    weight_bytes,
+)
 from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.serving_draft import ServingDraft, load_serving_draft
@@ -28,6 +41,8 @@ from common.messages.router_inbox import ConfigValue
 from common.model_config import ModelConfig, model_fingerprint
 from common.model_files import read_weight_files
 from common.observability.startup import StartupReporter
+
+TRIAL_PAGES = 2  # the padding page, where graphs are captured, and one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +54,10 @@ class ServingModel:
     placement: Placement
     fingerprint: str
     num_pages: int  # of the KV pool, padding page included
+    page_size: int
     max_model_len: int  # tokens that one request may have on this node
+    wish: PoolWish
+    plan: MemoryPlan  # of its GPU, with an empty pool
     draft: ServingDraft | None = None
 
     @property
@@ -51,6 +69,24 @@ class ServingModel:
         """(KV heads, head_dim) per layer, the target's first, then the draft's."""
         own = [(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
         return own if self.draft is None else own + self.draft.kv_shapes
+
+    @property
+    def page_bytes(self) -> int:
+        """One page over all layers."""
+        values = sum(2 * heads * head_dim for heads, head_dim in self.kv_shapes)
+        return values * self.page_size * self.placement.dtype.itemsize
+
+    @property
+    def sized(self) -> bool:
+        """False: `num_pages` is enough for a trial of the graphs, and `with_pool` comes next."""
+        return self.wish.tokens is not None or self.num_pages > TRIAL_PAGES
+
+    def with_pool(self, graph_bytes: int) -> ServingModel:
+        """The pool is what the node's share of its GPU leaves beside graphs. Raises ConfigError if that is nothing."""
+        total = torch.cuda.mem_get_info(self.placement.device)[1]
+        pages = plan_pool(total, replace(self.plan, graphs=graph_bytes), self.wish, self.page_bytes)
+        longest = min(self.max_model_len, (pages - 1) * self.page_size)
+        return replace(self, num_pages=pages, max_model_len=longest)
 
     @property
     def kv_fingerprint(self) -> str:
@@ -99,8 +135,7 @@ def load_serving_model(
     path: Path,
     cluster: Cluster,
     device_name: str,
-    pool_tokens: int,
-    pool_key: str,
+    wish: PoolWish,
     max_rows: int,
     reporter: StartupReporter,
     draft_path: Path | None = None,
@@ -114,7 +149,7 @@ def load_serving_model(
     device = _device(device_name)
     draft_config = _draft_config(cluster, draft_path, path)
     beside = {} if draft_config is None or draft_path is None else {draft_path: draft_config.model}
-    _check_memory(path, cluster, device, pool_tokens, pool_key, max_rows, beside)
+    plan = _check_memory(path, cluster, device, wish, max_rows, beside)
     if device.type == "cpu" and cluster.process.threads:
         torch.set_num_threads(cluster.process.threads)
     fingerprint = model_fingerprint(path)
@@ -133,16 +168,42 @@ def load_serving_model(
             "model.max_model_len",
             f"{wanted} is more than the model's {config.max_position_embeddings} positions",
         )
-    pages = pool_tokens // cluster.kv.page_size
-    if pages < 1:
-        raise ConfigError(pool_key, f"{pool_tokens} tokens are less than one page of {cluster.kv.page_size}")
-    longest = min(wanted or config.max_position_embeddings, pages * cluster.kv.page_size)
+    page_size, longest, num_pages = (
+        cluster.kv.page_size,
+        wanted or config.max_position_embeddings,
+        TRIAL_PAGES,
+    )
+    if wish.tokens is not None:
+        num_pages = wish.tokens // page_size + 1
+        longest = min(longest, wish.tokens // page_size * page_size)
+        if not longest:
+            raise ConfigError(wish.key, f"{wish.tokens} tokens are less than one page of {page_size}")
     draft = None
     if draft_config is not None and draft_path is not None:
         draft = load_serving_draft(
             draft_path, draft_config, cluster.speculation.steps, cluster.speculation.topk, model, placement
         )
-    return ServingModel(model, config, placement, fingerprint, pages + 1, longest, draft)
+    return ServingModel(
+        model, config, placement, fingerprint, num_pages, page_size, longest, wish, plan, draft
+    )
+
+
+def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolWish:
+    """What `section`, called `name`, asks for on a device."""
+    tokens: int | None = None
+    if section.pool_tokens != "auto":
+        tokens = section.pool_tokens
+    elif device_name == "cpu":
+        tokens = section.CPU_POOL_TOKENS
+    return PoolWish(tokens, section.memory_fraction, name)
+
+
+def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
+    """Bytes that the graphs of a GPU node will take; nothing of them stays."""
+    nbytes = node_graphs.trial(build, torch.cuda.memory_reserved)
+    gc.collect()  # modules and runners refer to each other
+    torch.cuda.empty_cache()
+    return nbytes
 
 
 def page_space(cluster: Cluster, served: ServingModel, prefix_cache: bool) -> PageSpace:
@@ -184,14 +245,16 @@ def _check_memory(
     path: Path,
     cluster: Cluster,
     device: torch.device,
-    pool_tokens: int,
-    pool_key: str,
+    wish: PoolWish,
     max_rows: int,
     drafts: Mapping[Path, ModelConfig] = {},
-) -> None:
-    """Raises ConfigError where this node, or all nodes of the cluster on this GPU, do not fit on it."""
+) -> MemoryPlan:
+    """What the node takes of its GPU beside the pool; nothing on a CPU.
+
+    Raises ConfigError where this node, or all nodes of the cluster on this GPU, do not fit on it.
+    """
     if device.type != "cuda":
-        return
+        return MemoryPlan(0, 0, 0)
     config = ModelConfig.load(path)
     models = {path: config, **drafts}
     dtype = resolve_dtype(cluster.model.dtype, config.dtype, device)
@@ -199,19 +262,27 @@ def _check_memory(
     per_token = sum(token_bytes(each, dtype) for each in models.values())
     names = (str(device), "cuda") if device.index == 0 else (str(device),)
 
-    def plan(tokens: int, rows: int) -> MemoryPlan:
-        pool = (tokens + cluster.kv.page_size) * per_token
-        return MemoryPlan(weights, pool, sampling=adjustment_bytes(rows, config.vocab_size))
+    def taken(wished: PoolWish, rows: int) -> tuple[MemoryPlan, int]:
+        """(the plan with an empty pool, bytes in all)"""
+        plan = MemoryPlan(weights, 0, sampling=adjustment_bytes(rows, config.vocab_size))
+        if wished.tokens is None:
+            return plan, int(torch.cuda.mem_get_info(device)[1] * wished.fraction)
+        return plan, plan.total + (wished.tokens + page_size) * per_token
 
-    plans = [
-        plan(section.pool_tokens, rows)
-        for section, rows in (
-            (cluster.prefill, cluster.prefill.max_batch),
-            (cluster.decode, cluster.decode.max_running),
+    page_size = cluster.kv.page_size
+    there = [
+        taken(pool_wish(name, section, node.device), rows)[1]
+        for name, section, rows in (
+            ("prefill", cluster.prefill, cluster.prefill.max_batch),
+            ("decode", cluster.decode, cluster.decode.max_running),
         )
         for node in section.nodes
         if node.device in names
     ]
-    own = plan(pool_tokens, max_rows)
-    beside = sum(each.total for each in plans) - own.total
-    check_memory(device, own, beside, pool_key, per_token)
+    plan, own = taken(wish, max_rows)
+    beside = sum(there) - own
+    if wish.tokens is None:
+        check_share(device, plan, beside, wish, page_size * per_token)
+    else:
+        check_memory(device, replace(plan, pool=own - plan.total), beside, wish.key, per_token)
+    return plan

@@ -9,6 +9,7 @@ narrow   the outputs to the live rows
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -82,9 +83,13 @@ class GraphRunner(Generic[Batch, Output]):
         """What it has run since its start."""
         return self.counters.totals(self.spec, len(self._recordings))
 
-    def capture(self) -> None:
-        """All shapes, the largest first: the pool is sized once. A graph that fails runs eagerly; `rows` say why."""
-        for shape in reversed(self.spec.shapes):
+    def capture(self, shapes: Sequence[ShapeKey] | None = None) -> None:
+        """All shapes, the largest first: the pool is sized once. A graph that fails runs eagerly; `rows` say why.
+
+        Args:
+            shapes: of the spec, these alone: for a trial of what graphs take.
+        """
+        for shape in reversed(self.spec.shapes if shapes is None else shapes):
             for variant in self.spec.variants:
                 self.rows.append(self._capture(GraphKey(shape, variant)))
 

@@ -32,6 +32,8 @@ from common.engine.model_runner import ModelRunner
 from common.messages.identity import GraphTotals
 from common.observability.logs import Log
 
+GRAPH_BYTES = 4 << 20  # one graph's nodes, which the driver keeps and torch does not see
+
 
 class GraphForward(Protocol):
     """A forward that runs under graphs where they fit."""
@@ -124,6 +126,28 @@ def capture(node: NodeGraphs[Any], log: Log) -> None:
     log.info("graphs", failed=failed, **describe(node))
     if graphs.rows:
         log.debug("captured shapes", table=table(graphs.rows))
+
+
+def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[], int]) -> int:
+    """Bytes that the graphs of `build` will take, with their static inputs. They are let go of again.
+
+    The largest shape of each is captured, which sizes its pool, and one more, which the others are taken to be like.
+
+    Args:
+        reserved: bytes that torch holds of the device now.
+    """
+    before = reserved()
+    nodes = list(build())
+    more = 0
+    for node in nodes:
+        runner: GraphRunner[Any, Any] = node.forward.graphs
+        shapes = runner.spec.shapes
+        runner.capture(shapes[-1:])
+        largest = reserved()
+        runner.capture(shapes[-2:-1])
+        more += (reserved() - largest) * max(0, len(shapes) - 2)
+        more += GRAPH_BYTES * len(shapes) * len(runner.spec.variants)
+    return reserved() - before + more
 
 
 def totals(*nodes: NodeGraphs[Any]) -> Callable[[], tuple[GraphTotals, ...]]:

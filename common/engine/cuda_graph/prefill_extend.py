@@ -179,8 +179,8 @@ class PrefillExtend:
         """`unbroken` as in `extend_spec`."""
         require_breaks(backend)
         device = runner.model.placement.device
-        longest = -(-runner.model.config.max_position_embeddings // runner.pool.page_size)
-        max_pages = min(longest, runner.pool.num_pages)
+        longest = max(runner.model.config.max_position_embeddings, unbroken.tokens)
+        max_pages = -(-longest // runner.pool.page_size)
         body = ExtendBody(runner, StaticExtend(unbroken, max_pages, device))
         largest = spec.largest if spec.shapes else ShapeKey(0)
         inputs = StaticInputs(body.slots(), largest, device, poisoned)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.admission import Fallback
 from common.engine.cuda_graph.backends.base import Backend
 from common.engine.cuda_graph.backends.breakable import BreakableGraphs
@@ -188,3 +189,28 @@ def test_without_shapes_every_prompt_is_eager() -> None:
     driver, extend = extend_driver(IDS, NoGraphs(), ())
     assert driver.run([0], [9]).logits.shape[0] == 9
     assert extend.graphs.counters.fallbacks == {Fallback.NO_GRAPHS: 1}
+
+
+def test_a_trial_captures_two_shapes_and_counts_for_all() -> None:
+    """Issue 3 part 4, row B8: what graphs take is known before the KV pool is sized."""
+    driver = Driver(model(), IDS, 4)
+    made = []
+
+    def build() -> list[node_graphs.NodeGraphs[PrefillExtend]]:
+        made.append(node_graphs.prefill_graphs(driver.runner, "breakable", 32, 8, NULL))
+        return made
+
+    reserved = iter([500, 1500, 1510, 1510])  # before, the largest shape, the next one, at the end
+    nbytes = node_graphs.trial(build, lambda: next(reserved))
+    (graphs,) = (each.forward.graphs for each in made)
+    shapes = graphs.spec.shapes
+    assert [key.shape for key in graphs.captured] == [shapes[-1], shapes[-2]]
+    assert nbytes == 1010 + 10 * (len(shapes) - 2) + node_graphs.GRAPH_BYTES * len(shapes)
+
+
+def test_a_trial_without_graphs_takes_nothing() -> None:
+    driver = Driver(model(), IDS, 4)
+    assert (
+        node_graphs.trial(lambda: [node_graphs.prefill_graphs(driver.runner, "none", 32, 8, NULL)], lambda: 7)
+        == 0
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,12 @@ from common.config.schema import (
 from common.config.transport_choice import choose_transport
 from common.engine import memory, serving_model
 from common.engine.logit_adjustments import adjustment_bytes
-from common.engine.memory import GIB, MemoryPlan, check_memory
+from common.engine.memory import GIB, MemoryPlan, PoolWish, check_memory, check_share, plan_pool
+from common.engine.serving_model import pool_wish
 from common.errors import ConfigError
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
+from kv_transfer.layout import KvLayout
 
 CLUSTERS = Path(__file__).parents[3] / "deploy/clusters"
 MODEL = (CLUSTERS / "../models/tiny-target").resolve()
@@ -39,7 +42,7 @@ def cluster(
 ) -> Cluster:
     return Cluster(
         model=Model(path=str(MODEL)),
-        prefill=PrefillSection(nodes=(PrefillNode(name="p", device=prefill),)),
+        prefill=PrefillSection(nodes=(PrefillNode(name="p", device=prefill),), pool_tokens=32_768),
         decode=DecodeSection(nodes=(DecodeNode(name="d", device=decode, host=host),), pool_tokens=tokens),
         transfer=Transfer(transport=transport),
     )
@@ -52,14 +55,18 @@ def test_the_shipped_gpu_clusters(name: str) -> None:
     assert choose_transport(resolved.cluster) == "cuda_ipc"
     devices = resolved.cluster.prefill.nodes[0].device, resolved.cluster.decode.nodes[0].device
     assert devices == (("cuda:0", "cuda:1") if name == "h200-x2" else ("cuda:0", "cuda:0"))
-    per_token = 2 * 32 * 8 * 128 * 2
-    pools = [
-        (resolved.cluster.prefill.nodes[0].device, resolved.cluster.prefill.pool_tokens * per_token),
-        (resolved.cluster.decode.nodes[0].device, resolved.cluster.decode.pool_tokens * per_token),
+    wishes = [
+        (section.nodes[0].device, pool_wish(role, section, section.nodes[0].device))
+        for role, section in (("prefill", resolved.cluster.prefill), ("decode", resolved.cluster.decode))
     ]
-    for gpu in {device for device, _ in pools}:
-        plans = [MemoryPlan(int(15.0 * GIB), pool) for device, pool in pools if device == gpu]
-        assert 0.75 * 139 * GIB < sum(plan.total for plan in plans) < 0.97 * 139 * GIB
+    page_bytes = 16 * 2 * 32 * 8 * 128 * 2  # of an 8B Llama in bf16
+    for gpu in {device for device, _ in wishes}:
+        shares = [wish for device, wish in wishes if device == gpu]
+        assert all(wish.tokens is None for wish in shares)
+        assert 0.8 < sum(wish.fraction for wish in shares) <= 0.95
+        for wish in shares:
+            plan = MemoryPlan(int(15.0 * GIB), 0, graphs=2 * GIB)
+            assert plan_pool(139 * GIB, plan, wish, page_bytes) * 16 > 100_000
 
 
 @pytest.mark.parametrize(
@@ -99,8 +106,7 @@ def load(given: Cluster, device: str = "cpu") -> serving_model.ServingModel:
         MODEL,
         given,
         device,
-        given.decode.pool_tokens,
-        "decode.pool_tokens",
+        pool_wish("decode", given.decode, device),
         given.decode.max_running,
         StartupReporter(None, Log("test")),
     )
@@ -150,7 +156,8 @@ def test_a_node_that_does_not_fit_is_refused_with_the_arithmetic(monkeypatch: py
         check_memory(gpu, plan, 43 * GIB, "decode.pool_tokens", per_token)
     assert str(caught.value) == (
         "decode.pool_tokens: does not fit on cuda:0 beside this cluster's other nodes there: weights 15.00 GiB + "
-        "KV pool 80.00 GiB + room to work 2.00 GiB + sampling state 0.00 GiB = 97.00 GiB, the others 43.00 GiB, "
+        "KV pool 80.00 GiB + graphs 0.00 GiB + room to work 2.00 GiB + sampling state 0.00 GiB = 97.00 GiB, "
+        "the others 43.00 GiB, "
         "together more than its 139.00 GiB; with all else equal there is room for 647168 tokens"
     )
     free["now"] = 60 * GIB
@@ -174,8 +181,9 @@ def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: 
     asked = []
     monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
     given = cluster("cuda", "cuda:0")
-    serving_model._check_memory(MODEL, given, torch.device("cuda", 0), 65_536, "decode.pool_tokens", 64)
-    serving_model._check_memory(MODEL, given, torch.device("cuda", 1), 65_536, "decode.pool_tokens", 64)
+    wish = PoolWish(65_536, 0.9, "decode")
+    serving_model._check_memory(MODEL, given, torch.device("cuda", 0), wish, 64)
+    serving_model._check_memory(MODEL, given, torch.device("cuda", 1), wish, 64)
     (_, plan, beside, key, per_token), (_, alone, nobody, _, _) = asked
     assert (plan.pool, key) == ((65_536 + 16) * per_token, "decode.pool_tokens")
     assert plan.sampling == adjustment_bytes(64, 704) > 65 * 704 * 4
@@ -183,3 +191,71 @@ def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: 
     assert plan.weights > 0
     assert alone == plan
     assert nobody == -plan.total  # no node of the file is there: not asked in earnest
+
+
+def test_what_a_share_leaves_is_the_pool() -> None:
+    """Issue 3 part 4: KV memory is what remains after weights, graphs and room to work."""
+    plan = MemoryPlan(15 * GIB, 0, graphs=3 * GIB, sampling=GIB)
+    pages = plan_pool(139 * GIB, plan, PoolWish(None, 0.5, "decode"), 2 << 20)
+    assert pages == (69.5 - 15 - 3 - 1 - 2) * 512
+    more = plan_pool(139 * GIB, plan, PoolWish(None, 0.6, "decode"), 2 << 20)
+    assert (more - pages) * (2 << 20) == pytest.approx(13.9 * GIB, abs=2 << 20)
+    with pytest.raises(ConfigError) as caught:
+        plan_pool(139 * GIB, plan, PoolWish(None, 0.15, "decode"), 2 << 20)
+    assert str(caught.value) == (
+        "decode.memory_fraction: 0.15 of 139.00 GiB is 20.85 GiB, which leaves no room for KV: weights 15.00 GiB + "
+        "KV pool 0.00 GiB + graphs 3.00 GiB + room to work 2.00 GiB + sampling state 1.00 GiB = 21.00 GiB; "
+        "write at least 0.16"
+    )
+    with pytest.raises(ConfigError, match="use a larger GPU"):
+        plan_pool(20 * GIB, plan, PoolWish(None, 0.9, "decode"), 2 << 20)
+
+
+def test_shares_of_one_gpu_are_held_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PATIENCE", 0.0)
+    free = {"now": 100 * GIB}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free["now"], 100 * GIB))
+    gpu, plan, wish = torch.device("cuda", 0), MemoryPlan(15 * GIB, 0), PoolWish(None, 0.5, "prefill")
+    check_share(gpu, plan, 50 * GIB, wish, 1 << 20)
+    with pytest.raises(
+        ConfigError, match="prefill.memory_fraction: 0.5 of cuda:0 is 50.00 GiB, and .* 51.00"
+    ):
+        check_share(gpu, plan, 51 * GIB, wish, 1 << 20)
+    free["now"] = 40 * GIB
+    with pytest.raises(ConfigError, match=r"only 40.00 GiB of 100.00 GiB are free; write at most 0.40"):
+        check_share(gpu, plan, 50 * GIB, wish, 1 << 20)
+
+
+def test_auto_is_a_number_on_a_cpu_and_a_share_on_a_gpu() -> None:
+    section = DecodeSection()
+    assert pool_wish("decode", section, "cpu") == PoolWish(65_536, 0.9, "decode")
+    assert pool_wish("decode", section, "cuda:1") == PoolWish(None, 0.9, "decode")
+    assert pool_wish("prefill", PrefillSection(), "cpu").tokens == 32_768
+    assert pool_wish("decode", DecodeSection(pool_tokens=99), "cuda") == PoolWish(99, 0.9, "decode")
+
+
+def test_the_pool_follows_the_trial_of_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was loaded with a pool for a trial gets the pages that are left, and requests as long as they hold."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 4 * GIB))
+    served = load(cluster("cpu", "cpu"))
+    assert served.sized
+    assert served.page_bytes == kv_bytes(served)
+    trial = replace(
+        served, wish=PoolWish(None, 0.9, "decode"), num_pages=2, plan=MemoryPlan(GIB, 0), max_model_len=10**9
+    )
+    assert not trial.sized
+    small, large = trial.with_pool(GIB // 4), trial.with_pool(0)
+    assert small.sized
+    assert (large.num_pages - small.num_pages) * served.page_bytes == pytest.approx(
+        GIB // 4, abs=served.page_bytes
+    )
+    assert small.max_model_len == (small.num_pages - 1) * served.page_size
+
+
+def kv_bytes(served: serving_model.ServingModel) -> int:
+    """Of one page, by the layout that is allocated."""
+    layouts = [
+        KvLayout.build("f", "float32", served.page_size, pages, served.kv_shapes).total_bytes
+        for pages in (64, 128)
+    ]
+    return (layouts[1] - layouts[0]) // 64
