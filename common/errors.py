@@ -8,6 +8,7 @@
     |   +-- RecordError        a handoff record that is torn, stale or corrupt
     +-- RequestError           one request ends, all others go on
         +-- InvalidRequest     400  the client can mend it; names the field
+        |   +-- ContextTooLong 400  more tokens than the model's context holds
         +-- ModelNotFound      404  `model` is not the served one
         +-- RequestTooLarge    413  body over the limit
         +-- UnsupportedMedia   415  a body that is not plain JSON
@@ -21,7 +22,7 @@
         +-- InternalError      500  a defect; details only in the log
 
 `code` is what crosses the wire between nodes and router (`Failed.code`), and what stands in `error.code` over HTTP
-where OpenAI has no number of its own. `retryable` says whether the router may place the request again.
+where OpenAI has a name for it, or no number of its own. `retryable`: the router may place the request again.
 """
 
 from __future__ import annotations
@@ -80,6 +81,12 @@ class InvalidRequest(RequestError):
     status = 400
     code = "invalid_value"
     type = "invalid_request_error"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and completion are more than the context holds; clients know OpenAI's name for this and cut the prompt."""
+
+    code = "context_length_exceeded"
 
 
 class ModelNotFound(RequestError):
@@ -166,6 +173,7 @@ BY_CODE: dict[str, type[RequestError]] = {
     cls.code: cls
     for cls in (
         InvalidRequest,
+        ContextTooLong,
         ModelNotFound,
         RequestTooLarge,
         UnsupportedMedia,

@@ -16,7 +16,6 @@ from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.overlap import OverlapLoop
-from common.engine.sampling_plan import finish_reason
 from common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -351,8 +350,7 @@ class DecodeNode:
                 )
                 return None
             tokens.append(token)
-            request.output.append(token.id)
-            reason = finish_reason(token.id, request.emitted + len(request.output), request.sampling)
+            reason = request.say(token.id)
             if reason is not None:
                 break
         self._report.generated_tokens += len(tokens)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 
 from common.engine.kv_cache.page_space import PageLease
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
+from common.engine.sampling_plan import finish_reason
 from common.messages.generation import OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 
@@ -92,6 +94,17 @@ class DecodeRequest:
         assert 0 < drawn <= tokens_per_step, f"{drawn} tokens from a step of at most {tokens_per_step}"
         self.in_flight -= 1
         self.launched -= tokens_per_step - drawn
+
+    def say(self, token: int) -> str | None:
+        """Take a drawn token into the output; returns why the request ends with it, or None."""
+        self.output.append(token)
+        said = self.emitted + len(self.output)
+        reason = finish_reason(token, said, self.sampling)
+        if self.sampling.min_tokens and said >= self.sampling.min_tokens:
+            self.sampling = replace(
+                self.sampling, min_tokens=0
+            )  # nothing is withheld any more: steps are cheaper
+        return reason
 
     def computed(self) -> list[int]:
         """Tokens with KV that the host knows: what the prefix cache may keep."""

@@ -22,6 +22,7 @@ from router.chat_template import ChatTemplate
 from router.control_plane import ControlPlane
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.http_errors import error_middleware
+from router.http_server import http_runner
 from router.metrics import RouterMetrics
 from router.node_registry import Node, NodeRegistry
 from router.openai_routes import OpenAiRoutes
@@ -29,9 +30,6 @@ from router.placement import POLICIES, decode_cost, prefill_cost
 from router.request_checks import ServedModel
 from router.status_routes import ClusterView, StatusRoutes
 from router.tokenizer import Tokenizer
-
-MAX_HEADER_BYTES = 16 << 10
-MAX_HEADERS = 100
 
 
 @dataclass(slots=True)
@@ -193,20 +191,6 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.admitting, log).add_to(app)
     StatusRoutes(view, router.served, tokenizer).add_to(app)
     return router
-
-
-def http_runner(app: web.Application) -> web.AppRunner:
-    """The HTTP server of an application, with the limits that hold before a handler is asked."""
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,  # else a client that leaves before the first byte is noticed only at the end
-        access_log=None,
-        shutdown_timeout=1.0,
-        max_field_size=MAX_HEADER_BYTES,
-        max_line_size=MAX_HEADER_BYTES,
-        max_headers=MAX_HEADERS,
-        auto_decompress=False,  # a small compressed body must not become a large one
-    )
 
 
 def _describe(node: Node) -> dict[str, Any]:

@@ -10,12 +10,13 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from common.errors import InternalError, RequestError
+from common.errors import ContextTooLong, InternalError, RequestError
 from common.observability.logs import Log
 
 REQUEST_ID = "X-Request-Id"
 MAX_REQUEST_ID = 128
 MAX_MESSAGE = 1000  # characters of an error message; what a client sent is not echoed at length
+SHOULD_RETRY = "x-should-retry"
 RETRY_AFTER_SECONDS = 1
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=-]")
 _HTTP_TEXT = {404: "there is no such route", 405: "this method is not allowed here"}
@@ -29,14 +30,29 @@ def error_body(message: str, kind: str, param: str | None, code: int | str) -> d
 
 
 def body_of(error: RequestError) -> dict[str, Any]:
-    return error_body(str(error), error.type, error.param, error.status if error.status < 500 else error.code)
+    named = error.status >= 500 or isinstance(error, ContextTooLong)
+    return error_body(str(error), error.type, error.param, error.code if named else error.status)
 
 
 def response_of(error: RequestError) -> web.Response:
-    headers = {}
+    """With what OpenAI's clients obey: they would also repeat a 408 or a 500, whose work would be done twice."""
+    headers = {SHOULD_RETRY: "false"}
     if error.status == 503:
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "x-should-retry": "true"}
+        headers = {SHOULD_RETRY: "true", "Retry-After": str(RETRY_AFTER_SECONDS)}
     return json_response(body_of(error), error.status, headers)
+
+
+def broken_request(status: int) -> web.Response:
+    """The answer to bytes that are no HTTP request, or to a failure of the server itself."""
+    if status < 500:
+        body = error_body("this is not a valid HTTP request", "invalid_request_error", None, status)
+    else:
+        body = error_body("internal error", "server_error", None, InternalError.code)
+    response = json_response(
+        body, status, {SHOULD_RETRY: "false", REQUEST_ID: secrets.token_hex(12), "Connection": "close"}
+    )
+    response.force_close()
+    return response
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -72,8 +88,9 @@ def error_middleware(log: Log) -> Middleware:
         except web.HTTPException as error:
             text = _HTTP_TEXT.get(error.status, error.reason)
             kind = "invalid_request_error" if error.status < 500 else "server_error"
-            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-            response = json_response(error_body(text, kind, None, error.status), error.status, allow)
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            headers = {SHOULD_RETRY: "false", **allow}
+            response = json_response(error_body(text, kind, None, error.status), error.status, headers)
         except Exception:
             response = response_of(defect(log, request))
         if not response.prepared:

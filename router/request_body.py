@@ -12,6 +12,10 @@ from aiohttp import web
 from common.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, UnsupportedMedia
 
 READ_TIMEOUT = 30.0  # seconds from the head of a request to the end of its body
+MAX_DEPTH = 64  # of arrays and objects in each other
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 T = TypeVar("T")
 
 
@@ -31,12 +35,26 @@ async def read_json(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T
         raise DeadlineExceeded(f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
     except web.HTTPRequestEntityTooLarge:
         raise RequestTooLarge(f"the body is larger than {request.client_max_size} bytes") from None
+    check_depth(raw)
     try:
         return decoder.decode(raw)
     except msgspec.MsgspecError as error:
         raise invalid_body(error) from error
     except (UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def check_depth(raw: bytes) -> None:
+    """Raises InvalidRequest where JSON nests deeper than MAX_DEPTH. What is no JSON may pass: decoders refuse it."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return
+    rest = _STRING.sub(b"", raw).translate(_ONE_KIND, _NO_BRACKET)
+    for _ in range(MAX_DEPTH):
+        if not rest:
+            return
+        rest = rest.replace(b"[]", b"")  # the innermost ones of every place
+    if b"[" in rest:
+        raise InvalidRequest(f"the body nests more than {MAX_DEPTH} arrays and objects in each other")
 
 
 def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:

@@ -6,7 +6,7 @@ import math
 import secrets
 from dataclasses import dataclass
 
-from common.errors import InvalidRequest, ModelNotFound
+from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, SamplingParams, TokenBias
 from common.model_config import DefaultSampling
 from router.openai_schema import MAX_STOP_LENGTH, MAX_STOPS, TOP_LOGPROBS, SharedFields
@@ -50,7 +50,7 @@ def check_prompt(token_ids: list[int], model: ServedModel, prompt_field: str) ->
     if not token_ids:
         raise InvalidRequest("the prompt is empty", param=prompt_field)
     if len(token_ids) >= model.max_model_len:
-        raise InvalidRequest(
+        raise ContextTooLong(
             f"This model's maximum context length is {model.max_model_len} tokens; the prompt has "
             f"{len(token_ids)}, which leaves none for the completion. Shorten the prompt.",
             param=prompt_field,
@@ -106,7 +106,7 @@ def _check_max_tokens(
     if max_tokens is not None and max_tokens < 1:
         raise InvalidRequest(f"{max_field} must be at least 1", param=max_field)
     if max_tokens is not None and max_tokens > room:
-        raise InvalidRequest(
+        raise ContextTooLong(
             f"This model's maximum context length is {model.max_model_len} tokens; the request has {prompt_tokens} "
             f"in the prompt and {max_tokens} for the completion. Shorten the prompt or lower {max_field}.",
             param=max_field,

@@ -34,6 +34,19 @@ def test_together_in_one_batch(completion: type[Completion]) -> None:
         assert any(key.variant == "random" for key in counters.replays)
 
 
+def test_a_minimum_that_is_reached_costs_nothing_more() -> None:
+    """From then on the whole step is one graph again."""
+    with NodeCluster(Shape()) as cluster:
+        call = submit(cluster, "min_tokens-greedy", 17, 30, min_tokens=6, stop_token_ids=(1,))
+        cluster.run()
+        expect_reference(call)
+        assert call.finish == "length"
+        counters = cluster.decode.step._decode.graphs.counters  # type: ignore[attr-defined]
+        by_variant = {key.variant: count for key, count in counters.replays.items()}
+        assert by_variant == {"logits": 5, "greedy": 24}
+        cluster.settle()
+
+
 @pytest.mark.parametrize("name", ["everything", "everything-greedy", "frequency"])
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 def test_retraction_rebuilds_the_counts(name: str, completion: type[Completion]) -> None:

@@ -16,9 +16,9 @@ from aiohttp import web
 
 from common.model_config import DefaultSampling
 from common.observability.logs import Log
-from router.app import http_runner
 from router.chat_template import ChatTemplate
 from router.http_errors import error_middleware
+from router.http_server import http_runner
 from router.openai_routes import OpenAiRoutes
 from router.request_checks import ServedModel
 from router.status_routes import ClusterView, StatusRoutes

@@ -52,11 +52,16 @@ async def test_503_says_when_to_retry(rig: Rig, error: Exception, stream: bool) 
 
 
 async def test_other_statuses_do_not(rig: Rig) -> None:
+    """OpenAI's clients repeat every 408 and 5xx unless they are told not to."""
     for error, status in ((DeadlineExceeded("x"), 408), (InternalError("x"), 500)):
         rig.generator.scripts = [[error]]
         found, _, headers = await rig.post(CHAT, BODY)
         assert found == status
         assert "retry-after" not in headers
+        assert headers["x-should-retry"] == "false"
+    for path, status in (("/nothing", 404), ("/v1/models", 405), (CHAT, 400)):
+        found, _, headers = await rig.post(path, {})
+        assert (found, headers["x-should-retry"]) == (status, "false")
 
 
 async def test_nothing_new_while_draining(rig: Rig) -> None:
@@ -184,7 +189,17 @@ async def test_broken_http_is_refused(rig: Rig, head: str, caplog: pytest.LogCap
     rig.generator.will(*one_by_one([10]))
     with caplog.at_level(logging.CRITICAL):
         answer = await exchange(rig, head.encode("latin-1") + RAW)
-    assert b" 400 " in answer.split(b"\r\n")[0], answer[:200]
+    lines, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 400 " in lines.split(b"\r\n")[0], answer[:200]
+    for line in (
+        b"Content-Type: application/json",
+        b"X-Request-Id: ",
+        b"x-should-retry: false",
+        b"Connection: close",
+    ):
+        assert line in lines
+    told = json.loads(body)["error"]
+    assert (told["type"], told["code"], told["param"]) == ("invalid_request_error", 400, None)
     assert not rig.generator.requests
     assert (await rig.post(CHAT, BODY))[0] == 200  # others are served on
 

@@ -194,7 +194,8 @@ async def test_refused(rig: Rig) -> None:
     for path, field, value, param in REFUSED:
         status, answer, headers = await rig.post(path, body_of(path, field, value))
         error = answer.get("error", {})
-        expected = (400, field if param is SAME else param, "invalid_request_error", 400)
+        code = "context_length_exceeded" if "maximum context" in error.get("message", "") else 400
+        expected = (400, field if param is SAME else param, "invalid_request_error", code)
         found = (status, error.get("param"), error.get("type"), error.get("code"))
         if found != expected or not headers.get("x-request-id") or len(error["message"]) > 1100:
             wrong.append((path, field, repr(value)[:80], found, error.get("message", "")[:200]))
@@ -243,6 +244,9 @@ RAW: list[tuple[bytes, Any]] = [  # body of a chat request, param
     (MESSAGES + b'"unknown":' + b"[" * 100_000 + b"}", None),
     (MESSAGES + b'"tools":' + b'{"a":' * 100_000 + b"}", None),
     (b"[" * 500_000, None),
+    (MESSAGES + b'"user":' + b"[" * 64 + b"]" * 64 + b"}", None),  # with the body itself 65
+    (MESSAGES + b'"user":' + b'{"a":' * 64 + b"1" + b"}" * 64 + b"}", None),
+    (MESSAGES + b'"user":' + b'[{"]":' * 32 + b"1" + b"}]" * 32 + b"}", None),
 ]
 
 
@@ -251,6 +255,36 @@ async def test_refused_bytes(rig: Rig) -> None:
         status, answer, _ = await rig.post(CHAT, raw)
         assert (status, answer["error"]["param"]) == (400, param), (raw[:80], answer)
         assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_json_may_nest_64_deep_and_no_deeper(rig: Rig) -> None:
+    """Brackets inside strings do not count, however they are escaped; neither do many beside each other."""
+    rig.generator.will(*one_by_one([10]))
+    for user in (
+        b"[" * 63 + b"]" * 63,
+        b'{"a":' * 63 + b"1" + b"}" * 63,
+        b"[" + b"[],{}," * 1000 + b"0]",
+        *(json.dumps(text).encode() for text in ("[" * 1000, '"' + "[" * 1000, '\\"[' * 1000, "\\")),
+    ):
+        status, answer, _ = await rig.post(CHAT, MESSAGES + b'"user":' + user + b"}")
+        assert status == 200, (user[:40], answer)
+    status, answer, _ = await rig.post(CHAT, MESSAGES + b'"user":' + b"[" * 64 + b"]" * 64 + b"}")
+    assert (status, answer["error"]["code"]) == (400, 400)
+    assert "64" in answer["error"]["message"]
+
+
+async def test_too_many_tokens_have_openais_code(rig: Rig) -> None:
+    """Clients look for it to cut the conversation and try again."""
+    long = [{"role": "user", "content": "x " * 9000}]
+    for path, body in (
+        (TEXT, {"prompt": [5] * 5000}),
+        (TEXT, {"prompt": [5] * 4000, "max_tokens": 97}),
+        (CHAT, {"messages": long}),
+    ):
+        status, answer, headers = await rig.post(path, body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert headers["x-should-retry"] == "false"
 
 
 async def test_the_last_of_two_equal_keys_counts(rig: Rig) -> None:
