@@ -10,13 +10,14 @@ builder to `common/engine/models/registry.py` and its config to `tests/unit/engi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from common import model_files
 from common.errors import ModelError
 from common.rope_config import RopeConfig, parse_rope
+from common.vision_config import ARCHITECTURES, VisionConfig, is_vision, language_part, parse_vision
 
 Raw = Mapping[str, Any]
 
@@ -86,6 +87,7 @@ class ModelConfig:
     dtype: str  # of the checkpoint: a key of DTYPES
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: DefaultSampling = DefaultSampling()
+    vision: VisionConfig | None = None  # the other part of a model that takes images; None: text alone
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -119,6 +121,10 @@ def model_fingerprint(path: str | Path) -> str:
 
 def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     where = str(directory / "config.json")
+    if is_vision(raw):
+        return replace(
+            _parse(language_part(raw, where), generation, directory), vision=parse_vision(raw, where)
+        )
     architecture, family = _family(raw, where)
     if raw.get("quantization_config") is not None:
         method = raw["quantization_config"]
@@ -171,7 +177,8 @@ def _family(raw: Raw, where: str) -> tuple[str, Family]:
     name = found[0] if isinstance(found, list) and found else None
     if not isinstance(name, str) or name not in FAMILIES:
         said = f"architecture {name}" if name else "a config without architectures"
-        raise ModelError(f"{where}: {said} is not supported; supported are {', '.join(FAMILIES)}")
+        known = ", ".join((*FAMILIES, *ARCHITECTURES))
+        raise ModelError(f"{where}: {said} is not supported; supported are {known}")
     return name, FAMILIES[name]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.backend import AttentionBackend
+from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.kv_cache.pool import KvPool
 from common.engine.layers.placement import Placement
@@ -63,7 +64,9 @@ def load_model(
     placement = Placement(resolve_dtype(dtype, config.dtype, target), target)
     model = build_model(config, placement, aux_layers).eval()
     ignore = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    load_weights(path, model.checkpoint_tensors(), progress, ignore)
+    layout = checkpoint_layout(config, path)
+    named = ((layout.language(name), tensor) for name, tensor in model.checkpoint_tensors())
+    load_weights(path, named, progress, ignore, layout.vision_prefixes)
     return model, config
 
 

@@ -26,12 +26,14 @@ def load_weights(
     tensors: Iterable[tuple[str, Tensor]],
     progress: Progress | None = None,
     ignore: tuple[str, ...] = (),
+    aside: tuple[str, ...] = (),
 ) -> None:
     """Copy every checkpoint tensor into the view that bears its name.
 
     Args:
         tensors: (name in the checkpoint, view to fill): a model's `checkpoint_tensors()`.
         ignore: suffixes of further names that may be present and are not used, such as a tied lm_head.weight.
+        aside: prefixes of the names of another part of the model, which is loaded apart or not at all.
 
     Raises:
         ModelError: names what is missing, unexpected or of the wrong shape, or the file that is truncated or
@@ -40,7 +42,7 @@ def load_weights(
     """
     views = dict(tensors)
     files = read_weight_files(Path(directory))
-    _check(Path(directory), files, views, (*HARMLESS, *ignore))
+    _check(Path(directory), files, views, (*HARMLESS, *ignore), aside)
     total = sum(file.num_bytes for file in files)
     loaded = 0
     for file in files:
@@ -59,9 +61,18 @@ def load_weights(
 
 
 def _check(
-    directory: Path, files: list[WeightFile], views: dict[str, Tensor], ignore: tuple[str, ...]
+    directory: Path,
+    files: list[WeightFile],
+    views: dict[str, Tensor],
+    ignore: tuple[str, ...],
+    aside: tuple[str, ...],
 ) -> None:
-    found = {name: entry for file in files for name, entry in file.tensors.items()}
+    found = {
+        name: entry
+        for file in files
+        for name, entry in file.tensors.items()
+        if name in views or not name.startswith(aside)
+    }
     problems = [
         _sentence("missing tensors", [name for name in views if name not in found]),
         _sentence("unexpected tensors", [n for n in found if n not in views and not n.endswith(ignore)]),

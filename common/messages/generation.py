@@ -17,6 +17,17 @@ TokenIds = list[Int64]
 TokenBias = tuple[Int64, float]  # added to this token's logit
 
 
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Where an image stands in a prompt: `length` placeholders from `offset` on. Its bytes travel apart."""
+
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(ge=1)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # SHA-256 of the image's bytes
+
+
+ImageSpans = Annotated[tuple[ImageSpan, ...], msgspec.Meta(max_length=256)]  # ascending, apart
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn and when to stop; validated by the router, obeyed by both nodes.
 

@@ -181,5 +181,7 @@ def _decide(phase: Phase, role: str, runner: ModelRunner, wanted: str) -> Decisi
     device = runner.model.placement.device.type
     if wanted == AUTO and device == "cpu":
         return Decision(phase, NONE, ("auto is off on a CPU, which gains nothing from its tape",))
-    facts = StartupFacts(role=role, device=device, architecture=runner.model.config.architecture)
+    config = runner.model.config
+    name = config.architecture if config.vision is None else config.vision.architecture
+    facts = StartupFacts(role=role, device=device, architecture=name, multimodal=config.vision is not None)
     return decide(phase, facts, PhaseSwitch(wanted))

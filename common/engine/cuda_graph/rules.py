@@ -36,7 +36,9 @@ PHASES = {
     "decode": frozenset((Phase.DECODE, Phase.VERIFY, Phase.DRAFT, Phase.DRAFT_EXTEND)),
 }
 DENIED_ARCHITECTURES: frozenset[str] = frozenset()  # whose forward cannot be captured
-MULTIMODAL_ALLOWED: frozenset[str] = frozenset()  # X4: architectures whose embeddings go through the slot
+MULTIMODAL_ALLOWED = frozenset(
+    ("LlavaForConditionalGeneration",)
+)  # X4: architectures whose embeddings go through the slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from common.engine.kv_cache.image_keys import paired
 from common.engine.kv_cache.page_allocator import PageAllocator
 from common.engine.kv_cache.radix_cache import Keys, Node, PrefixCache
 
@@ -23,7 +24,12 @@ def as_bigram_keys(token_ids: Sequence[int] | Keys) -> Keys:
     token t + 1 too. n tokens have n - 1 keys, so what is cached is right for both (spec/algorithms.md 6.12).
     """
     ids = np.asarray(token_ids, dtype=np.int64)
-    return (ids[:-1] << 32) | ids[1:]
+    first, second = ids[:-1], ids[1:]
+    keys = (first << 32) | second
+    wide = ((first | second) >> 32) != 0  # image rows: they do not fit in half a key
+    if wide.any():
+        keys[wide] = paired(first[wide], second[wide])
+    return keys
 
 
 class PageSpace:

@@ -1,0 +1,25 @@
+"""What a prefill node is sent beside its control link: images, on a socket of their own, so that nothing waits behind
+them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from common.messages.wire import InboxCodec
+
+MAX_IMAGE_BYTES = 15 << 20  # of one image as its client sent it; a message holds 16 MiB
+SUFFIX = "/images"  # behind the incarnation: the identity of that socket
+
+
+class ImageData(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One image of a prompt that is on its way too, sooner or later."""
+
+    digest: Annotated[
+        bytes, msgspec.Meta(min_length=32, max_length=32)
+    ]  # SHA-256 of `data`, as ImageSpan names it
+    data: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_IMAGE_BYTES)]  # PNG, JPEG, WebP or GIF
+
+
+codec: InboxCodec[ImageData] = InboxCodec(ImageData, "image inbox")

@@ -1,0 +1,120 @@
+"""Embeddings of a batch in which images stand: the encoder over all of its new images, their rows over placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.engine.forward.batch import ForwardBatch
+from prefill_node.images import PromptImage, RowCache
+from prefill_node.scheduler import Chunk
+
+ENCODER_BATCH = 32  # images in one forward of the encoder
+
+Embed = Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
+
+
+@dataclass(frozen=True, slots=True)
+class MergedEmbeds:
+    """What the target reads in one forward, for a draft that reads the same one place ahead (rows C1-C4)."""
+
+    rows: Tensor  # [T, H]; live tokens alone, whatever the graph pads them to
+    chunks: Sequence[Chunk]
+    embed: Embed
+
+    def rotated(self, batch: ForwardBatch, next_ids: Tensor) -> Tensor:
+        """[T, H]: row t holds the embedding of the token behind t.
+
+        Inside a chunk that is the target's next row. Behind its last row comes a row of an image where the prompt goes
+        on with one, else the embedding of `next_ids` [T] there: the prompt's next token, or the one just drawn.
+        """
+        tails = batch.query_start[1:].long() - 1
+        tail_rows = self.embed(next_ids.index_select(0, tails))
+        for row, chunk in enumerate(self.chunks):
+            position = chunk.start + chunk.length
+            _overlay(tail_rows[row : row + 1], chunk.request.images, position)
+        return self.rows.roll(-1, dims=0).index_copy_(0, tails, tail_rows)
+
+
+class PromptEmbeds(Protocol):
+    """What a step asks for before its forward."""
+
+    def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
+        """None: the batch is text alone, its ids say everything."""
+        ...
+
+
+class TextEmbeds:
+    """Of a model that reads text alone."""
+
+    def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
+        return None
+
+
+class VisionEmbeds:
+    """Encodes what the batch needs and nothing ahead of it but the image behind a chunk's end, which a draft reads."""
+
+    def __init__(self, embed: Embed, encode: Callable[[Tensor], Tensor], cache: RowCache) -> None:
+        """`encode`: pixels [N, 3, size, size] on the host -> [N, tokens, H] on the device; nothing waits for it."""
+        self._embed = embed
+        self._encode = encode
+        self._cache = cache
+        self.encoded = 0  # images, for tests and figures
+
+    @torch.inference_mode()
+    def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
+        shown = [image for chunk in chunks for image in _images_of(chunk)]
+        if not shown:
+            return None
+        self._fill(shown)
+        rows = self._embed(batch.input_ids)
+        first = 0
+        for chunk in chunks:
+            _overlay(rows[first : first + chunk.length], chunk.request.images, chunk.start)
+            first += chunk.length
+        return MergedEmbeds(rows, chunks, self._embed)
+
+    def _fill(self, shown: Sequence[PromptImage]) -> None:
+        """Give every image its rows: from the cache, from another prompt of this batch, from the encoder."""
+        missing: dict[bytes, Tensor] = {}
+        for image in shown:
+            image.rows = image.rows if image.rows is not None else self._cache.get(image.span.digest)
+            if image.rows is None:
+                assert image.pixels is not None, "a prompt is admitted once its images are decoded"
+                missing[image.span.digest] = image.pixels
+        digests = list(missing)
+        made: dict[bytes, Tensor] = {}
+        for start in range(0, len(digests), ENCODER_BATCH):
+            some = digests[start : start + ENCODER_BATCH]
+            pixels = torch.stack([missing[digest] for digest in some])
+            made |= zip(some, self._encode(pixels).unbind(), strict=True)
+        self.encoded += len(made)
+        for digest, rows in made.items():
+            self._cache.put(digest, rows.clone())  # a slice would keep the whole batch alive
+        for image in shown:
+            image.rows = image.rows if image.rows is not None else made[image.span.digest]
+            image.pixels = None
+
+
+def _images_of(chunk: Chunk) -> list[PromptImage]:
+    """Images in the chunk, or right behind it."""
+    found = []
+    for image in chunk.request.images:
+        start, end = image.overlap(chunk.start, chunk.start + chunk.length + 1)
+        if start < end:
+            found.append(image)
+    return found
+
+
+def _overlay(rows: Tensor, images: Sequence[PromptImage], position: int) -> None:
+    """Put image rows over `rows` [T, H], which begin at `position` of the prompt."""
+    for image in images:
+        start, end = image.overlap(position, position + len(rows))
+        if start < end:
+            assert image.rows is not None
+            offset = image.span.offset
+            rows[start - position : end - position] = image.rows[start - offset : end - offset]
