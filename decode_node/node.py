@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from common.engine.kv_cache.image_keys import with_images
 from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape
 from common.engine.kv_cache.request_table import RequestTable
@@ -166,17 +167,18 @@ class DecodeNode:
     # -- duties ----------------------------------------------------------------------------------------------
 
     def take(self, message: Reserve, now: float) -> None:
-        request = DecodeRequest(
-            room=message.room,
-            request_id=message.request_id,
-            prompt=message.token_ids,
-            emitted=message.emitted,
-            sampling=message.sampling,
-            prefill=message.prefill,
-            received=now,
-            deadline=now + message.deadline_ms / 1000,
-        )
         try:
+            request = DecodeRequest(
+                room=message.room,
+                request_id=message.request_id,
+                prompt=message.token_ids,
+                emitted=message.emitted,
+                sampling=message.sampling,
+                prefill=message.prefill,
+                received=now,
+                deadline=now + message.deadline_ms / 1000,
+                images=message.images,
+            )
             self._check(request)
             self._peers.ensure(message.prefill)
         except RequestError as error:
@@ -225,6 +227,7 @@ class DecodeNode:
             raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="prompt")
         if not request.sampling.fits(vocab_size):
             raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="logit_bias")
+        with_images(request.prompt, request.images)  # spans that do not fit are refused here
         most = len(request.prompt) + request.max_output
         if most > self._limits.max_model_len:
             raise InvalidRequest(
@@ -328,7 +331,7 @@ class DecodeNode:
         request.mark("record_accepted", now)
         request.output.append(event.record.first_token)
         request.launched = 1
-        request.lease.commit(self._space.keys(request.prompt))
+        request.lease.commit(self._space.keys(request.contents))
         self._queues.arrived.append(request)
 
     def _accept(self, emission: Emission, now: float) -> TokenRun | None:

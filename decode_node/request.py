@@ -38,7 +38,9 @@ class DecodeRequest:
 
     room: int
     request_id: str
-    prompt: list[int]
+    prompt: list[
+        int
+    ]  # token ids; where an image stands keys of its content (image_keys.py), which no token has
     emitted: int  # tokens at the end of prompt that are output already
     sampling: SamplingParams
     prefill: NodeRef

@@ -32,16 +32,16 @@ from common.engine.serving_model import (
     page_space,
     pool_wish,
 )
-from common.ipc import LinkSecurity, RouterSocket, check_bind, link_security
-from common.ipc.router_link import RouterLink
-from common.messages import prefill_inbox
+from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind, link_security
+from common.ipc.router_link import ROUTER_NAME, RouterLink
+from common.messages import image_inbox, prefill_inbox
 from common.messages.identity import NodeRef, new_incarnation
 from common.messages.router_inbox import Register
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_config import kv_layout, transfer_limits
 from kv_transfer.layout import KvLayout
-from kv_transfer.limits import TransferLimits
+from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderEndpoint
 from kv_transfer.transport.cuda_ipc import CudaIpcSender
@@ -49,8 +49,12 @@ from kv_transfer.transport.pool_memory import as_memory
 from kv_transfer.transport.shm import ShmSender
 from kv_transfer.transport.tcp import TcpSender
 from prefill_node.draft import PrefillDraft, prefill_draft
+from prefill_node.images import Images
 from prefill_node.node import PrefillLimits, PrefillNode
+from prefill_node.seeing import load_seeing
 from prefill_node.step import PrefillStep
+
+IMAGES_QUEUED = 16  # messages of up to 16 MiB in this process's memory; more wait at the router
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class BuiltPrefillNode:
     link: RouterLink[prefill_inbox.PrefillMessage]
     peers: RouterSocket
     sender: Sender
+    images: Images
     security: LinkSecurity
     context: zmq.Context[zmq.Socket[bytes]]
 
@@ -77,6 +82,7 @@ class BuiltPrefillNode:
         self.sender.close()
         self.link.close()
         self.peers.close()
+        self.images.close()
         self.security.close()
         self.context.term()
 
@@ -98,6 +104,17 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         reporter,
         resolved.draft_path,
     )
+    incarnation = new_incarnation()
+    images = f"{incarnation}{image_inbox.SUFFIX}".encode()
+    seeing = load_seeing(
+        resolved.model_path,
+        served.model,
+        served.placement,
+        lambda: Dealer(context, control_address(resolved), images, ROUTER_NAME, security, IMAGES_QUEUED),
+        section.image_cache_mib * MIB,
+        cluster.router.images.max_pixels,
+        log,
+    )
     reporter.report("allocating")
     if not served.sized:
         served = served.with_pool(graph_trial(lambda: _forwards(cluster, served).graphs))
@@ -107,7 +124,6 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
     endpoint = _endpoint(cluster, limits)
     endpoint.register(layout, as_memory(forwards.runner.pool.storage))
-    incarnation = new_incarnation()
     peers = RouterSocket(context, address, security)
     sender = Sender(incarnation, name, endpoint, layout, peers.send, time.monotonic, limits)
     reporter.report("capturing")
@@ -119,6 +135,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     step = PrefillStep(
         forwards.target.forward,
+        seeing.embeds,
         forwards.draft,
         AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device),
         cluster.kv.page_size,
@@ -154,6 +171,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         sender,
         page_space(cluster, served, section.prefix_cache),
         step,
+        seeing.images,
         PrefillLimits(
             chunk_tokens=section.chunk_tokens,
             max_batch=section.max_batch,
@@ -166,7 +184,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         node_graphs.totals(*forwards.graphs),
         log,
     )
-    return BuiltPrefillNode(node, link, peers, sender, security, context)
+    return BuiltPrefillNode(node, link, peers, sender, seeing.images, security, context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from common.engine.draft_runner import DraftState
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.sampler import SampleOutput
 from prefill_node.scheduler import Chunk
+from prefill_node.vision import MergedEmbeds
 
 
 class PrefillDraft(Protocol):
@@ -31,8 +32,9 @@ class PrefillDraft(Protocol):
         batch: ForwardBatch,
         output: ForwardOutput,
         sampled: SampleOutput | None,
+        embeds: MergedEmbeds | None = None,
     ) -> DraftState | None:
-        """One row of state per final chunk, as `sampled` has."""
+        """One row of state per final chunk, as `sampled` has. `embeds`: what the target read where images stand."""
         ...
 
 
@@ -47,6 +49,7 @@ class NoDraft:
         batch: ForwardBatch,
         output: ForwardOutput,
         sampled: SampleOutput | None,
+        embeds: MergedEmbeds | None = None,
     ) -> DraftState | None:
         return None
 
@@ -56,7 +59,7 @@ class EaglePrefill:
 
     hidden_mode = CaptureHiddenMode.FULL
 
-    def __init__(self, forward: Callable[[ForwardBatch, Tensor], DraftState]) -> None:
+    def __init__(self, forward: Callable[[ForwardBatch, Tensor, Tensor | None], DraftState]) -> None:
         """`forward`: a DraftPrefill, by graphs where they fit."""
         self._forward = forward
 
@@ -66,12 +69,14 @@ class EaglePrefill:
         batch: ForwardBatch,
         output: ForwardOutput,
         sampled: SampleOutput | None,
+        embeds: MergedEmbeds | None = None,
     ) -> DraftState | None:
         assert output.hidden is not None
         ids = batch.input_ids.new_tensor(np.concatenate([_next_tokens(chunk) for chunk in chunks]))
         if sampled is not None:
             ids[batch.logits_rows] = sampled.token_ids
-        state = self._forward(replace(batch, input_ids=ids), output.hidden)
+        rotated = None if embeds is None else embeds.rotated(batch, ids)
+        state = self._forward(replace(batch, input_ids=ids), output.hidden, rotated)
         return state if sampled is not None else None
 
 
@@ -90,7 +95,12 @@ class ModelPrefill:
         batch: ForwardBatch,
         output: ForwardOutput,
         sampled: SampleOutput | None,
+        embeds: MergedEmbeds | None = None,
     ) -> DraftState | None:
+        if embeds is not None:  # refused at start-up, too: serving_draft.py
+            raise ValueError(
+                "this draft model reads token ids alone and cannot take the embeddings of images"
+            )
         self._forward(replace(batch, logits_rows=batch.logits_rows[:0]))
         return None
 

@@ -1,4 +1,4 @@
-"""Images on their way into a prompt: bytes from the router, decoded by threads beside the main loop, claimed by prompts.
+"""Images on their way into prompts: bytes from the router, decoded by threads beside the main loop, then claimed.
 
 An image and the prompt that it belongs to come on different sockets, in either order. Several prompts may show the same
 image: it is decoded once, and not at all where its rows are cached.
@@ -16,7 +16,7 @@ from typing import Protocol
 import zmq
 from torch import Tensor
 
-from common.errors import InvalidRequest, Overloaded, ProtocolError
+from common.errors import InternalError, InvalidRequest, Overloaded, ProtocolError
 from common.ipc import Dealer
 from common.messages.generation import ImageSpan
 from common.messages.image_inbox import codec
@@ -41,7 +41,7 @@ class PromptImage:
         return self.pixels is not None or self.rows is not None
 
     def overlap(self, start: int, end: int) -> tuple[int, int]:
-        """The part of prompt positions start .. end that it fills, as positions; empty where the second is no larger."""
+        """The part of prompt positions start .. end that it fills, as positions; empty unless the first is less."""
         return max(start, self.span.offset), min(end, self.span.offset + self.span.length)
 
 
@@ -91,7 +91,7 @@ class Images(Protocol):
         ...
 
     def claim(self, images: Iterable[PromptImage]) -> None:
-        """Give images what is ready for them. Raises InvalidRequest for one that cannot be decoded."""
+        """Give images what is ready for them. Raises RequestError for one that cannot be decoded."""
         ...
 
     def close(self) -> None: ...
@@ -124,7 +124,12 @@ class ImageIntake:
     """Used by the main loop alone; its threads run `read`."""
 
     def __init__(
-        self, dealer: Dealer, read: Callable[[bytes], Tensor], tokens_per_image: int, cache: RowCache, log: Log
+        self,
+        dealer: Dealer,
+        read: Callable[[bytes], Tensor],
+        tokens_per_image: int,
+        cache: RowCache,
+        log: Log,
     ) -> None:
         """`read` decodes one image into pixels [3, size, size], or raises InvalidRequest."""
         self._dealer = dealer
@@ -181,4 +186,10 @@ class ImageIntake:
     def _decode(self, digest: bytes, data: bytes) -> Tensor:
         if hashlib.sha256(data).digest() != digest:
             raise InvalidRequest("an image is not the one that its digest names")
-        return self._read(data)
+        try:
+            return self._read(data)
+        except InvalidRequest:
+            raise
+        except Exception as error:
+            self._log.exception("an image could not be processed")
+            raise InternalError("an image could not be processed; the log has the details") from error

@@ -12,12 +12,21 @@ from dataclasses import dataclass
 
 import zmq
 
+from common.engine.kv_cache.image_keys import with_images
 from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys
 from common.engine.kv_cache.radix_cache import Keys
 from common.engine.kv_cache.relay_state import DraftShape, draft_rows
 from common.engine.overlap import OverlapLoop
 from common.engine.sampling_plan import finish_reason, read_tokens
-from common.errors import DeadlineExceeded, InternalError, InvalidRequest, NodeLost, Overloaded, RequestError
+from common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    RequestError,
+    TransferFailed,
+)
 from common.ipc import RouterSocket
 from common.ipc.router_link import RouterLink
 from common.messages.generation import OutputToken
@@ -27,6 +36,7 @@ from common.messages.router_inbox import Failed, FirstToken, PrefillDone
 from common.node_life import NodeLife
 from common.observability.logs import Log
 from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost
+from prefill_node.images import ARRIVAL_SECONDS, Images
 from prefill_node.queues import Queues
 from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
@@ -61,6 +71,7 @@ class PrefillNode:
         sender: Sender,
         space: PageSpace,
         step: PrefillStep,
+        images: Images,
         limits: PrefillLimits,
         draft: DraftShape,
         graphs: Callable[[], Sequence[GraphTotals]],
@@ -72,6 +83,7 @@ class PrefillNode:
         self._sender = sender
         self._space = space
         self._step = step
+        self._images = images
         self._limits = limits
         self._draft = draft
         self._clock = clock
@@ -81,6 +93,7 @@ class PrefillNode:
         self._poller = zmq.Poller()
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(peers.socket, zmq.POLLIN)
+        images.watch(self._poller)
         self._longest = space.pages_for(limits.max_model_len)
         self.loop = OverlapLoop(
             self._prepare,
@@ -107,6 +120,8 @@ class PrefillNode:
         for peer, frame in self._peers.drain():
             self._sender.handle(peer, frame)
         self._move_transfers()
+        self._images.receive()
+        self._claim_images()
         self.life.look_after(self, len(self._queues), now)
         self._admit(now)
         self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
@@ -157,13 +172,16 @@ class PrefillNode:
         time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:
-        self._poller.poll(BUSY_WAIT_MS if self._sender.writing else IDLE_WAIT_MS)
+        self._poller.poll(BUSY_WAIT_MS if self._sender.writing or self._images.busy else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------
 
     def take(self, message: Prefill, now: float) -> None:
         try:
             keys = self._check(message)
+            waiting = sum(len(request.images) for request in self._queues.waiting)
+            images = self._images.expect(message.images, waiting)
+            with_images(keys, message.images)  # spans that do not fit are refused here
             self._sender.expect(message.room, now + message.deadline_ms / 1000, message.decode)
         except RequestError as error:
             self._link.send(Failed(room=message.room, code=error.code, message=str(error)))
@@ -172,6 +190,7 @@ class PrefillNode:
             room=message.room,
             request_id=message.request_id,
             keys=keys,
+            images=images,
             emitted=message.emitted,
             sampling=message.sampling,
             decode=message.decode,
@@ -226,6 +245,8 @@ class PrefillNode:
         for request in self._queues:
             if not request.ended and now > request.deadline:
                 self._end(request, DeadlineExceeded.code, "the request's deadline passed on the prefill node")
+            elif not request.ended and not request.ready and now > request.received + ARRIVAL_SECONDS:
+                self._end(request, TransferFailed.code, "its images did not reach the prefill node")
 
     # -- moving between queues ---------------------------------------------------------------------------------
 
@@ -234,13 +255,12 @@ class PrefillNode:
 
         A prompt gets all its pages at once, so two can never wait for each other.
         """
-        waiting = self._queues.waiting
-        while waiting and len(self._queues.computing) < self._limits.max_batch:
-            request = next((each for each in waiting if each.granted), waiting[0])
-            lease = self._lease(request)
-            if lease is None:
+        while len(self._queues.computing) < self._limits.max_batch:
+            request = self._queues.next_waiting()
+            lease = None if request is None else self._lease(request)
+            if request is None or lease is None:
                 return
-            waiting.remove(request)
+            self._queues.waiting.remove(request)
             request.lease = lease
             request.scheduled = request.computed = lease.cached_tokens
             self._report.prompt_tokens += request.num_tokens
@@ -248,6 +268,13 @@ class PrefillNode:
             request.mark("queued", now)
             self._queues.computing[request.room] = request
             self._send_pages(request)  # the cached prefix leaves before anything is computed
+
+    def _claim_images(self) -> None:
+        for request in [each for each in self._queues.waiting if not each.ready]:
+            try:
+                self._images.claim(request.images)
+            except RequestError as error:
+                self._end(request, error.code, str(error))
 
     def _lease(self, request: PrefillRequest) -> PageLease | None:
         """Pages for a prompt, or None while there is not enough room.
@@ -257,7 +284,7 @@ class PrefillNode:
         pages are reserved there and whose prompt waits here for the same room.
         """
         # at least one token has to be computed: its logits give the first output token
-        keys, pages = self._space.keys(request.keys), self._space.pages_for(request.num_tokens)
+        keys, pages = self._space.keys(request.contents), self._space.pages_for(request.num_tokens)
         lease = self._space.lease(keys, pages, max_cached_tokens=request.num_tokens - 1)
         if lease is not None and not request.granted and self._space.available_pages < self._longest:
             lease.release()
@@ -272,7 +299,7 @@ class PrefillNode:
         if token is None:
             self._end(request, InternalError.code, "the model produced logits that are not finite")
             return
-        request.lease.commit(self._space.keys(request.keys))
+        request.lease.commit(self._space.keys(request.contents))
         self._report.generated_tokens += 1
         reason = finish_reason(token.id, request.emitted + 1, request.sampling)
         self._link.send(

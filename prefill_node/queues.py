@@ -36,6 +36,11 @@ class Queues:
         found = self.computing.get(room) or self.handing_over.get(room)
         return found or next((each for each in self.waiting if each.room == room), None)
 
+    def next_waiting(self) -> PrefillRequest | None:
+        """Whose turn it is: first come among those with decode pages, then among the others; images must be here."""
+        ready = [each for each in self.waiting if each.ready]
+        return next((each for each in ready if each.granted), ready[0] if ready else None)
+
     def end(self, request: PrefillRequest) -> None:
         """Move to `ending` from wherever it is."""
         if (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.engine.kv_cache.image_keys import with_images
 from common.engine.kv_cache.page_space import PageLease
 from common.engine.kv_cache.radix_cache import Keys
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
 from common.messages.generation import OutputToken, SamplingParams
 from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
+from prefill_node.images import PromptImage
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +29,7 @@ class PrefillRequest:
     decode: str  # incarnation of the node that takes over
     received: float  # monotonic seconds
     deadline: float  # monotonic seconds
+    images: tuple[PromptImage, ...] = ()
     granted: bool = False  # the decode node has set its pages aside
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
     scheduled: int = 0  # tokens whose forward has been launched, cached prefix included
@@ -42,6 +45,16 @@ class PrefillRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.keys)
+
+    @property
+    def contents(self) -> Keys:
+        """`keys` with images by their content, for the prefix cache. Raises InvalidRequest for spans that do not fit."""
+        return with_images(self.keys, [image.span for image in self.images]) if self.images else self.keys
+
+    @property
+    def ready(self) -> bool:
+        """All images are decoded: it may be admitted."""
+        return all(image.ready for image in self.images)
 
     @property
     def remaining(self) -> int:

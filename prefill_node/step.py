@@ -16,6 +16,7 @@ from common.engine.sampler import SampleOutput, SamplingBatch, sample
 from common.engine.sampling_plan import sampling_variant
 from prefill_node.draft import PrefillDraft
 from prefill_node.scheduler import Chunk
+from prefill_node.vision import PromptEmbeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class PrefillStep:
 
     def __init__(
         self,
-        forward: Callable[[ForwardBatch], ForwardOutput],
+        forward: Callable[[ForwardBatch, torch.Tensor | None], ForwardOutput],
+        embeds: PromptEmbeds,
         draft: PrefillDraft,
         adjustments: AdjustmentRows,
         page_size: int,
@@ -43,6 +45,7 @@ class PrefillStep:
     ) -> None:
         """`adjustments` has a row for every prompt of a batch; they hold nothing from one batch to the next."""
         self._forward = forward
+        self._embeds = embeds
         self._draft = draft
         self._adjustments = adjustments
         self._page_size = page_size
@@ -53,9 +56,10 @@ class PrefillStep:
         """Start the forward; nothing here waits for the device."""
         finals = [chunk for chunk in chunks if chunk.final]
         batch = self._batch(chunks)
-        output = self._forward(batch)
+        embeds = self._embeds(chunks, batch)
+        output = self._forward(batch, None if embeds is None else embeds.rows)
         sampled = sample(output.logits, self._sampling(finals)) if finals else None
-        draft = self._draft.extend(chunks, batch, output, sampled)
+        draft = self._draft.extend(chunks, batch, output, sampled, embeds)
         drawn = None if sampled is None else sampled.on_host()
         return LaunchedPrefill(chunks, finals, drawn, draft, self._completion())
 

@@ -91,10 +91,11 @@ class VisionEmbeds:
         for start in range(0, len(digests), ENCODER_BATCH):
             some = digests[start : start + ENCODER_BATCH]
             pixels = torch.stack([missing[digest] for digest in some])
-            made |= zip(some, self._encode(pixels).unbind(), strict=True)
+            # copies: a slice would keep the whole batch alive
+            made |= {digest: rows.clone() for digest, rows in zip(some, self._encode(pixels), strict=True)}
         self.encoded += len(made)
         for digest, rows in made.items():
-            self._cache.put(digest, rows.clone())  # a slice would keep the whole batch alive
+            self._cache.put(digest, rows)
         for image in shown:
             image.rows = image.rows if image.rows is not None else made[image.span.digest]
             image.pixels = None

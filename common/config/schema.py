@@ -51,6 +51,18 @@ class PlacementSection(Section, frozen=True, kw_only=True):
     decode: Placement = "least_loaded"
 
 
+class Images(Section, frozen=True, kw_only=True):
+    """Images in prompts, where the model takes them."""
+
+    max_count: Annotated[int, Meta(ge=1, le=256)] = 16  # of one request
+    max_bytes: Annotated[int, Meta(ge=1, le=15 << 20)] = 10 * 1024 * 1024  # of one image, as a file
+    max_request_bytes: Positive = 20 * 1024 * 1024  # of all images of one request
+    max_pixels: Annotated[int, Meta(ge=1, le=64_000_000)] = 16_000_000  # of one image, decoded
+    max_held_mib: Positive = 512  # of all requests in flight; more are answered 503
+    fetch_hosts: tuple[str, ...] = ()  # https hosts that images are fetched from; (): data URLs alone
+    fetch_timeout: Seconds = 10.0  # of one image, from look-up to last byte
+
+
 class Router(Section, frozen=True, kw_only=True):
     """HTTP and placement."""
 
@@ -65,6 +77,7 @@ class Router(Section, frozen=True, kw_only=True):
     )
     max_requests: Positive = 4096  # in flight; more are answered 503 with Retry-After
     max_body_bytes: Positive = 10 * 1024 * 1024
+    images: Images = Images()
     request_timeout: Seconds = 600.0
     placement_wait: Seconds = 10.0  # how long a request waits for a node of each role before 503
 
@@ -105,6 +118,7 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     max_queue: Positive = 1024  # waiting requests; more are refused
     graphs: Literal["auto", "breakable", "none"] = "auto"  # of the prompt forward; auto: on GPUs only
     prefix_cache: bool = True
+    image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, by their content
 
 
 class DecodeSection(Section, frozen=True, kw_only=True):

@@ -15,6 +15,9 @@ from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.eagle import Eagle3Head, EagleHead
 from common.engine.models.llama import LlamaForCausalLM
+from common.errors import ModelError
+
+TAKES_EMBEDS = ("eagle", "eagle3")  # algorithms whose heads read embeddings, not ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ def load_serving_draft(
     placement: Placement,
 ) -> ServingDraft:
     """Load, share the target's embedding and head, and hold real widths against those of the config."""
+    _check_takes_embeds(path, config, target)
     fingerprint = draft_fingerprint(path, config, steps, topk)
     if config.algorithm == "standalone":
         dtype = str(placement.dtype).removeprefix("torch.")
@@ -59,3 +63,12 @@ def load_serving_draft(
     carried = EagleDraftInput.hidden_size_for(config), EagleDraftInput.dtype_for(placement)
     shape = DraftShape(topk, *carried, target.config.vocab_size)
     return ServingDraft(head, config, fingerprint, shape, topk)
+
+
+def _check_takes_embeds(path: Path, config: DraftConfig, target: LlamaForCausalLM) -> None:
+    """Rows A7 and C4: behind a target that reads images, a draft has to read their embeddings too."""
+    if target.config.vision is not None and config.algorithm not in TAKES_EMBEDS:
+        raise ModelError(
+            f"{path}: a {config.algorithm} draft reads token ids alone and cannot take the embeddings of the images "
+            f"that the model reads; set speculation.algorithm to none, ngram, {' or '.join(TAKES_EMBEDS)}"
+        )

@@ -48,11 +48,13 @@ def check_bind(address: str, key: str, security: LinkSecurity) -> None:
 class _Channel:
     """What both kinds share: options, lifetime, draining."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, received: int = HIGH_WATER_MARK
+    ) -> None:
         self._socket = context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, received)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1_000)  # half-open TCP: noticed without traffic
@@ -167,9 +169,13 @@ class Dealer(_Channel):
         identity: bytes,
         server: str = "",
         security: LinkSecurity | None = None,
+        received: int = HIGH_WATER_MARK,
     ) -> None:
-        """`server` names the process at `address`, whose key is checked. Raises ConfigError."""
-        super().__init__(context, zmq.DEALER)
+        """`server` names the process at `address`, whose key is checked; `received` messages wait here at most.
+
+        Raises ConfigError.
+        """
+        super().__init__(context, zmq.DEALER, received)
         try:
             (security or LoopbackOnly()).secure_client(self._socket, server)
             self._socket.setsockopt(zmq.IDENTITY, identity)

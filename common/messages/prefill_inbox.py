@@ -22,7 +22,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: SamplingParams
     decode: str  # incarnation of the decode node that holds the reservation
     deadline_ms: int  # remaining
-    images: ImageSpans = ()  # what token_ids say there is of no meaning
+    images: ImageSpans = ()  # any token of the vocabulary stands in token_ids there
 
 
 PrefillMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | Drain | Prefill

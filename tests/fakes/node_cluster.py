@@ -47,8 +47,11 @@ from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback import Fabric
 from prefill_node.draft import NoDraft, PrefillDraft
+from prefill_node.images import NoImages
 from prefill_node.node import PrefillLimits, PrefillNode
+from prefill_node.seeing import Seeing
 from prefill_node.step import PrefillStep
+from prefill_node.vision import TextEmbeds
 from tests.fakes.clock import Clock
 from tests.fakes.fake_link import FakeLink
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, tiny_model
@@ -71,6 +74,7 @@ class Parts:
 
 
 MakeStep = Callable[[Parts], DecodeStep]
+MakeSeeing = Callable[[zmq.Context[zmq.Socket[bytes]], ModelRunner], Seeing]
 
 
 class NoDraftModel:
@@ -122,6 +126,7 @@ class Shape:
     completion: MakeCompletion = Immediate
     step: MakeStep = autoregressive
     draft: NoDraftModel = field(default_factory=NoDraftModel)
+    seeing: MakeSeeing = lambda context, runner: Seeing(NoImages(), TextEmbeds())
     prefills: int = 1
     decodes: int = 1
     fencing: bool = False
@@ -465,7 +470,8 @@ class NodeCluster:
         assert not [row for row in graphs.forward.graphs.rows if row.error]
         adjustments = AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device)
         rest = shape.page_size, PLACEMENT.device, shape.completion
-        step = PrefillStep(graphs.forward, draft, adjustments, *rest)
+        seeing = shape.seeing(self.context, runner)
+        step = PrefillStep(graphs.forward, seeing.embeds, draft, adjustments, *rest)
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
         node = PrefillNode(
             incarnation,
@@ -474,6 +480,7 @@ class NodeCluster:
             sender,
             space,
             step,
+            seeing.images,
             PrefillLimits(
                 chunk_tokens=shape.chunk_tokens,
                 max_batch=shape.prefill_batch,

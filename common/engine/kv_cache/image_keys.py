@@ -20,7 +20,7 @@ IMAGE_BIT = 1 << 62  # set in every key of an image row
 
 def with_images(token_ids: Sequence[int] | Keys, images: Sequence[ImageSpan]) -> Keys:
     """[n] int64: token ids, and keys of image rows where images stand. InvalidRequest: spans that do not fit."""
-    keys = np.array(token_ids, dtype=np.int64)
+    keys = np.array(token_ids, dtype=np.int64)  # a copy: what the batch embeds has token ids everywhere
     end = 0
     for image in images:
         if image.offset < end or image.offset + image.length > len(keys):

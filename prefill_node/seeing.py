@@ -1,0 +1,44 @@
+"""The two halves of a node that takes images: their way in, and their rows in a step. Text alone has empty halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.engine.layers.placement import Placement
+from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.llava import load_vision
+from common.ipc import Dealer
+from common.observability.logs import Log
+from prefill_node.images import ImageIntake, Images, NoImages, RowCache
+from prefill_node.pixel_reader import load_pixel_reader
+from prefill_node.vision import PromptEmbeds, TextEmbeds, VisionEmbeds
+
+
+@dataclass(frozen=True, slots=True)
+class Seeing:
+    """What the node and its step are given."""
+
+    images: Images
+    embeds: PromptEmbeds
+
+
+def load_seeing(
+    path: Path,
+    model: LlamaForCausalLM,
+    placement: Placement,
+    connect: Callable[[], Dealer],
+    cache_bytes: int,
+    max_pixels: int,
+    log: Log,
+) -> Seeing:
+    """Load the vision part of the model in `path`, if it has one. Raises ModelError. `connect`: the image socket."""
+    vision = model.config.vision
+    if vision is None:
+        return Seeing(NoImages(), TextEmbeds())
+    reader = load_pixel_reader(path, vision, max_pixels)
+    part = load_vision(path, model.config, placement)
+    cache = RowCache(cache_bytes)
+    intake = ImageIntake(connect(), reader, vision.tokens_per_image, cache, log)
+    return Seeing(intake, VisionEmbeds(model.embed, part, cache))
