@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from msgspec.structs import replace
 
+from common.engine.kv_cache.image_keys import with_images
 from common.engine.kv_cache.page_space import PageLease
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
 from common.engine.sampling_plan import finish_reason
-from common.messages.generation import OutputToken, SamplingParams
+from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 
 
@@ -38,14 +39,13 @@ class DecodeRequest:
 
     room: int
     request_id: str
-    prompt: list[
-        int
-    ]  # token ids; where an image stands keys of its content (image_keys.py), which no token has
+    prompt: list[int]
     emitted: int  # tokens at the end of prompt that are output already
     sampling: SamplingParams
     prefill: NodeRef
     received: float  # monotonic seconds
     deadline: float
+    images: tuple[ImageSpan, ...] = ()  # in the prompt
     lease: PageLease | None = None
     row: int = 0  # in RequestTable and RelayState, 0 = none
     output: list[int] = field(
@@ -62,6 +62,14 @@ class DecodeRequest:
     backup: Backup | None = None
     draft: DraftRow = NO_DRAFT  # what its row starts with, at hand-over and at resume
     stages: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def contents(self) -> list[int]:
+        """The prompt with images by their content. Raises InvalidRequest for spans that do not fit."""
+        if not self.images:
+            return self.prompt
+        keys: list[int] = with_images(self.prompt, self.images).tolist()
+        return keys
 
     @property
     def seq_len(self) -> int:
@@ -109,8 +117,8 @@ class DecodeRequest:
         return reason
 
     def computed(self) -> list[int]:
-        """Tokens with KV that the host knows: what the prefix cache may keep."""
-        return self.prompt + self.output[:-1]
+        """What the prefix cache may keep: tokens with KV that the host knows, images by their content."""
+        return self.contents + self.output[:-1]
 
     def mark(self, stage: str, now: float) -> None:
         self.stages.setdefault(stage, now - self.received)

@@ -48,7 +48,7 @@ class PrefillRequest:
 
     @property
     def contents(self) -> Keys:
-        """`keys` with images by their content, for the prefix cache. Raises InvalidRequest for spans that do not fit."""
+        """`keys` with images by their content, for the prefix cache. InvalidRequest: spans that do not fit."""
         return with_images(self.keys, [image.span for image in self.images]) if self.images else self.keys
 
     @property

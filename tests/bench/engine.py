@@ -50,6 +50,7 @@ from prefill_node.draft import NoDraft
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from prefill_node.step import PrefillStep
+from prefill_node.vision import TextEmbeds
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us
 
@@ -130,7 +131,7 @@ def prefill(
     device = runner.pool.device
     completion = completion_for(device, one_behind=False)
     adjustments = AdjustmentRows.allocate(1, runner.model.embed_tokens.weight.shape[0], device)
-    step = PrefillStep(graphs.forward, NoDraft(), adjustments, PAGE, device, completion)
+    step = PrefillStep(graphs.forward, TextEmbeds(), NoDraft(), adjustments, PAGE, device, completion)
     space = PageSpace(PAGE, runner.pool.num_pages, NoPrefixCache())
     rng = np.random.default_rng(1)
     for tokens in prompts:
