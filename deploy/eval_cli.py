@@ -1,27 +1,36 @@
 """deploy/eval: scores a running OpenAI-compatible server with fresh, held-out word problems.
 
-The problems come from the seed, temperature is 0, and only the number after `####` counts. A request that
-fails counts as a wrong answer and as an error; any error makes the exit code 1, an unreachable server makes
-it 2.
+The problems come from the seed, temperature is 0, and only the number after `####` counts. With --vision the
+questions are about pictures that are drawn from the seed, and the numbers, colours and shapes of an answer count. A
+request that fails counts as a wrong answer and as an error; any error makes the exit code 1, an unreachable server
+makes it 2.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import aiohttp
 import typer
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.models.prompts import SHOT_END, chat_messages, few_shot_prompt
+from deploy.models.vision.questions import Question, questions
+from deploy.models.vision.questions import is_right as is_right_about
+from deploy.models.vision.scenes import Pixels
 from deploy.models.word_problems import Problem, exam, is_right
 
 Mode = Literal["chat", "completions"]
@@ -48,6 +57,7 @@ class Exam:
     seed: int
     shots: int = 0
     mode: Mode = "chat"
+    vision: bool = False
     concurrency: int = 16
     model: str | None = None  # None: the first one the server lists
     timeout: float = 120.0  # seconds for one request
@@ -74,6 +84,7 @@ class Report:
     seed: int
     shots: int
     mode: Mode
+    vision: bool
     model: str
     url: str
     seconds: float
@@ -90,9 +101,47 @@ def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-def request_body(model: str, mode: Mode, shots: list[Problem], problem: Problem) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, and whether a text answers it."""
+
+    body: dict[str, Any]  # without the model
+    right: Callable[[str], bool]
+
+
+def asked(exam_: Exam) -> Iterator[Asked]:
+    """The requests of an exam, one by one."""
+    if exam_.vision:
+        for question in islice(questions(exam_.seed, "heldout"), exam_.count):
+            yield Asked(picture_body(question), partial(is_right_about, question))
+        return
+    for shots, problem in exam(exam_.count, exam_.seed, exam_.shots):
+        yield Asked(request_body(exam_.mode, shots, problem), partial(is_right, problem))
+
+
+def picture_body(question: Question) -> dict[str, Any]:
+    """One chat request with its pictures as PNG data URLs."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": data_url(pixels)}} for pixels in question.images
+    ]
+    content = [*parts, {"type": "text", "text": question.text}]
+    return {
+        "temperature": 0,
+        "max_tokens": MOST_NEW_TOKENS,
+        "messages": [{"role": "user", "content": content}],
+    }
+
+
+def data_url(pixels: Pixels) -> str:
+    """[height, width, 3] as a PNG."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def request_body(mode: Mode, shots: list[Problem], problem: Problem) -> dict[str, Any]:
     """One request. Completions stop at the blank line that would begin the next question."""
-    body: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": MOST_NEW_TOKENS}
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": MOST_NEW_TOKENS}
     if mode == "chat":
         return {**body, "messages": chat_messages(shots, problem.question)}
     return {**body, "prompt": few_shot_prompt(shots, problem.question), "stop": [SHOT_END]}
@@ -118,7 +167,7 @@ async def hold(exam_: Exam, progress: Progress) -> Report:
     connector = aiohttp.TCPConnector(limit=exam_.concurrency)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
         model = exam_.model or await _first_model(session, exam_.base)
-        room = _Room(exam(exam_.count, exam_.seed, exam_.shots), progress, exam_.count)
+        room = _Room(asked(exam_), progress, exam_.count)
         async with asyncio.TaskGroup() as group:
             for _ in range(min(exam_.concurrency, exam_.count)):
                 group.create_task(_candidate(session, exam_, model, room))
@@ -134,6 +183,7 @@ async def hold(exam_: Exam, progress: Progress) -> Report:
         seed=exam_.seed,
         shots=exam_.shots,
         mode=exam_.mode,
+        vision=exam_.vision,
         model=model,
         url=exam_.url,
         seconds=time.monotonic() - start,
@@ -143,9 +193,7 @@ async def hold(exam_: Exam, progress: Progress) -> Report:
 class _Room:
     """What the concurrent requests share."""
 
-    def __init__(
-        self, questions: Iterator[tuple[list[Problem], Problem]], progress: Progress, count: int
-    ) -> None:
+    def __init__(self, questions: Iterator[Asked], progress: Progress, count: int) -> None:
         self.questions = questions
         self.right = 0
         self.errors = 0
@@ -181,16 +229,16 @@ class _Room:
 
 async def _candidate(session: aiohttp.ClientSession, exam_: Exam, model: str, room: _Room) -> None:
     path = "/chat/completions" if exam_.mode == "chat" else "/completions"
-    for shots, problem in room.questions:
+    for question in room.questions:
         if room.given_up:
             return
-        body = request_body(model, exam_.mode, shots, problem)
+        body = {"model": model, **question.body}
         try:
             text = answer_text(exam_.mode, await _call(session, "POST", exam_.base + path, body))
         except BadAnswer as error:
             room.failed(str(error))
         else:
-            room.answered(is_right(problem, text))
+            room.answered(question.right(text))
 
 
 async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
@@ -226,6 +274,7 @@ def run(
     seed: Annotated[int, typer.Option(help="draws the problems; any seed gives held-out ones")] = 7,
     shots: Annotated[int, typer.Option(min=0, help="solved problems shown before each question")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    vision: Annotated[bool, typer.Option("--vision", help="questions about freshly drawn pictures")] = False,
     mode: Annotated[
         Mode | None, typer.Option(help="default: chat without shots, completions with shots")
     ] = None,
@@ -236,7 +285,11 @@ def run(
 ) -> None:
     """Score a running server with fresh word problems; prints the share of right answers."""
     chosen: Mode = mode or ("completions" if shots else "chat")
-    exam_ = Exam(url, count, seed, shots, chosen, concurrency, model, timeout, api_key)
+    if vision and (shots or mode == "completions"):
+        raise typer.BadParameter(
+            "pictures are asked about in chats without shots: leave out --shots and --mode"
+        )
+    exam_ = Exam(url, count, seed, shots, chosen, vision, concurrency, model, timeout, api_key)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
@@ -249,7 +302,7 @@ def run(
         json_file.write_text(json.dumps(asdict(report), indent=2) + "\n")
     typer.echo(
         f"{report.score:.3f} ({report.right} of {count} right, 95 % interval {report.ci_low:.3f} to "
-        f"{report.ci_high:.3f}), {chosen}, {shots} shots, seed {seed}, {report.seconds:.1f} s"
+        f"{report.ci_high:.3f}), {'pictures' if vision else f'{chosen}, {shots} shots'}, seed {seed}, {report.seconds:.1f} s"
     )
     if report.errors:
         typer.echo(

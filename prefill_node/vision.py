@@ -26,6 +26,7 @@ class MergedEmbeds:
     chunks: Sequence[Chunk]
     embed: Embed
 
+    @torch.inference_mode()
     def rotated(self, batch: ForwardBatch, next_ids: Tensor) -> Tensor:
         """[T, H]: row t holds the embedding of the token behind t.
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from common.config import Resolved
 from common.config.run_directory import control_address
+from common.config.schema import Router
 from common.errors import ConfigError, ModelError, Unavailable
 from common.ipc import LinkSecurity, check_bind, link_security
 from common.messages.identity import new_incarnation
@@ -23,6 +24,9 @@ from router.control_plane import ControlPlane
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.http_errors import error_middleware
 from router.http_server import http_runner
+from router.image_fetch import ImageFetcher
+from router.image_inspector import ImageInspector
+from router.images import ImageLimits, ImageLoader, Images, NoImages
 from router.metrics import RouterMetrics
 from router.node_registry import Node, NodeRegistry
 from router.openai_routes import OpenAiRoutes
@@ -42,6 +46,7 @@ class RouterApp:
     registry: NodeRegistry
     dispatcher: Dispatcher
     tokenizer: Tokenizer
+    inspector: ImageInspector
     runner: web.AppRunner
     context: zmq.Context[zmq.Socket[bytes]]
     security: LinkSecurity
@@ -73,6 +78,7 @@ class RouterApp:
         await self.runner.cleanup()  # cancels what is left: aborts reach the nodes before the socket closes
         await asyncio.sleep(0.05)
         self.control.close()
+        await self.inspector.close()
         self.tokenizer.close()
         self.security.close()
         self.context.term()
@@ -133,7 +139,8 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     path = resolved.model_path
     config = ModelConfig.load(path)
     tokenizer = Tokenizer(path)
-    if tokenizer.vocab_size > config.vocab_size:
+    placeholder = -1 if config.vision is None else config.vision.image_token_id  # has no embedding of its own
+    if tokenizer.vocab_size > max(config.vocab_size, placeholder + 1):
         raise ModelError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"
         )
@@ -145,7 +152,9 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         max_model_len=cluster.model.max_model_len or config.max_position_embeddings,
         eos_token_ids=config.eos_token_ids,
         defaults=config.default_sampling,
+        vision=config.vision,
     )
+    inspector = ImageInspector(cluster.router.images.max_pixels)
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved.keys_path, "router")
     check_bind(address, "router.control_address", security)
@@ -182,15 +191,38 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         metrics,
         log,
     )
-    app = web.Application(client_max_size=cluster.router.max_body_bytes, middlewares=[error_middleware(log)])
+    images, body_bytes = _images(cluster.router, config.vision is not None, inspector)
+    app = web.Application(client_max_size=body_bytes, middlewares=[error_middleware(log)])
     runner = http_runner(app)
     router = RouterApp(
-        resolved, log, control, registry, dispatcher, tokenizer, runner, context, security, model, incarnation
+        resolved,
+        log,
+        control,
+        registry,
+        dispatcher,
+        tokenizer,
+        inspector,
+        runner,
+        context,
+        security,
+        model,
+        incarnation,
     )
     view = ClusterView(router.not_ready, router.server_info, metrics.render, dispatcher.timelines.get)
-    OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.admitting, log).add_to(app)
+    OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.admitting, images, log).add_to(app)
     StatusRoutes(view, router.served, tokenizer).add_to(app)
     return router
+
+
+def _images(section: Router, sees: bool, inspector: ImageInspector) -> tuple[Images, int]:
+    """What loads the images of requests, and the bytes that a request's body may have."""
+    if not sees:
+        return NoImages(), section.max_body_bytes
+    own = section.images
+    limits = ImageLimits(own.max_count, own.max_bytes, own.max_request_bytes, own.max_held_mib << 20)
+    fetcher = ImageFetcher(own.fetch_hosts, own.max_bytes, own.fetch_timeout)
+    in_base64 = own.max_request_bytes * 4 // 3
+    return ImageLoader(limits, inspector, fetcher), section.max_body_bytes + in_base64
 
 
 def _describe(node: Node) -> dict[str, Any]:

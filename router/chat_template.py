@@ -10,7 +10,7 @@ import jinja2
 import msgspec
 
 from common.errors import InvalidRequest, ModelError
-from router.openai_schema import Message
+from router.openai_schema import Message, image_parts
 from router.template_sandbox import TemplateSandbox
 
 MAX_PROMPT_CHARACTERS = 8 << 20
@@ -40,7 +40,7 @@ class ChatTemplate:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         variables = {
             **self._variables,
-            "messages": [_plain(message, index) for index, message in enumerate(messages)],
+            "messages": [_plain(message) for message in messages],
             "add_generation_prompt": True,
             "tools": None,
             "documents": None,
@@ -53,17 +53,20 @@ class ChatTemplate:
             ) from error
 
 
-def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates expect it; text parts are joined."""
-    content = message.content
-    if isinstance(content, list):
-        for position, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(
-                    f"messages[{index}].content[{position}] has type {part.type!r}; this version takes text parts only",
-                    param=f"messages[{index}].content[{position}]",
-                )
-        content = "".join(part.text or "" for part in content)
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: parts where there are images, text parts alone joined."""
+    content: str | list[dict[str, str]] | None
+    if isinstance(message.content, list):
+        images = len(list(image_parts([message])))  # and refuses parts of other types
+        if images:
+            content = [
+                {"type": "image"} if part.type == "image_url" else {"type": "text", "text": part.text or ""}
+                for part in message.content
+            ]
+        else:
+            content = "".join(part.text or "" for part in message.content)
+    else:
+        content = message.content
     plain: dict[str, Any] = {"role": message.role, "content": content or ""}
     if message.name is not None:
         plain["name"] = message.name

@@ -18,6 +18,7 @@ from common.errors import DeadlineExceeded, InvalidRequest, NodeLost, Overloaded
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_STOP
 from common.messages.identity import Role, new_room
+from common.messages.image_inbox import SUFFIX, ImageData
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
@@ -219,6 +220,7 @@ class Dispatcher:
         timeline.mark("placed", now)
         timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
         remaining_ms = max(int((deadline - loop.time()) * 1000), 1)
+        spans = tuple(image.span for image in request.images)
         reserve = Reserve(
             room=attempt.room,
             request_id=request.request_id,
@@ -227,6 +229,7 @@ class Dispatcher:
             sampling=request.sampling,
             prefill=prefill.register.node,
             deadline_ms=remaining_ms,
+            images=spans,
         )
         prompt = Prefill(
             room=attempt.room,
@@ -236,9 +239,15 @@ class Dispatcher:
             sampling=request.sampling,
             decode=decode.incarnation,
             deadline_ms=remaining_ms,
+            images=spans,
         )
-        for node, half in ((decode, reserve), (prefill, prompt)):
-            if not self._send(node.incarnation, half):
+        parts = [(f"{prefill.incarnation}{SUFFIX}", prefill, data) for data in _image_data(request)]
+        for address, node, part in (
+            (decode.incarnation, decode, reserve),
+            *parts,
+            (prefill.incarnation, prefill, prompt),
+        ):
+            if not self._send(address, part):
                 attempt.blamed.add(node.incarnation)
                 attempt.fail(NodeLost(f"{node.role} node {node.name} went away while the request was placed"))
                 break
@@ -256,3 +265,9 @@ class Dispatcher:
             node.rooms.pop(attempt.room, None)
             if not over:
                 self._send(node.incarnation, Abort(room=attempt.room, reason=reason))
+
+
+def _image_data(request: GenerationRequest) -> list[ImageData]:
+    """Each image once, however often the prompt shows it."""
+    by_content = {image.span.digest: image.data for image in request.images}
+    return [ImageData(digest=digest, data=data) for digest, data in by_content.items()]

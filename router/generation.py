@@ -6,7 +6,15 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.messages.generation import OutputToken, SamplingParams
+from common.messages.generation import ImageSpan, OutputToken, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """One image and where it stands in the prompt."""
+
+    span: ImageSpan
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +25,7 @@ class GenerationRequest:
     token_ids: list[int]
     sampling: SamplingParams
     timeout_s: float | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(slots=True)

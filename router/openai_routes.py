@@ -14,8 +14,9 @@ from aiohttp import web
 from common.errors import ClientGone, InternalError, InvalidRequest, RequestError
 from common.observability.logs import Log
 from router.chat_template import ChatTemplate
-from router.generation import AnswerComplete, GenerationRequest, Generator
+from router.generation import AnswerComplete, GenerationRequest, Generator, PromptImage
 from router.http_errors import body_of, defect, json_response, request_id_key
+from router.images import Images
 from router.openai_responses import (
     ChatFormat,
     CompletionFormat,
@@ -26,6 +27,7 @@ from router.openai_responses import (
     usage_field,
 )
 from router.openai_schema import ChatRequest, CompletionRequest, SharedFields, prompts, refuse_unsupported
+from router.placeholders import place_images
 from router.request_body import read_json
 from router.request_checks import (
     ServedModel,
@@ -60,6 +62,7 @@ class OpenAiRoutes:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         model: Callable[[], ServedModel],
+        images: Images,
         log: Log,
         write_timeout: float = WRITE_TIMEOUT,
     ) -> None:
@@ -68,6 +71,7 @@ class OpenAiRoutes:
         self._tokenizer = tokenizer
         self._template = template
         self._model = model
+        self._images = images
         self._log = log
         self._write_timeout = write_timeout
         self._decode_chat = msgspec.json.Decoder(ChatRequest)
@@ -86,12 +90,17 @@ class OpenAiRoutes:
         top = check_logprobs(body.top_logprobs or 0, "top_logprobs")
         logprobs = top if body.logprobs else None
         max_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        images = await self._images.load(body.messages)
         prompt = await self._tokenizer.encode(await self._render(body), bool(body.add_special_tokens))
+        placed: tuple[PromptImage, ...] = ()
+        if model.vision is not None:
+            prompt, placed = place_images(prompt, images, model.vision, model.vocab_size)
         check_prompt(prompt, model, "messages")
-        choices = [self._choice(request, body, model, prompt, 0, max_field, logprobs)]
+        choices = [self._choice(request, body, model, prompt, 0, max_field, logprobs, placed)]
         identity = f"chatcmpl-{request[request_id_key]}"
         form = ChatFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
-        return await self._answer(request, body, form, choices)
+        with self._images.hold(images):
+            return await self._answer(request, body, form, choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request, self._decode_completion)
@@ -126,13 +135,14 @@ class OpenAiRoutes:
         index: int,
         max_field: str,
         logprobs: int | None,
+        images: tuple[PromptImage, ...] = (),
     ) -> Choice:
         sampling = sampling_params(body, len(prompt), model, getattr(body, max_field), max_field, logprobs)
         identity = request[request_id_key] if index == 0 else f"{request[request_id_key]}-{index}"
         decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt)
         include_stop = bool(body.include_stop_str_in_output)
         text = TextStream(decoder, stop_strings(body), include_stop, sampling.min_tokens)
-        return Choice(GenerationRequest(identity, prompt, sampling), text)
+        return Choice(GenerationRequest(identity, prompt, sampling, images=images), text)
 
     async def _answer(
         self, request: web.Request, body: SharedFields, form: Format, choices: Sequence[Choice]

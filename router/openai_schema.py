@@ -7,6 +7,7 @@ field's name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -29,16 +30,24 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk
 
 
-class TextPart(msgspec.Struct, frozen=True):
-    """One part of a message's content; parts of other types are refused by name."""
+class ImageUrl(msgspec.Struct, frozen=True):
+    """An image, as a data: URL or an address. `detail` changes nothing: every image is scaled to the model's size."""
+
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message's content, text or image_url; parts of other types are refused by name."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class Message(msgspec.Struct, frozen=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: Text | list[TextPart] | None = None
+    content: Text | list[ContentPart] | None = None
     name: str | None = None
     # parts of conversations with tools: see MESSAGE_NOT_YET
     tool_calls: Any = None
@@ -229,6 +238,21 @@ def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]
         elif not isinstance(item, str):
             raise InvalidRequest(_PROMPT_KINDS, param="prompt")
     return prompt
+
+
+def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """(where it stands, its address) of every image, in order. Raises InvalidRequest for parts of unknown types."""
+    for index, message in enumerate(messages):
+        for position, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            where = f"messages[{index}].content[{position}]"
+            if part.type == "image_url" and part.image_url is not None:
+                url = part.image_url
+                yield f"{where}.image_url", url if isinstance(url, str) else url.url
+            elif part.type != "text" or part.text is None:
+                raise InvalidRequest(
+                    f"{where} has type {part.type!r}; taken are text and image_url parts with what they are named for",
+                    param=where,
+                )
 
 
 _PROMPT_KINDS = "prompt must be a text, a list of texts, a list of token ids, or a list of such lists"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, SamplingParams, TokenBias
 from common.model_config import DefaultSampling
+from common.vision_config import VisionConfig
 from router.openai_schema import MAX_STOP_LENGTH, MAX_STOPS, TOP_LOGPROBS, SharedFields
 
 MAX_STOP_TOKENS = 128
@@ -26,6 +27,7 @@ class ServedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     defaults: DefaultSampling
+    vision: VisionConfig | None = None  # None: it reads text alone
 
 
 def check_model(request: SharedFields, model: ServedModel) -> None:

@@ -19,6 +19,7 @@ from common.observability.logs import Log
 from router.chat_template import ChatTemplate
 from router.http_errors import error_middleware
 from router.http_server import http_runner
+from router.images import NoImages
 from router.openai_routes import OpenAiRoutes
 from router.request_checks import ServedModel
 from router.status_routes import ClusterView, StatusRoutes
@@ -100,7 +101,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             return served
 
         generator = ScriptedGenerator()
-        OpenAiRoutes(generator, text, ChatTemplate(TINY), admit, log, write_timeout).add_to(app)
+        OpenAiRoutes(generator, text, ChatTemplate(TINY), admit, NoImages(), log, write_timeout).add_to(app)
         view = ClusterView(
             lambda: rig.ready,
             lambda: {"model_path": served.path, "internal_states": []},

@@ -1,0 +1,120 @@
+"""Images that a client names by address, from hosts that the config allows, and from no private network (SSRF).
+
+https on port 443 alone, no redirects, no proxies; the name is looked up here, every address is checked, and the
+connection goes to the address that was checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from common.errors import InvalidRequest
+
+Lookup = Callable[[str, int], Awaitable[Sequence[tuple[Any, ...]]]]  # as loop.getaddrinfo returns it
+UNREACHABLE = "the image cannot be fetched"
+
+
+def public(address: str) -> bool:
+    """Whether an address lies in the public internet, whatever it is wrapped in."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        teredo = ip.teredo
+        inner = ip.ipv4_mapped or ip.sixtofour or (teredo[1] if teredo else None)
+        if inner is None and ip in _NAT64:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return public(str(inner))
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+class PublicResolver(AbstractResolver):
+    """Names to public addresses; a name with any other address is refused as a whole."""
+
+    def __init__(self, lookup: Lookup | None = None) -> None:
+        self._lookup = lookup or _getaddrinfo
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        found = await self._lookup(host, port)
+        addresses = [(entry[0], str(entry[4][0])) for entry in found]
+        if not addresses or not all(public(address) for _, address in addresses):
+            raise OSError(f"{host} has no public address, or a private one beside it")
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=found_family,
+                proto=0,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for found_family, address in addresses
+        ]
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class ImageFetcher:
+    """Allow-list, limits, one request per image. With no hosts nothing is fetched."""
+
+    def __init__(
+        self, hosts: Sequence[str], max_bytes: int, timeout: float, resolver: AbstractResolver | None = None
+    ) -> None:
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._max_bytes = max_bytes
+        self._timeout = timeout
+        self._resolver = resolver or PublicResolver()
+
+    async def fetch(self, address: str) -> bytes:
+        """Raises InvalidRequest; the sentence says nothing about what lies behind the address."""
+        url = self._checked(address)
+        timeout = aiohttp.ClientTimeout(total=self._timeout)
+        connector = aiohttp.TCPConnector(resolver=self._resolver, use_dns_cache=False, limit=1)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session,
+                session.get(url, allow_redirects=False) as response,
+            ):
+                if response.status != 200:
+                    raise InvalidRequest(f"{UNREACHABLE}: its host answered {response.status}")
+                data = bytearray()
+                async for part in response.content.iter_chunked(1 << 16):
+                    data += part
+                    if len(data) > self._max_bytes:
+                        raise InvalidRequest(f"the image is larger than {self._max_bytes} bytes")
+                return bytes(data)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise InvalidRequest(UNREACHABLE) from error
+
+    def _checked(self, address: str) -> URL:
+        if not self._hosts:
+            raise InvalidRequest("images are not fetched here; send the image itself as a data: URL")
+        try:
+            url = URL(address)
+        except ValueError as error:
+            raise InvalidRequest("the address of the image is not a URL") from error
+        host = (url.host or "").lower()
+        if url.scheme != "https" or url.port != 443 or url.user is not None or host not in self._hosts:
+            raise InvalidRequest("images are fetched by https from listed hosts alone; send a data: URL")
+        try:
+            ipaddress.ip_address(host)  # a listed address would pass by the resolver
+        except ValueError:
+            return url
+        raise InvalidRequest("images are fetched from names, not from addresses; send a data: URL")
+
+
+async def _getaddrinfo(host: str, port: int) -> Sequence[tuple[Any, ...]]:
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

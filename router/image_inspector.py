@@ -1,0 +1,132 @@
+"""Decodes every image once, in a process of its own: a file that makes a decoder crash or grow ends that one alone.
+
+    python -m router.image_inspector      frames on standard input, verdicts on standard output, until it closes
+
+A frame is 4 bytes of length, little-endian, and that much msgpack: an `Inspection`, or as the answer a `Verdict`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import sys
+from asyncio.subprocess import Process
+
+import msgspec
+
+from common.errors import InternalError, InvalidRequest
+from common.image_files import decode_image
+
+ADDRESS_SPACE = 2 << 30  # bytes
+OPEN_FILES = 64
+SECONDS = 10.0  # for one image, waiting for those before it not counted
+
+
+class Inspection(msgspec.Struct, frozen=True, array_like=True):
+    """One image as it came."""
+
+    media_type: str | None
+    max_pixels: int
+    data: bytes
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """Empty: it decodes to its end and keeps the limits."""
+
+    problem: str
+
+
+_verdicts = msgspec.msgpack.Decoder(Verdict)
+_inspections = msgspec.msgpack.Decoder(Inspection)
+
+
+class ImageInspector:
+    """The router's end. One image at a time; the process is started when it is needed and again when it died."""
+
+    def __init__(self, max_pixels: int, seconds: float = SECONDS) -> None:
+        self._max_pixels = max_pixels
+        self._seconds = seconds
+        self._process: Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def check(self, data: bytes, media_type: str | None) -> None:
+        """Raises InvalidRequest with what is wrong with the image."""
+        frame = msgspec.msgpack.encode(Inspection(media_type, self._max_pixels, data))
+        async with self._turn:
+            process = await self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                async with asyncio.timeout(self._seconds):
+                    process.stdin.writelines((len(frame).to_bytes(4, "little"), frame))
+                    await process.stdin.drain()
+                    length = int.from_bytes(await process.stdout.readexactly(4), "little")
+                    verdict = _verdicts.decode(await process.stdout.readexactly(length))
+            except (OSError, EOFError, TimeoutError, msgspec.DecodeError) as error:
+                await self._end()
+                raise InvalidRequest(
+                    "the image is broken: decoding it took too much time or memory"
+                ) from error
+            except (
+                BaseException
+            ):  # cancelled: the answer to this image must not be taken for that to the next
+                await self._end()
+                raise
+        if verdict.problem:
+            raise InvalidRequest(verdict.problem)
+
+    async def close(self) -> None:
+        async with self._turn:
+            await self._end()
+
+    async def _running(self) -> Process:
+        if self._process is None or self._process.returncode is not None:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "router.image_inspector",
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                )
+            except OSError as error:
+                raise InternalError(f"the image decoder cannot be started: {error}") from error
+        return self._process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.shield(process.wait())
+
+
+def serve() -> None:
+    """The other end. Returns when the router closes its pipe."""
+    for limit, value in (
+        (resource.RLIMIT_AS, ADDRESS_SPACE),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+    ):
+        resource.setrlimit(limit, (value, value))
+    source, answers = sys.stdin.buffer, sys.stdout.buffer
+    while head := source.read(4):
+        inspection = _inspections.decode(source.read(int.from_bytes(head, "little")))
+        problem = ""
+        try:
+            decode_image(inspection.data, inspection.max_pixels, inspection.media_type)
+        except InvalidRequest as error:
+            problem = str(error)
+        except MemoryError:
+            problem = "the image is broken: decoding it takes too much memory"
+        frame = msgspec.msgpack.encode(Verdict(problem))
+        answers.write(len(frame).to_bytes(4, "little") + frame)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    os.setpgrp()  # a Ctrl-C in the terminal ends the router, which ends this one
+    serve()

@@ -1,0 +1,152 @@
+"""The images of a chat request: from content parts to checked bytes, under limits, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import InvalidRequest, Overloaded, RequestError
+from common.image_files import MEDIA_TYPES
+from router.openai_schema import Message, image_parts
+
+_DATA_URL = re.compile(r"data:([a-z0-9/+.-]*)((?:;[a-z0-9=+.-]+)*?)(;base64)?,", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One image, known to decode."""
+
+    data: bytes
+    digest: bytes  # SHA-256 of data
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """From the router section of the config."""
+
+    max_count: int
+    max_bytes: int
+    max_request_bytes: int
+    max_held_bytes: int
+
+
+class Inspect(Protocol):
+    async def check(self, data: bytes, media_type: str | None) -> None:
+        """Raises InvalidRequest."""
+        ...
+
+
+class Fetch(Protocol):
+    async def fetch(self, address: str) -> bytes:
+        """Raises InvalidRequest."""
+        ...
+
+
+class Images(Protocol):
+    """What the chat route asks for."""
+
+    async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
+        """In the order of their parts. Raises InvalidRequest."""
+        ...
+
+    def hold(self, images: Sequence[Image]) -> AbstractContextManager[None]: ...
+
+
+class NoImages:
+    """Of a model that reads text alone."""
+
+    async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
+        for where, _ in image_parts(messages):
+            raise InvalidRequest(f"{where}: this model takes no images", param=where)
+        return ()
+
+    def hold(self, images: Sequence[Image]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class ImageLoader:
+    """Every refusal names the part: messages[i].content[j].image_url."""
+
+    def __init__(self, limits: ImageLimits, inspector: Inspect, fetcher: Fetch) -> None:
+        self._limits = limits
+        self._inspector = inspector
+        self._fetcher = fetcher
+        self._held = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all requests in flight."""
+        return self._held
+
+    async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
+        """In the order of their parts. Raises InvalidRequest."""
+        parts = list(image_parts(messages))
+        if len(parts) > self._limits.max_count:
+            raise InvalidRequest(
+                f"{len(parts)} images in one request, at most {self._limits.max_count}", param=parts[-1][0]
+            )
+        images: list[Image] = []
+        left = self._limits.max_request_bytes
+        for where, address in parts:
+            try:
+                image = await self._one(address, left)
+            except RequestError as error:
+                raise type(error)(f"{where}: {error}", param=where) from error
+            left -= len(image.data)
+            images.append(image)
+        return tuple(images)
+
+    @contextmanager
+    def hold(self, images: Sequence[Image]) -> Iterator[None]:
+        """While a request keeps its images, for another placement. Raises Overloaded where too much is held."""
+        size = sum(len(image.data) for image in images)
+        if size and self._held + size > self._limits.max_held_bytes:
+            raise Overloaded("the images of other requests fill the router's memory; try again later")
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+
+    async def _one(self, address: str, left: int) -> Image:
+        media_type: str | None = None
+        most = min(self._limits.max_bytes, left)
+        if address[:5].lower() == "data:":
+            media_type, data = await asyncio.to_thread(_from_data_url, address, self._limits.max_bytes)
+        else:
+            data = await self._fetcher.fetch(address)
+        if len(data) > most:
+            raise InvalidRequest(
+                f"the images of a request have at most {self._limits.max_request_bytes} bytes in all"
+            )
+        await self._inspector.check(data, media_type)
+        digest = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
+        return Image(data, digest)
+
+
+def _from_data_url(address: str, max_bytes: int) -> tuple[str, bytes]:
+    """(media type, bytes)."""
+    found = _DATA_URL.match(address[:256])
+    if found is None or not found[3]:
+        raise InvalidRequest("a data: URL of an image looks like data:image/png;base64,...")
+    media_type = found[1].lower().replace("image/jpg", "image/jpeg")
+    if media_type not in MEDIA_TYPES.values():
+        raise InvalidRequest(
+            f"images of type {found[1]!r} are not taken; send {', '.join(MEDIA_TYPES.values())}"
+        )
+    if (len(address) - found.end()) * 3 // 4 > max_bytes + 2:
+        raise InvalidRequest(f"the image is larger than {max_bytes} bytes")
+    try:
+        data = base64.b64decode(address[found.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest("the image is not valid base64") from error
+    if len(data) > max_bytes:
+        raise InvalidRequest(f"the image is larger than {max_bytes} bytes")
+    return media_type, data

@@ -1,0 +1,40 @@
+"""Where images stand in a tokenized prompt: the template's one placeholder becomes as many as an image has rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.errors import InvalidRequest
+from common.messages.generation import ImageSpan
+from common.vision_config import VisionConfig
+from router.generation import PromptImage
+from router.images import Image
+
+
+def place_images(
+    token_ids: Sequence[int], images: Sequence[Image], vision: VisionConfig, vocab_size: int
+) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """Token ids of the vocabulary with room for every image, and where that is.
+
+    A placeholder outside the vocabulary is written as 0: nothing embeds it. Raises InvalidRequest where the text itself
+    spells the placeholder, which would move the images.
+    """
+    filler = vision.image_token_id if vision.image_token_id < vocab_size else 0
+    prompt: list[int] = []
+    placed: list[PromptImage] = []
+    placeholders = sum(token == vision.image_token_id for token in token_ids)
+    if placeholders != len(images):
+        raise InvalidRequest(
+            f"the prompt has {placeholders} placeholders for {len(images)} images; leave the placeholder's own text "
+            "out of the messages",
+            param="messages",
+        )
+    for token in token_ids:
+        if token != vision.image_token_id:
+            prompt.append(token)
+            continue
+        image = images[len(placed)]
+        span = ImageSpan(len(prompt), vision.tokens_per_image, image.digest)
+        placed.append(PromptImage(span, image.data))
+        prompt += [filler] * vision.tokens_per_image
+    return prompt, tuple(placed)
