@@ -300,9 +300,10 @@ def run(
         raise typer.Exit(2) from None
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(report), indent=2) + "\n")
+    what = "pictures" if vision else f"{chosen}, {shots} shots"
     typer.echo(
         f"{report.score:.3f} ({report.right} of {count} right, 95 % interval {report.ci_low:.3f} to "
-        f"{report.ci_high:.3f}), {'pictures' if vision else f'{chosen}, {shots} shots'}, seed {seed}, {report.seconds:.1f} s"
+        f"{report.ci_high:.3f}), {what}, seed {seed}, {report.seconds:.1f} s"
     )
     if report.errors:
         typer.echo(
