@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
-from router.openai_schema import Message, TextPart
+from router.openai_schema import ContentPart, Message
 from tests.unit.router.conftest import TINY
 
 HI = [Message(role="user", content="hi")]
@@ -26,7 +26,7 @@ def made(folder: Path, template: Any, **config: Any) -> ChatTemplate:
 def test_the_checked_in_model() -> None:
     messages = [
         Message(role="system", content="s"),
-        Message(role="user", content=[TextPart("text", "a"), TextPart("text", "b")]),
+        Message(role="user", content=[ContentPart("text", "a"), ContentPart("text", "b")]),
     ]
     assert (
         ChatTemplate(TINY).render(messages) == "<|bos|><|system|> s<|end|>\n<|user|> ab<|end|>\n<|assistant|>"
