@@ -122,7 +122,9 @@ def _stop_tokens(request: SharedFields, model: ServedModel) -> set[int]:
             f"stop_token_ids takes at most {MAX_STOP_TOKENS} ids from 0 to {model.vocab_size - 1}",
             param="stop_token_ids",
         )
-    return stop_tokens if request.ignore_eos else stop_tokens | set(model.eos_token_ids)
+    if request.ignore_eos:
+        return stop_tokens
+    return stop_tokens | {token for token in model.eos_token_ids if token < model.vocab_size}
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ...]:

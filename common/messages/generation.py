@@ -79,8 +79,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.stop_token_ids if self.min_tokens else ()
 
     def fits(self, vocab_size: int) -> bool:
-        """Every token that it names is in the vocabulary: some are indices on the device."""
-        named = (*self.stop_token_ids, *(token for token, _ in self.logit_bias))
+        """Every token that is an index on the device is in the vocabulary."""
+        named = (*self.withheld, *(token for token, _ in self.logit_bias))
         return all(0 <= token < vocab_size for token in named)
 
 

@@ -265,10 +265,11 @@ def test_what_a_node_says_of_itself_can_be_shown_as_json() -> None:
         refused(router_inbox.codec, msgspec.msgpack.encode({**fields, "effective_config": value}))
 
 
-def test_every_token_that_is_named_must_be_in_the_vocabulary() -> None:
+def test_tokens_that_are_indices_must_be_in_the_vocabulary() -> None:
     assert SAMPLING.fits(7)
     assert not SAMPLING.fits(6)
-    assert not SamplingParams(max_tokens=1, stop_token_ids=(-1,)).fits(9)
+    assert not SamplingParams(max_tokens=1, min_tokens=1, stop_token_ids=(-1,)).fits(9)
+    assert SamplingParams(max_tokens=1, stop_token_ids=(-1, 9)).fits(9), "compared on the host, never drawn"
     assert not SamplingParams(max_tokens=1, logit_bias=((-1, 1.0),)).fits(9)
 
 
