@@ -212,11 +212,11 @@ def _forwards(
     runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
     draft = served.draft_runner(pool, offsets)
     pools = [pool] if draft is None else [pool, draft[1]]
-    step, graphs = _step(cluster, served, runner, None if draft is None else draft[0], table, relay)
+    step, graphs = decode_step(cluster, served, runner, None if draft is None else draft[0], table, relay)
     return Forwards(layout, pools, table, step, graphs)
 
 
-def _step(
+def decode_step(
     cluster: Cluster,
     served: ServingModel,
     runner: ModelRunner,

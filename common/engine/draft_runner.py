@@ -15,6 +15,7 @@ from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraft
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import DraftOutput, Eagle3Head, EagleHead, SplitHead
 from common.engine.models.llama import LlamaForCausalLM
+from common.engine.ops.top_tokens import top_tokens
 from common.engine.weights import load_weights
 from common.errors import ModelError
 from common.model_files import read_weight_files
@@ -45,7 +46,7 @@ class DraftRunner:
     def propose(self, rows: Tensor, output: DraftOutput) -> DraftState:
         """What the tokens in `rows` [R] of a forward propose, of its T."""
         logits = self.head.compute_logits(output.last.index_select(0, rows))
-        probs, ids = logits.softmax(-1).topk(self._topk, dim=-1)
+        probs, ids = top_tokens(logits, self._topk)
         return DraftState(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
 
 

@@ -1,6 +1,8 @@
 """Each op at the 8B shape in bf16 against its floor on the same GPU in the same run.
 
-    python -m tests.bench.ops [--json FILE] [--tune] [--only NAME ...]
+    python -m tests.bench.ops [--json FILE] [--only NAME ...]
+
+`--only` also takes programs that try other tile shapes: tune, tune_parts, tune_skinny.
 
 The floor is the larger of bytes over the copy bandwidth and operations over the matrix rate, both measured first.
 """
@@ -22,11 +24,14 @@ from torch import Tensor
 from common.engine.attention.whole_prompt import attend_whole_prompt
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
+from common.engine.ops.linear import Tiles, gated_linear, linear, linear_triton
 from common.engine.ops.rms_norm import add_rms_norm, rms_norm
 from common.engine.ops.rotary import rotary_angles
 from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.ops.sample_tokens import sample_tokens
 from common.engine.ops.silu_mul import silu_mul
+from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
+from common.engine.ops.verify_attention import Division, verify_triton
 from common.engine.sampler import SamplingBatch, sample
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, matmul_rate, sets_for
@@ -105,6 +110,74 @@ def decode() -> Iterator[Result]:
     for batch, length in ((1, 8192), (8, 8192), (32, 100)):
         calls, pages = decode_calls(batch, length)
         yield measure("decode_attention", f"{batch} x {length}", calls, pages.nbytes)
+
+
+def verify_calls(
+    batch: int, length: int, new: int, division: Division | None = None
+) -> tuple[list[Callable[[], object]], Pages]:
+    """A chain of `new` tokens at the end of each request."""
+    pages, query = Pages(batch, length), bf16(batch * new, HEADS, DIM)
+    mask = torch.ones(new, new, dtype=torch.bool, device="cuda").tril().expand(batch, -1, -1)
+    tail = pages.table, pages.lengths, mask, 8192, None, SCALE
+    return [partial(verify_triton, query, *planes, *tail, division) for planes in pages.planes], pages
+
+
+def verify() -> Iterator[Result]:
+    for batch, length, new in (
+        *((batch, 1152, 4) for batch in (1, 4, 16, 32, 64, 128)),
+        (16, 1152, 8),
+        (1, 8192, 4),
+        (8, 8192, 4),
+        (16, 1152, 24),
+    ):
+        calls, pages = verify_calls(batch, length, new)
+        yield measure("verify_attention", f"{batch} x {new} at {length}", calls, pages.nbytes)
+
+
+MATRICES = {
+    "qkv": ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
+    "o": (HIDDEN, HIDDEN),
+    "gate_up": (2 * INTER, HIDDEN),
+    "down": (HIDDEN, INTER),
+    "draft qkv": ((HEADS + 2 * KV_HEADS) * DIM, 2 * HIDDEN),
+    "draft head": (32000, HIDDEN),
+    "head": (VOCAB, HIDDEN),
+}
+
+
+def product_calls(
+    size: int, depth: int, rows: int, run: Callable[..., object]
+) -> tuple[list[Callable[[], object]], float]:
+    nbytes = 2 * size * depth
+    weights = [bf16(size, depth) / 64 for _ in range(sets_for(nbytes))]
+    x = bf16(rows, depth)
+    return [partial(run, x, weight, None) for weight in weights], nbytes
+
+
+def skinny() -> Iterator[Result]:
+    """Products of few rows, by cuBLAS and by our kernel."""
+    for name, (size, depth) in MATRICES.items():
+        for rows in (1, 4, 16):
+            for by, run in (("cuBLAS", torch.nn.functional.linear), ("served", linear)):
+                calls, nbytes = product_calls(size, depth, rows, run)
+                yield measure(f"product {name}, {by}", f"{rows} x {size} x {depth}", calls, nbytes)
+    size, depth = MATRICES["gate_up"]
+    for rows in (1, 4, 16):
+        for by, run in (("cuBLAS", two_kernels), ("served", gated_linear)):
+            calls, nbytes = product_calls(size, depth, rows, run)
+            yield measure(f"gate_up and silu, {by}", f"{rows} x {size} x {depth}", calls, nbytes)
+
+
+def two_kernels(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return silu_mul(torch.nn.functional.linear(x, weight, bias))
+
+
+def draft_top() -> Iterator[Result]:
+    for rows, count in itertools.product((1, 16, 64), (1, 8)):
+        logits = [torch.randn(rows, 32000, device="cuda") for _ in range(sets_for(rows * 128000))]
+        for name, run in (("torch", top_tokens_reference), ("ours", top_tokens)):
+            calls: list[Callable[[], object]] = [partial(run, x, count) for x in logits]
+            yield measure(f"top_tokens, {name}", f"{rows} of 32000, {count}", calls, logits[0].nbytes)
 
 
 def extend_args(new: int, cached: int, batch: int = 1) -> tuple[Pages, Tensor, Tensor, float, float]:
@@ -217,9 +290,60 @@ def tune() -> Iterator[Result]:
             yield measure("tune extend", shape, calls, nbytes, flop)
 
 
+def tune_parts() -> Iterator[Result]:
+    """Into how many parts keys are divided, after the launches overlap."""
+    for keys, stages in ((64, 3), (128, 2)):
+        for (batch, length), choices in {
+            (1, 1152): (8, 12, 16, 32),
+            (4, 1152): (3, 4, 6, 8),
+            (16, 1152): (1, 2, 3),
+            (32, 1152): (1, 2),
+            (1, 8192): (16, 32),
+            (8, 8192): (2, 4, 8),
+        }.items():
+            for splits in choices:
+                shape = f"{batch} x {length} keys {keys} stages {stages} splits {splits}"
+                calls, pages = verify_calls(batch, length, 4, Division(splits, keys, stages))
+                yield measure("tune verify", shape, calls, pages.nbytes)
+                options = {"block_keys": keys, "num_stages": stages, "splits": splits}
+                calls, pages = decode_calls(batch, length, **options)
+                yield measure("tune decode", shape, calls, pages.nbytes)
+
+
+WIDE_TILES = [
+    Tiles(*shape, 4, stages, ahead)
+    for shape, stages in (((16, 128), 6), ((16, 256), 4), ((32, 128), 4), ((32, 128), 5), ((32, 256), 3))
+    for ahead in (0, 512, 2048)
+]
+
+
+def tune_skinny() -> Iterator[Result]:
+    """Other tiles of our product; each of a graph may begin while the one before runs."""
+    for name in ("gate_up", "draft head", "head"):
+        gated = name == "gate_up"
+        for tiles in [*WIDE_TILES, *(Tiles(64, 128, 4, stages, 0) for stages in (3, 4) if not gated)]:
+            run = partial(linear_triton, tiles=tiles, gated=gated)
+            calls, nbytes = product_calls(*MATRICES[name], 1, run)
+            yield measure("tune product", f"{name} {tuple(tiles)}", calls, nbytes)
+
+
+TUNING: dict[str, Callable[[], Iterator[Result]]] = {
+    section.__name__: section for section in (tune, tune_parts, tune_skinny)
+}
 SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {
     section.__name__: section
-    for section in (elementwise, decode, extend, whole_prompt, first_calls, sampling, host)
+    for section in (
+        elementwise,
+        decode,
+        verify,
+        extend,
+        whole_prompt,
+        first_calls,
+        sampling,
+        skinny,
+        draft_top,
+        host,
+    )
 }
 
 
@@ -228,16 +352,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--tune", action="store_true", help="also try other tile shapes of the attention kernels"
-    )
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--only", nargs="*", choices=[*SECTIONS, *TUNING], default=list(SECTIONS))
     args = parser.parse_args()
     torch.manual_seed(0)
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s")
     print(f"{'op':28} {'shape':44} {'us':>9} {'GB/s':>7} {'TFLOP/s':>8} {'floor us':>9} {'x floor':>7}")
-    sections = [SECTIONS[name] for name in args.only] + ([tune] if args.tune else [])
+    sections = [{**SECTIONS, **TUNING}[name] for name in args.only]
     results = []
     for result in itertools.chain.from_iterable(section() for section in sections):
         floor = max(result.gbytes * 1e15 / bandwidth, result.gflop * 1e15 / rate)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.engine.layers.placement import Placement, parameter
+from common.engine.ops.linear import linear
 
 
 class Linear(nn.Module):
@@ -23,7 +24,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], the parts one after another."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """(name in the checkpoint, view of our storage that it fills)."""
@@ -49,4 +50,4 @@ class Embedding(nn.Module):
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden [R, H] times an LM head [V, H]: [R, V] float32."""
-    return F.linear(hidden, weight).to(torch.float32)
+    return linear(hidden, weight, None).to(torch.float32)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from common.engine.layers.linear import Linear
 from common.engine.layers.placement import Placement
-from common.engine.ops.silu_mul import silu_mul
+from common.engine.ops.linear import gated_linear
 
 
 class Mlp(nn.Module):
@@ -20,7 +20,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        result: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        gated = gated_linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
+        result: Tensor = self.down_proj(gated)
         return result
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

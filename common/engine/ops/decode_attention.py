@@ -14,7 +14,14 @@ from torch import Tensor
 from common.engine.ops.key_parts import BLOCK_KEYS, GRANULE, LOG2_E, KeyParts, choose_splits
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
-from common.engine.ops.triton_kernel import kernel_with_varying, multiprocessors, next_power_of_2, tl
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    chained,
+    kernel_with_varying,
+    multiprocessors,
+    next_power_of_2,
+    tl,
+)
 
 SHORT = 256  # CPU: requests up to this length are gathered together in buckets, longer ones one by one
 BUCKET = 64
@@ -118,8 +125,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GRANULE: tl.constexpr,  # keys: parts are multiples of it
+    CHAINED: tl.constexpr,
 ):
     """A program has one part of one request's keys, for all query heads of one KV head."""
+    await_previous(CHAINED)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lens_ptr + request)
@@ -225,6 +234,7 @@ def decode_triton(
         GRANULE=GRANULE,
         num_warps=num_warps,
         num_stages=num_stages or (3 if head_dim * query.element_size() <= 256 else 2),
+        **chained(query.device),
     )
     parts.combine()
     return out

@@ -12,7 +12,9 @@ from torch import Tensor
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import (
+    await_previous,
     cdiv,
+    chained,
     kernel,
     kernel_with_varying,
     multiprocessors,
@@ -158,11 +160,13 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,  # query tokens of a tile
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,  # at least num_requests
+    CHAINED: tl.constexpr,
 ):
     """A program has TOKENS new tokens of one request and one KV head with all its query heads.
 
     Programs find their request in the prefix sums; those left over zero the padding rows.
     """
+    await_previous(CHAINED)
     LIVE_GROUP: tl.constexpr = HEADS // KV_HEADS
     ROWS: tl.constexpr = TOKENS * GROUP
     kv_head = tl.program_id(0)
@@ -302,6 +306,7 @@ def extend_triton(
         TOKENS=tokens,
         BLOCK_N=keys,
         BLOCK_B=max(next_power_of_2(batch), 64),
+        **chained(query.device),
         num_warps=warps,
         num_stages=num_stages or (3 if keys == 64 else 2),
     )

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.triton_kernel import cdiv, kernel_with_varying, next_power_of_2, tl
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    cdiv,
+    chained,
+    kernel_with_varying,
+    next_power_of_2,
+    tl,
+)
 
 BLOCK_KEYS = 64  # of one step of a part
 GRANULE = 16  # parts are multiples of it
@@ -29,7 +36,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_previous(CHAINED)
     line = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + line * splits + split, mask=split < splits, other=float("-inf"))
@@ -73,4 +82,5 @@ class KeyParts:
             BLOCK_S=next_power_of_2(self.splits),
             BLOCK_D=max(next_power_of_2(head_dim), 16),
             num_warps=2,
+            **chained(self.out.device),
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
-from common.engine.ops.triton_kernel import kernel, next_power_of_2, tl
+from common.engine.ops.triton_kernel import await_previous, chained, kernel, next_power_of_2, tl
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,8 +39,10 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     eps,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One program per row, the whole row in registers."""
+    await_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < size
@@ -96,6 +98,7 @@ def _launch(
         ADD=add,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **chained(rows.device),
     )
 
 

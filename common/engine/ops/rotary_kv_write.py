@@ -9,7 +9,14 @@ from common.engine.ops.kv_write import kv_write_reference
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import rms_norm_reference
 from common.engine.ops.rotary import rotary
-from common.engine.ops.triton_kernel import cdiv, kernel_with_varying, next_power_of_2, tl
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    cdiv,
+    chained,
+    kernel_with_varying,
+    next_power_of_2,
+    tl,
+)
 
 BLOCK_HEADS = 16
 
@@ -69,8 +76,10 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     BLOCK_HALF: tl.constexpr,  # the next power of two
     BLOCK_HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A program has some heads of one token. Both halves of a head are in the same thread: in place is safe."""
+    await_previous(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_HALF)
@@ -156,6 +165,7 @@ def rotary_kv_write_triton(
         BLOCK_HEADS=BLOCK_HEADS,
         NORM=q_weight is not None,
         num_warps=4,
+        **chained(qkv.device),
     )
 
 

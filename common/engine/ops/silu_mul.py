@@ -6,7 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
-from common.engine.ops.triton_kernel import cdiv, kernel, next_power_of_2, tl
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    cdiv,
+    chained,
+    kernel,
+    next_power_of_2,
+    tl,
+)
 
 BLOCK = 2048
 
@@ -24,7 +31,9 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     stride,
     size,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < size
@@ -43,7 +52,9 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     if out.numel():
         block = min(BLOCK, next_power_of_2(size))
         grid = (rows.shape[0], cdiv(size, block))
-        _silu_mul_kernel[grid](rows, out, rows.stride(0), size, BLOCK=block, num_warps=max(block // 256, 1))
+        options = chained(rows.device)
+        warps = max(block // 256, 1)
+        _silu_mul_kernel[grid](rows, out, rows.stride(0), size, BLOCK=block, num_warps=warps, **options)
     return out
 
 

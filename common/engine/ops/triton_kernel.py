@@ -20,7 +20,9 @@ except ImportError:  # CPU builds of torch come without it
     triton, tl = None, None
 
 __all__ = [
+    "await_previous",
     "cdiv",
+    "chained",
     "kernel",
     "kernel_with_varying",
     "multiprocessors",
@@ -59,6 +61,30 @@ def kernel_with_varying(*names: str) -> Callable[[Callable[..., Any]], Any]:
         return triton.jit(function, do_not_specialize=list(names))
 
     return declare
+
+
+@kernel
+def await_previous(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin a kernel that is launched with `chained`, before it reads or writes what other kernels write or read.
+
+    The next kernel on the stream may be launched from now on, and this one waits until all before it have ended. One
+    that is launched so and does not wait would let the next run into those before.
+    """
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def chained(device: torch.device) -> dict[str, bool]:
+    """Launch options of kernels with a CHAINED parameter: programmatic dependent launch, where the GPU has it.
+
+    A launch costs a microsecond or two between the end of one kernel and the first instruction of the next; so it is
+    spent while the one before still runs.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return {"CHAINED": False}
+    return {"CHAINED": True, "launch_pdl": True}
 
 
 def report_compilations(report: Callable[[str, float], None]) -> None:

@@ -6,15 +6,19 @@ the whole prefix, itself and its ancestors. Only slots below a request's length 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.key_parts import BLOCK_KEYS, GRANULE, LOG2_E, KeyParts, choose_splits
+from common.engine.ops.key_parts import BLOCK_KEYS, GRANULE, LOG2_E, KeyParts
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import (
+    await_previous,
     cdiv,
+    chained,
     kernel,
     kernel_with_varying,
     multiprocessors,
@@ -23,6 +27,7 @@ from common.engine.ops.triton_kernel import (
 )
 
 MAX_ROWS = 64  # new tokens times query heads of a KV head in one tile: more of them read the keys once again
+MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 
 
 def verify_reference(
@@ -178,8 +183,10 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,  # keys of a step over the prefix
     BLOCK_W: tl.constexpr,  # slots of a step over the tree
     GRANULE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A program has one part of one request's prefix for a tile of rows; the last part has the tree's slots too."""
+    await_previous(CHAINED)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
@@ -255,6 +262,23 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=live_row)
 
 
+class Division(NamedTuple):
+    """How a request's keys are divided."""
+
+    splits: int
+    keys: int  # of a step
+    stages: int
+
+
+def choose_division(programs: int, max_keys: int, head_bytes: int, processors: int) -> Division:
+    """From host bounds alone. `programs`: without splits. Two to a processor, each with as many keys on the way as
+    shared memory holds, are better than more of them: measured on an H200."""
+    splits = max(1, min(2 * processors // programs, cdiv(max_keys, BLOCK_KEYS), 16))
+    if head_bytes > MEASURED_HEAD_BYTES:
+        return Division(splits, BLOCK_KEYS, 2)
+    return Division(splits, 2 * BLOCK_KEYS, 2) if splits > 1 else Division(1, BLOCK_KEYS, 3)
+
+
 def verify_triton(
     query: Tensor,
     key_plane: Tensor,
@@ -265,10 +289,8 @@ def verify_triton(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    splits: int | None = None,
-    block_keys: int = BLOCK_KEYS,
+    division: Division | None = None,
     num_warps: int = 4,
-    num_stages: int | None = None,
 ) -> Tensor:
     """All new tokens of a request read its keys together, split over parts. A padding row (length 0) gives zeros."""
     batch, new, width = tree_mask.shape
@@ -293,7 +315,9 @@ def verify_triton(
     rows = min(max(next_power_of_2(all_rows), 16), MAX_ROWS)
     tiles = cdiv(all_rows, rows)
     keys = max_seq_len if window is None else min(max_seq_len, window)
-    splits = splits or choose_splits(batch, kv_heads * tiles, keys, multiprocessors(query.device))
+    head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
+    division = division or choose_division(batch * kv_heads * tiles, keys, head_bytes, processors)
+    splits = division.splits
     parts = KeyParts(count * heads, splits, out)
     _verify_kernel[(kv_heads * tiles, splits, batch)](
         query,
@@ -321,11 +345,12 @@ def verify_triton(
         WINDOW=window is not None,
         ROWS=rows,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
-        BLOCK_N=block_keys,
+        BLOCK_N=division.keys,
         BLOCK_W=min(max(next_power_of_2(width), 16), 64),
         GRANULE=GRANULE,
         num_warps=num_warps,
-        num_stages=num_stages or (3 if head_dim * query.element_size() <= 256 else 2),
+        num_stages=division.stages,
+        **chained(query.device),
     )
     parts.combine()
     return out

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.triton_kernel import tl
-from common.engine.ops.verify_attention import verify_reference, verify_triton
+from common.engine.ops.verify_attention import Division, choose_division, verify_reference, verify_triton
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
 pytestmark = [
@@ -65,7 +65,9 @@ def test_trees(dtype: torch.dtype, page_size: int, window: int | None, new: int,
     padded = torch.cat((masks, masks[:1]))
     lengths = torch.tensor([*cache.lengths, 0], dtype=torch.int32)
     table = torch.cat([cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)])
-    out = verify_triton(query, *cache.planes, table, lengths, padded, 4096, window, dim**-0.5, splits)
+    out = verify_triton(
+        query, *cache.planes, table, lengths, padded, 4096, window, dim**-0.5, Division(splits, 64, 2)
+    )
     expect(out, cache, query, masks, window)
     assert not out[-new:].any()
     reference = verify_reference(
@@ -97,8 +99,18 @@ def test_more_rows_and_slots_than_one_tile(window: int | None) -> None:
     cache = Cache([81], 16, kv_heads, dim, torch.float32)
     masks = torch.ones(new, new, dtype=torch.bool).tril()[None]
     query, lengths = torch.randn(new, heads, dim), torch.tensor([81], dtype=torch.int32)
-    out = verify_triton(query, *cache.planes, cache.page_table, lengths, masks, 81, window, dim**-0.5, 2)
+    out = verify_triton(
+        query, *cache.planes, cache.page_table, lengths, masks, 81, window, dim**-0.5, Division(2, 64, 2)
+    )
     torch.testing.assert_close(out.double(), cache.expected(0, query, window), atol=3e-6, rtol=3e-6)
+
+
+def test_the_division_follows_host_bounds_alone() -> None:
+    assert choose_division(8, 1 << 17, 256, 132) == (16, 128, 2)
+    assert choose_division(8, 100, 256, 132) == (2, 128, 2)
+    assert choose_division(128, 8192, 256, 132) == (2, 128, 2)
+    assert choose_division(1024, 8192, 256, 132) == (1, 64, 3)
+    assert choose_division(8, 8192, 512, 132) == (16, 64, 2)
 
 
 def test_a_launcher_refuses_another_layout() -> None:

@@ -1,0 +1,180 @@
+"""y = x W^T + b, and silu(x G^T) * (x U^T), for few rows of x: a decode step is one read of the weights.
+
+Such a product is bound by memory. Wide matrices gain from this kernel: it is launched while the one before still runs
+(`await_previous`), and it takes the activation with it, which would be a launch of its own. Narrow ones are left to
+cuBLAS, which divides their depth, too (tests/bench/NOTES.md). A row's result does not depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.ops.registration import register_op
+from common.engine.ops.silu_mul import silu_mul_reference, silu_mul_triton
+from common.engine.ops.triton_kernel import await_previous, cdiv, chained, kernel_with_varying, tl
+
+MAX_ROWS = 16  # of a tile of the matrix units; more rows are a library's business
+
+
+class Tiles(NamedTuple):
+    """How one weight matrix is divided; measured on an H200."""
+
+    columns: int  # of the output, per program
+    depth: int  # of a step
+    warps: int
+    stages: int
+    ahead: int  # inputs whose weights are asked for before x is there
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in], weight [out, in], bias [out] -> [..., out]."""
+    return F.linear(x, weight, bias)
+
+
+@kernel_with_varying("rows")
+def _linear_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [rows, DEPTH]
+    weight_ptr,  # [size, DEPTH], or where GATED [2 * size, DEPTH]: gates, then what they are multiplied with
+    bias_ptr,  # [size]; read where BIAS
+    out_ptr,  # [rows, size]
+    rows,
+    size,  # of the output
+    x_stride,
+    DEPTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,  # at least `rows`
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GATED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """A program has BLOCK_N columns of all rows."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = column < size
+    weights = weight_ptr + column.to(tl.int64)[:, None] * DEPTH
+    if CHAINED and AHEAD > 0:
+        line = tl.arange(0, AHEAD // 64) * 64  # 128 bytes of 2 bytes each
+        wanted = weight_ptr + tl.where(real, column, 0).to(tl.int64)[:, None] * DEPTH + line[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [wanted], tl.int32, False, 1
+        )
+    await_previous(CHAINED)
+    row, depth = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    inputs = x_ptr + row.to(tl.int64)[:, None] * x_stride
+    out = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    up = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    for start in range(0, DEPTH, BLOCK_K):
+        k = start + depth
+        read_x, read_weight = (row < rows)[:, None], real[:, None]
+        if DEPTH % BLOCK_K:
+            inside = (k < DEPTH)[None, :]
+            read_x, read_weight = read_x & inside, read_weight & inside
+        x = tl.load(inputs + k[None, :], mask=read_x, other=0.0)
+        weight = tl.load(weights + k[None, :], mask=read_weight, other=0.0)
+        out = tl.dot(x, tl.trans(weight), out, input_precision="ieee")
+        if GATED:
+            second = weights + size.to(tl.int64) * DEPTH
+            weight = tl.load(second + k[None, :], mask=read_weight, other=0.0)
+            up = tl.dot(x, tl.trans(weight), up, input_precision="ieee")
+    dtype = out_ptr.dtype.element_ty
+    if BIAS:
+        out += tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    if GATED:  # rounded where two kernels would round
+        gate = out.to(dtype).to(tl.float32)
+        out = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
+    place = out_ptr + row.to(tl.int64)[:, None] * size + column[None, :]
+    tl.store(place, out.to(dtype), mask=(row < rows)[:, None] & real[None, :])
+
+
+def choose_tiles(size: int) -> Tiles | None:
+    """For a weight of `size` rows; None where cuBLAS is faster."""
+    if size < 16384:
+        return None
+    return Tiles(32, 128, 4, 5, 0) if size < 65536 else Tiles(64, 128, 4, 4, 0)
+
+
+def linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, gated: bool = False
+) -> Tensor:
+    """At most MAX_ROWS rows. `gated`: see `gated_linear`."""
+    size, depth = weight.shape
+    rows = x.reshape(-1, depth)
+    assert rows.shape[0] <= MAX_ROWS, f"{rows.shape[0]} rows, a tile has {MAX_ROWS}"
+    assert rows.dtype == weight.dtype, f"{rows.dtype} times {weight.dtype}"
+    assert rows.stride(1) == 1, "the elements of a row must be adjacent"
+    assert weight.is_contiguous(), "the weight must be contiguous"
+    assert bias is None or (bias.shape == (size,) and bias.is_contiguous()), "one bias per output"
+    if gated:
+        assert bias is None and size % 2 == 0, "gate and up have one width and no bias"  # noqa: PT018
+        size //= 2
+    out = x.new_empty((*x.shape[:-1], size))
+    if out.numel() == 0:
+        return out
+    _linear_kernel[(cdiv(size, tiles.columns),)](
+        rows,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows.shape[0],
+        size,
+        rows.stride(0),
+        DEPTH=depth,
+        BIAS=bias is not None,
+        ROWS=MAX_ROWS,
+        BLOCK_N=tiles.columns,
+        BLOCK_K=tiles.depth,
+        AHEAD=min(tiles.ahead, 1 << (depth.bit_length() - 1)),
+        GATED=gated,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **chained(x.device),
+    )
+    return out
+
+
+def _few_rows(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.numel() <= MAX_ROWS * x.shape[-1]
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and weight.is_contiguous()
+    )
+
+
+def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    tiles = choose_tiles(weight.shape[0])
+    if tiles is not None and _few_rows(x, weight):
+        return linear_triton(x, weight, bias, tiles)
+    return F.linear(x, weight, bias)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+linear = register_op("linear", linear_reference, mutates=(), fake=_fake, cuda=_linear_cuda)
+
+
+def gated_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in], weight [2 * I, in] and bias [2 * I] with gates first -> silu(gate) * up [..., I]."""
+    return silu_mul_reference(F.linear(x, weight, bias))
+
+
+def _gated_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    tiles = choose_tiles(weight.shape[0])
+    if tiles is not None and bias is None and _few_rows(x, weight):
+        return linear_triton(x, weight, None, tiles, gated=True)
+    return silu_mul_triton(F.linear(x, weight, bias))
+
+
+def _gated_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+
+
+gated_linear = register_op(
+    "gated_linear", gated_linear_reference, mutates=(), fake=_gated_fake, cuda=_gated_linear_cuda
+)

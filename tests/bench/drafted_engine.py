@@ -1,0 +1,220 @@
+"""An engine without processes: a target, its draft head, their pools, a prefill step and a decode step, as nodes have.
+
+Prompts are prefilled and decoded in one KV pool; nothing is transferred. A model comes from directories, or is
+constructed on the device (deploy/models/constructed.py), which takes seconds where reading 16 GB takes a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.config.schema import Cluster, DecodeSection, Kv, Model, Speculation
+from common.draft_config import DraftConfig
+from common.engine.attention.paged import PagedAttention
+from common.engine.cuda_graph import node_graphs
+from common.engine.draft_runner import DraftRunner, load_draft
+from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.kv_cache.page_space import PageSpace, as_keys
+from common.engine.kv_cache.pool import KvPool
+from common.engine.kv_cache.radix_cache import NoPrefixCache
+from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow, DraftShape, RelayState, draft_rows
+from common.engine.kv_cache.request_table import RequestTable
+from common.engine.layers.placement import Placement
+from common.engine.logit_adjustments import AdjustmentRows
+from common.engine.model_runner import ModelRunner, load_model, make_pool
+from common.engine.models.eagle import Eagle3Head
+from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.registry import build_model
+from common.engine.overlap import completion_for
+from common.engine.sampling_plan import read_tokens
+from common.engine.serving_draft import ServingDraft
+from common.engine.serving_model import ServingModel
+from common.messages.generation import SamplingParams
+from common.messages.identity import NodeRef
+from common.model_config import ModelConfig
+from common.observability.logs import Log
+from decode_node import build
+from decode_node.request import DecodeRequest
+from decode_node.step import DecodeStep
+from deploy.models.constructed import tensors
+from deploy.models.constructed_head import Drafting, head_config, head_tensors
+from deploy.models.constructed_shape import SPECIAL, Shape
+from prefill_node.draft import EaglePrefill, NoDraft, PrefillDraft
+from prefill_node.request import PrefillRequest
+from prefill_node.scheduler import plan_chunks
+from prefill_node.step import PrefillStep
+
+PAGE = 16
+CHUNK = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and the EAGLE-3 head that drafts for it, on one device."""
+
+    model: LlamaForCausalLM
+    head: Eagle3Head
+    draft: DraftConfig
+    first_id: int  # prompts are drawn from ids that are not below this
+
+    @property
+    def placement(self) -> Placement:
+        return self.model.placement
+
+
+def constructed(shape: Shape, drafting: Drafting, seed: int, device: torch.device) -> Pair:
+    """Built where it is used: nothing is stored but two config files."""
+    placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in (("target", shape.config()), ("draft", head_config(shape))):
+            (Path(folder) / name).mkdir()
+            (Path(folder) / name / "config.json").write_text(json.dumps(content))
+        config = ModelConfig.load(Path(folder) / "target")
+        draft = DraftConfig.load(Path(folder) / "draft", "eagle3", config)
+    model = build_model(config, placement, draft.aux_layers).eval()
+    _fill(model.checkpoint_tensors(), tensors(shape, seed, device))
+    head = Eagle3Head(draft, model, placement).eval()
+    d2t = [("d2t", head.d2t)]
+    weights = (pair for pair in head_tensors(shape, drafting, seed, device) if pair[0] != "t2d")
+    _fill([*head.checkpoint_tensors("midlayer"), *d2t], weights)
+    return Pair(model, head, draft, SPECIAL)
+
+
+def _fill(views: Iterable[tuple[str, Tensor]], weights: Iterable[tuple[str, Tensor]]) -> None:
+    missing = dict(views)
+    with torch.no_grad():
+        for name, weight in weights:
+            missing.pop(name).copy_(weight)
+    assert not missing, f"no weights for {sorted(missing)}"
+
+
+def loaded(target: Path, draft: Path, device: torch.device) -> Pair:
+    """From Hugging Face directories."""
+    described = DraftConfig.load(draft, "eagle3", ModelConfig.load(target))
+    model, _ = load_model(target, "auto", device, aux_layers=described.aux_layers)
+    head = load_draft(draft, described, model, model.placement)
+    assert isinstance(head, Eagle3Head)
+    return Pair(model, head, described, 8)
+
+
+class Engine:
+    """Pools for `rows` requests of `max_len` tokens, and steps over them."""
+
+    def __init__(self, pair: Pair, rows: int, max_len: int, steps: int, graphs: str = "auto") -> None:
+        self.pair = pair
+        self.steps = steps
+        self._graphs = graphs
+        model, placement = pair.model, pair.placement
+        self.device = placement.device
+        behind = 2 * (steps + 1)
+        pages = rows * -(-(max_len + behind) // PAGE) + 1
+        self.pool = make_pool(model.config, PAGE, pages, placement)
+        of = pair.draft.model
+        shapes = of.num_layers, of.num_kv_heads, of.head_dim, PAGE, pages
+        self.draft_pool = KvPool(*shapes, placement.dtype, self.device)
+        carried = EagleDraftInput.hidden_size_for(pair.draft), EagleDraftInput.dtype_for(placement)
+        topk = DraftShape(1, *carried, model.config.vocab_size)
+        serving_draft = ServingDraft(pair.head, pair.draft, "bench", topk, 1)
+        self._served = ServingModel(model, model.config, placement, "bench", pages, max_len, serving_draft)
+        self.runner = ModelRunner(model, self.pool, PagedAttention(self.pool, model.config.sliding_windows))
+        draft_runner = serving_draft.runner(self.draft_pool)
+        assert isinstance(draft_runner, DraftRunner)
+        self.draft_runner = draft_runner
+        self.space = PageSpace(PAGE, pages, NoPrefixCache())
+        self.table = RequestTable(rows, self.space.pages_for(max_len + behind), self.device)
+        self.relay = RelayState.allocate(rows, model.config.vocab_size, self.device, topk)
+
+    def step(self, algorithm: str) -> DecodeStep:
+        """The decode node's own step, "eagle3" or "none", its graphs captured."""
+        cluster = Cluster(
+            model=Model(path="bench"),
+            kv=Kv(page_size=PAGE),
+            decode=DecodeSection(max_running=self.table.free_rows, graphs=self._graphs),  # type: ignore[arg-type]
+            speculation=Speculation(algorithm=algorithm, steps=self.steps),  # type: ignore[arg-type]
+        )
+        draft = self.draft_runner if algorithm != "none" else None
+        step, graphs = build.decode_step(cluster, self._served, self.runner, draft, self.table, self.relay)
+        for phase in graphs:
+            node_graphs.capture(phase, Log("bench"))
+            failed = [row.error for row in phase.forward.graphs.rows if row.error]
+            assert not failed, failed
+        return step
+
+    @torch.inference_mode()
+    def start(self, prompts: Sequence[list[int]], max_tokens: int, drafting: bool) -> list[DecodeRequest]:
+        """Prefill, first tokens drawn: requests as they enter a decode node's batch, greedy, with pages for all."""
+        draft: PrefillDraft = EaglePrefill(self.draft_runner.extend) if drafting else NoDraft()
+        adjustments = AdjustmentRows.allocate(len(prompts), self.runner.model.config.vocab_size, self.device)
+        completion = completion_for(self.device, False)
+        step = PrefillStep(self.runner, draft, adjustments, PAGE, self.device, completion)
+        greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        prefills, started = [], []
+        for prompt in prompts:
+            prefill = PrefillRequest(0, "bench", as_keys(prompt), 0, greedy, "bench", 0.0, 0.0)
+            pages = self.space.pages_for(len(prompt) + max_tokens + 2 * (self.steps + 1))
+            prefill.lease = self.space.lease(prefill.keys, pages, 0)
+            assert prefill.lease is not None, "the pool is too small for this batch"
+            prefills.append(prefill)
+        while chunks := plan_chunks(prefills, CHUNK, len(prefills)):
+            launched = step.launch(chunks)
+            for chunk in chunks:
+                chunk.request.scheduled += chunk.length
+            launched.completion.wait()
+            if launched.sampled is None:
+                continue
+            finals = [chunk.request for chunk in launched.finals]
+            tokens = read_tokens(launched.sampled, [greedy] * len(finals))
+            state = launched.draft
+            states = (
+                [NO_DRAFT] * len(finals)
+                if state is None
+                else draft_rows(state.probs, state.ids, state.hidden)
+            )
+            for prefill, token, row in zip(finals, tokens, states):
+                assert token is not None
+                started.append(self._enter(prefill, token.id, row))
+        return started
+
+    def _enter(self, prefill: PrefillRequest, first: int, draft: DraftRow) -> DecodeRequest:
+        request = DecodeRequest(
+            room=0,
+            request_id="bench",
+            prompt=prefill.keys.tolist(),
+            emitted=0,
+            sampling=prefill.sampling,
+            prefill=NodeRef(name="bench", role="prefill", incarnation="bench"),
+            received=0.0,
+            deadline=time.monotonic() + 3600,
+            lease=prefill.lease,
+            row=self.table.take_row(),
+            output=[first],
+            launched=1,
+        )
+        assert request.lease is not None
+        self.table.append(request.row, 0, request.lease.pages)
+        self.relay.write_row(request.row, [*request.prompt, first], 1, request.sampling, draft)
+        return request
+
+    def end(self, requests: Sequence[DecodeRequest]) -> None:
+        """Give back rows and pages; nothing may be in flight."""
+        for request in requests:
+            assert request.lease is not None
+            request.lease.release()
+            self.table.give_row(request.row)
+
+
+def random_prompts(pair: Pair, count: int, length: int, seed: int) -> list[list[int]]:
+    """Every one ends in another token: a constructed target's text depends on nothing else."""
+    draw = random.Random(seed)
+    last = draw.sample(range(pair.first_id, pair.model.config.vocab_size), count)
+    ids = range(pair.first_id, pair.model.config.vocab_size)
+    return [[*draw.choices(ids, k=length - 1), end] for end in last]

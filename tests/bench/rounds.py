@@ -1,0 +1,267 @@
+"""Speculative rounds and plain decode steps of the engine, without HTTP, processes and transfer.
+
+    python -m tests.bench.rounds [--acceptance 0.7] [--batch 1 4 16 32 64] [--length 1024] [--json FILE]
+    python -m tests.bench.rounds --model DIR --draft DIR --device cpu --length 64
+
+Milliseconds are wall-clock per round with one round in flight, as a node runs them; the phases are device time between
+events. The floor is the larger of bytes (weights of every forward, KV that its attention reads) over the copy
+bandwidth and matrix operations over the matrix rate, phase by phase, both measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode_node.request import DecodeRequest
+from decode_node.speculative.step import SpeculativeStep
+from decode_node.step import DecodeStep, LaunchedStep
+from deploy.models.constructed_head import Drafting
+from deploy.models.constructed_shape import Shape
+from tests.bench.drafted_engine import Engine, Pair, constructed, loaded, random_prompts
+from tests.bench.environment import describe
+from tests.bench.timing import copy_bandwidth, matmul_rate
+
+WARM_UP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One batch size."""
+
+    batch: int
+    length: int  # tokens of a prompt
+    round_ms: float
+    draft_ms: float
+    verify_ms: float
+    extend_ms: float
+    floor_ms: float
+    accept_length: float  # tokens per round and request
+    tokens_per_s: float
+    plain_ms: float
+    plain_floor_ms: float
+    same_text: float  # share of requests whose two texts agree; below 1 only where logits nearly tie
+
+
+class Marks:
+    """Events around the phases of rounds; a CPU has none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on = device.type == "cuda"
+        self._pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        if not self._on:
+            return call
+
+        def timed(*args: Any) -> Any:
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            result = call(*args)
+            pair[1].record()
+            self._pairs.setdefault(name, []).append(pair)
+            return result
+
+        return timed
+
+    def median_ms(self, name: str) -> float:
+        """Of the rounds since the last time."""
+        times = [start.elapsed_time(stop) for start, stop in self._pairs.pop(name, [])]
+        return statistics.median(times) if times else 0.0
+
+
+class TimedVerify:
+    """A verify phase between events."""
+
+    def __init__(self, verify: Any, marks: Marks) -> None:
+        self._verify = verify
+        self._call = marks.around("verify", verify)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._verify, name)
+
+
+def watch(step: SpeculativeStep) -> Marks:
+    """Put events around the phases of `step`."""
+    marks, drafter = Marks(step._device), step._drafter
+    drafter.propose = marks.around("draft", drafter.propose)  # type: ignore[method-assign]
+    drafter.absorb = marks.around("extend", drafter.absorb)  # type: ignore[method-assign]
+    step._verify = TimedVerify(step._verify, marks)  # type: ignore[assignment]
+    return marks
+
+
+def run(step: DecodeStep, requests: Sequence[DecodeRequest], rounds: int) -> tuple[float, float]:
+    """(wall-clock ms per step, tokens per step and request) with the next step launched before one is read."""
+    device = torch.cuda.is_available()
+    unread: list[LaunchedStep] = []
+    drawn, begin = 0, 0.0
+
+    def read() -> int:
+        launched = unread.pop(0)
+        launched.completion.wait()
+        tokens = 0
+        for emission in launched.read():
+            emission.request.step_read(step.tokens_per_step, len(emission.tokens))
+            known = [token.id for token in emission.tokens if token is not None]
+            assert len(known) == len(emission.tokens), "logits that are not finite"
+            emission.request.output += known
+            tokens += len(known)
+        return tokens
+
+    for index in range(WARM_UP + rounds):
+        if index == WARM_UP:
+            while unread:
+                read()
+            if device:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+        unread.append(step.launch(requests))
+        for request in requests:
+            request.step_launched(step.tokens_per_step)
+        if len(unread) > 1:
+            drawn += read() * (index >= WARM_UP)
+    while unread:
+        drawn += read()
+    spent = time.perf_counter() - begin
+    return 1e3 * spent / rounds, drawn / rounds / len(requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of the device, measured."""
+
+    bytes_per_s: float
+    flop_per_s: float
+
+    @classmethod
+    def measure(cls, device: torch.device) -> Ceilings | None:
+        return cls(copy_bandwidth(), matmul_rate()) if device.type == "cuda" else None
+
+    def ms(self, weights: float, kv_bytes: float, rows: int, itemsize: int) -> float:
+        """One forward of `rows` rows through `weights` bytes of matrices."""
+        moved = (weights + kv_bytes) / self.bytes_per_s
+        return 1e3 * max(moved, 2 * rows * weights / itemsize / self.flop_per_s)
+
+
+def floors(engine: Engine, ceilings: Ceilings | None, batch: int, length: int) -> tuple[float, float]:
+    """(round, plain step) in ms; 0 without ceilings."""
+    if ceilings is None:
+        return 0.0, 0.0
+    model, head, pool = engine.pair.model, engine.pair.head, engine.pool
+    itemsize = pool.dtype.itemsize
+    embedding, nodes = model.embed_tokens.weight.nbytes, engine.steps + 1
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - embedding
+    own = sum(p.nbytes for p in head.parameters()) - embedding - head.fc.weight.nbytes
+    per_token = 2 * pool.kv_heads * pool.head_dim * itemsize * batch * length
+    kv = per_token * pool.num_layers
+    verify = ceilings.ms(weights, kv, batch * nodes, itemsize)
+    draft = (engine.steps - 1) * ceilings.ms(own, per_token, batch, itemsize)
+    extend = ceilings.ms(own + head.fc.weight.nbytes, per_token, batch * nodes, itemsize)
+    return verify + draft + extend, ceilings.ms(weights, kv, batch, itemsize)
+
+
+class Comparison:
+    """A speculative and a plain step over one engine, both captured."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ceilings = Ceilings.measure(engine.device)
+        speculative = engine.step("eagle3")
+        assert isinstance(speculative, SpeculativeStep)
+        self._speculative, self._plain = speculative, engine.step("none")
+        self._marks = watch(speculative)
+
+    def measure(self, batch: int, length: int, rounds: int) -> Row:
+        """Both steps over the same prompts."""
+        engine, prompts = self._engine, random_prompts(self._engine.pair, batch, length, seed=batch)
+        most = (WARM_UP + rounds + 1) * self._speculative.tokens_per_step + 1
+        texts, times = [], []
+        for step in (self._speculative, self._plain):
+            requests = engine.start(prompts, most, drafting=step is self._speculative)
+            times.append(run(step, requests, rounds))
+            texts.append([request.output for request in requests])
+            engine.end(requests)
+        same = [drafted[: len(known)] == known[: len(drafted)] for drafted, known in zip(*texts)]
+        (round_ms, accepted), (plain_ms, _) = times
+        floor, plain_floor = floors(engine, self._ceilings, batch, length)
+        return Row(
+            batch=batch,
+            length=length,
+            round_ms=round_ms,
+            draft_ms=self._marks.median_ms("draft"),
+            verify_ms=self._marks.median_ms("verify"),
+            extend_ms=self._marks.median_ms("extend"),
+            floor_ms=floor,
+            accept_length=accepted,
+            tokens_per_s=1e3 * batch * accepted / round_ms,
+            plain_ms=plain_ms,
+            plain_floor_ms=plain_floor,
+            same_text=sum(same) / len(same),
+        )
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [
+        f"{'batch':>5} {'round ms':>9} {'floor':>6} {'draft':>6} {'verify':>7} {'extend':>7} {'accept':>7} "
+        f"{'tok/s':>8} {'plain ms':>9} {'floor':>6} {'same':>5}"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row.batch:5d} {row.round_ms:9.3f} {row.floor_ms:6.2f} {row.draft_ms:6.3f} {row.verify_ms:7.3f} "
+            f"{row.extend_ms:7.3f} {row.accept_length:7.2f} {row.tokens_per_s:8.0f} {row.plain_ms:9.3f} "
+            f"{row.plain_floor_ms:6.2f} {row.same_text:5.2f}"
+        )
+    return "\n".join(lines)
+
+
+def bench(
+    pair: Pair, batches: Sequence[int], length: int, steps: int, rounds: int, graphs: str = "auto"
+) -> list[Row]:
+    """One row per batch size."""
+    most = length + (WARM_UP + rounds + 2) * (steps + 1) + 1
+    comparison = Comparison(Engine(pair, max(batches), most, steps, graphs))
+    return [comparison.measure(batch, length, rounds) for batch in batches]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--acceptance", type=float, default=0.7, help="of the constructed head")
+    parser.add_argument("--model", type=Path, help="directory of a target; default: the constructed 8B")
+    parser.add_argument("--draft", type=Path, help="directory of its EAGLE-3 head")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32, 64])
+    parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
+    parser.add_argument("--steps", type=int, default=3, help="drafts of a round")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--graphs", choices=("auto", "full", "none"), default="auto")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if (options.model is None) != (options.draft is None):
+        parser.error("--model and --draft go together")
+    if options.model is None:
+        pair = constructed(Shape(), Drafting(options.acceptance), seed=0, device=device)
+    else:
+        pair = loaded(options.model, options.draft, device)
+    rows = bench(pair, options.batch, options.length, options.steps, options.rounds, options.graphs)
+    print(table(rows))
+    if options.json:
+        report = {**describe(), "options": vars(options), "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

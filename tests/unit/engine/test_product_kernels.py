@@ -1,0 +1,101 @@
+"""Products of few rows, and the likeliest tokens of a draft head, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.ops.linear import MAX_ROWS, Tiles, choose_tiles, gated_linear, linear, linear_triton
+from common.engine.ops.silu_mul import silu_mul
+from common.engine.ops.top_tokens import top_tokens, top_tokens_triton
+from common.engine.ops.triton_kernel import tl
+
+TILES = Tiles(16, 128, 4, 3, 128)
+pytestmark = [
+    pytest.mark.skipif(tl is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "size", "depth"), [(1, 64, 256), (5, 40, 100), (16, 96, 512), (0, 32, 64), (3, 1, 32)]
+)
+def test_linear(dtype: torch.dtype, bias: bool, rows: int, size: int, depth: int) -> None:
+    x, weight = torch.randn(rows, depth, dtype=dtype), torch.randn(size, depth, dtype=dtype) / depth**0.5
+    offset = torch.randn(size, dtype=dtype) if bias else None
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), None if offset is None else offset.double()
+    )
+    limit = 2e-3 if dtype == torch.float16 else 5e-6
+    for tiles in (TILES, Tiles(16, 64, 4, 2, 64)):
+        out = linear_triton(x, weight, offset, tiles)
+        torch.testing.assert_close(out.double(), expected, atol=limit, rtol=limit)
+    assert torch.equal(linear(x, weight, offset), torch.nn.functional.linear(x, weight, offset))
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    x, weight = torch.randn(7, 96, dtype=torch.float16), torch.randn(48, 96, dtype=torch.float16)
+    together = linear_triton(x, weight, None, TILES)
+    for row in range(7):
+        assert torch.equal(linear_triton(x[row : row + 1], weight, None, TILES), together[row : row + 1])
+
+
+def test_linear_of_strided_and_of_nested_rows() -> None:
+    wide, weight = torch.randn(2, 3, 80), torch.randn(16, 48)
+    out = linear_triton(wide[:, :, 16:64], weight, None, TILES)
+    torch.testing.assert_close(out, wide[:, :, 16:64] @ weight.T, atol=5e-5, rtol=1e-5)
+
+
+def test_linear_refuses_what_a_tile_cannot_hold() -> None:
+    with pytest.raises(AssertionError, match="17 rows"):
+        linear_triton(torch.randn(MAX_ROWS + 1, 32), torch.randn(16, 32), None, TILES)
+    with pytest.raises(AssertionError, match="contiguous"):
+        linear_triton(torch.randn(1, 32), torch.randn(32, 16).T, None, TILES)
+    with pytest.raises(AssertionError, match="times"):
+        linear_triton(torch.randn(1, 32), torch.randn(16, 32).half(), None, TILES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "width", "depth"), [(1, 48, 128), (5, 20, 100)])
+def test_gated_linear(dtype: torch.dtype, rows: int, width: int, depth: int) -> None:
+    x, weight = torch.randn(rows, depth, dtype=dtype), torch.randn(2 * width, depth, dtype=dtype) / depth**0.5
+    out = linear_triton(x, weight, None, TILES, gated=True)
+    limit = 4e-3 if dtype == torch.float16 else 5e-6
+    torch.testing.assert_close(out, gated_linear(x, weight, None), atol=limit, rtol=limit)
+    assert torch.equal(gated_linear(x, weight, None), silu_mul(linear(x, weight, None)))
+    with pytest.raises(AssertionError, match="no bias"):
+        linear_triton(x, weight, weight[:, 0].contiguous(), TILES, gated=True)
+
+
+@pytest.mark.parametrize("size", [16384, 28672, 128256])
+def test_wide_matrices_have_tiles_and_narrow_ones_have_none(size: int) -> None:
+    tiles = choose_tiles(size)
+    assert tiles is not None
+    assert all(number & (number - 1) == 0 for number in tiles[:3])
+    assert choose_tiles(size // 8) is None
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(("rows", "size", "block"), [(3, 200, 64), (1, 64, 4096), (2, 700, 256), (0, 10, 16)])
+def test_top_tokens(count: int, rows: int, size: int, block: int) -> None:
+    wide = 3 * torch.randn(rows, size + 8)
+    logits = wide[:, :size]
+    probs, ids = top_tokens_triton(logits, count, block)
+    expected, expected_ids = top_tokens(logits, count)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(probs, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's opinion of the broken row
+def test_top_tokens_of_equal_and_of_broken_logits() -> None:
+    logits = torch.zeros(3, 100)
+    logits[1] = torch.nan
+    logits[2] = -torch.inf
+    logits[2, 70] = 1.0
+    probs, ids = top_tokens_triton(logits, 3, 32)
+    assert ids[0].tolist() == [0, 1, 2]
+    torch.testing.assert_close(probs[0], torch.full((3,), 0.01))
+    assert ((ids >= 0) & (ids < 100)).all()
+    assert (ids[2].tolist(), probs[2].tolist()) == ([70, 0, 1], [1.0, 0.0, 0.0])

@@ -1,0 +1,52 @@
+"""The engine-level bench on a CPU: a head of chosen acceptance in our own rounds, and the tiny family."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.models.constructed_head import Drafting
+from deploy.models.constructed_shape import Shape
+from tests.bench import rounds
+from tests.bench.drafted_engine import constructed
+
+MODELS = Path(__file__).parents[3] / "deploy" / "models"
+SMALL = Shape(
+    vocab=256,
+    hidden=256,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    inter=256,
+    max_positions=512,
+    draft_vocab=128,
+)
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 1.0])
+def test_accept_length_of_the_engine_is_the_chosen_one(acceptance: float) -> None:
+    """1 + p + p^2 + p^3 tokens a round, and the text of plain decoding."""
+    pair = constructed(SMALL, Drafting(acceptance), seed=1, device=torch.device("cpu"))
+    for row in rounds.bench(pair, [1, 3], length=20, steps=3, rounds=30):
+        assert row.same_text == 1.0
+        theory = sum(acceptance**drafts for drafts in range(4))
+        assert row.accept_length == pytest.approx(theory, abs=0.3 if acceptance < 1 else 1e-9)
+
+
+def test_the_tiny_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rounds.json"
+    where = ["--model", MODELS / "tiny-target", "--draft", MODELS / "tiny-eagle3", "--device", "cpu"]
+    size = ["--batch", "2", "--length", "24", "--rounds", "6", "--json", file]
+    monkeypatch.setattr(sys, "argv", ["rounds", *map(str, where + size)])
+    rounds.main()
+    report = json.loads(file.read_text())
+    (row,) = report["rows"]
+    assert report["commit"]
+    assert row["same_text"] == 1.0
+    assert 1.0 <= row["accept_length"] <= 4.0
+    assert row["round_ms"] > 0 < row["plain_ms"]
