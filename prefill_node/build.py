@@ -53,6 +53,7 @@ from prefill_node.images import Images
 from prefill_node.node import PrefillLimits, PrefillNode
 from prefill_node.seeing import load_seeing
 from prefill_node.step import PrefillStep
+from prefill_node.warm_up import warm_up
 
 IMAGES_QUEUED = 16  # messages of up to 16 MiB in this process's memory; more wait at the router
 
@@ -130,6 +131,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     for each in forwards.graphs:
         node_graphs.capture(each, log)
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
+    mode = forwards.draft.hidden_mode
+    warm_up(forwards.target.forward, forwards.draft_forward, mode, cluster.kv.page_size, device)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
     )
@@ -196,6 +199,7 @@ class Forwards:
     attention: PagedAttention
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
+    draft_forward: DraftPrefill | PrefillExtend | None
     graphs: Sequence[NodeGraphs[Any]]
 
 
@@ -216,12 +220,13 @@ def _forwards(cluster: Cluster, served: ServingModel) -> Forwards:
     attention = PagedAttention(pool, served.config.sliding_windows, buckets)
     runner = ModelRunner(served.model, pool, attention)
     drafting = _draft_graphs(served, runner, offsets, section)
-    draft = prefill_draft(None if drafting is None else drafting.forward)
+    draft_forward = None if drafting is None else drafting.forward
+    draft = prefill_draft(draft_forward)
     target = node_graphs.prefill_graphs(
         runner, section.graphs, section.chunk_tokens, section.max_batch, draft.hidden_mode
     )
     graphs: list[NodeGraphs[Any]] = [target] if drafting is None else [target, drafting]
-    return Forwards(layout, runner, attention, target, draft, graphs)
+    return Forwards(layout, runner, attention, target, draft, draft_forward, graphs)
 
 
 def _draft_graphs(

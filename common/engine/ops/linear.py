@@ -95,7 +95,7 @@ def choose_tiles(size: int) -> Tiles | None:
     """For a weight of `size` rows; None where cuBLAS is faster."""
     if size < 16384:
         return None
-    return Tiles(32, 128, 4, 5, 0) if size < 65536 else Tiles(64, 128, 4, 4, 0)
+    return Tiles(32, 256, 4, 3, 0) if size < 65536 else Tiles(64, 128, 4, 4, 0)
 
 
 def linear_triton(
