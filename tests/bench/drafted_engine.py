@@ -30,6 +30,7 @@ from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow, DraftShape, R
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import AdjustmentRows
+from common.engine.memory import MemoryPlan, PoolWish
 from common.engine.model_runner import ModelRunner, load_model, make_pool
 from common.engine.models.eagle import Eagle3Head
 from common.engine.models.llama import LlamaForCausalLM
@@ -124,7 +125,18 @@ class Engine:
         carried = EagleDraftInput.hidden_size_for(pair.draft), EagleDraftInput.dtype_for(placement)
         topk = DraftShape(1, *carried, model.config.vocab_size)
         serving_draft = ServingDraft(pair.head, pair.draft, "bench", topk, 1)
-        self._served = ServingModel(model, model.config, placement, "bench", pages, max_len, serving_draft)
+        self._served = ServingModel(
+            model=model,
+            config=model.config,
+            placement=placement,
+            fingerprint="bench",
+            num_pages=pages,
+            page_size=PAGE,
+            max_model_len=max_len,
+            wish=PoolWish(pages * PAGE, 1.0, "decode"),
+            plan=MemoryPlan(0, 0),
+            draft=serving_draft,
+        )
         self.runner = ModelRunner(model, self.pool, PagedAttention(self.pool, model.config.sliding_windows))
         draft_runner = serving_draft.runner(self.draft_pool)
         assert isinstance(draft_runner, DraftRunner)

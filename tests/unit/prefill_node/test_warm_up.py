@@ -1,0 +1,46 @@
+"""What runs before serving goes through every head and writes no page that a request may have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.attention.paged import PagedAttention
+from common.engine.cuda_graph import node_graphs
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.kv_cache.pool import KvPool
+from common.engine.model_runner import ModelRunner, make_pool
+from prefill_node.warm_up import warm_up
+from tests.fakes.draft_models import DRAFTS, DraftModel
+from tests.fakes.tiny_model import CONFIG, PLACEMENT, tiny_model
+
+PAGE, PAGES = 4, 3
+
+
+@pytest.mark.parametrize("wanted", ["none", "breakable"])
+def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = DraftModel("eagle3")
+    model = tiny_model(aux=draft.aux_layers)
+    pool = make_pool(CONFIG, PAGE, PAGES, PLACEMENT)
+    draft_pool = KvPool(
+        1, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, PAGES, PLACEMENT.dtype, PLACEMENT.device
+    )
+    runner = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))
+    target = node_graphs.prefill_graphs(runner, wanted, 8, 2, CaptureHiddenMode.FULL)
+    head = draft.runner(draft_pool)
+    drafting = node_graphs.draft_prefill_graphs(head, DRAFTS["eagle3"], runner, wanted, 8)
+    for each in (target, drafting):
+        each.forward.graphs.capture()
+    rows = []
+    for owner in (model, head.head):
+        compute = owner.compute_logits
+        monkeypatch.setattr(
+            owner, "compute_logits", lambda x, compute=compute: (rows.append(len(x)), compute(x))[1]
+        )
+    planes = [pool.key(0), pool.value(1), draft_pool.key(0), draft_pool.value(0)]
+    before = [plane.fill_(7).clone() for plane in planes]
+    warm_up(target.forward, drafting.forward, CaptureHiddenMode.FULL, PAGE, PLACEMENT.device)
+    assert rows == [1, 1]
+    assert all(
+        torch.equal(plane[1:], old[1:]) for plane, old in zip(planes, before, strict=True)
+    )  # page 0 is padding
