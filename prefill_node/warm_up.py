@@ -20,7 +20,7 @@ def warm_up(
     page_size: int,
     device: torch.device,
 ) -> None:
-    """One token in the padding page through the layers, the heads and every kind of draw. Writes no page of a request."""
+    """One token in the padding page through the layers, the heads and every kind of draw. Writes no request's page."""
     batch = replace(
         idle_extend(1, page_size, device),
         logits_rows=torch.zeros(1, dtype=torch.int64, device=device),
