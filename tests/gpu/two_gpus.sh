@@ -10,32 +10,41 @@ PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
 url=http://127.0.0.1:8000
 
-date
-timeout 60 python3 -m deploy.models.constructed /tmp/m8b --device cuda 2>&1 | tail -1 &
-timeout 90 python3 -m pytest -q -x tests/gpu/test_cuda_ipc.py -o filterwarnings=default -o asyncio_mode=auto \
-    -p no:cacheprovider 2>&1 | tail -8
-wait
-cat >/tmp/x2.yaml <<YAML
+cluster() { # NAME SPECULATION
+    cat >"/tmp/$1.yaml" <<YAML
 model: {path: /tmp/m8b, served_name: m8b, dtype: bfloat16}
 prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 262144, chunk_tokens: 8192}
-decode: {nodes: [{name: decode-0, device: "cuda:1"}], pool_tokens: 524288, max_running: 256, max_transferring: 128}
-process: {run_dir: /tmp/run-x2}
+decode: {nodes: [{name: decode-0, device: "cuda:1"}], pool_tokens: 524288, max_running: 128, max_transferring: 128}
+speculation: {$2}
+process: {run_dir: /tmp/run-$1}
 YAML
-timeout 90 python3 -m deploy.cli up /tmp/x2.yaml --detach 2>&1 | tail -3
+    timeout 120 python3 -m deploy.cli up "/tmp/$1.yaml" --detach 2>&1 | tail -3
+}
+stop() {
+    curl -s $url/server_info >"$out/server_info-$1.json"
+    curl -s $url/metrics | grep -v '^#' >"$out/metrics-$1.txt"
+    timeout 40 python3 -m deploy.cli down "/tmp/$1.yaml" 2>&1 | tail -1
+    grep -hi '"error"\|Traceback\|Error\|warning' /tmp/run-"$1"/logs/*.log | cut -c1-300 | tail -8
+}
+
 date
-timeout 60 python3 -m tests.bench.serve $url --input 512 --output 128 --concurrency 1 16 64 --vocab 99000 \
-    --json "$out/serve-h200-x2.json" 2>&1 | tail -4
-timeout 110 python3 -m tests.bench.serve $url --input 1024 --output 256 --rates 8 16 32 --seconds 20 --vocab 99000 \
-    --seed 3 --json "$out/rates-h200-x2.json" 2>&1 | tail -4
-for input in 128 512 2048; do
-    timeout 15 python3 -m tests.bench.serve $url --input $input --output 2 --concurrency 1 --vocab 99000 --seed $input \
-        2>&1 | tail -1
+timeout 90 python3 -m deploy.models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
+test -n "${SKIP_TESTS:-}" || timeout 90 python3 -m pytest -q -x tests/gpu/test_cuda_ipc.py -o filterwarnings=default \
+    -o asyncio_mode=auto -p no:cacheprovider 2>&1 | tail -3
+for name in plain eagle3; do
+    speculation="algorithm: none"
+    test $name = plain || speculation="algorithm: eagle3, draft_model_path: /tmp/m8b-eagle3, steps: 3"
+    echo "== $name"
+    cluster $name "$speculation"
+    timeout 60 python3 -m tests.bench.serve $url --input 512 --output 128 --concurrency 1 16 64 --vocab 99000 \
+        --json "$out/serve-h200-x2-$name.json" 2>&1 | tail -4
+    timeout 100 python3 -m tests.bench.serve $url --input 1024 --output 256 --rates 8 16 32 --seconds 15 --vocab 99000 \
+        --seed 3 --json "$out/rates-h200-x2-$name.json" 2>&1 | tail -3
+    for input in 128 512 2048; do
+        timeout 15 python3 -m tests.bench.serve $url --input $input --output 2 --concurrency 1 --vocab 99000 --seed $input \
+            2>&1 | tail -1
+    done
+    curl -s $url/server_info | python3 -c 'import json, sys; print(json.load(sys.stdin)["internal_states"])'
+    stop $name
 done
-sleep 1
-curl -s $url/server_info >"$out/server_info.json"
-curl -s $url/metrics >"$out/metrics.txt"
-timeout 40 python3 -m deploy.cli down /tmp/x2.yaml 2>&1 | tail -1
-grep -hi '"error"\|Traceback\|Error\|warning' /tmp/run-x2/logs/*.log | cut -c1-400 | tail -8
-tail -n 400 /tmp/run-x2/logs/prefill-0.log >"$out/prefill.log"
-tail -n 400 /tmp/run-x2/logs/decode-0.log >"$out/decode.log"
 date
