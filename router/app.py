@@ -30,6 +30,7 @@ from router.images import ImageLimits, ImageLoader, Images, NoImages
 from router.metrics import RouterMetrics
 from router.node_registry import Node, NodeRegistry
 from router.openai_routes import OpenAiRoutes
+from router.openai_schema import ChatRequest, CompletionRequest, honoured
 from router.placement import POLICIES, decode_cost, prefill_cost
 from router.request_checks import ServedModel
 from router.status_routes import ClusterView, StatusRoutes
@@ -116,6 +117,10 @@ class RouterApp:
             "ready": self.not_ready() is None,
             "incarnation": self.incarnation,
             "active_requests": self.dispatcher.active,
+            "parameters": {
+                "/v1/chat/completions": honoured(ChatRequest),
+                "/v1/completions": honoured(CompletionRequest),
+            },
             "config": {
                 path: {"value": value, "origin": origin} for path, value, origin in self.resolved.rows()
             },

@@ -188,6 +188,11 @@ MESSAGE_NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 
+def honoured(request: type[SharedFields]) -> list[str]:
+    """Fields of a request that have their effect, in alphabetical order; for /server_info."""
+    return sorted(set(request.__struct_fields__) - set(NOT_YET) - {"user"})
+
+
 def refuse_unsupported(request: SharedFields) -> None:
     """Raises InvalidRequest naming the first field that would change the answer and is not honoured yet."""
     _refuse(request, NOT_YET, "")

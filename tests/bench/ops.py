@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.whole_prompt import attend_whole_prompt
+from common.engine.logit_adjustments import AdjustmentFacts, AdjustmentRows, Adjustments
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.linear import Tiles, gated_linear, linear, linear_triton
@@ -243,6 +244,11 @@ def sampling() -> Iterator[Result]:
         batch = SamplingBatch(ones, 0.9 * ones, (50 * ones).int(), 0 * ones, seed, seed, False, True, None)
         calls = [partial(sample, x, batch) for x in logits]
         yield measure("sample top-k top-p", f"{rows}", calls, logits[0].nbytes)
+        state, owners = AdjustmentRows.allocate(rows, VOCAB, ones.device), seed + 1
+        facts = AdjustmentFacts(penalties=True, biases=16, withheld=2)
+        adjust = Adjustments(state, owners, facts, owners.new_empty(rows, 0))
+        calls = [partial(adjust.apply, x, seed) for x in logits]
+        yield measure("penalties and biases", f"{rows}", calls, 3 * logits[0].nbytes)
 
 
 def host() -> Iterator[Result]:

@@ -11,6 +11,7 @@ from common.engine.overlap import Deferred, Immediate
 from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.loopback import Damage, Fault
 from tests.fakes.node_cluster import RETRYABLE, Call, NodeCluster, Shape
+from tests.fakes.sampling_cases import EVERYTHING
 from tests.fakes.tiny_model import VOCAB, reference
 from tests.unit.decode_node.test_exactness import prompt_of
 
@@ -46,6 +47,8 @@ def sampling_of(rng: random.Random) -> dict[str, Any]:
     stops = tuple(rng.choices(range(VOCAB), k=rng.choice((0, 0, 1, 3))))
     if rng.random() < 0.4:
         return {"stop_token_ids": stops}
+    if rng.random() < 0.5:
+        return {**EVERYTHING, "temperature": rng.choice((0.0, 0.9)), "min_tokens": rng.choice((0, 3, 12))}
     top_k, top_p = rng.choice((0, 8)), rng.choice((1.0, 0.8))
     return {
         "temperature": 0.9,
