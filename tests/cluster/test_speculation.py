@@ -70,7 +70,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
                 "draft_tokens": 16,
             },
             "kv": {"page_size": 4},
-            "decode": {"read_results": "one_behind"},
+            "decode": {"read_results": "one_behind", "graphs": "full", "max_running": 4},
         },
         4.5,
     ),

@@ -67,6 +67,20 @@ class KvPool:
         ]
         for plane in self._planes:
             plane[0].zero_()
+        self._slots = self._all_slots()
+
+    def _all_slots(self) -> list[Tensor]:
+        """Views [planes, slots, elements] of all planes: one, where their offsets are evenly spaced."""
+        elements, slots = self.kv_heads * self.head_dim, self.num_pages * self.page_size
+        spaces = {b - a for a, b in pairwise(self.plane_offsets)}
+        space = min(spaces)
+        if len(spaces) > 1 or space < 0 or space % self.dtype.itemsize:
+            return [plane.view(1, slots, elements) for plane in self._planes]
+        flat = self.storage[self.plane_offsets[0] : self.plane_offsets[-1] + self.plane_bytes].view(
+            self.dtype
+        )
+        shape = len(self._planes), slots, elements
+        return [flat.as_strided(shape, (space // self.dtype.itemsize, elements, 1))]
 
     def _check(self, storage: Tensor, end: int) -> None:
         if storage.dtype != torch.uint8 or storage.dim() != 1 or not storage.is_contiguous():
@@ -116,9 +130,8 @@ class KvPool:
 
         Everything is read before anything is written, so the two may overlap.
         """
-        for plane in self._planes:
-            flat = plane.view(-1, self.kv_heads, self.head_dim)
-            flat.index_copy_(0, target, flat.index_select(0, source))
+        for planes in self._slots:
+            planes.index_copy_(1, target, planes.index_select(1, source))
 
     def _index(self, pages: Sequence[int] | Tensor) -> Tensor:
         return torch.as_tensor(pages, dtype=torch.int64).to(self.device)

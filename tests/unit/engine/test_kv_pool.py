@@ -96,3 +96,23 @@ def test_storage_that_does_not_fit_is_refused(changes: dict[str, object], messag
 def test_a_pool_needs_a_page_beside_padding() -> None:
     with pytest.raises(ValueError, match="beside padding page 0"):
         KvPool(1, 1, 2, 4, 1, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)], ids=["even", "uneven"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_move_in_all_planes_as_if_read_before_any_is_written(
+    dtype: torch.dtype, order: tuple[int, ...]
+) -> None:
+    """The KV of accepted drafts: sources and targets overlap."""
+    offsets = [256 + index * (PLANE * dtype.itemsize + 256) for index in order]
+    storage = torch.zeros(max(offsets) + PLANE * dtype.itemsize, dtype=torch.uint8)
+    pool = make(dtype=dtype, storage=storage, plane_offsets=offsets)
+    planes = [plane(layer) for layer in range(LAYERS) for plane in (pool.key, pool.value)]
+    for plane in planes:
+        plane[1:].normal_()
+    before = [plane.clone().view(-1, HEADS, DIM) for plane in planes]
+    source, target = torch.tensor([6, 9, 10, 17]), torch.tensor([5, 6, 7, 10])
+    pool.move_slots(source, target)
+    for plane, then in zip(planes, before, strict=True):
+        then[target] = then[source].clone()
+        assert torch.equal(plane.view(-1, HEADS, DIM), then)
