@@ -14,6 +14,7 @@ class AcceptCounters:
         self.drafts = 0  # steps that verified at least one draft token
         self.draft_tokens = 0
         self.accepted_tokens = 0
+        self.accepted_at: list[int] = []  # of each place in a row of drafts, how often it was accepted
 
     def count(self, emission: Emission) -> None:
         """Take in one request's share of a step, as it was drawn: before max_tokens and stops cut it."""
@@ -22,7 +23,13 @@ class AcceptCounters:
         if emission.drafted:
             self.drafts += 1
             self.draft_tokens += emission.drafted
-            self.accepted_tokens += min(len(emission.tokens) - 1, emission.drafted)
+            accepted = min(len(emission.tokens) - 1, emission.drafted)
+            self.accepted_tokens += accepted
+            self.accepted_at += [0] * (accepted - len(self.accepted_at))
+            for place in range(accepted):
+                self.accepted_at[place] += 1
+            emission.request.rounds += 1
+            emission.request.accepted += accepted
 
     @property
     def mean_length(self) -> float:

@@ -33,6 +33,7 @@ from common.engine.serving_model import (
     page_space,
     pool_wish,
 )
+from common.engine.stopwatch import stopwatch_for
 from common.ipc import LinkSecurity, check_bind, link_security
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
@@ -246,7 +247,7 @@ def decode_step(
     if speculation.topk > 1:
         acceptor = TreeAcceptor(drafter.reach, speculation.steps, (runner.pool,))
     verify = Verify(runner, rounds, drafter, acceptor)
-    step = SpeculativeStep(verify, drafter, acceptor, table, device, completion)
+    step = SpeculativeStep(verify, drafter, acceptor, table, device, completion, stopwatch_for(device))
     return step, step.graphs
 
 

@@ -107,7 +107,7 @@ class DecodeNode:
             limits.max_running,
         )
         self.life = NodeLife(incarnation, link, Reserve, limits.drain_timeout, log, clock)
-        self._report = Report(self._queues, space, receiver, self._occupancy, graphs)
+        self._report = Report(self._queues, space, receiver, self._occupancy, graphs, step.phase_seconds)
         poller.register(link.socket, zmq.POLLIN)
         self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, self.life.stopping)
 
@@ -364,7 +364,8 @@ class DecodeNode:
         if offset == 1 or reason is not None:
             request.mark("first_decode", now)
             stages = request.stages
-        return TokenRun(request.room, offset, tokens, reason, stages)
+        accept_length = None if reason is None else request.accept_length
+        return TokenRun(request.room, offset, tokens, reason, stages, accept_length)
 
     def _drop(self, request: DecodeRequest, reason: str) -> None:
         """Nobody waits for this request any more: free what it holds as soon as that is safe."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from common.engine.kv_cache.page_space import PageSpace
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
@@ -22,12 +22,15 @@ class Report:
         receiver: Receiver,
         occupancy: Occupancy,
         graphs: Callable[[], Sequence[GraphTotals]],
+        phase_seconds: Mapping[str, float],
     ) -> None:
+        """`phase_seconds` goes on growing: it is read anew each time."""
         self._queues = queues
         self._space = space
         self._receiver = receiver
         self._occupancy = occupancy
         self._graphs = graphs
+        self._phase_seconds = phase_seconds
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.steps = self.transfers = self.transfer_failures = 0
         self.speculation = AcceptCounters()
@@ -64,5 +67,7 @@ class Report:
             spec_draft_tokens=speculation.draft_tokens,
             spec_accepted_tokens=speculation.accepted_tokens,
             avg_spec_accept_length=speculation.mean_length,
+            spec_accepted_at=tuple(speculation.accepted_at),
+            phase_seconds=dict(self._phase_seconds),
             graphs=tuple(self._graphs()),
         )

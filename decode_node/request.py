@@ -53,6 +53,8 @@ class DecodeRequest:
     )  # tokens the host knows; the first one came with the record
     launched: int = 0  # tokens drawn, the first included, and the most that unread steps may draw
     in_flight: int = 0  # steps not read yet that write to this request's row and pages
+    rounds: int = 0  # steps of it that verified drafts
+    accepted: int = 0  # drafts that they accepted
     skipped: int = 0  # how often later requests were admitted before this one
     ended: bool = False
     trusted: bool = (
@@ -90,6 +92,11 @@ class DecodeRequest:
     def most_kv(self) -> int:
         """Tokens that ever need KV: all but the last one that it may emit."""
         return len(self.prompt) + self.max_output - 1
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens per step that verified drafts; None without any."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
 
     def remaining(self) -> int:
         return max(self.max_output - self.launched, 0)

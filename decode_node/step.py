@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -45,6 +46,11 @@ class DecodeStep(Protocol):
         """The step reads the text that the host knows: a request sits out while a step of its own is unread."""
         ...
 
+    @property
+    def phase_seconds(self) -> Mapping[str, float]:
+        """Time on the device by the parts of a step, of all steps that were read; it goes on growing."""
+        ...
+
     def launch(self, requests: Sequence[DecodeRequest]) -> LaunchedStep: ...
 
 
@@ -67,6 +73,7 @@ class AutoregressiveStep:
     tokens_per_step = 1
     slack = 0
     needs_results = False
+    phase_seconds: Mapping[str, float] = MappingProxyType({})  # one part: the steps themselves
 
     def __init__(
         self,

@@ -129,6 +129,8 @@ class RouterApp:
                 {
                     "node": node.name,
                     "avg_spec_accept_length": node.counters.avg_spec_accept_length,
+                    "spec_accepted_at": node.counters.spec_accepted_at,
+                    "phase_seconds": node.counters.phase_seconds,
                     "load": msgspec.to_builtins(node.load),
                 }
                 for node in self.registry

@@ -116,7 +116,7 @@ class ControlPlane:
                 if run.finish_reason is not None:
                     attempt.decode_over = True
                 if run.stages is not None:
-                    self._dispatcher.timelines.anchor(run.room, identity, run.stages)
+                    self._dispatcher.timelines.anchor(run.room, identity, run.stages, run.accept_length)
                 attempt.on_run(run)
         elif isinstance(message, Heartbeat):
             if message.incarnation == identity.removesuffix("/beat"):

@@ -144,11 +144,31 @@ class RouterMetrics(Collector):
             for node in nodes:
                 counter.add_metric((self._model, node.name, node.role), of_counters(node.counters))
             yield counter
+        yield from self._speculation(nodes, names)
         yield from self._graphs(nodes, names)
         up = GaugeMetricFamily("tandem_node_up", "1 while a node takes requests", labels=names)
         for node in nodes:
             up.add_metric((self._model, node.name, node.role), float(node.state == "up"))
         yield up
+
+    def _speculation(self, nodes: Iterable[Node], names: tuple[str, ...]) -> Iterator[Metric]:
+        """How far drafts get, and where a step's time goes."""
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their place in a row of drafts",
+            labels=(*names, "position"),
+        )
+        phases = CounterMetricFamily(
+            "tandem_phase_seconds", "Time on the device by the parts of a step", labels=(*names, "phase")
+        )
+        for node in nodes:
+            values = (self._model, node.name, node.role)
+            for place, count in enumerate(node.counters.spec_accepted_at):
+                places.add_metric((*values, str(place)), count)
+            for phase, seconds in node.counters.phase_seconds.items():
+                phases.add_metric((*values, phase), seconds)
+        yield places
+        yield phases
 
     def _graphs(self, nodes: Iterable[Node], names: tuple[str, ...]) -> Iterator[Metric]:
         """Of every forward that may be captured; `model` is its model's part, target or draft."""

@@ -19,6 +19,7 @@ class Timeline:
         self.stages: dict[str, float] = {"received": 0.0}
         self.nodes: list[dict[str, str]] = []  # per attempt
         self.outcome = "running"
+        self.accept_length: float | None = None  # of the attempt that ended it, where drafts were verified
 
     def mark(self, stage: str, now: float) -> None:
         """The first time counts, except for `placed`, which is the latest attempt's."""
@@ -32,12 +33,15 @@ class Timeline:
 
     def report(self) -> dict[str, Any]:
         ordered = sorted(self.stages.items(), key=lambda item: item[1])
-        return {
+        report: dict[str, Any] = {
             "request_id": self.request_id,
             "outcome": self.outcome,
             "nodes": self.nodes,
             "stages": {stage: round(seconds, 6) for stage, seconds in ordered},
         }
+        if self.accept_length is not None:
+            report["accept_length"] = round(self.accept_length, 3)
+        return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +82,16 @@ class Timelines:
             while len(self._closed) > KEPT:
                 self._closed.popitem(last=False)
 
-    def anchor(self, room: int, incarnation: str, stages: Mapping[str, float]) -> None:
+    def anchor(
+        self, room: int, incarnation: str, stages: Mapping[str, float], accept_length: float | None = None
+    ) -> None:
         """A node reports its stages; rooms that it has no part in are ignored."""
         placed = self._open.get(room) or self._closed.get(room)
         if placed is not None and incarnation in (placed.prefill, placed.decode):
             prefix = "prefill" if incarnation == placed.prefill else "decode"
             placed.timeline.anchor(stages, prefix, placed.at)
+            if accept_length is not None:
+                placed.timeline.accept_length = accept_length
 
     def add(self, timeline: Timeline) -> None:
         self._recent[timeline.request_id] = timeline

@@ -81,4 +81,6 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     avg_spec_accept_length: float = (
         1.0  # tokens per target forward and request; exactly 1 without speculation
     )
+    spec_accepted_at: tuple[int, ...] = ()  # how often the first, the second ... draft was accepted
+    phase_seconds: dict[str, float] = {}  # parts of a step -> time on the device
     graphs: tuple[GraphTotals, ...] = ()

@@ -65,6 +65,7 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[OutputToken]
     finish_reason: str | None = None
     stages: Stages | None = None
+    accept_length: float | None = None  # with the last run: tokens per step that verified drafts
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 
 from common.engine.cuda_graph.node_graphs import NodeGraphs
+from common.engine.cuda_graph.rules import Phase
 from common.engine.host_copies import on_device
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.overlap import Completion
 from common.engine.sampling_plan import read_tokens, sampling_variant
+from common.engine.stopwatch import Stopwatch
 from decode_node.request import DecodeRequest, Emission
 from decode_node.speculative.drafters.drafter import Drafter, Look
 from decode_node.speculative.rounds import RoundCall
 from decode_node.speculative.verifier import Acceptor
 from decode_node.speculative.verify import Emitted, Verify
+
+PHASES = (Phase.DRAFT.value, Phase.VERIFY.value, Phase.DRAFT_EXTEND.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,12 @@ class LaunchedRound:
     emitted: Emitted
     drafted: Sequence[int]
     completion: Completion
+    watch: Stopwatch
+    phase_seconds: dict[str, float]  # of the step, which this round is added to
 
     def read(self) -> list[Emission]:
+        for phase, seconds in zip(PHASES, self.watch.seconds(), strict=True):
+            self.phase_seconds[phase] += seconds
         sampled, counts = self.emitted.read()
         depth = len(sampled.token_ids) // max(len(self.requests), 1)
         params = [request.sampling for request in self.requests for _ in range(depth)]
@@ -51,6 +59,7 @@ class SpeculativeStep:
         table: RequestTable,
         device: torch.device,
         completion: Callable[[], Completion],
+        stopwatch: Callable[[], Stopwatch],
     ) -> None:
         self._verify = verify
         self._drafter = drafter
@@ -58,6 +67,8 @@ class SpeculativeStep:
         self._table = table
         self._device = device
         self._completion = completion
+        self._stopwatch = stopwatch
+        self.phase_seconds = dict.fromkeys(PHASES, 0.0)
 
     @property
     def tokens_per_step(self) -> int:
@@ -82,10 +93,15 @@ class SpeculativeStep:
         self._table.flush()
         look = self._drafter.look(requests)
         call = self._call(requests, look)
+        watch = self._stopwatch()
         self._drafter.propose(call)
+        watch.lap()
         emitted = self._verify(call).on_host()
+        watch.lap()
         self._drafter.absorb(call)
-        return LaunchedRound(tuple(requests), emitted, look.drafted, self._completion())
+        watch.lap()
+        done = self._completion()
+        return LaunchedRound(tuple(requests), emitted, look.drafted, done, watch, self.phase_seconds)
 
     def _call(self, requests: Sequence[DecodeRequest], look: Look) -> RoundCall:
         """All that the host has to say, in one copy."""

@@ -15,6 +15,7 @@ from common.engine.cuda_graph.rules import Decision, Phase
 from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.model_runner import ModelRunner
+from common.engine.stopwatch import HostStopwatch
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter, Look
 from decode_node.speculative.drafters.ngram import NgramDrafter
@@ -58,7 +59,9 @@ def speculative(
         )
         drafter, acceptor = make_drafter(Bench(parts, rounds)), make_acceptor(parts.runner)
         verify = Verify(parts.runner, rounds, drafter, acceptor)
-        step = SpeculativeStep(verify, drafter, acceptor, parts.table, PLACEMENT.device, parts.completion)
+        step = SpeculativeStep(
+            verify, drafter, acceptor, parts.table, PLACEMENT.device, parts.completion, HostStopwatch
+        )
         for phase in step.graphs:
             phase.forward.graphs.capture()
             assert not [row.error for row in phase.forward.graphs.rows if row.error]

@@ -17,6 +17,7 @@ from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.none import NoGraphs
 from common.engine.cuda_graph.decode_graph import GREEDY
 from common.engine.host_copies import on_device
+from common.engine.stopwatch import stopwatch_for
 from tests.unit.speculative.rig import RoundRig, prompts_of
 from tests.unit.speculative.test_round_graphs import (
     ALL_GREEDY,
@@ -132,6 +133,24 @@ def test_what_is_said_is_read_while_the_next_round_runs() -> None:
     other.drafter.propose(call)
     expected = other.verify(call).packed.cpu()
     assert torch.equal(emitted.packed, expected)
+
+
+def test_the_time_of_each_phase_is_measured_without_waiting() -> None:
+    graphs = rig("eagle3", (2,), ALL_GREEDY)
+    graphs.round([0, 1])
+    call = graphs.call([0, 1])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        watch = stopwatch_for(GPU)()
+        for phase in (graphs.drafter.propose, graphs.verify, graphs.drafter.absorb):
+            phase(call)
+            watch.lap()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert len(watch.seconds()) == 3
+    assert all(0 < seconds < 1 for seconds in watch.seconds())
 
 
 def test_idle_rounds() -> None:

@@ -26,7 +26,13 @@ def node(**load: int) -> Node:
     totals = GraphTotals(
         phase="decode", model="target", replays=19, fallbacks={"too_large": 1}, captured=4, unused=3
     )
-    made.counters = NodeCounters(generated_tokens=41, retractions=2, graphs=(totals,))
+    made.counters = NodeCounters(
+        generated_tokens=41,
+        retractions=2,
+        spec_accepted_at=(9, 4),
+        phase_seconds={"draft": 0.5, "verify": 2.0},
+        graphs=(totals,),
+    )
     return made
 
 
@@ -68,6 +74,17 @@ def test_graphs_by_phase_model_and_reason() -> None:
     assert got[f'graph_fallbacks_total{{{labels},reason="too_large",role="decode"}}'] == 1
     assert got[f'graphs_captured{{{labels},role="decode"}}'] == 4
     assert got[f'graphs_unused{{{labels},role="decode"}}'] == 3
+
+
+def test_speculation_by_place_and_by_phase() -> None:
+    """spec/algorithms.md 6.18: how often each draft in a row was accepted, and where the time of a round goes."""
+    got = series(RouterMetrics("tiny", lambda: [node()]))
+    labels = 'engine="decode-0",model_name="tiny"'
+    for place, count in enumerate((9, 4)):
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        assert got[f'{name}{{{labels},position="{place}",role="decode"}}'] == count
+    assert got[f'tandem_phase_seconds_total{{{labels},phase="verify",role="decode"}}'] == 2.0
+    assert got[f'tandem_phase_seconds_total{{{labels},phase="draft",role="decode"}}'] == 0.5
 
 
 def test_a_node_that_has_not_said_how_full_it_is() -> None:

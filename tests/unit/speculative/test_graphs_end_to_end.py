@@ -63,7 +63,12 @@ def test_tokens_equal_plain_decoding(name: str, completion: type[Completion]) ->
         cluster.run()
         expect_reference(late)
         cluster.settle()
-        assert cluster.decode.link.counters.avg_spec_accept_length > 1.0
+        counters = cluster.decode.link.counters
+        assert counters.avg_spec_accept_length > 1.0
+        assert sum(counters.spec_accepted_at) == counters.spec_accepted_tokens > 0
+        assert sorted(counters.spec_accepted_at, reverse=True) == list(counters.spec_accepted_at)
+        assert set(counters.phase_seconds) == {"draft", "verify", "draft_extend"}
+        assert all(seconds > 0 for seconds in counters.phase_seconds.values())
         assert {each.phase for each in totals(cluster)} == PHASES[name]
         for each in totals(cluster):
             assert each.replays > 0, "captured and never replayed"

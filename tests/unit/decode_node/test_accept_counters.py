@@ -1,0 +1,49 @@
+"""What speculation gains, counted: lengths, places in a row of drafts, and each request's own share."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.messages.generation import OutputToken, SamplingParams
+from common.messages.identity import NodeRef
+from decode_node.accept_counters import AcceptCounters
+from decode_node.request import DecodeRequest, Emission
+
+PEER = NodeRef(name="prefill-0", role="prefill", incarnation="0" * 32)
+
+
+def request(room: int) -> DecodeRequest:
+    sampling = SamplingParams(max_tokens=99)
+    return DecodeRequest(room, f"r{room}", [1], 0, sampling, PEER, received=0.0, deadline=1.0)
+
+
+def emission(of: DecodeRequest, tokens: int, drafted: int) -> Emission:
+    return Emission(of, [OutputToken(7)] * tokens, drafted)
+
+
+def test_lengths_places_and_requests() -> None:
+    """Issue 4, part 9."""
+    counters, one, other = AcceptCounters(), request(1), request(2)
+    for of, tokens, drafted in ((one, 3, 4), (one, 1, 4), (other, 5, 4), (one, 2, 1)):
+        counters.count(emission(of, tokens, drafted))
+    assert counters.mean_length == 11 / 4
+    assert (counters.drafts, counters.draft_tokens, counters.accepted_tokens) == (4, 13, 7)
+    assert counters.accepted_at == [3, 2, 1, 1]
+    assert sum(counters.accepted_at) == counters.accepted_tokens
+    assert one.accept_length == pytest.approx(2.0)
+    assert other.accept_length == 5.0
+
+
+def test_rounds_without_drafts_count_as_steps_alone() -> None:
+    counters, plain = AcceptCounters(), request(1)
+    counters.count(emission(plain, 1, 0))
+    assert (counters.steps, counters.drafts, counters.accepted_at) == (1, 0, [])
+    assert plain.accept_length is None
+
+
+def test_fillers_behind_the_drafts_are_not_drafts() -> None:
+    """A filler that happens to be right is said, and is no draft."""
+    counters, lucky = AcceptCounters(), request(1)
+    counters.count(emission(lucky, 3, 1))
+    assert counters.accepted_tokens == 1
+    assert counters.accepted_at == [1]
