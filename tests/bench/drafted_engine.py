@@ -53,6 +53,7 @@ from prefill_node.draft import EaglePrefill, NoDraft, PrefillDraft
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import plan_chunks
 from prefill_node.step import PrefillStep
+from prefill_node.vision import TextEmbeds
 
 PAGE = 16
 CHUNK = 8192
@@ -167,7 +168,7 @@ class Engine:
         draft: PrefillDraft = EaglePrefill(self.draft_runner.extend) if drafting else NoDraft()
         adjustments = AdjustmentRows.allocate(len(prompts), self.runner.model.config.vocab_size, self.device)
         completion = completion_for(self.device, False)
-        step = PrefillStep(self.runner, draft, adjustments, PAGE, self.device, completion)
+        step = PrefillStep(self.runner, TextEmbeds(), draft, adjustments, PAGE, self.device, completion)
         greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         prefills, started = [], []
         for prompt in prompts:
