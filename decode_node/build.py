@@ -143,7 +143,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             page_size=cluster.kv.page_size,
             total_pages=served.num_pages - 1,
             effective_config={
-                **served.describe(layout.total_bytes, choose_transport(cluster)),
+                **served.describe(layout.total_bytes, choose_transport(cluster), section.max_running),
                 **node_graphs.describe(*forwards.graphs),
             },
         ),

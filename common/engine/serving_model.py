@@ -117,7 +117,7 @@ class ServingModel:
         )
         return self.draft.runner(pool), pool
 
-    def describe(self, pool_bytes: int, transport: str) -> dict[str, ConfigValue]:
+    def describe(self, pool_bytes: int, transport: str, max_rows: int) -> dict[str, ConfigValue]:
         """What /server_info shows of this node."""
         return {
             "device": str(self.placement.device),
@@ -125,6 +125,7 @@ class ServingModel:
             "architecture": self.config.architecture,
             "pool_pages": self.num_pages - 1,
             "pool_bytes": pool_bytes,
+            "sampling_bytes": adjustment_bytes(max_rows, self.config.vocab_size),
             "max_model_len": self.max_model_len,
             "transport": transport,
             "draft": "none" if self.draft is None else self.draft.config.algorithm,

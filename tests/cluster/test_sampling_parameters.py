@@ -1,4 +1,4 @@
-"""Every sampling parameter through HTTP: a cluster that drafts trees answers as one that decodes plainly."""
+"""Every sampling parameter through HTTP: a cluster that drafts trees answers as one that decodes plainly (X3)."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ async def test_trees_change_nothing(cluster: RunningCluster, tmp_path: Path) -> 
         found = await ask(drafting)
         async with Client(drafting.url) as client:
             await client.wait_idle()
-            (state,) = (await client.info())["internal_states"]
+            info = await client.info()
+    (state,) = info["internal_states"]
+    assert all(node["config"]["sampling_bytes"] > 65 * 704 * 4 for node in info["nodes"])
     assert state["avg_spec_accept_length"] > 1.5
     for name in CASES:
         expect_alike(found[name], plain[name])

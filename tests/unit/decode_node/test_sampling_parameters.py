@@ -1,4 +1,4 @@
-"""Every sampling parameter through both nodes: the text of the plain reference, whatever happens to the request."""
+"""Every sampling parameter through both nodes (X3): the plain reference's text, whatever happens to the request."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a verify round says is distributed as the target's softmax, for chains and trees, with every parameter.
 
-A target of 20 tokens whose logits depend on the last token alone; thousands of requests with one text and different
-seeds; the exact distribution of the next three tokens by enumeration. Seeds are fixed and the bound lies six standard
-deviations out. So nothing here flakes; that it can fail is shown by distributions that are wrong.
+Row X3 of the test plan. A target of 20 tokens whose logits depend on the last token alone; thousands of requests with
+one text and different seeds; the exact distribution of the next three tokens by enumeration. Seeds are fixed and the
+bound lies six standard deviations out. So nothing here flakes; that it can fail is shown by wrong distributions.
 """
 
 from __future__ import annotations

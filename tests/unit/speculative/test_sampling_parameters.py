@@ -1,4 +1,4 @@
-"""Every sampling parameter under speculation: plain decoding's text, token for token, for every drafter and tree.
+"""Every sampling parameter under speculation: plain decoding's text, token for token, for every drafter and tree (X3).
 
 The reference knows nothing of drafts, so an ancestor that is not counted, or counted twice, gives another text. That
 drafts are accepted is asserted each time: a round of one token would prove nothing.
