@@ -47,6 +47,7 @@ from kv_transfer import receiver as transfer
 from kv_transfer.receiver import Receiver
 
 IDLE_WAIT_MS = 100
+WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a step runs
 TRANSFER_WAIT_MS = 5  # while pages are on the way: deadlines and deaths are seen by polling
 
 
@@ -94,9 +95,9 @@ class DecodeNode:
         self._draft = draft
         self._log = log
         self._clock = clock
-        self._queues = Queues()
+        self.queues = Queues()  # for tests, too: what is where
         self._occupancy = Occupancy(
-            self._queues,
+            self.queues,
             space,
             table,
             retraction,
@@ -107,14 +108,16 @@ class DecodeNode:
             limits.max_running,
         )
         self.life = NodeLife(incarnation, link, Reserve, limits.drain_timeout, log, clock)
-        self._report = Report(self._queues, space, receiver, self._occupancy, graphs, step.phase_seconds)
+        self._report = Report(self.queues, space, receiver, self._occupancy, graphs, step.phase_seconds)
         poller.register(link.socket, zmq.POLLIN)
-        self.loop = OverlapLoop(self._prepare, self._launch, self._finish, self._idle, self.life.stopping)
-
-    @property
-    def queues(self) -> Queues:
-        """For tests: what is where."""
-        return self._queues
+        self.loop = OverlapLoop(
+            self._prepare,
+            self._launch,
+            self._finish,
+            self._idle,
+            self.life.stopping,
+            self._watch_transfers,
+        )
 
     def run(self) -> None:
         self.life.run(self.loop.run)
@@ -124,10 +127,8 @@ class DecodeNode:
     def _prepare(self) -> list[DecodeRequest] | None:
         now = self._clock()
         self.life.receive(self, now)
-        self._peers.pump()
-        for event in self._receiver.poll():
-            self._on_transfer(event, now)
-        self.life.look_after(self, len(self._queues), now)
+        self._move_transfers(now)
+        self.life.look_after(self, len(self.queues), now)
         for request in self._occupancy.settle_retractions():
             self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
         self._occupancy.resume(now)
@@ -135,7 +136,7 @@ class DecodeNode:
         self._occupancy.start_arrived(now)
         batch = self._occupancy.batch()
         self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
-        self.life.end_turn(len(self._queues), now)
+        self.life.end_turn(len(self.queues), now)
         return batch or None
 
     def _launch(self, batch: list[DecodeRequest]) -> LaunchedStep:
@@ -160,8 +161,18 @@ class DecodeNode:
         if runs:
             self._link.send(Tokens(runs=runs))
 
+    def _move_transfers(self, now: float) -> None:
+        self._peers.pump()
+        for event in self._receiver.poll():
+            self._on_transfer(event, now)
+
+    def _watch_transfers(self) -> None:
+        """While a step runs: pages are checked and records taken in now, not between two steps."""
+        self._move_transfers(self._clock())
+        time.sleep(WATCH_INTERVAL)
+
     def _idle(self) -> None:
-        busy = self._queues.transferring or self._queues.quarantined
+        busy = self.queues.transferring or self.queues.quarantined
         self._poller.poll(TRANSFER_WAIT_MS if busy else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------
@@ -185,40 +196,40 @@ class DecodeNode:
             self._link.send(Failed(room=message.room, code=error.code, message=str(error)))
             return
         self._report.requests += 1
-        self._queues.waiting.append(request)
+        self.queues.waiting.append(request)
 
     def abort(self, room: int, reason: str) -> None:
-        request = self._queues.find(room)
+        request = self.queues.find(room)
         if request is not None and not request.ended:
             self._drop(request, reason)
 
     def peer_lost(self, incarnation: str) -> None:
         """Transfers under way fail by the receiver's events, reservations that wait for pages here."""
         self._peers.lost(incarnation)
-        for request in list(self._queues.waiting):
+        for request in list(self.queues.waiting):
             if request.prefill.incarnation == incarnation:
                 self._fail(request, NodeLost.code, "the prefill node of this request is gone")
 
     def router_lost(self) -> None:
-        for request in self._queues.live():
+        for request in self.queues.live():
             if not request.ended:
                 # told even so: a router that only stalled still counts on this node
                 self._fail(request, NodeLost.code, "the router of this request is gone")
 
     def sweep(self, now: float) -> None:
-        for request in self._queues.live():
+        for request in self.queues.live():
             if not request.ended and now > request.deadline:
                 self._fail(request, DeadlineExceeded.code, "the request's deadline passed on the decode node")
-        self._peers.close_unused({request.prefill.incarnation for request in self._queues})
+        self._peers.close_unused({request.prefill.incarnation for request in self.queues})
 
     def _check(self, request: DecodeRequest) -> None:
         if not self.life.takes_requests:
             raise NodeLost("this decode node is draining")
-        if len(self._queues.waiting) >= self._limits.max_queue:
+        if len(self.queues.waiting) >= self._limits.max_queue:
             raise Overloaded(
                 f"{self._limits.max_queue} requests wait on this decode node already; try again later"
             )
-        if self._queues.find(request.room) is not None or request.room in self._queues.quarantined:
+        if self.queues.find(request.room) is not None or request.room in self.queues.quarantined:
             raise InvalidRequest(f"room {request.room} is in use")
         if not request.prompt or request.max_output < 1:
             raise InvalidRequest("a reservation needs a prompt and room for at least one token")
@@ -246,17 +257,17 @@ class DecodeNode:
 
     def _admit(self, now: float) -> None:
         """Set pages aside and tell the prefill node where they are. Retracted requests come first."""
-        slots = self._limits.max_transferring - len(self._queues.transferring) - len(self._queues.arrived)
-        if not self._queues.waiting or self._queues.retracted or slots <= 0:
+        slots = self._limits.max_transferring - len(self.queues.transferring) - len(self.queues.arrived)
+        if not self.queues.waiting or self.queues.retracted or slots <= 0:
             return
-        for request in admit(tuple(self._queues.waiting), slots, self._limits.skip_ahead, self._try_reserve):
-            self._queues.waiting.remove(request)
+        for request in admit(tuple(self.queues.waiting), slots, self._limits.skip_ahead, self._try_reserve):
+            self.queues.waiting.remove(request)
             if request.lease is None:
                 continue  # refused by the receiver: the router has been told
             self._report.prompt_tokens += len(request.prompt)
             self._report.cached_tokens += request.lease.cached_tokens
             request.mark("reserved", now)
-            self._queues.transferring[request.room] = request
+            self.queues.transferring[request.room] = request
 
     def _try_reserve(self, request: DecodeRequest) -> bool:
         lease = self._occupancy.try_lease(request)
@@ -296,15 +307,15 @@ class DecodeNode:
             self._peers.lost(event.incarnation)
             return
         if isinstance(event, transfer.PagesFree):
-            request = self._queues.quarantined.pop(event.room, None)
+            request = self.queues.quarantined.pop(event.room, None)
             if request is not None:
                 self._occupancy.vacate(request)
             return
-        request = self._queues.transferring.pop(event.room, None)
+        request = self.queues.transferring.pop(event.room, None)
         if request is None:
             return
         if isinstance(event, transfer.Failed):
-            self._queues.quarantined[request.room] = request
+            self.queues.quarantined[request.room] = request
             request.ended = True
             if event.code != "finished":  # finished: the first token was the last one, the router knows
                 self._report.transfer_failures += 1
@@ -332,7 +343,7 @@ class DecodeNode:
         request.output.append(event.record.first_token)
         request.launched = 1
         request.lease.commit(self._space.keys(request.contents))
-        self._queues.arrived.append(request)
+        self.queues.arrived.append(request)
 
     def _accept(self, emission: Emission, now: float) -> TokenRun | None:
         """Take over what a step drew; None if the request failed."""
@@ -370,13 +381,13 @@ class DecodeNode:
     def _drop(self, request: DecodeRequest, reason: str) -> None:
         """Nobody waits for this request any more: free what it holds as soon as that is safe."""
         request.ended = True
-        if self._queues.transferring.pop(request.room, None) is not None:
-            self._queues.quarantined[request.room] = request
+        if self.queues.transferring.pop(request.room, None) is not None:
+            self.queues.quarantined[request.room] = request
             self._receiver.abort(request.room, reason)
-        elif request.room in self._queues.running:
+        elif request.room in self.queues.running:
             self._occupancy.leave(request)
         else:
-            for queue in (self._queues.waiting, self._queues.arrived, self._queues.retracted):
+            for queue in (self.queues.waiting, self.queues.arrived, self.queues.retracted):
                 if request in queue:
                     queue.remove(request)
             self._occupancy.vacate(request)

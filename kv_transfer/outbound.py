@@ -57,6 +57,23 @@ class Outbound:
         return not self._posted
 
     @property
+    def busy(self) -> bool:
+        """Whether `advance` may find something to do that neither a message nor `alarm` tells of."""
+        return bool(self._posted) or self.state in (
+            SendState.FINISHING,
+            SendState.RECORDING,
+            SendState.DRAINING,
+        )
+
+    @property
+    def alarm(self) -> float:
+        """When it has waited for too long, if nothing happens."""
+        until = float("inf") if self.deadline is None else self.deadline
+        if self.state is SendState.EXPECTED:
+            until = min(until, self.expected_at + self.limits.slots_timeout)
+        return until
+
+    @property
     def ended(self) -> bool:
         return self.state in (SendState.DELIVERED, SendState.LOST)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,8 @@ class Sender:
         self._limits = limits
         self._process = process.current()
         self._rooms: dict[int, Outbound] = {}
+        self._busy: dict[int, Outbound] = {}  # those of _rooms that every poll looks at
+        self._alarms: list[tuple[float, int]] = []  # heap of (when, room): the others are looked at then
         self._events: list[SenderEvent] = []
         self._early = EarlySlots(limits, clock)
         self._ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(
@@ -87,12 +90,12 @@ class Sender:
     @property
     def writing(self) -> bool:
         """Some write is not known to have settled: poll again soon, no message will tell."""
-        return any(not room.settled for room in self._rooms.values())
+        return any(not room.settled for room in self._busy.values())
 
     @property
     def draining(self) -> int:
         """Rooms that ended but whose writes have not settled; one that stays here is poisoned."""
-        return sum(room.state is SendState.DRAINING for room in self._rooms.values())
+        return sum(room.state is SendState.DRAINING for room in self._busy.values())
 
     # ---- what the prefill node wants
 
@@ -119,6 +122,7 @@ class Sender:
             )
         elif aborted is not None:
             outbound.give_up(aborted.code, aborted.reason)
+        self._watch(outbound)
 
     def slots(self, room: int) -> GrantedSlots | None:
         """None while the decode node has not granted, and for rooms that are lost."""
@@ -171,9 +175,15 @@ class Sender:
             self._advance(outbound)
 
     def poll(self) -> list[SenderEvent]:
-        """Advance every room; what happened since the last call."""
-        for outbound in list(self._rooms.values()):
+        """Advance the rooms that have something to do; what happened since the last call."""
+        for outbound in list(self._busy.values()):
             self._advance(outbound)
+        now = self._clock()
+        while self._alarms and self._alarms[0][0] <= now:
+            due = self._rooms.get(heapq.heappop(self._alarms)[1])
+            if due is not None:
+                self._advance(due)
+                self._watch(due)
         for early in self._early.expire():
             self.counters.early_evicted += 1
             self._decline(
@@ -301,6 +311,7 @@ class Sender:
 
     def _grant(self, outbound: Outbound, peer: Peer, slots: Slots, received_at: float) -> None:
         outbound.grant(peer, slots, received_at)
+        self._watch(outbound)
         self._events.append(SlotsGranted(outbound.room))
 
     def _advance(self, outbound: Outbound) -> None:
@@ -310,8 +321,13 @@ class Sender:
             if outbound.peer is not None and not outbound.peer.lost:
                 self._say(outbound.peer.identity, message)
         if not outbound.ended:
+            if outbound.busy:
+                self._busy[outbound.room] = outbound
+            else:
+                self._busy.pop(outbound.room, None)
             return
         del self._rooms[outbound.room]
+        self._busy.pop(outbound.room, None)
         if outbound.failure is None:
             self.counters.delivered += 1
             self._events.append(Delivered(outbound.room))
@@ -319,6 +335,19 @@ class Sender:
             self.counters.lost += 1
             self._ended.put(outbound.room, outbound.failure)
             self._events.append(TransferLost(outbound.room, *outbound.failure))
+
+    def _watch(self, outbound: Outbound) -> None:
+        """Look at the room in every poll, or else when its time is over."""
+        if outbound.ended:
+            return
+        if outbound.busy:
+            self._busy[outbound.room] = outbound
+        elif outbound.alarm < float("inf"):
+            heapq.heappush(self._alarms, (outbound.alarm, outbound.room))
+            if len(self._alarms) > 4 * len(self._rooms) + 64:  # alarms of rooms that ended in time
+                alive = [(room.alarm, room.room) for room in self._rooms.values()]
+                self._alarms = [alarm for alarm in alive if alarm[0] < float("inf")]
+                heapq.heapify(self._alarms)
 
     def _drop(self, peer: Peer, reason: str) -> None:
         rooms = [room for room in self._rooms.values() if room.peer is peer]

@@ -87,9 +87,9 @@ class PrefillNode:
         self._limits = limits
         self._draft = draft
         self._clock = clock
-        self._queues = Queues()
+        self.queues = Queues()  # for tests, too: what is where
         self.life = NodeLife(incarnation, link, Prefill, limits.drain_timeout, log, clock)
-        self._report = Report(self._queues, space, sender, graphs)
+        self._report = Report(self.queues, space, sender, graphs)
         self._poller = zmq.Poller()
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(peers.socket, zmq.POLLIN)
@@ -104,11 +104,6 @@ class PrefillNode:
             self._watch_transfers,
         )
 
-    @property
-    def queues(self) -> Queues:
-        """For tests: what is where."""
-        return self._queues
-
     def run(self) -> None:
         self.life.run(self.loop.run)
 
@@ -122,12 +117,12 @@ class PrefillNode:
         self._move_transfers()
         self._images.receive()
         self._claim_images()
-        self.life.look_after(self, len(self._queues), now)
+        self.life.look_after(self, len(self.queues), now)
         self._admit(now)
         self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
-        self.life.end_turn(len(self._queues), now)
+        self.life.end_turn(len(self.queues), now)
         return (
-            plan_chunks(self._queues.computing.values(), self._limits.chunk_tokens, self._limits.max_batch)
+            plan_chunks(self.queues.computing.values(), self._limits.chunk_tokens, self._limits.max_batch)
             or None
         )
 
@@ -179,7 +174,7 @@ class PrefillNode:
     def take(self, message: Prefill, now: float) -> None:
         try:
             keys = self._check(message)
-            waiting = sum(len(request.images) for request in self._queues.waiting)
+            waiting = sum(len(request.images) for request in self.queues.waiting)
             images = self._images.expect(message.images, waiting)
             with_images(keys, message.images)  # spans that do not fit are refused here
             self._sender.expect(message.room, now + message.deadline_ms / 1000, message.decode)
@@ -198,13 +193,13 @@ class PrefillNode:
             deadline=now + message.deadline_ms / 1000,
         )
         self._report.requests += 1
-        self._queues.waiting.append(request)
+        self.queues.waiting.append(request)
 
     def _check(self, message: Prefill) -> Keys:
         tokens = len(message.token_ids)
         if not self.life.takes_requests:
             raise NodeLost("this prefill node is draining")
-        if len(self._queues.waiting) >= self._limits.max_queue:
+        if len(self.queues.waiting) >= self._limits.max_queue:
             raise Overloaded(
                 f"{self._limits.max_queue} prompts wait on this prefill node already; try again later"
             )
@@ -226,23 +221,23 @@ class PrefillNode:
         return keys
 
     def abort(self, room: int, reason: str) -> None:
-        request = self._queues.find(room)
+        request = self.queues.find(room)
         if request is not None:
             self._end(request, "client_gone", reason)
 
     def peer_lost(self, incarnation: str) -> None:
         self._sender.peer_lost(incarnation)
-        for request in self._queues:
+        for request in self.queues:
             if request.decode == incarnation and not request.ended:
                 self._end(request, NodeLost.code, "the decode node of this request is gone")
 
     def router_lost(self) -> None:
-        for request in self._queues:
+        for request in self.queues:
             if not request.ended:
                 self._end(request, NodeLost.code, "the router of this request is gone")
 
     def sweep(self, now: float) -> None:
-        for request in self._queues:
+        for request in self.queues:
             if not request.ended and now > request.deadline:
                 self._end(request, DeadlineExceeded.code, "the request's deadline passed on the prefill node")
             elif not request.ended and not request.ready and now > request.received + ARRIVAL_SECONDS:
@@ -255,22 +250,22 @@ class PrefillNode:
 
         A prompt gets all its pages at once, so two can never wait for each other.
         """
-        while len(self._queues.computing) < self._limits.max_batch:
-            request = self._queues.next_waiting()
+        while len(self.queues.computing) < self._limits.max_batch:
+            request = self.queues.next_waiting()
             lease = None if request is None else self._lease(request)
             if request is None or lease is None:
                 return
-            self._queues.waiting.remove(request)
+            self.queues.waiting.remove(request)
             request.lease = lease
             request.scheduled = request.computed = lease.cached_tokens
             self._report.prompt_tokens += request.num_tokens
             self._report.cached_tokens += lease.cached_tokens
             request.mark("queued", now)
-            self._queues.computing[request.room] = request
+            self.queues.computing[request.room] = request
             self._send_pages(request)  # the cached prefix leaves before anything is computed
 
     def _claim_images(self) -> None:
-        for request in [each for each in self._queues.waiting if not each.ready]:
+        for request in [each for each in self.queues.waiting if not each.ready]:
             try:
                 self._images.claim(request.images)
             except RequestError as error:
@@ -314,7 +309,7 @@ class PrefillNode:
             self._end(request, "finished", "the request ended with its first token", tell_router=False)
             return
         request.first_token = token
-        self._queues.handing_over[request.room] = self._queues.computing.pop(request.room)
+        self.queues.handing_over[request.room] = self.queues.computing.pop(request.room)
         self._send_pages(request)
 
     def _send_pages(self, request: PrefillRequest) -> None:
@@ -337,7 +332,7 @@ class PrefillNode:
             )
 
     def _on_transfer(self, event: SlotsGranted | Delivered | TransferLost) -> None:
-        request = self._queues.find(event.room) or self._queues.ending.get(event.room)
+        request = self.queues.find(event.room) or self.queues.ending.get(event.room)
         if request is None:
             return
         if isinstance(event, SlotsGranted):
@@ -354,12 +349,12 @@ class PrefillNode:
         elif not request.ended:
             self._report.transfer_failures += 1
             self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
-            self._queues.end(request)
+            self.queues.end(request)
         self._release_if_settled(request)
 
     def _end(self, request: PrefillRequest, code: str, reason: str, tell_router: bool = True) -> None:
         """Stop a request that has not ended; it is gone once launches and writes have settled."""
-        self._queues.end(request)
+        self.queues.end(request)
         self._sender.cancel(request.room, code, reason)
         if tell_router:
             self._link.send(Failed(room=request.room, code=code, message=reason))
@@ -370,4 +365,4 @@ class PrefillNode:
             if request.lease is not None:
                 request.lease.release()
                 request.lease = None
-            self._queues.forget(request)
+            self.queues.forget(request)

@@ -139,6 +139,15 @@ class Shape:
 ONE_BEHIND = Deferred
 
 
+class Watched(Deferred):
+    """As Deferred, and while the node waits for it transfers go on: a GPU's forward takes that long."""
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        assert meanwhile is not None, "the node looks after nothing while a forward runs"
+        for _ in range(3):
+            meanwhile()
+
+
 @dataclass(slots=True)
 class Side:
     """What both kinds of node have."""
@@ -373,6 +382,9 @@ class NodeCluster:
         assert space.leased_pages == 0, f"{space.leased_pages} pages are leased"
         assert space.free_pages + space.cache.cached_pages == space.total_pages
         assert space.cache.evictable_pages == space.cache.cached_pages, "a lock is held"
+        told = side.link.load  # as /server_info shows it
+        assert (told.running, told.queued, told.transferring) == (0, 0, 0)
+        assert told.free_pages + told.cached_pages == told.total_pages == space.total_pages
 
     def describe(self) -> str:
         queues = [

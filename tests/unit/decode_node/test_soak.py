@@ -10,7 +10,7 @@ import pytest
 from common.engine.overlap import Deferred, Immediate
 from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.loopback import Damage, Fault
-from tests.fakes.node_cluster import RETRYABLE, Call, NodeCluster, Shape
+from tests.fakes.node_cluster import RETRYABLE, Call, NodeCluster, Shape, Watched
 from tests.fakes.sampling_cases import EVERYTHING
 from tests.fakes.tiny_model import VOCAB, reference
 from tests.unit.decode_node.test_exactness import prompt_of
@@ -35,7 +35,7 @@ def shape_of(rng: random.Random) -> Shape:
         backup_bytes=rng.choice((0, 4096, 1 << 20)),
         prefill_cache=rng.random() < 0.7,
         decode_cache=rng.random() < 0.7,
-        completion=rng.choice((Immediate, Deferred)),
+        completion=rng.choice((Immediate, Deferred, Watched)),
         prefills=rng.choice((1, 2)),
         decodes=rng.choice((1, 2)),
         fencing=rng.random() < 0.5,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from common.messages.router_inbox import FirstToken, PrefillDone
-from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.fakes.node_cluster import NodeCluster, Shape, Watched
+from tests.fakes.tiny_model import reference
 from tests.unit.decode_node.test_exactness import prompt_of
 
 
@@ -28,6 +29,17 @@ def test_slots_that_come_after_the_prompt_was_computed() -> None:
             assert not cluster.prefill.node.queues.handing_over or not _granted(cluster)
         assert [type(each) for each in said] == [PrefillDone]
         cluster.abort(call)
+        cluster.settle()
+
+
+def test_transfers_go_on_while_forwards_run() -> None:
+    """Both nodes: pages land, are checked and announced during somebody else's forward; nothing is held afterwards."""
+    shape = Shape(completion=Watched, chunk_tokens=8, max_running=4)
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(5 + 7 * n, n), 12) for n in range(9)]
+        cluster.run()
+        for call in calls:
+            assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
         cluster.settle()
 
 
