@@ -1,22 +1,25 @@
 """What a draft model's directory says, read beside the target's config. No torch.
 
-The widths of everything that passes between target and draft come from two functions here and from nowhere else:
-`target_width` (what the target gives per token) and `hidden_size_for` (what one draft step gives to the next). The
-engine asks them through the types that have those widths (common/engine/forward/draft_inputs.py).
+The widths of everything that passes between target and draft come from functions here and from nowhere else:
+`target_width` (what the target gives per token), `hidden_size_for` (what one draft step gives to the next), and
+`proposals_for` and `hidden_rows_for` (how much of it travels with a request). The engine asks them through the types
+that have those widths (common/engine/forward/draft_inputs.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from common import model_files
 from common.errors import ModelError
 from common.model_config import FAMILIES, ModelConfig
+from common.mtp_format import ARCHITECTURES as MTP_ARCHITECTURES
+from common.mtp_format import MtpFormat, mtp_format
 
-DraftAlgorithm = Literal["eagle3", "eagle", "standalone"]
+DraftAlgorithm = Literal["eagle3", "eagle", "mtp", "standalone"]
 
 ARCHITECTURES: Mapping[DraftAlgorithm, tuple[str, ...]] = {
     "eagle3": (
@@ -25,6 +28,7 @@ ARCHITECTURES: Mapping[DraftAlgorithm, tuple[str, ...]] = {
         "Eagle3Qwen3ForCausalLM",
     ),
     "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+    "mtp": tuple(MTP_ARCHITECTURES),
     "standalone": tuple(FAMILIES),  # any model that could be served, with the same vocabulary
 }
 REFUSED = (
@@ -46,6 +50,12 @@ class DraftConfig:
     ]  # boundaries of the target whose streams the draft reads; (): the normed output
     draft_vocab: int | None  # tokens that the draft can propose; None: all, by the target's head
     norm_before_residual: bool
+    mtp: MtpFormat | None = None  # of a multi-layer draft: a module per step, model.num_layers of them
+
+    @property
+    def modules(self) -> int:
+        """Of a multi-layer draft: those that run, one per step. 0: one layer stack runs again for every step."""
+        return 0 if self.mtp is None else self.model.num_layers
 
     @classmethod
     def load(cls, path: str | Path, algorithm: DraftAlgorithm, target: ModelConfig) -> DraftConfig:
@@ -57,6 +67,8 @@ class DraftConfig:
             model = ModelConfig.load(path)
             _check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
             return cls(algorithm, model, 0, (), None, False)
+        if algorithm == "mtp":
+            return _load_mtp(raw, file, target)
         model = ModelConfig.parse({**raw, "architectures": ["LlamaForCausalLM"]}, Path(path))
         width = raw.get("target_hidden_size") or target.hidden_size
         _check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
@@ -79,20 +91,64 @@ class DraftConfig:
         )
 
 
+def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
+    """The draft as it runs for so many steps: of a multi-layer one the first modules. `ModelError` if it has fewer."""
+    if draft.mtp is None:
+        return draft
+    if steps > draft.modules:
+        raise ModelError(
+            f"this draft has {draft.modules} modules, one for each step: set speculation.steps to at most "
+            f"{draft.modules}, not {steps}"
+        )
+    model = replace(draft.model, num_layers=steps, sliding_windows=draft.model.sliding_windows[:steps])
+    return replace(draft, model=model)
+
+
 def target_width(draft: DraftConfig) -> int:
     """Hidden values per token that the draft reads of the target; 0: none."""
     return draft.target_hidden * max(1, len(draft.aux_layers))
 
 
 def hidden_size_for(draft: DraftConfig) -> int:
-    """Hidden values that a draft step gives to the next one, and that travel with a request; 0: none."""
+    """Hidden values that a draft step gives to the next one; 0: none."""
     return draft.model.hidden_size if draft.target_hidden else 0
+
+
+def hidden_rows_for(draft: DraftConfig) -> int:
+    """Hidden states that travel with a request: the newest, or one for each module but the first (see mtp.py)."""
+    if not draft.target_hidden:
+        return 0
+    return draft.modules - 1 if draft.modules else 1
+
+
+def proposals_for(draft: DraftConfig, topk: int) -> int:
+    """Drafts that travel with a request: those of the first step, or of all steps where each has its module."""
+    return topk * max(draft.modules, 1) if draft.target_hidden else 0
+
+
+def lookahead_for(draft: DraftConfig) -> int:
+    """How many tokens behind a position its draft KV depends on."""
+    return max(draft.modules, 1) if draft.target_hidden else 0
 
 
 def draft_fingerprint(path: str | Path, draft: DraftConfig, steps: int, topk: int) -> str:
     """What two nodes compare beside the target's fingerprint: weights, widths and the shape of drafting."""
     facts = (draft.algorithm, steps, topk, draft.aux_layers, target_width(draft), hidden_size_for(draft))
     return model_files.fingerprint(Path(path), repr((facts, draft)))
+
+
+def _load_mtp(raw: Mapping[str, Any], file: Path, target: ModelConfig) -> DraftConfig:
+    """Shapes of the modules, whose number stands in for that of layers: config.json gives the target's."""
+    layers = {"num_hidden_layers": raw.get("num_nextn_predict_layers"), "layer_types": None}
+    if not isinstance(layers["num_hidden_layers"], int) or layers["num_hidden_layers"] < 1:
+        raise ModelError(f"{file}: num_nextn_predict_layers must be a positive integer")
+    family = MTP_ARCHITECTURES[raw["architectures"][0]]
+    model = ModelConfig.parse({**raw, "architectures": [family], **layers}, file.parent)
+    _check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
+    _check_same(file, "hidden_size", model.hidden_size, target.hidden_size)
+    width = raw.get("target_hidden_size") or target.hidden_size
+    _check_same(file, "target_hidden_size", width, target.hidden_size)
+    return DraftConfig("mtp", model, width, (), None, False, mtp_format(raw, str(file)))
 
 
 def _check_same(file: Path, what: str, ours: int, theirs: int) -> None:

@@ -18,14 +18,15 @@ from common.config.schema import Speculation
 from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
-from common.engine.draft_runner import DraftRunner
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.mtp_runner import MultiLayerRunner
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
+from common.engine.serving_draft import AnyDraftRunner
 from common.engine.serving_model import (
     ServingModel,
     graph_trial,
@@ -47,6 +48,7 @@ from decode_node.retraction import Retraction
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter, Growth
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
+from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
 from decode_node.speculative.drafters.ngram import NgramDrafter
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import Rounds
@@ -221,7 +223,7 @@ def decode_step(
     cluster: Cluster,
     served: ServingModel,
     runner: ModelRunner,
-    draft: DraftRunner | ModelRunner | None,
+    draft: AnyDraftRunner | None,
     table: RequestTable,
     relay: RelayState,
 ) -> tuple[DecodeStep, list[node_graphs.NodeGraphs[Any]]]:
@@ -251,24 +253,26 @@ def decode_step(
     return step, step.graphs
 
 
-def _drafter(
-    cluster: Cluster, served: ServingModel, draft: DraftRunner | ModelRunner | None, rounds: Rounds
-) -> Drafter:
+def _drafter(cluster: Cluster, served: ServingModel, draft: AnyDraftRunner | None, rounds: Rounds) -> Drafter:
     steps, topk = cluster.speculation.steps, cluster.speculation.topk
     if draft is None:
         return NgramDrafter(rounds, steps, max_texts=2 * cluster.decode.max_running)
     if isinstance(draft, ModelRunner):
         return StandaloneDrafter(draft, rounds, steps)
+    assert served.draft is not None
+    target_hidden = EagleDraftExtendInput.hidden_size_for(served.draft.config)
+    if isinstance(draft, MultiLayerRunner):
+        return MultiLayerDrafter(draft, rounds, target_hidden)
     growth: Growth = ChainGrowth(draft, steps)
     if topk > 1:
         growth = TreeGrowth(draft, steps, topk, cluster.speculation.nodes)
-    config = None if served.draft is None else served.draft.config
-    return EagleDrafter(draft, rounds, growth, EagleDraftExtendInput.hidden_size_for(config))
+    return EagleDrafter(draft, rounds, growth, target_hidden)
 
 
 def reach(speculation: Speculation) -> int:
-    """KV slots that a tree may take behind the last token of a request."""
-    return max(speculation.nodes, (speculation.steps - 1) * speculation.topk)
+    """Slots of a request that the widest forward of a round takes: a tree, all its levels, or an MTP module's rows."""
+    widest = 2 * speculation.steps if speculation.algorithm == "mtp" else 0
+    return max(speculation.nodes, (speculation.steps - 1) * speculation.topk, widest)
 
 
 def _endpoint(

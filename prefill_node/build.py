@@ -48,8 +48,9 @@ from kv_transfer.transport.cuda_ipc import CudaIpcSender
 from kv_transfer.transport.pool_memory import as_memory
 from kv_transfer.transport.shm import ShmSender
 from kv_transfer.transport.tcp import TcpSender
-from prefill_node.draft import PrefillDraft, prefill_draft
+from prefill_node.draft import EaglePrefill, ModelPrefill, NoDraft, PrefillDraft
 from prefill_node.images import Images
+from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.node import PrefillLimits, PrefillNode
 from prefill_node.seeing import load_seeing
 from prefill_node.step import PrefillStep
@@ -132,7 +133,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         node_graphs.capture(each, log)
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     mode = forwards.draft.hidden_mode
-    warm_up(forwards.target.forward, forwards.draft_forward, mode, cluster.kv.page_size, device)
+    warm_up(forwards.target.forward, forwards.draft_forwards, mode, cluster.kv.page_size, device)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
     )
@@ -199,7 +200,7 @@ class Forwards:
     attention: PagedAttention
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
-    draft_forward: DraftPrefill | PrefillExtend | None
+    draft_forwards: Sequence[DraftPrefill | PrefillExtend]  # one, or one per module
     graphs: Sequence[NodeGraphs[Any]]
 
 
@@ -220,25 +221,35 @@ def _forwards(cluster: Cluster, served: ServingModel) -> Forwards:
     attention = PagedAttention(pool, served.config.sliding_windows, buckets)
     runner = ModelRunner(served.model, pool, attention)
     drafting = _draft_graphs(served, runner, offsets, section)
-    draft_forward = None if drafting is None else drafting.forward
-    draft = prefill_draft(draft_forward)
+    draft_forwards = [each.forward for each in drafting]
+    draft = _prefill_draft(served, draft_forwards)
     target = node_graphs.prefill_graphs(
         runner, section.graphs, section.chunk_tokens, section.max_batch, draft.hidden_mode
     )
-    graphs: list[NodeGraphs[Any]] = [target] if drafting is None else [target, drafting]
-    return Forwards(layout, runner, attention, target, draft, draft_forward, graphs)
+    return Forwards(layout, runner, attention, target, draft, draft_forwards, [target, *drafting])
 
 
 def _draft_graphs(
     served: ServingModel, target: ModelRunner, offsets: Sequence[int], section: PrefillSection
-) -> NodeGraphs[DraftPrefill | PrefillExtend] | None:
-    """The draft's prompt forward. The draft was loaded sharing the target's embedding and head (row A9)."""
+) -> list[NodeGraphs[DraftPrefill | PrefillExtend]]:
+    """The draft's prompt forwards. The draft was loaded sharing the target's embedding and head (row A9)."""
     if served.draft is None:
-        return None
+        return []
     draft = served.draft_runner(target.pool, offsets)
     assert draft is not None
     config = served.draft.config
     return node_graphs.draft_prefill_graphs(draft[0], config, target, section.graphs, section.chunk_tokens)
+
+
+def _prefill_draft(served: ServingModel, forwards: Sequence[DraftPrefill | PrefillExtend]) -> PrefillDraft:
+    """What runs beside the target on this node."""
+    heads = [each for each in forwards if isinstance(each, DraftPrefill)]
+    models = [each for each in forwards if isinstance(each, PrefillExtend)]
+    if served.draft is not None and served.draft.config.mtp is not None:
+        return MultiLayerPrefill(heads, served.page_size)
+    if heads:
+        return EaglePrefill(heads[0])
+    return ModelPrefill(models[0]) if models else NoDraft()
 
 
 def _endpoint(cluster: Cluster, limits: TransferLimits) -> SenderEndpoint:

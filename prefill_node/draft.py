@@ -9,8 +9,6 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from common.engine.cuda_graph.draft_prefill import DraftPrefill
-from common.engine.cuda_graph.prefill_extend import PrefillExtend
 from common.engine.draft_runner import DraftState
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.sampler import SampleOutput
@@ -103,13 +101,6 @@ class ModelPrefill:
             )
         self._forward(replace(batch, logits_rows=batch.logits_rows[:0]))
         return None
-
-
-def prefill_draft(forward: DraftPrefill | PrefillExtend | None) -> PrefillDraft:
-    """What fits the draft model of this node, if it has one."""
-    if forward is None:
-        return NoDraft()
-    return ModelPrefill(forward) if isinstance(forward, PrefillExtend) else EaglePrefill(forward)
 
 
 def _next_tokens(chunk: Chunk) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

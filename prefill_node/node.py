@@ -280,6 +280,7 @@ class PrefillNode:
         """
         # at least one token has to be computed: its logits give the first output token
         keys, pages = self._space.keys(request.contents), self._space.pages_for(request.num_tokens)
+        request.keyed = len(keys)
         lease = self._space.lease(keys, pages, max_cached_tokens=request.num_tokens - 1)
         if lease is not None and not request.granted and self._space.available_pages < self._longest:
             lease.release()
@@ -319,7 +320,8 @@ class PrefillNode:
             return
         assert request.lease is not None
         complete = request.computed == request.num_tokens
-        ready = len(request.lease.pages) if complete else request.computed // self._space.page_size
+        settled = min(request.computed, request.keyed)
+        ready = len(request.lease.pages) if complete else settled // self._space.page_size
         first = max(request.sent_pages, slots.held_pages)
         if ready > first:
             self._sender.send_pages(request.room, request.lease.pages[first:ready], first)

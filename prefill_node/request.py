@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from common.engine.kv_cache.image_keys import with_images
 from common.engine.kv_cache.page_space import PageLease
 from common.engine.kv_cache.radix_cache import Keys
@@ -17,8 +19,8 @@ from prefill_node.images import PromptImage
 class PrefillRequest:
     """Lives in exactly one queue at a time (see queues.py).
 
-    Invariant: sent_pages * page_size <= computed <= scheduled <= len(keys) until the last chunk, after which
-    sent_pages may count the last, partly filled page too.
+    Invariant: sent_pages * page_size <= min(computed, keyed) <= scheduled <= len(keys) until the last chunk, after
+    which sent_pages may count the last, partly filled page too.
     """
 
     room: int
@@ -32,10 +34,16 @@ class PrefillRequest:
     images: tuple[PromptImage, ...] = ()
     granted: bool = False  # the decode node has set its pages aside
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
+    keyed: int = (
+        0  # tokens whose KV depends on the prompt alone; behind them a draft's is right after the last chunk
+    )
     scheduled: int = 0  # tokens whose forward has been launched, cached prefix included
     computed: int = 0  # tokens whose KV is known to be written
     sent_pages: int = 0  # logical pages given to the sender, those that the peer holds included
     first_token: OutputToken | None = None
+    draft_kept: Tensor | None = (
+        None  # of a multi-layer draft, from chunk to chunk: [steps - 1, H], see mtp.py
+    )
     draft: DraftRow = NO_DRAFT  # comes with the first token where there is a draft model
     in_flight: int = 0  # launches not finished yet: pages must not be freed before
     ended: bool = False  # aborted or failed: nothing more is launched

@@ -16,6 +16,7 @@ from common.engine.sampler import SampleOutput, SamplingBatch, sample
 from common.engine.sampling_plan import sampling_variant
 from prefill_node.draft import PrefillDraft
 from prefill_node.scheduler import Chunk
+from prefill_node.upload import upload
 from prefill_node.vision import PromptEmbeds
 
 
@@ -120,7 +121,4 @@ class PrefillStep:
         )
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return upload(array, self._device)

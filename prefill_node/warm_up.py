@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,13 +10,14 @@ import torch
 from common.engine.cuda_graph.draft_prefill import DraftPrefill
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, idle_extend
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.ops.keep_hidden import keep_hidden
 from common.engine.sampler import SamplingBatch, sample
 
 
 @torch.inference_mode()
 def warm_up(
     target: PrefillExtend,
-    draft: DraftPrefill | PrefillExtend | None,
+    drafts: Sequence[DraftPrefill | PrefillExtend],
     hidden_mode: CaptureHiddenMode,
     page_size: int,
     device: torch.device,
@@ -27,10 +29,13 @@ def warm_up(
         hidden_mode=hidden_mode,
     )
     output = target(batch)
-    if isinstance(draft, DraftPrefill):
-        assert output.hidden is not None
-        draft(batch, output.hidden)
     one, zero = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    for draft in drafts:
+        if isinstance(draft, DraftPrefill):
+            assert output.hidden is not None
+            draft(batch, output.hidden)
+    if output.hidden is not None and len(drafts) > 1:  # what multi_layer.py does between two modules
+        keep_hidden(output.hidden, zero, torch.zeros_like(output.hidden)[:, None], 0, zero + 1, zero)
     for all_greedy, any_filter in ((True, False), (False, False), (False, True)):
         sample(
             output.logits,

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from common.config.schema import Cluster, Section, Speculation
+from common.config.schema import Algorithm, Cluster, Section, Speculation
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 
@@ -86,6 +86,7 @@ def load_cluster(
     try:
         cluster = msgspec.convert(data, Cluster)
     except msgspec.ValidationError as error:
+        _refuse_other_names(data)
         raise _readable(error, given) from error
     _check_names(cluster)
     _check_health(cluster)
@@ -129,6 +130,15 @@ def _check_health(cluster: Cluster) -> None:
                 f"{timeout:g} s leaves no room for two heartbeats (health.heartbeat_interval is "
                 f"{health.heartbeat_interval:g} s): healthy nodes would be given up",
             )
+
+
+def _refuse_other_names(data: Mapping[str, Any]) -> None:
+    """What other servers call an algorithm is answered with our name of it."""
+    section = data.get("speculation")
+    algorithm = str(section.get("algorithm")) if isinstance(section, dict) else ""
+    ours = {"nextn": "mtp", "draft_model": "standalone"}.get(algorithm.lower(), algorithm.lower())
+    if ours != algorithm and ours in get_args(Algorithm):
+        raise ConfigError("speculation.algorithm", f"{algorithm} is called {ours} here; write {ours}")
 
 
 def _check_speculation(cluster: Cluster) -> None:

@@ -20,6 +20,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
 
 Placement = Literal["round_robin", "least_loaded"]
+Algorithm = Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp"]
 TransportName = Literal["auto", "shm", "tcp", "cuda_ipc"]
 
 
@@ -150,11 +151,11 @@ class DecodeSection(Section, frozen=True, kw_only=True):
 class Speculation(Section, frozen=True, kw_only=True):
     """How decode nodes guess tokens that one forward of the model then verifies; the output stays the same."""
 
-    algorithm: Literal["none", "ngram", "standalone", "eagle", "eagle3"] = (
+    algorithm: Algorithm = (
         "none"  # ngram: what followed the last time that a text ended alike; the others have a draft model
     )
     draft_model_path: str | None = (
-        None  # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head for this model, or a small model
+        None  # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head or MTP modules for this model, or a small model
     )
     steps: Annotated[int, Meta(ge=1, le=31)] = (
         3  # drafts in a row: at most steps + 1 tokens come of one forward

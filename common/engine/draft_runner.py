@@ -39,10 +39,15 @@ class DraftRunner:
     @torch.inference_mode()
     def step(self, batch: ForwardBatch, hidden: Tensor) -> DraftState:
         """Rows with hidden states as a draft step gives them [T, H]; the state is of `batch.logits_rows`."""
-        self.attention.plan(batch)
-        output = self.head.forward(batch.input_ids, hidden, batch.positions, self.attention)
-        return self.propose(batch.logits_rows, output)
+        return self.propose(batch.logits_rows, self.forward(batch, hidden))
 
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, hidden: Tensor) -> DraftOutput:
+        """The same rows, of which nothing is proposed yet."""
+        self.attention.plan(batch)
+        return self.head.forward(batch.input_ids, hidden, batch.positions, self.attention)
+
+    @torch.inference_mode()
     def propose(self, rows: Tensor, output: DraftOutput) -> DraftState:
         """What the tokens in `rows` [R] of a forward propose, of its T."""
         logits = self.head.compute_logits(output.last.index_select(0, rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.draft_config import DraftConfig, draft_fingerprint
+from common.draft_config import DraftConfig, draft_fingerprint, proposals_for
 from common.engine.attention.paged import PagedAttention
 from common.engine.draft_runner import DraftRunner, load_draft
 from common.engine.forward.draft_inputs import EagleDraftInput
@@ -15,16 +15,19 @@ from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.eagle import Eagle3Head, EagleHead
 from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.mtp import MtpModules
+from common.engine.mtp_runner import MultiLayerRunner, load_mtp
 from common.errors import ModelError
 
 TAKES_EMBEDS = ("eagle", "eagle3")  # algorithms whose heads read embeddings, not ids
+AnyDraftRunner = DraftRunner | MultiLayerRunner | ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
 class ServingDraft:
     """One loaded draft."""
 
-    head: Eagle3Head | EagleHead | LlamaForCausalLM
+    head: Eagle3Head | EagleHead | MtpModules | LlamaForCausalLM
     config: DraftConfig
     fingerprint: str
     shape: DraftShape
@@ -36,11 +39,13 @@ class ServingDraft:
         model = self.config.model
         return [(model.num_kv_heads, model.head_dim)] * model.num_layers
 
-    def runner(self, pool: KvPool) -> DraftRunner | ModelRunner:
-        """A head that continues the target's hidden states, or a model of its own."""
+    def runner(self, pool: KvPool) -> AnyDraftRunner:
+        """A head or modules that continue the target's hidden states, or a model of its own."""
         attention = PagedAttention(pool, self.config.model.sliding_windows)
         if isinstance(self.head, LlamaForCausalLM):
             return ModelRunner(self.head, pool, attention)
+        if isinstance(self.head, MtpModules):
+            return MultiLayerRunner(self.head.heads, attention)
         return DraftRunner(self.head, attention, self.topk)
 
 
@@ -58,11 +63,18 @@ def load_serving_draft(
     if config.algorithm == "standalone":
         dtype = str(placement.dtype).removeprefix("torch.")
         model, _ = load_model(path, dtype, placement.device)
-        return ServingDraft(model, config, fingerprint, DraftShape(), topk)
-    head = load_draft(path, config, target, placement)
-    carried = EagleDraftInput.hidden_size_for(config), EagleDraftInput.dtype_for(placement)
-    shape = DraftShape(topk, *carried, target.config.vocab_size)
-    return ServingDraft(head, config, fingerprint, shape, topk)
+        return ServingDraft(model, config, fingerprint, draft_shape(config, topk, placement), topk)
+    load = load_mtp if config.algorithm == "mtp" else load_draft
+    head = load(path, config, target, placement)
+    return ServingDraft(head, config, fingerprint, draft_shape(config, topk, placement), topk)
+
+
+def draft_shape(config: DraftConfig, topk: int, placement: Placement) -> DraftShape:
+    """What travels with a request, by the width functions; nothing for a draft without hidden states."""
+    if not config.target_hidden:
+        return DraftShape()
+    carried = EagleDraftInput.carried_size_for(config), EagleDraftInput.dtype_for(placement)
+    return DraftShape(proposals_for(config, topk), *carried, config.model.vocab_size)
 
 
 def _check_takes_embeds(path: Path, config: DraftConfig, target: LlamaForCausalLM) -> None:

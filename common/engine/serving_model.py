@@ -13,11 +13,10 @@ import torch
 from common.config import Cluster
 from common.config.schema import DecodeSection, PrefillSection
 from common.config.transport_choice import choose_transport
-from common.draft_config import DraftConfig
+from common.draft_config import DraftConfig, lookahead_for, with_steps
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.node_graphs import NodeGraphs
-from common.engine.draft_runner import DraftRunner
-from common.engine.kv_cache.page_space import PageSpace, as_bigram_keys, as_keys
+from common.engine.kv_cache.page_space import PageSpace, keys_with_lookahead
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.engine.kv_cache.relay_state import DraftShape
@@ -32,9 +31,9 @@ from common.engine.memory import (
     token_bytes,
     weight_bytes,
 )
-from common.engine.model_runner import ModelRunner, load_model
+from common.engine.model_runner import load_model
 from common.engine.models.llama import LlamaForCausalLM
-from common.engine.serving_draft import ServingDraft, load_serving_draft
+from common.engine.serving_draft import AnyDraftRunner, ServingDraft, load_serving_draft
 from common.engine.weights import resolve_dtype
 from common.errors import ConfigError
 from common.messages.router_inbox import ConfigValue
@@ -99,7 +98,7 @@ class ServingModel:
 
     def draft_runner(
         self, target: KvPool, layout_offsets: Sequence[int]
-    ) -> tuple[DraftRunner | ModelRunner, KvPool] | None:
+    ) -> tuple[AnyDraftRunner, KvPool] | None:
         """The draft over the planes behind the target's, in the same storage and pages. None without a draft."""
         if self.draft is None:
             return None
@@ -211,14 +210,16 @@ def page_space(cluster: Cluster, served: ServingModel, prefix_cache: bool) -> Pa
     """Page bookkeeping; prefix caching off is a cache that never matches."""
     size = cluster.kv.page_size
     cache = RadixCache(size) if prefix_cache else NoPrefixCache()
-    return PageSpace(size, served.num_pages, cache, as_bigram_keys if served.draft_shape.hidden else as_keys)
+    lookahead = 0 if served.draft is None else lookahead_for(served.draft.config)
+    return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead))
 
 
 def _draft_config(cluster: Cluster, draft_path: Path | None, target: Path) -> DraftConfig | None:
     algorithm = cluster.speculation.algorithm
     if algorithm == "none" or algorithm == "ngram" or draft_path is None:
         return None
-    return DraftConfig.load(draft_path, algorithm, ModelConfig.load(target))
+    draft = DraftConfig.load(draft_path, algorithm, ModelConfig.load(target))
+    return with_steps(draft, cluster.speculation.steps)
 
 
 def _device(name: str) -> torch.device:

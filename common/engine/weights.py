@@ -27,6 +27,7 @@ def load_weights(
     progress: Progress | None = None,
     ignore: tuple[str, ...] = (),
     aside: tuple[str, ...] = (),
+    within: tuple[str, ...] = ("",),
 ) -> None:
     """Copy every checkpoint tensor into the view that bears its name.
 
@@ -34,6 +35,7 @@ def load_weights(
         tensors: (name in the checkpoint, view to fill): a model's `checkpoint_tensors()`.
         ignore: suffixes of further names that may be present and are not used, such as a tied lm_head.weight.
         aside: prefixes of the names of another part of the model, which is loaded apart or not at all.
+        within: prefixes of the names that this model answers for; a file may hold others, of another model.
 
     Raises:
         ModelError: names what is missing, unexpected or of the wrong shape, or the file that is truncated or
@@ -42,7 +44,7 @@ def load_weights(
     """
     views = dict(tensors)
     files = read_weight_files(Path(directory))
-    _check(Path(directory), files, views, (*HARMLESS, *ignore), aside)
+    _check(Path(directory), files, views, (*HARMLESS, *ignore), aside, within)
     total = sum(file.num_bytes for file in files)
     loaded = 0
     for file in files:
@@ -66,12 +68,13 @@ def _check(
     views: dict[str, Tensor],
     ignore: tuple[str, ...],
     aside: tuple[str, ...],
+    within: tuple[str, ...],
 ) -> None:
     found = {
         name: entry
         for file in files
         for name, entry in file.tensors.items()
-        if name in views or not name.startswith(aside)
+        if name in views or (name.startswith(within) and not name.startswith(aside))
     }
     problems = [
         _sentence("missing tensors", [name for name in views if name not in found]),

@@ -51,7 +51,7 @@ class GraphTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of one forward of a node that may be captured, and what became of its graphs."""
 
     phase: str  # prefill, decode, verify ...
-    model: str  # target or draft
+    model: str  # target, draft, or draft-0, draft-1 ... for the modules of a multi-layer draft
     replays: int = 0
     fallbacks: dict[str, int] = {}  # reason -> eager runs
     live_tokens: int = 0  # of replays

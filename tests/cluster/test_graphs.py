@@ -55,7 +55,7 @@ async def test_a_served_load_replays(prompts: list[list[int]], reference: Refere
         assert 0 <= totals["unused"] < totals["captured"] == series["graphs_captured", phase, "target", ""]
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "standalone"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "mtp", "standalone"])
 async def test_target_and_draft_prefill_replay(
     algorithm: str, prompts: list[list[int]], reference: Reference, tmp_path: Path
 ) -> None:
@@ -74,6 +74,7 @@ async def test_target_and_draft_prefill_replay(
         await client.wait_idle()
         async with client.session.get("/metrics") as response:
             series = graph_series(await response.text(), "prefill")
-    for model in ("target", "draft"):
+    drafts = ["draft-0", "draft-1", "draft-2"] if algorithm == "mtp" else ["draft"]
+    for model in ("target", *drafts):
         assert replay_share(series, "prefill", model) >= 0.95, series
         assert series["graph_replays_total", "prefill", model, ""] > 10

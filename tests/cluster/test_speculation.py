@@ -74,6 +74,30 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
         },
         4.5,
     ),
+    "mtp": (
+        {
+            "speculation": {
+                "algorithm": "mtp",
+                "draft_model_path": str(MODELS / "tiny-mtp"),
+                "steps": 3,
+            }
+        },
+        3.5,
+    ),
+    "mtp-one-behind-page1-chunk7-graphs": (
+        {
+            "speculation": {
+                "algorithm": "mtp",
+                "draft_model_path": str(MODELS / "tiny-mtp"),
+                "steps": 3,
+            },
+            "kv": {"page_size": 1},
+            "prefill": {"chunk_tokens": 7},
+            "decode": {"read_results": "one_behind", "graphs": "full"},
+            "transfer": {"transport": "tcp"},
+        },
+        3.5,
+    ),
     "standalone": (
         {
             "speculation": {

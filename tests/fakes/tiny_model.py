@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from common.engine.attention.paged import PagedAttention
-from common.engine.forward.batch import ForwardBatch, ForwardMode
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.models.llama import LlamaForCausalLM
@@ -108,25 +108,35 @@ def adjusted(
 
 
 def _logits(ids: list[int]) -> torch.Tensor:
-    """[1, V] after the last of `ids`: one forward over all of them in one page."""
-    runner = _runner()
+    """[1, V] after the last of `ids`."""
+    return _runner()(one_page(ids)).logits
+
+
+def hidden_states(ids: list[int]) -> torch.Tensor:
+    """[n, H] behind the final norm."""
+    hidden = _runner()(one_page(ids)).hidden
+    assert hidden is not None
+    return hidden
+
+
+def one_page(ids: list[int]) -> ForwardBatch:
+    """One forward over all of a text in page 1."""
     count = len(ids)
     arange = torch.arange(count)
-    return runner(
-        ForwardBatch(
-            mode=ForwardMode.EXTEND,
-            input_ids=torch.tensor(ids),
-            positions=arange,
-            kv_slots=arange + MAX_LEN,
-            page_table=torch.ones(1, 1, dtype=torch.int32),
-            seq_lens=torch.tensor([count], dtype=torch.int32),
-            query_start=torch.tensor([0, count], dtype=torch.int32),
-            logits_rows=torch.tensor([count - 1]),
-            max_seq_len=count,
-            query_lens_host=(count,),
-            seq_lens_host=(count,),
-        )
-    ).logits
+    return ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=torch.tensor(ids),
+        positions=arange,
+        kv_slots=arange + MAX_LEN,
+        page_table=torch.ones(1, 1, dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        query_start=torch.tensor([0, count], dtype=torch.int32),
+        logits_rows=torch.tensor([count - 1]),
+        max_seq_len=count,
+        hidden_mode=CaptureHiddenMode.FULL,
+        query_lens_host=(count,),
+        seq_lens_host=(count,),
+    )
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from common.engine.kv_cache.pool import KvPool
 from common.engine.ops.decode_attention import decode_attention, decode_triton
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.filter_floor import filter_floor, filter_floor_reference
+from common.engine.ops.keep_hidden import keep_hidden, keep_hidden_reference
 from common.engine.ops.linear import gated_linear, linear, linear_reference
 from common.engine.ops.penalise import penalise, penalise_reference
 from common.engine.ops.rms_norm import (
@@ -378,3 +379,16 @@ def test_a_whole_prompt_gives_the_same_without_pages(live: int) -> None:
         results.append(out)
     torch.testing.assert_close(results[1], results[0], atol=1.6e-2, rtol=1.6e-2)
     assert not results[1][live:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [30, 4096])
+def test_keep_hidden(dtype: torch.dtype, size: int) -> None:
+    """Row E3: the pool writer, compiled; requests without rows keep what they have."""
+    hidden, pool = normal(64, size, dtype=dtype), normal(34, 2, size, dtype=dtype)
+    rows = torch.randperm(33, device=CUDA)[:16] + 1
+    starts, lens = torch.arange(16, device=CUDA) * 4, torch.arange(16, device=CUDA) % 6 - 1
+    expected = pool.clone()
+    keep_hidden(hidden, rows, pool, 1, lens, starts)
+    keep_hidden_reference(hidden, rows, expected, 1, lens, starts)
+    assert torch.equal(pool, expected)

@@ -43,9 +43,9 @@ class DraftPrefillCall:
     input_embeds: Tensor | None = None  # [T, H] instead of the embedding of batch.input_ids
 
 
-def draft_prefill_spec(token_buckets: Sequence[int]) -> CaptureSpec:
+def draft_prefill_spec(token_buckets: Sequence[int], model: str = "draft") -> CaptureSpec:
     """Captured LAST: what is kept of a prompt is the state behind its last token (row A2)."""
-    return extend_spec(token_buckets, CaptureHiddenMode.LAST, model="draft")
+    return extend_spec(token_buckets, CaptureHiddenMode.LAST, model=model)
 
 
 class DraftBody:
@@ -120,5 +120,15 @@ class DraftPrefill:
         self, batch: ForwardBatch, target_hidden: Tensor, input_embeds: Tensor | None = None
     ) -> DraftState:
         """Proposals of `batch.logits_rows`. Raises SlotError where `target_hidden` is of another width."""
-        output = self.graphs(DraftPrefillCall(batch, target_hidden, input_embeds))
-        return self._runner.propose(batch.logits_rows, output)
+        return self.propose(batch.logits_rows, self.forward(batch, target_hidden, input_embeds))
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, target_hidden: Tensor, input_embeds: Tensor | None = None
+    ) -> DraftOutput:
+        """All rows; a view of static memory: to be read on the same stream before the next call."""
+        return self.graphs(DraftPrefillCall(batch, target_hidden, input_embeds))
+
+    def propose(self, rows: Tensor, output: DraftOutput) -> DraftState:
+        """What the tokens in `rows` [R] of a forward propose."""
+        return self._runner.propose(rows, output)

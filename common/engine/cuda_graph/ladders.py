@@ -20,9 +20,13 @@ DECODE: Ladder = ((1, 2, 1), (4, 12, 4), (16, 256, 8), (272, 512, 16), (544, Non
 VERIFY: Ladder = ((1, 8, 1), (10, 32, 2), (40, 64, 4), (72, 256, 8), (272, None, 16))
 
 
-def prefill_token_buckets(chunk_tokens: int) -> tuple[int, ...]:
-    """Up to the chunk size, which is a bucket itself: a full chunk has no padding."""
-    return climb(PREFILL, chunk_tokens)
+def prefill_token_buckets(chunk_tokens: int, again: int = 0) -> tuple[int, ...]:
+    """Up to the chunk size, which is a bucket itself: a full chunk has no padding.
+
+    `again`: rows of the chunk before that come with the rest of a cut prompt, of which a batch has one at most.
+    """
+    full = (chunk_tokens + again,) if again and chunk_tokens else ()
+    return climb(PREFILL, chunk_tokens) + full
 
 
 def decode_request_buckets(max_requests: int) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
+from common.engine.mtp_runner import MultiLayerRunner
 from common.messages.identity import GraphTotals
 from common.observability.logs import Log
 
@@ -65,18 +66,29 @@ def prefill_graphs(
 
 
 def draft_prefill_graphs(
-    draft: DraftRunner | ModelRunner, config: DraftConfig, target: ModelRunner, wanted: str, chunk_tokens: int
-) -> NodeGraphs[DraftPrefill | PrefillExtend]:
-    """The draft's prompt forward, not captured yet: of a head, or of a language model like any other."""
+    draft: DraftRunner | MultiLayerRunner | ModelRunner,
+    config: DraftConfig,
+    target: ModelRunner,
+    wanted: str,
+    chunk_tokens: int,
+) -> list[NodeGraphs[DraftPrefill | PrefillExtend]]:
+    """The draft's prompt forwards, not captured yet: of a head, of each module, or of a language model."""
     decision = _decide(Phase.DRAFT_PREFILL, "prefill", target, wanted)
     on = decision.backend != NONE
-    backend = make_backend(decision.backend if on else BREAKABLE, target.model.placement.device)
+    kind = decision.backend if on else BREAKABLE, target.model.placement.device
     buckets = prefill_token_buckets(chunk_tokens) if on else ()
     if isinstance(draft, ModelRunner):
         spec = extend_spec(buckets, CaptureHiddenMode.NULL, model="draft")
-        return NodeGraphs(PrefillExtend(draft, spec, backend), decision)
-    forward = DraftPrefill(draft, config, target.pool.page_size, draft_prefill_spec(buckets), backend)
-    return NodeGraphs(forward, decision)
+        return [NodeGraphs(PrefillExtend(draft, spec, make_backend(*kind)), decision)]
+    page_size = target.pool.page_size
+    if isinstance(draft, DraftRunner):
+        spec = draft_prefill_spec(buckets)
+        return [NodeGraphs(DraftPrefill(draft, config, page_size, spec, make_backend(*kind)), decision)]
+    modules = []
+    for step, module in enumerate(draft.modules):
+        spec = draft_prefill_spec(prefill_token_buckets(chunk_tokens, step) if on else (), f"draft-{step}")
+        modules.append(DraftPrefill(module, config, page_size, spec, make_backend(*kind)))
+    return [NodeGraphs(module, decision) for module in modules]
 
 
 def decode_graphs(

@@ -35,14 +35,21 @@ class EagleDraftInput(_Rows):
     """Draft steps start from the draft's own proposals and its own hidden state."""
 
     hidden_mode: ClassVar[CaptureHiddenMode] = CaptureHiddenMode.LAST
-    probs: Tensor  # [B, k] float32, descending
+    probs: Tensor  # [B, k] float32, descending; of a multi-layer draft k is topk x steps (proposals_for)
     ids: Tensor  # [B, k] int64, ids of the target
-    hidden: Tensor  # [B, hidden_size_for]
+    hidden: Tensor  # [B, carried_size_for]
 
     @staticmethod
     def hidden_size_for(draft: DraftConfig | None) -> int:
-        """What one draft step gives to the next, and what travels with a request; 0: nothing."""
+        """What one draft step gives to the next; 0: nothing."""
         return 0 if draft is None else draft_config.hidden_size_for(draft)
+
+    @staticmethod
+    def carried_size_for(draft: DraftConfig | None) -> int:
+        """What travels with a request: as many hidden states as the next step, or the later modules, begin with."""
+        if draft is None:
+            return 0
+        return draft_config.hidden_rows_for(draft) * draft_config.hidden_size_for(draft)
 
     @staticmethod
     def dtype_for(placement: Placement) -> torch.dtype:

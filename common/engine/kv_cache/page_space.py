@@ -6,8 +6,10 @@ Every page but page 0 is in exactly one place: free, cached (owned by the tree),
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from common.engine.kv_cache.image_keys import paired
 from common.engine.kv_cache.page_allocator import PageAllocator
@@ -30,6 +32,21 @@ def as_bigram_keys(token_ids: Sequence[int] | Keys) -> Keys:
     if wide.any():
         keys[wide] = paired(first[wide], second[wide])
     return keys
+
+
+def as_window_keys(token_ids: Sequence[int] | Keys, lookahead: int) -> Keys:
+    """The same where KV of position t depends on tokens up to t + lookahead: [n - lookahead, lookahead + 1], a view."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+    if len(ids) <= lookahead:
+        return np.empty((0, lookahead + 1), dtype=np.int64)
+    return sliding_window_view(ids, lookahead + 1)
+
+
+def keys_with_lookahead(lookahead: int) -> Callable[[Sequence[int] | Keys], Keys]:
+    """Keys for pages whose KV of a position depends on so many tokens behind it."""
+    if lookahead > 1:
+        return partial(as_window_keys, lookahead=lookahead)
+    return as_bigram_keys if lookahead else as_keys
 
 
 class PageSpace:

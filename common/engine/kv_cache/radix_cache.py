@@ -1,7 +1,8 @@
 """Prefix cache: a radix tree over whole pages. A node owns pages; an edge is a run of whole pages of keys.
 
-Keys are one integer per token (token ids; with a draft that shares the pages, bigrams packed in one int64), so page p
-of a sequence is described by keys[p*page_size:(p+1)*page_size]. Only whole pages are ever matched or stored.
+Keys are one integer per token, or one row of integers (token ids; with a draft that shares the pages, those of the
+tokens behind it too), so page p of a sequence is described by keys[p*page_size:(p+1)*page_size]. Only whole pages are
+ever matched or stored.
 
 A node that a request uses is locked, with all its ancestors; an unlocked leaf may be evicted, least recently
 used first.
@@ -26,7 +27,7 @@ class Node:
     __slots__ = ("children", "keys", "last_used", "locks", "pages", "parent")
 
     def __init__(self, keys: Keys, pages: list[int], parent: Node | None) -> None:
-        self.keys = keys  # [len(pages) * page_size]
+        self.keys = keys  # [len(pages) * page_size] or [len(pages) * page_size, tokens]
         self.pages = pages
         self.parent = parent
         self.children: dict[bytes, Node] = {}  # keys of the child's first page -> child
@@ -197,7 +198,7 @@ class RadixCache:
             if child is None:
                 break
             common = min(len(child.pages), num_pages - len(pages)) * size
-            differs = child.keys[:common] != rest[:common]
+            differs = (child.keys[:common] != rest[:common]).reshape(common, -1).any(1)
             matched = (int(differs.argmax()) if differs.any() else common) // size
             if matched < len(child.pages):
                 child = self._split(child, matched)

@@ -24,8 +24,8 @@ HiddenDtype = Literal["", "float32", "bfloat16", "float16"]
 class DraftShape:
     """What a draft model carries per request; nothing by default."""
 
-    topk: int = 0
-    hidden: int = 0
+    topk: int = 0  # proposals: those of the first step, or of all steps of a multi-layer draft
+    hidden: int = 0  # values: of the newest hidden state, or of one for each later module (models/mtp.py)
     dtype: torch.dtype = torch.float32
     vocab: int = 0  # ids lie below
 
@@ -131,6 +131,7 @@ class RelayState:
         if draft.ids:
             self.draft_p[row] = torch.tensor(draft.probs)
             self.draft_ids[row] = torch.tensor(draft.ids)
+        if draft.hidden:
             raw = torch.from_numpy(np.frombuffer(draft.hidden, dtype=np.uint8).copy())
             self.draft_hidden[row] = raw.view(self.draft_hidden.dtype).to(self.draft_hidden.device)
 
@@ -141,10 +142,15 @@ class RelayState:
 
     def write_draft(self, rows: torch.Tensor, draft: EagleDraftInput) -> None:
         """What it starts from next, in rows [R] of the device; padding rows 0 stay zero."""
+        self.write_proposal(rows, draft.probs, draft.ids)
         live = (rows > 0)[:, None]
-        self.draft_p.index_copy_(0, rows, torch.where(live, draft.probs, 0))
-        self.draft_ids.index_copy_(0, rows, torch.where(live, draft.ids, 0))
         self.draft_hidden.index_copy_(0, rows, torch.where(live, draft.hidden, 0))
+
+    def write_proposal(self, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> None:
+        """The drafts alone: a multi-layer draft keeps its hidden states itself (ops/keep_hidden)."""
+        live = (rows > 0)[:, None]
+        self.draft_p.index_copy_(0, rows, torch.where(live, probs, 0))
+        self.draft_ids.index_copy_(0, rows, torch.where(live, ids, 0))
 
     def read_draft(self, row: int) -> DraftRow:
         """The draft's part of a row; waits for the device."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.ops.keep_hidden import keep_hidden_reference, keep_hidden_triton
 from common.engine.ops.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -119,3 +120,36 @@ def test_a_launcher_refuses_another_layout() -> None:
     rest = torch.ones(1, 1, 16), torch.ones(1, 1, 16), None, None, 0.0, *planes, torch.tensor([6])
     with pytest.raises(AssertionError, match="heads of a token"):
         rotary_kv_write_triton(qkv, *rest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "step"), [(64, 0), (30, 1), (1100, 2)])
+def test_keep_hidden(dtype: torch.dtype, size: int, step: int) -> None:
+    """Row E3: one kernel writes the pool. A request without rows keeps what it has, and row 0 may come twice."""
+    lens, starts = torch.tensor([4, 1, 0, -2, 3]), torch.tensor([0, 4, 5, 5, 5])
+    rows = torch.tensor([3, 1, 2, 4, 6])
+    hidden = torch.randn(9, 2 * size, dtype=dtype)[:8, size:]
+    pool = torch.randn(8, 3, size, dtype=dtype)
+    expected = pool.clone()
+    for request, source in ((0, 3), (1, 4), (4, 7)):
+        expected[rows[request], step] = hidden[source]
+    for write in (keep_hidden_reference, keep_hidden_triton):
+        out = pool.clone()
+        write(hidden, rows, out, step, lens, starts)
+        assert torch.equal(out, expected)
+        write(hidden, rows[:0], out, step, lens[:0], starts[:0])
+        write(hidden, torch.tensor([0, 0]), out, step, torch.zeros(2, dtype=torch.int64), starts[:2].clone())
+        assert torch.equal(out, expected)
+
+
+def test_keep_hidden_checks_its_arguments() -> None:
+    """A width or dtype that differs raises: it must not be copied as if it fitted."""
+    hidden, rows, pool = torch.zeros(2, 4), torch.zeros(1, dtype=torch.int64), torch.zeros(2, 1, 4)
+    for wrong in (
+        (hidden[:, :3], rows, pool, 0, rows, rows),
+        (hidden.half(), rows, pool, 0, rows, rows),
+        (hidden, rows, pool, 1, rows, rows),
+        (hidden, rows, pool, 0, rows[:0], rows),
+    ):
+        with pytest.raises(AssertionError):
+            keep_hidden_triton(*wrong)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
-from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys, keys_with_lookahead
 from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
 
 
@@ -194,3 +199,45 @@ def test_no_prefix_cache() -> None:
 
 def test_keys_are_what_the_tree_compares() -> None:
     assert as_keys([1, 2]).dtype == as_keys([]).dtype == as_keys(range(2)).dtype == "int64"
+
+
+@given(
+    st.integers(0, 5),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 2), min_size=1, max_size=24),
+    st.lists(st.integers(0, 2), min_size=1, max_size=24),
+    st.lists(st.integers(0, 2), min_size=1, max_size=24),
+)
+def test_a_hit_knows_the_tokens_that_its_kv_depends_on(
+    lookahead: int, page_size: int, first: list[int], second: list[int], wanted: list[int]
+) -> None:
+    """C2, 6.12: KV of position t depends on tokens up to t + lookahead, so those agree behind a hit, too."""
+    pages = PageSpace(page_size, 65, RadixCache(page_size), keys_with_lookahead(lookahead))
+    owner: dict[int, tuple[list[int], int]] = {}
+    for text in (first, second):
+        lease = pages.lease(pages.keys(text), pages.pages_for(len(text)), max_cached_tokens=len(text))
+        assert lease is not None
+        for index, page in enumerate(lease.pages[lease.cached_pages :], lease.cached_pages):
+            owner[page] = (text, index)
+        lease.commit(pages.keys(text))
+        lease.release()
+    lease = pages.lease(pages.keys(wanted), pages.pages_for(len(wanted)), max_cached_tokens=len(wanted))
+    assert lease is not None
+    assert lease.cached_tokens == 0 or lease.cached_tokens + lookahead <= len(wanted)
+    for index, page in enumerate(lease.pages[: lease.cached_pages]):
+        text, at = owner[page]
+        assert at == index
+        known = (index + 1) * page_size + lookahead
+        assert text[:known] == wanted[:known], "a page of another text"
+    lease.release()
+    pages.check_integrity()
+
+
+def test_keys_with_lookahead_are_a_view() -> None:
+    """C3: a million tokens cost nothing."""
+    ids = np.arange(1_000_000)
+    began = time.perf_counter()
+    keys = keys_with_lookahead(3)(ids)
+    assert time.perf_counter() - began < 0.01
+    assert keys.shape == (999_997, 4)
+    assert np.shares_memory(keys, ids)

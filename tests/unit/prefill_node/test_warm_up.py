@@ -12,6 +12,7 @@ from common.engine.kv_cache.pool import KvPool
 from common.engine.model_runner import ModelRunner, make_pool
 from prefill_node.warm_up import warm_up
 from tests.fakes.draft_models import DRAFTS, DraftModel
+from tests.fakes.mtp_models import MtpModel
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, tiny_model
 
 PAGE, PAGES = 4, 3
@@ -28,7 +29,7 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
     runner = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))
     target = node_graphs.prefill_graphs(runner, wanted, 8, 2, CaptureHiddenMode.FULL)
     head = draft.runner(draft_pool)
-    drafting = node_graphs.draft_prefill_graphs(head, DRAFTS["eagle3"], runner, wanted, 8)
+    (drafting,) = node_graphs.draft_prefill_graphs(head, DRAFTS["eagle3"], runner, wanted, 8)
     for each in (target, drafting):
         each.forward.graphs.capture()
     rows = []
@@ -39,8 +40,20 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
         )
     planes = [pool.key(0), pool.value(1), draft_pool.key(0), draft_pool.value(0)]
     before = [plane.fill_(7).clone() for plane in planes]
-    warm_up(target.forward, drafting.forward, CaptureHiddenMode.FULL, PAGE, PLACEMENT.device)
+    warm_up(target.forward, [drafting.forward], CaptureHiddenMode.FULL, PAGE, PLACEMENT.device)
     assert rows == [1, 1]
     assert all(
         torch.equal(plane[1:], old[1:]) for plane, old in zip(planes, before, strict=True)
     )  # page 0 is padding
+
+
+def test_every_module_of_a_multi_layer_draft_runs() -> None:
+    draft, pool = MtpModel("mtp", 3), make_pool(CONFIG, PAGE, PAGES, PLACEMENT)
+    layers = (3, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, PAGES)
+    draft_pool = KvPool(*layers, PLACEMENT.dtype, PLACEMENT.device)
+    runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
+    target = node_graphs.prefill_graphs(runner, "none", 8, 2, CaptureHiddenMode.FULL)
+    drafting = node_graphs.draft_prefill_graphs(draft.runner(draft_pool), draft.config, runner, "none", 8)
+    forwards = [each.forward for each in drafting]
+    warm_up(target.forward, forwards, CaptureHiddenMode.FULL, PAGE, PLACEMENT.device)
+    assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]

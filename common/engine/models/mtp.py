@@ -1,0 +1,144 @@
+"""Multi-token prediction: a module per draft step, each with a decoder layer and KV over all positions.
+
+Row t of module k (from 0) reads the embedding of token t + 1 + k, stands at position t, and predicts token t + 2 + k.
+Beside the embedding it reads the target's hidden state behind token t or, in a chain, what module k - 1 gave for row t.
+
+The invariant that everything around these modules keeps. Let L tokens have KV, and token L be drawn: the rows of
+module k that read known tokens only are those below L - k. Its rows L - k .. L - 1 read drafts, so their KV is
+provisional: they are computed again, with what was drawn in the drafts' place, as soon as it is known. For that module
+k needs the hidden state that it reads at position L - k, its last verified input; the k - 1 inputs behind it come from
+the modules before, which are computed again themselves. So a request carries for each module but the first exactly one
+hidden state, at every cut: between chunks of a prompt, in the hand-over, between rounds, in a backup. A request
+shorter than k has none.
+
+Sources: arXiv 2412.19437, 2.2; arXiv 2505.07608.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from common.draft_config import DraftConfig
+from common.engine.attention.backend import AttentionBackend
+from common.engine.layers.linear import Embedding, Linear, logits
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.placement import Placement, parameter
+from common.engine.layers.rotary import Rotary
+from common.engine.models.eagle import DraftOutput
+from common.engine.models.llama import DecoderLayer, LlamaForCausalLM
+from common.mtp_format import MtpFormat
+
+
+class MtpModule(nn.Module):
+    """A `SplitHead`. Shares the target's embedding and LM head unless the checkpoint has its own."""
+
+    def __init__(
+        self,
+        draft: DraftConfig,
+        index: int,
+        target: LlamaForCausalLM,
+        placement: Placement,
+        own_embedding: bool = False,
+        own_head: bool = False,
+    ) -> None:
+        super().__init__()
+        assert draft.mtp is not None
+        config = draft.model
+        size = config.hidden_size
+        self.placement = placement
+        norm = (size, config.rms_norm_eps, placement)
+        self._format: MtpFormat = draft.mtp
+        self._prefix = draft.mtp.prefix(index)
+        self._own_embedding, self._own_head = own_embedding, own_head
+        self.embed_tokens: Embedding = (
+            Embedding(config.vocab_size, size, placement) if own_embedding else target.embed_tokens
+        )
+        self.lm_head = parameter((config.vocab_size, size), placement) if own_head else target.lm_head
+        self.rotary = Rotary(config.rope, config.head_dim, placement)
+        self.enorm, self.hnorm = RmsNorm(*norm), RmsNorm(*norm)
+        self.eh_proj = Linear(2 * size, {draft.mtp.projection: size}, False, placement)
+        self.layer = DecoderLayer(config, index, placement)
+        self.norm = RmsNorm(*norm)
+
+    def project(self, target_hidden: Tensor) -> Tensor:
+        return target_hidden
+
+    def embed(self, ids: Tensor) -> Tensor:
+        embeds: Tensor = self.embed_tokens(ids)
+        return embeds
+
+    def forward(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput:
+        return self.body(self.embed(ids), hidden, positions, attention)
+
+    def body(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput:
+        """`hidden` of the output is what the next module reads in the same row."""
+        inputs = self.enorm(embeds), self.hnorm(hidden)
+        x = self.eh_proj(torch.cat(inputs if self._format.embedding_first else inputs[::-1], dim=-1))
+        x, residual, _ = self.layer(x, None, self.rotary(positions), attention)
+        last, _ = self.norm.add(x, residual)
+        return DraftOutput(last, last if self._format.chain else hidden)
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        return logits(last, self.lm_head)
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        return ids
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        prefix, names = self._prefix, self._format
+        yield from self.enorm.checkpoint_tensors(f"{prefix}.{names.embed_norm}")
+        yield from self.hnorm.checkpoint_tensors(f"{prefix}.{names.hidden_norm}")
+        yield from self.eh_proj.checkpoint_tensors(prefix)
+        yield from self.layer.checkpoint_tensors(prefix)
+        yield from self.norm.checkpoint_tensors(f"{prefix}.{names.final_norm}")
+        if self._own_embedding:
+            yield f"{prefix}.{EMBEDDING}", self.embed_tokens.weight
+        if self._own_head:
+            yield f"{prefix}.{HEAD}", self.lm_head
+
+
+EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"  # in DeepSeek's form only
+
+
+class MtpModules(nn.Module):
+    """The first `draft.modules` modules of a checkpoint, in the order of the steps."""
+
+    def __init__(self, modules: Sequence[MtpModule]) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(modules)
+
+    @property
+    def heads(self) -> tuple[MtpModule, ...]:
+        return tuple(step for step in self.steps if isinstance(step, MtpModule))
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for head in self.heads:
+            yield from head.checkpoint_tensors()
+
+
+def build_mtp(
+    draft: DraftConfig, target: LlamaForCausalLM, placement: Placement, names: frozenset[str] = frozenset()
+) -> MtpModules:
+    """Uninitialised modules, those with weights of their own for which the checkpoint has `names`."""
+    assert draft.mtp is not None
+    prefixes = [draft.mtp.prefix(index) for index in range(draft.modules)]
+    return MtpModules(
+        [
+            MtpModule(
+                draft,
+                index,
+                target,
+                placement,
+                own_embedding=f"{prefix}.{EMBEDDING}" in names,
+                own_head=f"{prefix}.{HEAD}" in names,
+            )
+            for index, prefix in enumerate(prefixes)
+        ]
+    )

@@ -1,0 +1,57 @@
+"""How checkpoints of multi-token prediction (MTP, NEXTN) name their modules, and what the modules read. No torch.
+
+Two published forms, both with a dense decoder layer in each module: DeepSeek's, where module k stands behind the
+target's layers as layer N + k, and MiMo's, which has its own list. They agree in what is computed but for the order in
+which a module's projection takes its two inputs. Position 0 is computed like every other.
+
+`mtp_chain` is our key: true if module k reads what module k - 1 gives, false if every module reads the target's hidden
+state. Without it a DeepSeek checkpoint is a chain (arXiv 2412.19437, 2.2) and a MiMo one is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import ModelError
+from common.model_config import FAMILIES
+
+MIMO = ("MiMoMTPModel", "MiMoMTP", "MiMoForCausalLM")
+
+# architecture in config.json -> the family whose decoder layer a module has
+ARCHITECTURES: Mapping[str, str] = {
+    **{f"{family}NextN": family for family in FAMILIES},
+    **dict.fromkeys(MIMO, "Qwen2ForCausalLM"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MtpFormat:
+    """Names below a module's prefix. Those of its decoder layer are the same everywhere."""
+
+    module: str  # prefix of module k is f"{module}.{first + k}"
+    first: int
+    embed_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    embedding_first: bool  # of the two inputs of the projection
+    chain: bool  # a module reads the output of the one before; false: the target's hidden state
+
+    def prefix(self, index: int) -> str:
+        return f"{self.module}.{self.first + index}"
+
+
+def mtp_format(raw: Mapping[str, Any], where: str) -> MtpFormat:
+    """From config.json. `ModelError` where a key is not what it must be."""
+    chain, first = raw.get("mtp_chain"), raw.get("num_hidden_layers")
+    if not isinstance(chain, bool | None):
+        raise ModelError(f"{where}: mtp_chain must be true or false, found {chain!r}")
+    if raw["architectures"][0] in MIMO:
+        names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        return MtpFormat("model.mtp_layers", 0, *names, embedding_first=False, chain=bool(chain))
+    if not isinstance(first, int) or first < 1:
+        raise ModelError(f"{where}: num_hidden_layers must be the target's number of layers, found {first!r}")
+    names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    return MtpFormat("model.layers", first, *names, embedding_first=True, chain=chain is not False)

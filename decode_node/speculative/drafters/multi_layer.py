@@ -1,0 +1,129 @@
+"""Drafts by multi-token prediction: a module for each step, and no forward before verify.
+
+The proposal of a round is packed in the relay row: every module made its draft when it saw the outcome of the round
+before. Rows of module k end where the target's do and begin k rows earlier, where the drafts that its KV was computed
+with are known by now: see `common/engine/models/mtp.py`. All modules run in one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.cuda_graph.rules import Phase
+from common.engine.cuda_graph.slots import Inputs, Slot
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleVerifyInput
+from common.engine.mtp_runner import MultiLayerRunner
+from common.engine.ops.keep_hidden import keep_hidden
+from decode_node.request import DecodeRequest
+from decode_node.speculative.drafters.drafter import Look
+from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.state import RoundState
+
+
+class MultiLayerDrafter:
+    """Chains of as many drafts as there are modules.
+
+    Args:
+        target_hidden: values per token that the first module reads (EagleDraftExtendInput.hidden_size_for).
+    """
+
+    needs_results = False
+    hidden_mode = CaptureHiddenMode.FULL
+    slots: Sequence[Slot[RoundCall]] = ()
+
+    def __init__(self, runner: MultiLayerRunner, rounds: Rounds, target_hidden: int) -> None:
+        self._modules = runner.modules
+        self._relay = rounds.relay
+        self._steps = steps = len(runner.modules)
+        self.nodes = self.reach = steps + 1
+        rows, carried = rounds.relay.draft_hidden.shape
+        self._kept = rounds.relay.draft_hidden.view(rows, steps - 1, carried // max(steps - 1, 1))
+        widths = target_hidden, rounds.relay.draft_hidden.dtype
+        self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device, *widths)
+        self._chains = EagleVerifyInput.zeros(rounds.max_rows, self.nodes + steps - 1, rounds.device)
+        self._extend = rounds.phase(
+            Phase.DRAFT_EXTEND,
+            "draft",
+            self._run_extend,
+            NOTHING,
+            ForwardMode.VERIFY,
+            nodes=self.nodes,
+            hidden=EagleDraftExtendInput.hidden_mode,
+        )
+        self.phases: Sequence[RoundPhase[Nothing]] = (self._extend,)
+
+    def look(self, requests: Sequence[DecodeRequest]) -> Look:
+        return Look([self._steps] * len(requests))
+
+    def propose(self, call: RoundCall) -> None:
+        """The modules have, after the round before."""
+
+    def fill(self, batch: Round, inputs: Inputs) -> None:
+        drafts = self._relay.draft_ids.index_select(0, batch.rows)
+        self.state.tree.first(batch.count).tokens[:, 1:] = drafts
+
+    def absorb(self, call: RoundCall) -> None:
+        self._extend(call)
+
+    def _run_extend(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
+        """All modules, each with the drafts of those before it behind the round's last token."""
+        walk = self.state.walk.first(batch.count)
+        kept = self._kept.index_select(0, batch.rows)
+        emitted = walk.accepted + 1
+        # tokens[:, i] stands at position walk.start + 1 + i; behind those emitted come the drafts for the next round
+        tokens = F.pad(walk.ids, (0, self._steps))
+        hidden, probs, ids = walk.hidden, list[Tensor](), list[Tensor]()
+        for step, module in enumerate(self._modules):
+            if step:
+                hidden = _opened(kept[:, step - 1], hidden, walk.start >= step)
+            window = Window(batch, walk.start, step, self.nodes)
+            given = module.forward(window.batch(tokens, self._chains), hidden.flatten(0, 1))
+            state = module.propose(window.row(emitted + step), given)
+            tokens.scatter_(1, (emitted + step)[:, None], state.ids)
+            probs.append(state.probs)
+            ids.append(state.ids)
+            if step < self._steps - 1:
+                lens = torch.where(batch.live, emitted - window.missing, 0)
+                keep_hidden(given.hidden, batch.rows, self._kept, step, lens, window.starts)
+            hidden = given.hidden.view(batch.count, window.width, -1)
+        self._relay.write_proposal(batch.rows, torch.cat(probs, dim=1), torch.cat(ids, dim=1))
+        return Nothing()
+
+
+class Window:
+    """Rows of module `step`: positions start - step .. start + nodes - 1 of each request.
+
+    A request shorter than `step` begins at position 0 and has that many rows more at its end: what they give is not
+    read, and the KV that they write is overwritten before it is.
+    """
+
+    def __init__(self, batch: Round, start: Tensor, step: int, nodes: int) -> None:
+        self.width = nodes + step
+        self.missing = (step - start).clamp(min=0)  # [R] positions before the text
+        self.starts = batch.index[: batch.count] * self.width  # [R] first rows
+        self._around = replace(batch, seq_len=start - step + self.missing)
+
+    def row(self, count: Tensor) -> Tensor:
+        """[R], among all rows: the last one of so many that would stand here if none were missing."""
+        return self.starts + count - self.missing - 1
+
+    def batch(self, tokens: Tensor, chains: EagleVerifyInput) -> ForwardBatch:
+        """tokens [R, nodes + steps]: the first stands behind the round's first row, `chains` are at least as wide."""
+        around, width = self._around, self.width
+        places = self.missing[:, None] + around.index[:width]
+        ids = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1))
+        depth, mask = chains.depth[: around.count, :width], chains.mask[: around.count, :width, :width]
+        return around.window(ids, depth, mask, self.starts[:0])
+
+
+def _opened(kept: Tensor, hidden: Tensor, long_enough: Tensor) -> Tensor:
+    """[R, W + 1, H]: a row more at the front, or at the end where the text has no position for it."""
+    before = torch.cat((kept[:, None], hidden), dim=1)
+    behind = torch.cat((hidden, kept[:, None]), dim=1)
+    return torch.where(long_enough[:, None, None], before, behind)

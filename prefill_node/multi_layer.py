@@ -1,0 +1,161 @@
+"""The prefill of a multi-layer draft: KV of every module for the prompt, and what the decode node drafts with first.
+
+Module k runs over the rows of a chunk and over the k rows before it, whose tokens were not known yet: see
+`common/engine/models/mtp.py`. It reads the next tokens of the prompt, also across chunks; behind the prompt's end the
+token just drawn and, for the last k rows, what the modules before it draft. Rows that the prefix cache holds are never
+computed again: its keys reach as far ahead as the modules do, so their KV is right for every module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.draft_runner import DraftState
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
+from common.engine.mtp_runner import Module
+from common.engine.ops.keep_hidden import keep_hidden
+from common.engine.sampler import SampleOutput
+from prefill_node.scheduler import Chunk
+from prefill_node.upload import upload
+from prefill_node.vision import MergedEmbeds
+
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+class Windows:
+    """The rows of one module for each chunk, on the host. `rows` are its first rows, and the number of all."""
+
+    def __init__(self, chunks: Sequence[Chunk], step: int) -> None:
+        self._chunks = chunks
+        self._step = step
+        self.first = [max(chunk.start - step, _cached(chunk)) for chunk in chunks]  # positions
+        self.ends = [chunk.start + chunk.length for chunk in chunks]
+        self.lengths = [end - first for first, end in zip(self.first, self.ends)]
+        self.rows: Ints = np.concatenate([[0], np.cumsum(self.lengths)])
+        self.opened = [
+            chunk.start - step >= _cached(chunk) for chunk in chunks
+        ]  # by one row more than before
+
+    @property
+    def last_rows(self) -> Ints:
+        """Those of final chunks."""
+        return np.asarray([end - 1 for end, chunk in zip(self.rows[1:], self._chunks) if chunk.final])
+
+    def positions(self) -> Ints:
+        return np.concatenate([np.arange(first, end) for first, end in zip(self.first, self.ends)])
+
+    def tokens(self) -> tuple[Ints, Ints, Ints]:
+        """What each row reads, and which rows read tokens behind the prompt: (ids, those rows, which token).
+
+        Tokens behind the prompt count step by step, each for all final chunks. In a chunk that is not final such a row
+        reads 0: the next chunk computes it again.
+        """
+        ids, rows, which = [], list[int](), list[int]()
+        finals = sum(chunk.final for chunk in self._chunks)
+        final = 0
+        for chunk, row, first, end in zip(self._chunks, self.rows, self.first, self.ends):
+            known = chunk.request.keys[first + 1 + self._step : end + 1 + self._step]
+            ids.append(np.pad(known, (0, end - first - len(known))))
+            if chunk.final:
+                behind = range(first + len(known), end)
+                rows += [int(row) + position - first for position in behind]
+                total = chunk.request.num_tokens
+                which += [(position + 1 + self._step - total) * finals + final for position in behind]
+                final += 1
+        return np.concatenate(ids), np.asarray(rows, dtype=np.int64), np.asarray(which, dtype=np.int64)
+
+    def sources(self, before: Windows) -> Ints:
+        """Which row of the module before each row reads, or behind them all, which request's kept hidden state."""
+        count, parts = int(before.rows[-1]), list[Ints]()
+        for index, opened in enumerate(self.opened):
+            kept = np.arange(count + index, count + index + opened)
+            parts += [kept, np.arange(before.rows[index], before.rows[index + 1])]
+        return np.concatenate(parts)
+
+
+class MultiLayerPrefill:
+    """A `PrefillDraft`."""
+
+    hidden_mode = CaptureHiddenMode.FULL
+
+    def __init__(self, modules: Sequence[Module], page_size: int) -> None:
+        """`modules`: DraftPrefills, by graphs where they fit."""
+        self._modules = tuple(modules)
+        self._page_size = page_size
+
+    def extend(
+        self,
+        chunks: Sequence[Chunk],
+        batch: ForwardBatch,
+        output: ForwardOutput,
+        sampled: SampleOutput | None,
+        embeds: MergedEmbeds | None = None,
+    ) -> DraftState | None:
+        if embeds is not None:  # refused at start-up, too: serving_draft.py
+            raise ValueError("these modules read token ids alone and cannot take the embeddings of images")
+        hidden = output.hidden
+        assert hidden is not None
+        drawn = hidden.new_zeros(0, 0, dtype=torch.int64) if sampled is None else sampled.token_ids[None]
+        kept = self._kept(chunks, hidden)
+        keep = torch.zeros_like(kept)
+        owners = torch.arange(len(chunks), device=hidden.device)
+        probs: list[Tensor] = []
+        before: Windows | None = None
+        for step, module in enumerate(self._modules):
+            windows = Windows(chunks, step)
+            if before is not None and any(windows.opened):
+                both = torch.cat((hidden, kept[:, step - 1]))
+                hidden = both.index_select(0, upload(windows.sources(before), hidden.device))
+            given = module.forward(self._batch(batch, windows, drawn), hidden)
+            if sampled is not None:
+                state = module.propose(upload(windows.last_rows, hidden.device), given)
+                probs, drawn = [*probs, state.probs], torch.cat((drawn, state.ids.T))
+            hidden, before = given.hidden, windows
+            if step < keep.shape[1]:
+                # what the next module reads in the row before its first unverified one
+                counts = [length - step for length in windows.lengths]
+                lens = upload(np.asarray(counts, dtype=np.int64), hidden.device)
+                keep_hidden(hidden, owners, keep, step, lens, upload(windows.rows[:-1], hidden.device))
+        for chunk, own in zip(chunks, keep):
+            chunk.request.draft_kept = own
+        if sampled is None:
+            return None
+        finals = upload(np.flatnonzero([chunk.final for chunk in chunks]), hidden.device)
+        return DraftState(torch.cat(probs, 1), drawn[1:].T, keep.index_select(0, finals).flatten(1))
+
+    def _kept(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor:
+        """[B, steps - 1, H]: what the chunks before have put aside; rows of prompts that begin here are not read."""
+        nothing = hidden.new_zeros(len(self._modules) - 1, hidden.shape[1])
+        states = [chunk.request.draft_kept for chunk in chunks]
+        return torch.stack([nothing if state is None else state for state in states])
+
+    def _batch(self, batch: ForwardBatch, windows: Windows, drawn: Tensor) -> ForwardBatch:
+        device = batch.input_ids.device
+        tokens, rows, which = windows.tokens()
+        ids = upload(tokens, device)
+        if len(rows):
+            ids[upload(rows, device)] = drawn.flatten()[upload(which, device)]
+        places = windows.positions()
+        owner = upload(np.repeat(np.arange(len(windows.lengths)), windows.lengths), device)
+        positions = upload(places, device)
+        page = batch.page_table[owner, upload(places // self._page_size, device)]
+        return replace(
+            batch,
+            input_ids=ids,
+            positions=positions,
+            kv_slots=page.to(torch.int64) * self._page_size + positions % self._page_size,
+            query_start=upload(windows.rows.astype(np.int32), device),
+            logits_rows=batch.logits_rows[:0],
+            query_lens_host=tuple(windows.lengths),
+        )
+
+
+def _cached(chunk: Chunk) -> int:
+    """Tokens whose KV came from the prefix cache."""
+    assert chunk.request.lease is not None
+    return chunk.request.lease.cached_tokens

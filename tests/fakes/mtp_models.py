@@ -1,0 +1,185 @@
+"""Random MTP modules for the tiny target, in nodes and as a plain recompute of what they must draft."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from common.draft_config import DraftConfig, lookahead_for, with_steps
+from common.engine.attention.paged import PagedAttention
+from common.engine.cuda_graph.backends.breakable import BreakableGraphs
+from common.engine.cuda_graph.backends.tape import TapeRecorder
+from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
+from common.engine.cuda_graph.ladders import prefill_token_buckets
+from common.engine.forward.draft_inputs import EagleDraftExtendInput
+from common.engine.kv_cache.page_space import keys_with_lookahead
+from common.engine.kv_cache.pool import KvPool
+from common.engine.kv_cache.radix_cache import Keys
+from common.engine.models.mtp import MtpModules, build_mtp
+from common.engine.mtp_runner import MultiLayerRunner
+from common.engine.serving_draft import draft_shape
+from common.mtp_format import MtpFormat
+from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
+from kv_transfer.layout import KvLayout
+from prefill_node.draft import PrefillDraft
+from prefill_node.multi_layer import MultiLayerPrefill
+from tests.fakes.draft_models import Watched
+from tests.fakes.drafters import Bench, speculative
+from tests.fakes.node_cluster import MakeStep, NoDraftModel
+from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, hidden_states, one_page, tiny_model
+
+MODULES = 5
+FORMAT = MtpFormat(
+    "model.layers", 2, "enorm", "hnorm", "eh_proj", "shared_head.norm", embedding_first=True, chain=True
+)
+FORMATS = {"mtp": FORMAT, "mtp-no-chain": replace(FORMAT, embedding_first=False, chain=False)}
+
+
+def mtp_config(name: str, steps: int) -> DraftConfig:
+    model = replace(CONFIG, num_layers=MODULES, sliding_windows=(None,) * MODULES)
+    return with_steps(DraftConfig("mtp", model, CONFIG.hidden_size, (), None, False, FORMATS[name]), steps)
+
+
+@functools.cache
+def mtp_modules(name: str, steps: int) -> MtpModules:
+    """The first modules are the same for every number of steps."""
+    target = tiny_model()
+    model = build_mtp(mtp_config(name, steps), target, PLACEMENT).eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for head in model.heads:
+            for key, tensor in head.checkpoint_tensors():
+                tensor.normal_(std=0.3, generator=generator)
+                if "norm" in key:
+                    tensor.add_(1.0)
+    return model
+
+
+class MtpModel(NoDraftModel):
+    """As the nodes' build.py composes it."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.name, self.steps = name, steps
+        self.config = mtp_config(name, steps)
+        model = self.config.model
+        self.kv_shapes = [(model.num_kv_heads, model.head_dim)] * steps
+        self.shape = draft_shape(self.config, 1, PLACEMENT)
+
+    def keys(self, token_ids: Sequence[int] | Keys) -> Keys:  # type: ignore[override]
+        return keys_with_lookahead(lookahead_for(self.config))(token_ids)
+
+    def pool(self, layout: KvLayout, storage: torch.Tensor, page_size: int) -> KvPool:
+        model = self.config.model
+        offsets = [plane.offset for plane in layout.planes[2 * CONFIG.num_layers :]]
+        rest = (page_size, layout.num_pages, PLACEMENT.dtype, PLACEMENT.device, storage, offsets)
+        return KvPool(self.steps, model.num_kv_heads, model.head_dim, *rest)
+
+    def runner(self, pool: KvPool) -> MultiLayerRunner:
+        attention = PagedAttention(pool, (None,) * self.steps)
+        return MultiLayerRunner(mtp_modules(self.name, self.steps).heads, attention)
+
+    def prefill(self, pool: KvPool | None) -> PrefillDraft:
+        """By graphs up to 32 tokens, as the target's."""
+        assert pool is not None
+        modules = []
+        for runner in self.runner(pool).modules:
+            backend, spec = BreakableGraphs(TapeRecorder()), draft_prefill_spec(prefill_token_buckets(32))
+            modules.append(DraftPrefill(runner, self.config, pool.page_size, spec, backend))
+            modules[-1].graphs.capture()
+            assert not [row for row in modules[-1].graphs.rows if row.error]
+        return MultiLayerPrefill(modules, pool.page_size)
+
+
+@functools.lru_cache(maxsize=1024)
+@torch.inference_mode()
+def eager_rows(name: str, steps: int, text: tuple[int, ...]) -> tuple[list[int], list[torch.Tensor]]:
+    """(drafts behind `text`, whose last token the target has not read; keys and values of each module): all rows at
+    once, module after module. Rows that read a draft mean nothing.
+    """
+    rest = (CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device)
+    pool = KvPool(steps, CONFIG.num_kv_heads, *rest)
+    runner = MultiLayerRunner(mtp_modules(name, steps).heads, PagedAttention(pool, (None,) * steps))
+    known, hidden = list(text), hidden_states(list(text[:-1]))
+    for step, module in enumerate(runner.modules):
+        given = module.forward(one_page(known[1 + step : 1 + step + len(hidden)]), hidden)
+        known.append(int(module.propose(torch.tensor([len(hidden) - 1]), given).ids))
+        hidden = given.hidden
+    planes = [plane(module)[1] for module in range(steps) for plane in (pool.key, pool.value)]
+    return known[len(text) :], [plane[: len(text) - 1].clone() for plane in planes]
+
+
+def observed(
+    name: str, steps: int, hit: float, seen: list[Seen], buckets: Sequence[int] = ()
+) -> tuple[NoDraftModel, MakeStep]:
+    """A cluster's draft model and its decode step; what every round begins with is noted in `seen`. Then the right
+    draft takes a wrong one's place with probability `hit`, as in `draft_models.observed`.
+    """
+    model = MtpModel(name, steps)
+    return model, speculative(
+        lambda bench: ObservedModules(_drafter(model, bench), bench, hit, seen), buckets=buckets
+    )
+
+
+def drafting(name: str, steps: int, buckets: Sequence[int] = ()) -> tuple[NoDraftModel, MakeStep]:
+    model = MtpModel(name, steps)
+    return model, speculative(lambda bench: _drafter(model, bench), buckets=buckets)
+
+
+def _drafter(model: MtpModel, bench: Bench) -> MultiLayerDrafter:
+    assert bench.parts.draft_pool is not None
+    target_hidden = EagleDraftExtendInput.hidden_size_for(model.config)
+    return MultiLayerDrafter(model.runner(bench.parts.draft_pool), bench.rounds, target_hidden)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request at the start of a round."""
+
+    text: list[int]
+    drafts: list[int]  # those that can be emitted
+    planes: list[torch.Tensor]  # keys and values of each module, [positions, heads, D]
+
+
+class ObservedModules(Watched):
+    """See `observed`. The proposal is in the relay row until verify reads it."""
+
+    def __init__(self, inner: MultiLayerDrafter, bench: Bench, hit: float, seen: list[Seen]) -> None:
+        super().__init__(inner, bench)
+        assert bench.parts.draft_pool is not None
+        self._pool = bench.parts.draft_pool
+        self._hit = hit
+        self._seen = seen
+        self._random = random.Random(3)
+
+    def watch(self, index: int, text: list[int], rest: list[int]) -> None:
+        request = self._requests[index]
+        drafts = self._relay.draft_ids[request.row]
+        assert not self._relay.draft_hidden[0].any(), "padding has put something aside"
+        if rest:  # behind the end there are no pages, and no draft that could be emitted
+            assert request.lease is not None
+            pages, count = torch.tensor(request.lease.pages), len(text) - 1
+            planes = [
+                plane(module).index_select(0, pages).flatten(0, 1)[:count]
+                for module in range(self._pool.num_layers)
+                for plane in (self._pool.key, self._pool.value)
+            ]
+            self._seen.append(Seen(text, drafts.tolist()[: len(rest)], planes))
+        for step, right in enumerate(rest[: self.nodes - 1]):
+            if self._random.random() < self._hit:
+                drafts[step] = right
+
+
+def expect_eager(name: str, steps: int, seen: Seen) -> None:
+    """The same drafts, and for each module the same KV of all positions but those that have read a draft."""
+    drafts, planes = eager_rows(name, steps, tuple(seen.text))
+    known = len(seen.text) - 1
+    assert seen.drafts == drafts[: len(seen.drafts)], f"after {known} tokens"
+    for index, (found, wanted) in enumerate(zip(seen.planes, planes, strict=True)):
+        count = max(known - index // 2, 0)
+        difference = (found[:count] - wanted[:count]).abs().amax((1, 2)) > 1e-4
+        wrong = difference.nonzero().flatten().tolist()
+        assert not wrong, f"KV of module {index // 2} at {wrong} of {known} tokens"

@@ -1,0 +1,208 @@
+"""Multi-layer drafts across the cut: before every round, drafts and KV of all modules equal those of a recompute of the
+whole text, module after module.
+
+Rows D8 (chain and no chain), E1 (the kept hidden states), H4 (first round after the hand-over), C1 and C2 (chunks and
+prefix hits: a module's KV depends on tokens further on), F9 (retraction).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from common.engine.cuda_graph.admission import Fallback
+from common.engine.overlap import Completion, Deferred, Immediate
+from decode_node.speculative.step import SpeculativeStep
+from tests.fakes.mtp_models import FORMATS, MODULES, Seen, drafting, eager_rows, expect_eager, observed
+from tests.fakes.node_cluster import Call, NodeCluster, Shape
+from tests.fakes.tiny_model import VOCAB, reference
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
+
+
+def expect_reference(*calls: Call) -> None:
+    for call in calls:
+        assert call.error is None, call.error
+        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
+
+
+def expect_all_eager(name: str, steps: int, seen: list[Seen], least: int) -> None:
+    assert len(seen) >= least
+    for each in seen:
+        expect_eager(name, steps, each)
+
+
+def shape_of(name: str, steps: int, seen: list[Seen], buckets: tuple[int, ...] = (), **rest: object) -> Shape:
+    model, step = observed(name, steps, 0.7, seen, buckets)
+    return replace(Shape(), draft=model, step=step, **rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "completion"), [(1, Deferred), (16, Immediate), (16, Deferred), (64, Immediate)]
+)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("name", FORMATS)
+def test_across_the_cut(name: str, chunk: int, page_size: int, completion: type[Completion]) -> None:
+    """E1, H4: whatever the chunks and pages, the decode node goes on as if nothing had been cut."""
+    seen: list[Seen] = []
+    shape = shape_of(name, 3, seen, chunk_tokens=chunk, page_size=page_size, completion=completion)
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 3, 16, 17, 65)]
+        calls += [cluster.submit(prompt_of(n), 9, seed=n, **SAMPLED) for n in (4, 20)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+        assert cluster.decode.link.counters.avg_spec_accept_length > 1.5
+    expect_all_eager(name, 3, seen, least=14)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, MODULES])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_number_of_modules(name: str, steps: int) -> None:
+    """D8: prompts shorter than the chain is long, too."""
+    seen: list[Seen] = []
+    with NodeCluster(shape_of(name, steps, seen, chunk_tokens=3)) as cluster:
+        calls = [cluster.submit(prompt_of(n, n), 12) for n in (1, 1, 2, 3, 4, 5, 11, 30)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+    expect_all_eager(name, steps, seen, least=10)
+
+
+@pytest.mark.parametrize("prefill_cache", [True, False])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", FORMATS)
+def test_prefix_hits_at_every_boundary(name: str, page_size: int, prefill_cache: bool) -> None:
+    """C2: a hit must not give KV of a module that has read another continuation, however short the rest is."""
+    seen: list[Seen] = []
+    shape = shape_of(
+        name, 3, seen, page_size=page_size, prefill_cache=prefill_cache, chunk_tokens=5, prefill_batch=2
+    )
+    with NodeCluster(shape) as cluster:
+        first = prompt_of(13)
+        for shared in range(len(first) + 1):
+            second = first[:shared] + [(token + 1) % VOCAB for token in first[shared:]]
+            calls = [cluster.submit(second + extra, 4) for extra in ([], [5, 6, 7])]
+            cluster.run()
+            expect_reference(*calls)
+        history = first
+        for turn in range(3):
+            call = cluster.submit(history, 11)
+            cluster.run()
+            expect_reference(call)
+            history = call.prompt + call.ids + prompt_of(3, turn)
+        cluster.settle()
+        assert cluster.decode.link.counters.cached_tokens > 0
+    expect_all_eager(name, 3, seen, least=30)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5])
+def test_no_page_leaves_before_its_kv_is_right(chunk: int) -> None:
+    """C1: chunks that end just before the prompt does. The last modules have not read the drawn token then, and the
+    decode node does not compute those rows again."""
+    seen: list[Seen] = []
+    with NodeCluster(shape_of("mtp", MODULES, seen, page_size=1, chunk_tokens=chunk)) as cluster:
+        calls = [cluster.submit(prompt_of(n, 1), 4) for n in range(6, 13)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+    expect_all_eager("mtp", MODULES, seen, least=7)
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_retraction_keeps_draft_state_and_draft_kv(completion: type[Completion], page_size: int) -> None:
+    """F9: the relay row and the planes of all modules come back."""
+    seen: list[Seen] = []
+    shape = shape_of(
+        "mtp",
+        3,
+        seen,
+        page_size=page_size,
+        decode_pool=96,
+        reserved_tokens=4,
+        completion=completion,
+        max_running=4,
+    )
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
+        calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(3)]
+        cluster.run()
+        expect_reference(*calls)
+        assert cluster.decode.link.counters.retractions > 0
+        cluster.settle()
+    expect_all_eager("mtp", 3, seen, least=40)
+
+
+def test_migration_rebuilds_the_draft_state() -> None:
+    prompt = prompt_of(18)
+    for k in (1, 3, 6):
+        seen: list[Seen] = []
+        with NodeCluster(shape_of("mtp", 3, seen, page_size=4, decodes=2)) as cluster:
+            call = cluster.submit(prompt, 20, seed=5, **SAMPLED)
+            cluster.run(until=lambda call=call, k=k: len(call.output) >= k)  # type: ignore[misc]
+            lost = call.decode
+            cluster.kill(lost)
+            cluster.lose(lost)
+            cluster.run()
+            expect_reference(call)
+            assert call.attempts == 2
+            cluster.settle()
+        expect_all_eager("mtp", 3, seen, least=4)
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("name", FORMATS)
+def test_accept_length_equals_the_uninterrupted_reference(name: str, completion: type[Completion]) -> None:
+    """H4: as many rounds and accepted drafts as a walk over the finished text counts."""
+    steps = 3
+    model, step = drafting(name, steps)
+    with NodeCluster(Shape(draft=model, step=step, completion=completion)) as cluster:
+        calls = [cluster.submit(prompt_of(n), 40) for n in (5, 19, 33)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+        counters = cluster.decode.link.counters
+    rounds = accepted = 0
+    for call in calls:
+        done = 1
+        while done < len(call.ids):
+            drafts, _ = eager_rows(name, steps, tuple(call.prompt + call.ids[:done]))
+            right = 0
+            while right < steps and call.ids[done + right : done + right + 1] == [drafts[right]]:
+                right += 1
+            rounds, accepted, done = rounds + 1, accepted + right, done + right + 1
+    assert counters.spec_drafts == rounds
+    assert abs(counters.spec_accepted_tokens - accepted) <= len(calls), "the last round may run over the end"
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("buckets", [(1, 2, 4), (4,), (8,)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_graphs_draft_what_eager_steps_draft(
+    name: str, buckets: tuple[int, ...], completion: type[Completion]
+) -> None:
+    """E2, E4: batches above, at and below the largest that is captured, in one run. What is put aside for the next
+    round comes from what computed it, a replay or an eager step."""
+    seen: list[Seen] = []
+    shape = shape_of(name, 3, seen, buckets, completion=completion)
+    with NodeCluster(shape) as cluster:
+        calls = [
+            cluster.submit(prompt_of(n, 2), 4 + 6 * index) for index, n in enumerate((1, 2, 5, 17, 30, 9))
+        ]
+        cluster.run()
+        expect_reference(*calls)
+        assert isinstance(cluster.decode.step, SpeculativeStep)
+        extend = cluster.decode.step.graphs[0].forward.graphs
+        assert extend.spec.phase == "draft_extend"
+        assert extend.counters.replays.total() > 8
+        above = extend.counters.fallbacks
+        assert set(above) == ({Fallback.TOO_LARGE} if max(buckets) < 6 else set())
+        cluster.settle()
+    expect_all_eager(name, 3, seen, least=20)

@@ -1,0 +1,209 @@
+"""MTP checkpoints at start-up: both published forms, weights shared or their own, widths, and what is refused.
+
+Rows D2-D8: what the width functions say of a multi-layer draft is what its modules, the relay row and the record have.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.draft_config import (
+    DraftConfig,
+    draft_fingerprint,
+    hidden_rows_for,
+    hidden_size_for,
+    lookahead_for,
+    proposals_for,
+    target_width,
+    with_steps,
+)
+from common.engine.kv_cache.relay_state import DraftRow, RelayState
+from common.engine.layers.placement import Placement
+from common.engine.model_runner import load_model
+from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.mtp import MtpModules
+from common.engine.mtp_runner import load_mtp
+from common.engine.serving_draft import draft_shape
+from common.errors import ModelError
+from common.messages.generation import SamplingParams
+from common.model_config import ModelConfig
+
+MODELS = Path(__file__).resolve().parents[3] / "deploy" / "models"
+TARGET, MTP = MODELS / "tiny-target", MODELS / "tiny-mtp"
+PLACEMENT = Placement(torch.float32, torch.device("cpu"))
+HIDDEN, VOCAB = 256, 704
+
+
+def config_of(path: Path = MTP, steps: int = 3) -> DraftConfig:
+    return with_steps(DraftConfig.load(path, "mtp", ModelConfig.load(TARGET)), steps)
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return load_model(TARGET)[0]
+
+
+def checkpoint(directory: Path, tensors: dict[str, torch.Tensor], **changes: Any) -> Path:
+    """The shipped config with changes, and these tensors."""
+    config = json.loads((MTP / "config.json").read_text())
+    changed = {key: value for key, value in {**config, **changes}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(changed))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors"
+    )
+    return directory
+
+
+def shipped() -> dict[str, torch.Tensor]:
+    return load_file(MTP / "model.safetensors")
+
+
+@torch.inference_mode()
+def module_logits(model: MtpModules, seed: int = 1) -> list[torch.Tensor]:
+    """Of every module behind one row at position 0, where attention is the value."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, ids = torch.randn(1, HIDDEN, generator=generator), torch.tensor([77])
+    said = []
+    for head in model.heads:
+        output = head(ids, hidden, torch.tensor([0]), OneRow())
+        said.append(head.compute_logits(output.last))
+    return said
+
+
+class OneRow:
+    """An `AttentionBackend` of a text of one token."""
+
+    def plan(self, batch: object) -> None: ...
+
+    def store(self, layer: int, *rest: object) -> None: ...
+
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_widths(steps: int, target: LlamaForCausalLM) -> None:
+    """D3, D5-D7: a multi-layer draft answers the same width functions, and its proposals are packed: topk x steps."""
+    config = config_of(steps=steps)
+    assert (config.modules, config.aux_layers) == (steps, ())
+    assert (target_width(config), hidden_size_for(config)) == (HIDDEN, HIDDEN)
+    assert (hidden_rows_for(config), proposals_for(config, 1), lookahead_for(config)) == (
+        steps - 1,
+        steps,
+        steps,
+    )
+    shape = draft_shape(config, 1, PLACEMENT)
+    assert (shape.topk, shape.hidden, shape.vocab) == (steps, (steps - 1) * HIDDEN, VOCAB)
+    assert shape.dtype_name == ("float32" if steps > 1 else "")
+    model = load_mtp(MTP, config, target, PLACEMENT)
+    assert len(model.heads) == steps
+    relay = RelayState.allocate(1, VOCAB, PLACEMENT.device, shape)
+    state = torch.randn(shape.hidden).view(torch.uint8).numpy().tobytes() if shape.hidden else b""
+    row = DraftRow((0.5,) * steps, tuple(range(steps)), state)
+    assert row.fits(shape)
+    assert not DraftRow((0.5,), (1,), state).fits(shape) or steps == 1
+    relay.write_row(1, [4, 5], 1, SamplingParams(max_tokens=1), row)
+    assert relay.read_draft(1) == row
+
+
+def test_idle_state_has_no_rows_and_all_widths() -> None:
+    """D6: an idle batch of a multi-layer draft is topk x steps wide, with zero rows."""
+    shape = draft_shape(config_of(), 1, PLACEMENT)
+    relay = RelayState.allocate(1, VOCAB, PLACEMENT.device, shape)
+    idle = relay.draft_ids[:0], relay.draft_p[:0], relay.draft_hidden[:0]
+    assert [tuple(each.shape) for each in idle] == [(0, 3), (0, 3), (0, 2 * HIDDEN)]
+    assert idle[2].dtype == PLACEMENT.dtype
+
+
+def test_more_steps_than_modules_are_refused() -> None:
+    with pytest.raises(
+        ModelError, match="has 3 modules, one for each step: set speculation.steps to at most 3"
+    ):
+        config_of(steps=4)
+
+
+def test_embedding_and_head_are_shared(target: LlamaForCausalLM) -> None:
+    model = load_mtp(MTP, config_of(), target, PLACEMENT)
+    for head in model.heads:
+        assert head.embed_tokens is target.embed_tokens
+        assert head.lm_head is target.lm_head
+
+
+def test_a_checkpoint_with_its_own(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    """DeepSeek's checkpoints repeat embedding and head in the module; tensors of other layers are the target's."""
+    tensors = shipped()
+    embedding, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    tensors["model.layers.8.embed_tokens.weight"] = embedding
+    tensors["model.layers.9.shared_head.head.weight"] = head
+    tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    tensors["model.embed_tokens.weight"] = torch.zeros(2, 2)
+    path = checkpoint(tmp_path, tensors)
+    model = load_mtp(path, config_of(path), target, PLACEMENT)
+    assert torch.equal(model.heads[0].embed_tokens.weight, embedding)
+    assert torch.equal(model.heads[1].lm_head, head)
+    assert model.heads[1].embed_tokens is target.embed_tokens
+    assert model.heads[0].lm_head is target.lm_head
+
+
+def test_weights_that_do_not_fit(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    tensors = shipped()
+    narrow = {
+        **tensors,
+        "model.layers.9.eh_proj.weight": tensors["model.layers.9.eh_proj.weight"][:, :HIDDEN],
+    }
+    with pytest.raises(ModelError, match=r"wrongly shaped tensors: model.layers.9.eh_proj.weight"):
+        load_mtp(checkpoint(tmp_path, narrow), config_of(), target, PLACEMENT)
+    extra = {**tensors, "model.layers.8.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)}
+    with pytest.raises(ModelError, match=r"unexpected tensors: model.layers.8.mlp.experts"):
+        load_mtp(checkpoint(tmp_path, extra), config_of(), target, PLACEMENT)
+    missing = {name: value for name, value in tensors.items() if "layers.10." not in name}
+    path = checkpoint(tmp_path, missing)
+    with pytest.raises(ModelError, match=r"missing tensors: model.layers.10"):
+        load_mtp(path, config_of(), target, PLACEMENT)
+    load_mtp(path, config_of(steps=2), target, PLACEMENT)
+
+
+def test_mimo_form(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Other names, Qwen2's biases, the projection's inputs the other way round, and no chain unless said (D8)."""
+    renamed = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "shared_head.norm": "final_layernorm"}
+    mimo: dict[str, torch.Tensor] = {}
+    for name, tensor in shipped().items():
+        _, _, layer, rest = name.split(".", 3)
+        value = tensor
+        if rest == "eh_proj.weight":
+            rest, value = "input_proj.weight", tensor.roll(HIDDEN, dims=1)
+        for ours, theirs in renamed.items():
+            rest = rest.replace(ours, theirs)
+        mimo[f"model.mtp_layers.{int(layer) - 8}.{rest}"] = value
+        if rest.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            mimo[f"model.mtp_layers.{int(layer) - 8}.{rest.replace('weight', 'bias')}"] = torch.zeros(
+                len(value)
+            )
+    path = checkpoint(tmp_path, mimo, architectures=["MiMoForCausalLM"], mtp_chain=None)
+    config = config_of(path)
+    assert config.mtp is not None
+    assert not config.mtp.chain
+    model = load_mtp(path, config, target, PLACEMENT)
+    wanted = module_logits(load_mtp(MTP, config_of(), target, PLACEMENT))
+    for ours, theirs in zip(module_logits(model), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    hidden = torch.randn(1, HIDDEN)
+    for loaded, chained in ((model, False), (load_mtp(MTP, config_of(), target, PLACEMENT), True)):
+        output = loaded.heads[0](torch.tensor([3]), hidden, torch.tensor([0]), OneRow())
+        assert torch.equal(output.hidden, output.last if chained else hidden)
+
+
+def test_nodes_with_other_modules_do_not_match() -> None:
+    """Steps and chain are part of what the nodes compare before pages move."""
+    config = config_of()
+    made = {draft_fingerprint(MTP, config_of(steps=steps), steps, 1) for steps in (1, 2, 3)}
+    made.add(draft_fingerprint(MTP, config, 2, 1))
+    assert len(made) == 4
