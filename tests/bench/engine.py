@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ PAGE = 16
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 NOBODY = NodeRef(name="bench", role="prefill", incarnation="")
 LOG = Log("bench")
+WARM_UP = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,9 @@ def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chu
     return ModelRunner(model, pool, PagedAttention(pool, config.sliding_windows, buckets))
 
 
+Figures = tuple[float, float, float]  # median, 90th percentile, the device's median: ms
+
+
 class Clock:
     """Seconds of steps by the host's clock, and what the device needed for each."""
 
@@ -111,7 +115,7 @@ class Clock:
         stop.record()
         self._spans.append((start, stop))
 
-    def result(self, warmup: int) -> tuple[float, float, float]:
+    def result(self, warmup: int) -> Figures:
         """Median, 90th percentile and the device's median, in ms."""
         times = sorted(self.times[warmup:])
         device = [1e-3 * start.elapsed_time(stop) for start, stop in self._spans[warmup:]] or [0.0]
@@ -122,35 +126,36 @@ class Clock:
         )
 
 
-def prefill(
-    runner: ModelRunner, wanted: str, prompts: list[int], chunk: int, repeats: int
-) -> Iterator[tuple[int, float, float, float]]:
-    """(tokens, median, p90 and device ms) of one prompt alone, its first token drawn."""
-    graphs = node_graphs.prefill_graphs(runner, wanted, chunk, 64, CaptureHiddenMode.NULL)
-    node_graphs.capture(graphs, LOG)
-    device = runner.pool.device
-    completion = completion_for(device, one_behind=False)
-    adjustments = AdjustmentRows.allocate(1, runner.model.embed_tokens.weight.shape[0], device)
-    step = PrefillStep(graphs.forward, TextEmbeds(), NoDraft(), adjustments, PAGE, device, completion)
-    space = PageSpace(PAGE, runner.pool.num_pages, NoPrefixCache())
-    rng = np.random.default_rng(1)
-    for tokens in prompts:
-        clock = Clock(device)
-        for _ in range(repeats + 3):
-            request = PrefillRequest(
-                0, "", rng.integers(20, 90, tokens).astype(np.int64), 0, GREEDY, "", 0.0, 0.0
-            )
-            request.lease = space.lease(request.keys, space.pages_for(tokens), 0)
+class PrefillSteps:
+    """Prompts one at a time, their first tokens drawn."""
+
+    def __init__(self, runner: ModelRunner, wanted: str, chunk: int) -> None:
+        graphs = node_graphs.prefill_graphs(runner, wanted, chunk, 64, CaptureHiddenMode.NULL)
+        node_graphs.capture(graphs, LOG)
+        self._device = device = runner.pool.device
+        adjustments = AdjustmentRows.allocate(1, runner.model.embed_tokens.weight.shape[0], device)
+        rest = adjustments, PAGE, device, completion_for(device, one_behind=False)
+        self._step = PrefillStep(graphs.forward, TextEmbeds(), NoDraft(), *rest)
+        self._space = PageSpace(PAGE, runner.pool.num_pages, NoPrefixCache())
+        self._rng = np.random.default_rng(1)
+
+    def measure(self, tokens: int, repeats: int) -> Figures:
+        """Prompts of so many tokens."""
+        clock = Clock(self._device)
+        for _ in range(repeats + WARM_UP):
+            keys = self._rng.integers(20, 90, tokens).astype(np.int64)
+            request = PrefillRequest(0, "", keys, 0, GREEDY, "", 0.0, 0.0)
+            request.lease = self._space.lease(request.keys, self._space.pages_for(tokens), 0)
             assert request.lease is not None
             started = time.perf_counter()
             with clock.launching():
-                launched = step.launch([Chunk(request, 0, tokens)])
+                launched = self._step.launch([Chunk(request, 0, tokens)])
             launched.completion.wait()
             assert launched.sampled is not None
             launched.sampled.token_ids.tolist()
             clock.times.append(time.perf_counter() - started)
             request.lease.release()
-        yield tokens, *clock.result(3)
+        return clock.result(WARM_UP)
 
 
 def products_ms(runner: ModelRunner, tokens: int) -> float:
@@ -172,38 +177,58 @@ def products_ms(runner: ModelRunner, tokens: int) -> float:
     return graph_us([products], 1) / 1e3
 
 
-def decode(
-    runner: ModelRunner, wanted: str, batches: list[int], context: int, steps: int
-) -> Iterator[tuple[int, float, float, float]]:
-    """(requests, median, p90 and device ms) of a step, launched one ahead of its reading as the node does."""
-    device, most = runner.pool.device, max(batches)
-    longest = context + steps + 8
-    pages_each = -(-longest // PAGE)
-    table = RequestTable(most, pages_each, device)
-    relay = RelayState.allocate(most, runner.model.embed_tokens.weight.shape[0], device)
-    graphs = node_graphs.decode_graphs(runner, relay, table, wanted, most, longest)
-    node_graphs.capture(graphs, LOG)
-    step = AutoregressiveStep(graphs.forward, table, device, completion_for(device, one_behind=True))
-    requests = []
-    for index in range(most):
-        request = DecodeRequest(0, "", [0] * context, 0, GREEDY, NOBODY, 0.0, 0.0, row=table.take_row())
-        first = 1 + index * pages_each
-        table.append(request.row, 0, list(range(first, first + pages_each)))
-        requests.append(request)
-    for count in batches:
-        for index, request in enumerate(requests[:count]):
-            relay.write_row(request.row, [*request.prompt, 100 + index], 1, GREEDY)
-        clock, before, last = Clock(device), step.launch(requests[:count]), time.perf_counter()
-        for _ in range(steps):
+class DecodeSteps:
+    """Batches of up to `most` requests, each step launched one ahead of its reading as the node does."""
+
+    def __init__(self, runner: ModelRunner, wanted: str, most: int, context: int, steps: int) -> None:
+        self._device = device = runner.pool.device
+        longest = context + steps + 8
+        pages_each = -(-longest // PAGE)
+        table = RequestTable(most, pages_each, device)
+        self._relay = RelayState.allocate(most, runner.model.embed_tokens.weight.shape[0], device)
+        graphs = node_graphs.decode_graphs(runner, self._relay, table, wanted, most, longest)
+        node_graphs.capture(graphs, LOG)
+        completion = completion_for(device, one_behind=True)
+        self._step = AutoregressiveStep(graphs.forward, table, device, completion)
+        self._requests = []
+        for index in range(most):
+            request = DecodeRequest(0, "", [0] * context, 0, GREEDY, NOBODY, 0.0, 0.0, row=table.take_row())
+            first = 1 + index * pages_each
+            table.append(request.row, 0, list(range(first, first + pages_each)))
+            self._requests.append(request)
+
+    def measure(self, count: int, repeats: int) -> Figures:
+        """Steps of so many requests."""
+        requests = self._requests[:count]
+        for index, request in enumerate(requests):
+            self._relay.write_row(request.row, [*request.prompt, 100 + index], 1, GREEDY)
+        clock, before, last = Clock(self._device), self._step.launch(requests), time.perf_counter()
+        for _ in range(repeats + WARM_UP):
             with clock.launching():
-                ahead = step.launch(requests[:count])
+                ahead = self._step.launch(requests)
             before.completion.wait()
             before.read()
             now = time.perf_counter()
             clock.times.append(now - last)
             before, last = ahead, now
         before.completion.wait()
-        yield count, *clock.result(4)
+        return clock.result(WARM_UP)
+
+
+class Steps(Protocol):
+    def measure(self, size: int, repeats: int, /) -> Figures: ...
+
+
+def kernels(steps: Steps, size: int) -> list[tuple[str, float, float]]:
+    """(kernel, launches per step, microseconds per step), the dearest first."""
+    repeats = 9
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        steps.measure(size, repeats)
+    runs = repeats + WARM_UP + isinstance(steps, DecodeSteps)
+    found = [
+        (event.key, event.count / runs, event.device_time_total / runs) for event in profile.key_averages()
+    ]
+    return sorted(found, key=lambda kernel: -kernel[2])
 
 
 def main() -> None:
@@ -214,6 +239,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--kernels", type=int, nargs="*", default=[], help="sizes to list the kernels of")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -226,15 +252,24 @@ def main() -> None:
     bandwidth = copy_bandwidth() if cuda else float("inf")
     weights = sum(p.nbytes for name, p in runner.model.named_parameters() if "embed_tokens" not in name)
     per_token = runner.pool.storage.nbytes / (runner.pool.num_pages * PAGE)
-    rows = []
+    rows, slowest = [], {}
     print(f"{'':8} {'graphs':>10} {'size':>6} {'ms':>8} {'p90':>8} {'device':>8} {'floor':>8} ratio")
-    for what, wanted, figures in (
-        ("prefill", "breakable", partial(prefill, runner, "breakable", options.prompts, chunk, 9)),
-        ("prefill", "none", partial(prefill, runner, "none", options.prompts, chunk, 9)),
-        ("decode", "full", partial(decode, runner, "full", options.batches, options.context, options.steps)),
-        ("decode", "none", partial(decode, runner, "none", options.batches, options.context, options.steps)),
+    for what, wanted in (
+        ("prefill", "breakable"),
+        ("prefill", "none"),
+        ("decode", "full"),
+        ("decode", "none"),
     ):
-        for size, ms, p90, busy in figures():
+        sizes = options.prompts if what == "prefill" else options.batches
+        if not sizes:
+            continue
+        steps: PrefillSteps | DecodeSteps
+        if what == "prefill":
+            steps = PrefillSteps(runner, wanted, chunk)
+        else:
+            steps = DecodeSteps(runner, wanted, max(sizes), options.context, options.steps)
+        for size in sizes:
+            ms, p90, busy = steps.measure(size, 9 if what == "prefill" else options.steps)
             kv = size * (options.context + options.steps / 2) * per_token
             floor = floors[size] if what == "prefill" else 1e3 * (weights + kv) / bandwidth
             rows.append(Row(what, wanted, size, ms, p90, busy, floor))
@@ -243,13 +278,23 @@ def main() -> None:
                 f"{what:8} {wanted:>10} {size:6d} {ms:8.2f} {p90:8.2f} {busy:8.2f} {floor:8.2f} {ratio}",
                 flush=True,
             )
-        gc.collect()  # graphs and their memory
+            if size in options.kernels and wanted != "none":
+                slowest[f"{what} {size}"] = kernels(steps, size)
+        del steps  # graphs and their memory
+        gc.collect()
+    for name, table in slowest.items():
+        print(
+            f"{name}: {sum(us for _, _, us in table):.0f} us in {sum(count for _, count, _ in table):.0f} kernels"
+        )
+        for kernel, count, us in table[:14]:
+            print(f"  {us:9.1f} us {count:7.1f} x {kernel[:90]}")
     if options.json:
         report = {
             "environment": describe(),
             "options": vars(options),
             "copy_bytes_per_s": bandwidth,
             "rows": [asdict(row) for row in rows],
+            "kernels": slowest,
         }
         options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
 

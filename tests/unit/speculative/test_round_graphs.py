@@ -65,9 +65,11 @@ def expect_same_rows(one: RoundRig, other: RoundRig) -> None:
     for name in ("last_token", "seq_len", "draft_ids"):
         assert torch.equal(getattr(one.relay, name), getattr(other.relay, name)), name
     for name in ("draft_p", "draft_hidden"):
-        torch.testing.assert_close(
-            getattr(one.relay, name), getattr(other.relay, name), atol=1e-4, rtol=0, msg=name
-        )
+        value = getattr(one.relay, name)
+        limit = (
+            2e-3 if value.is_cuda else 1e-4
+        )  # a GPU takes another kernel for every size, hence another order
+        torch.testing.assert_close(value, getattr(other.relay, name), atol=limit, rtol=0)
     for name in ("last_token", "seq_len", "draft_ids", "draft_p", "draft_hidden"):
         assert not getattr(one.relay, name)[0].any(), name
 
