@@ -21,6 +21,7 @@ from common.config.schema import Cluster, DecodeSection, Kv, Model, Speculation
 from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.draft_prefill import DraftPrefill
 from common.engine.draft_runner import DraftRunner, load_draft
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.kv_cache.page_space import PageSpace, as_keys
@@ -49,7 +50,7 @@ from decode_node.step import DecodeStep
 from deploy.models.constructed import tensors
 from deploy.models.constructed_head import Drafting, head_config, head_tensors
 from deploy.models.constructed_shape import SPECIAL, Shape
-from prefill_node.draft import NoDraft, PrefillDraft, prefill_draft
+from prefill_node.draft import EaglePrefill, NoDraft, PrefillDraft
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import plan_chunks
 from prefill_node.step import PrefillStep
@@ -143,7 +144,9 @@ class Engine:
         assert isinstance(draft_runner, DraftRunner)
         self.draft_runner = draft_runner
         eager = self.runner, "none", CHUNK
-        self._draft_prefill = node_graphs.draft_prefill_graphs(draft_runner, pair.draft, *eager).forward
+        (prompts,) = node_graphs.draft_prefill_graphs(draft_runner, pair.draft, *eager)
+        assert isinstance(prompts.forward, DraftPrefill)
+        self._draft_prefill = prompts.forward
         self.space = PageSpace(PAGE, pages, NoPrefixCache())
         self.table = RequestTable(rows, self.space.pages_for(max_len + behind), self.device)
         self.relay = RelayState.allocate(rows, model.config.vocab_size, self.device, topk)
@@ -167,7 +170,7 @@ class Engine:
     @torch.inference_mode()
     def start(self, prompts: Sequence[list[int]], max_tokens: int, drafting: bool) -> list[DecodeRequest]:
         """Prefill, first tokens drawn: requests as they enter a decode node's batch, greedy, with pages for all."""
-        draft: PrefillDraft = prefill_draft(self._draft_prefill) if drafting else NoDraft()
+        draft: PrefillDraft = EaglePrefill(self._draft_prefill) if drafting else NoDraft()
         adjustments = AdjustmentRows.allocate(len(prompts), self.runner.model.config.vocab_size, self.device)
         completion = completion_for(self.device, False)
         step = PrefillStep(self.runner, TextEmbeds(), draft, adjustments, PAGE, self.device, completion)
