@@ -81,7 +81,8 @@ class AdjustmentRows:
         )
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
         facts = AdjustmentFacts(penalties=True, biases=1, withheld=1)
-        made.apply(zeros(vocab_size, torch.float32)[:1], nowhere, nowhere, facts, nowhere[:, None])
+        logits = torch.zeros(1, vocab_size, device=device)
+        made.apply(logits, nowhere, nowhere, facts, nowhere[:, None])
         return made
 
     def write(

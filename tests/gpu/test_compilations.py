@@ -10,6 +10,7 @@ import torch
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.kv_cache.pool import KvPool
+from common.engine.logit_adjustments import AdjustmentFacts, AdjustmentRows, Adjustments
 from common.engine.ops.rms_norm import rms_norm
 from common.engine.ops.triton_kernel import report_compilations
 
@@ -71,6 +72,19 @@ def test_no_prompt_batch_compiles_after_the_warm_up(compiled: list[str]) -> None
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         for layer in (0, 1):
             attention.forward(layer, query, key, value)
+    assert not compiled
+
+
+def test_no_penalty_compiles_after_start_up(compiled: list[str]) -> None:
+    """Batches of any size, draft trees of any size: one kernel, compiled when the node allocates."""
+    vocab = 4112
+    state = AdjustmentRows.allocate(70, vocab, torch.device("cuda"))
+    compiled.clear()
+    facts = AdjustmentFacts(penalties=True, biases=5, withheld=2)
+    for rows, width in ((1, 0), (16, 0), (1, 1), (3, 7), (64, 16), (70, 31)):
+        owner = torch.arange(1, rows + 1, device="cuda")
+        path = torch.full((rows, width), -1, dtype=torch.int64, device="cuda")
+        Adjustments(state, owner, facts, path).apply(torch.zeros(rows, vocab, device="cuda"), owner)
     assert not compiled
 
 

@@ -98,12 +98,18 @@ def test_from_32_requests_to_12_with_graphs_for_8(name: str) -> None:
     run(made[0], made[1], [list(range(32))[-size:] for size in (32, 12, 7, 8, 9, 16, 1, 32)])
 
 
+@pytest.mark.parametrize(
+    ("params", "chosen"), [(ALL_GREEDY, [0, 1]), (MIXED, [2, 3])], ids=["greedy", "adjusted"]
+)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_round_never_waits_for_the_device(name: str) -> None:
-    """A whole launch, the host's copies and the results' included, with synchronisation turned into errors."""
-    graphs = rig(name, (2,), ALL_GREEDY)
-    graphs.round([0, 1])
-    call = graphs.call([0, 1])
+def test_a_round_never_waits_for_the_device(name: str, params: list[str], chosen: list[int]) -> None:
+    """A whole launch, the host's copies and the results' included, with synchronisation turned into errors.
+
+    With penalties, biases and logprobs, too, whose draws follow the graph.
+    """
+    graphs = rig(name, (2,), params)
+    graphs.round(chosen)
+    call = graphs.call(chosen)
     placed = call.placed.tolist()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -140,8 +140,9 @@ class RoundRig:
         return [*rest[:right], *[7] * self.kind.steps][: self.kind.steps]
 
     def _answer(self, request: int) -> list[int]:
-        sampling = msgspec.structs.replace(self.params[request], max_tokens=self._room, logprobs=None)
-        return [self.first[request], *reference((*self.prompts[request], self.first[request]), sampling)[0]]
+        sampling = msgspec.structs.replace(self.params[request], max_tokens=self._room + 1, logprobs=None)
+        first = self.first[request]
+        return [first, *reference((*self.prompts[request], first), sampling, 1)[0]]
 
     def _correct(self, chosen: Sequence[int], call: RoundCall) -> None:
         """Put right tokens in the place of drafts, along one path."""

@@ -27,7 +27,18 @@ PARAMS = {
     GREEDY: SamplingParams(max_tokens=99, temperature=0.0, seed=1),
     RANDOM: SamplingParams(max_tokens=99, temperature=0.8, seed=2),
     FILTERED: SamplingParams(max_tokens=99, temperature=1.1, top_p=0.8, top_k=12, seed=3),
-    LOGITS: SamplingParams(max_tokens=99, temperature=0.9, seed=4, logprobs=2),
+    LOGITS: SamplingParams(
+        max_tokens=99,
+        temperature=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        frequency_penalty=0.4,
+        logit_bias=((7, 1.5), (9, -100.0)),
+        min_tokens=9,
+        stop_token_ids=(3, 14),
+        seed=4,
+        logprobs=2,
+    ),
 }
 ALL_GREEDY = [GREEDY] * 5
 MIXED = [GREEDY, RANDOM, FILTERED, LOGITS, GREEDY]
@@ -70,6 +81,8 @@ def expect_same_rows(one: RoundRig, other: RoundRig) -> None:
             2e-3 if value.is_cuda else 1e-4
         )  # a GPU takes another kernel for every size, hence another order
         torch.testing.assert_close(value, getattr(other.relay, name), atol=limit, rtol=0)
+    assert torch.equal(one.relay.adjustments.seen, other.relay.adjustments.seen)
+    assert not one.relay.adjustments.seen[0].any()
     for name in ("last_token", "seq_len", "draft_ids", "draft_p", "draft_hidden"):
         assert not getattr(one.relay, name)[0].any(), name
 

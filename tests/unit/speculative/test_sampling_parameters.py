@@ -6,6 +6,8 @@ drafts are accepted is asserted each time: a round of one token would prove noth
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from common.engine.overlap import Completion, Deferred, Immediate
@@ -52,6 +54,42 @@ def test_together_in_one_batch(drafter: str, completion: type[Completion]) -> No
         expect_reference(*calls)
         cluster.settle()
         expect_accepted(cluster, DRAFTERS[drafter][1])
+
+
+@pytest.mark.parametrize("drafter", ["always-right", "trees", "ngram"])
+def test_any_combination(drafter: str) -> None:
+    rng = random.Random(drafter)
+
+    def some(values: dict[str, list[object]]) -> dict[str, object]:
+        return {name: rng.choice(choices) for name, choices in values.items() if rng.random() < 0.5}
+
+    with NodeCluster(shape_of(drafter, completion=Deferred, max_running=5, page_size=4)) as cluster:
+        calls = [
+            cluster.submit(
+                prompt_of(rng.randrange(1, 30), seed),
+                rng.randrange(1, 20),
+                **some(
+                    {
+                        "temperature": [0.3, 0.9, 1.6],
+                        "top_p": [0.3, 0.9],
+                        "top_k": [1, 7, 30],
+                        "min_p": [0.01, 0.3],
+                        "repetition_penalty": [0.7, 1.1, 2.0],
+                        "presence_penalty": [-2.0, 0.5],
+                        "frequency_penalty": [-0.2, 2.0],
+                        "logit_bias": [((4, 100.0),), ((5, -3.0), (6, 3.0)), ((0, -100.0),)],
+                        "min_tokens": [1, 4, 9],
+                        "stop_token_ids": [(1, 2, 4), tuple(range(40))],
+                        "logprobs": [0, 3],
+                    }
+                ),
+                seed=seed,
+            )
+            for seed in range(24)
+        ]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
 
 
 @pytest.mark.parametrize("name", ["everything", "everything-greedy"])
