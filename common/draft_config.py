@@ -17,7 +17,7 @@ from common import model_files
 from common.errors import ModelError
 from common.model_config import FAMILIES, ModelConfig
 from common.mtp_format import ARCHITECTURES as MTP_ARCHITECTURES
-from common.mtp_format import MtpFormat, mtp_format
+from common.mtp_format import MODULES, MtpFormat, has_modules, mtp_format
 
 DraftAlgorithm = Literal["eagle3", "eagle", "mtp", "standalone"]
 
@@ -139,11 +139,12 @@ def draft_fingerprint(path: str | Path, draft: DraftConfig, steps: int, topk: in
 
 def _load_mtp(raw: Mapping[str, Any], file: Path, target: ModelConfig) -> DraftConfig:
     """Shapes of the modules, whose number stands in for that of layers: config.json gives the target's."""
-    layers = {"num_hidden_layers": raw.get("num_nextn_predict_layers"), "layer_types": None}
-    if not isinstance(layers["num_hidden_layers"], int) or layers["num_hidden_layers"] < 1:
-        raise ModelError(f"{file}: num_nextn_predict_layers must be a positive integer")
-    family = MTP_ARCHITECTURES[raw["architectures"][0]]
-    model = ModelConfig.parse({**raw, "architectures": [family], **layers}, file.parent)
+    modules, name = raw.get(MODULES), raw["architectures"][0]
+    if not isinstance(modules, int) or modules < 1:
+        raise ModelError(f"{file}: {MODULES} must be a positive integer")
+    own = {"num_hidden_layers": modules, "layer_types": None}
+    family = MTP_ARCHITECTURES.get(name, name)
+    model = ModelConfig.parse({**raw, "architectures": [family], **own}, file.parent)
     _check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
     _check_same(file, "hidden_size", model.hidden_size, target.hidden_size)
     width = raw.get("target_hidden_size") or target.hidden_size
@@ -161,7 +162,7 @@ def _check_same(file: Path, what: str, ours: int, theirs: int) -> None:
 def _check_architecture(raw: Mapping[str, Any], algorithm: DraftAlgorithm, where: str) -> None:
     found = raw.get("architectures")
     name = found[0] if isinstance(found, list) and found else None
-    if name in ARCHITECTURES[algorithm]:
+    if name in ARCHITECTURES[algorithm] or (algorithm == "mtp" and name is not None and has_modules(raw)):
         return
     fits = [other for other, names in ARCHITECTURES.items() if name in names]
     remedy = f"set speculation.algorithm to {fits[0]}" if fits else f"known are {_known()}"

@@ -2,7 +2,8 @@
 
 Two published forms, both with a dense decoder layer in each module: DeepSeek's, where module k stands behind the
 target's layers as layer N + k, and MiMo's, which has its own list. They agree in what is computed but for the order in
-which a module's projection takes its two inputs. Position 0 is computed like every other.
+which a module's projection takes its two inputs. Position 0 is computed like every other. Modules may stand in the
+target's own checkpoint: the same directory is then the model's and the draft's.
 
 `mtp_chain` is our key: true if module k reads what module k - 1 gives, false if every module reads the target's hidden
 state. Without it a DeepSeek checkpoint is a chain (arXiv 2412.19437, 2.2) and a MiMo one is not.
@@ -26,6 +27,10 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 
 
+MODULES = "num_nextn_predict_layers"
+LISTED = "model.mtp_layers"  # MiMo's list
+
+
 @dataclass(frozen=True, slots=True)
 class MtpFormat:
     """Names below a module's prefix. Those of its decoder layer are the same everywhere."""
@@ -43,6 +48,19 @@ class MtpFormat:
         return f"{self.module}.{self.first + index}"
 
 
+def has_modules(raw: Mapping[str, Any]) -> bool:
+    """Whether this is the config.json of a model whose checkpoint holds modules, too."""
+    return raw["architectures"][0] in FAMILIES and bool(raw.get(MODULES))
+
+
+def module_prefixes(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names in a checkpoint that are none of the target's."""
+    count, first = raw.get(MODULES), raw.get("num_hidden_layers")
+    if not isinstance(count, int) or not isinstance(first, int):
+        return ()
+    return (f"{LISTED}.", *(f"model.layers.{first + index}." for index in range(count)))
+
+
 def mtp_format(raw: Mapping[str, Any], where: str) -> MtpFormat:
     """From config.json. `ModelError` where a key is not what it must be."""
     chain, first = raw.get("mtp_chain"), raw.get("num_hidden_layers")
@@ -50,7 +68,7 @@ def mtp_format(raw: Mapping[str, Any], where: str) -> MtpFormat:
         raise ModelError(f"{where}: mtp_chain must be true or false, found {chain!r}")
     if raw["architectures"][0] in MIMO:
         names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        return MtpFormat("model.mtp_layers", 0, *names, embedding_first=False, chain=bool(chain))
+        return MtpFormat(LISTED, 0, *names, embedding_first=False, chain=bool(chain))
     if not isinstance(first, int) or first < 1:
         raise ModelError(f"{where}: num_hidden_layers must be the target's number of layers, found {first!r}")
     names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")

@@ -17,6 +17,8 @@ from common.engine.models.llama import BodyOutput, LlamaForCausalLM
 from common.engine.models.registry import build_model
 from common.engine.weights import Progress, load_weights, resolve_dtype
 from common.model_config import ModelConfig
+from common.model_files import read_json
+from common.mtp_format import module_prefixes
 
 
 class ModelRunner:
@@ -66,7 +68,8 @@ def load_model(
     ignore = ("lm_head.weight",) if config.tie_word_embeddings else ()
     layout = checkpoint_layout(config, path)
     named = ((layout.language(name), tensor) for name, tensor in model.checkpoint_tensors())
-    load_weights(path, named, progress, ignore, layout.vision_prefixes)
+    modules = module_prefixes(read_json(Path(path) / "config.json"))
+    load_weights(path, named, progress, ignore, (*layout.vision_prefixes, *modules))
     return model, config
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def load_serving_model(
     choose_transport(cluster)  # raises where these nodes cannot give each other pages
     device = _device(device_name)
     draft_config = _draft_config(cluster, draft_path, path)
-    beside = {} if draft_config is None or draft_path is None else {draft_path: draft_config.model}
+    beside = None if draft_config is None or draft_path is None else (draft_path, draft_config.model)
     plan = _check_memory(path, cluster, device, wish, max_rows, beside)
     if device.type == "cpu" and cluster.process.threads:
         torch.set_num_threads(cluster.process.threads)
@@ -249,7 +249,7 @@ def _check_memory(
     device: torch.device,
     wish: PoolWish,
     max_rows: int,
-    drafts: Mapping[Path, ModelConfig] = {},
+    draft: tuple[Path, ModelConfig] | None,
 ) -> MemoryPlan:
     """What the node takes of its GPU beside the pool; nothing on a CPU.
 
@@ -258,10 +258,10 @@ def _check_memory(
     if device.type != "cuda":
         return MemoryPlan(0, 0, 0)
     config = ModelConfig.load(path)
-    models = {path: config, **drafts}
+    models = [(path, config)] if draft is None else [(path, config), draft]
     dtype = resolve_dtype(cluster.model.dtype, config.dtype, device)
-    weights = sum(weight_bytes(read_weight_files(each), dtype) for each in models)
-    per_token = sum(token_bytes(each, dtype) for each in models.values())
+    weights = sum(weight_bytes(read_weight_files(each), dtype) for each in {each for each, _ in models})
+    per_token = sum(token_bytes(each, dtype) for _, each in models)
     names = (str(device), "cuda") if device.index == 0 else (str(device),)
 
     def taken(wished: PoolWish, rows: int) -> tuple[MemoryPlan, int]:

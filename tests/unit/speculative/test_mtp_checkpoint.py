@@ -6,6 +6,7 @@ Rows D2-D8: what the width functions say of a multi-layer draft is what its modu
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from common.draft_config import (
     target_width,
     with_steps,
 )
-from common.engine.kv_cache.relay_state import DraftRow, RelayState
+from common.engine.forward.draft_inputs import EagleDraftExtendInput
+from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.llama import LlamaForCausalLM
@@ -33,6 +35,7 @@ from common.engine.serving_draft import draft_shape
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
+from decode_node.speculative.state import RoundState
 
 MODELS = Path(__file__).resolve().parents[3] / "deploy" / "models"
 TARGET, MTP = MODELS / "tiny-target", MODELS / "tiny-mtp"
@@ -153,6 +156,25 @@ def test_a_checkpoint_with_its_own(target: LlamaForCausalLM, tmp_path: Path) -> 
     assert model.heads[0].lm_head is target.lm_head
 
 
+def test_modules_in_the_target_s_own_checkpoint(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    """As they are published: one directory is the model and the draft, and neither minds the other's tensors."""
+    tensors = {**load_file(TARGET / "model.safetensors"), **shipped()}
+    path = checkpoint(tmp_path, tensors, architectures=["LlamaForCausalLM"])
+    loaded, config = load_model(path)
+    assert config.num_layers == target.config.num_layers
+    for ours, theirs in zip(loaded.state_dict().values(), target.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    wanted = load_mtp(MTP, config_of(), target, PLACEMENT)
+    for one, two in zip(
+        load_mtp(path, config_of(path), loaded, PLACEMENT).state_dict().values(), wanted.state_dict().values()
+    ):
+        assert torch.equal(one, two)
+    with pytest.raises(ModelError, match=r"unexpected tensors: model.layers.10"):
+        load_model(
+            checkpoint(tmp_path, tensors, architectures=["LlamaForCausalLM"], num_nextn_predict_layers=None)
+        )
+
+
 def test_weights_that_do_not_fit(target: LlamaForCausalLM, tmp_path: Path) -> None:
     tensors = shipped()
     narrow = {
@@ -207,3 +229,29 @@ def test_nodes_with_other_modules_do_not_match() -> None:
     made = {draft_fingerprint(MTP, config_of(steps=steps), steps, 1) for steps in (1, 2, 3)}
     made.add(draft_fingerprint(MTP, config, 2, 1))
     assert len(made) == 4
+
+
+def test_static_memory_of_draft_extend_has_the_width_of_the_target() -> None:
+    """D7: [rows x window, target width], of the dtype that the functions give; an idle batch has none of its rows."""
+    config = config_of()
+    extend = EagleDraftExtendInput
+    width, dtype = (
+        extend.hidden_size_for(config),
+        extend.dtype_for(Placement(torch.bfloat16, PLACEMENT.device)),
+    )
+    state = RoundState.allocate(9, 4, 4, PLACEMENT.device, width, dtype)
+    assert (tuple(state.walk.hidden.shape), state.walk.hidden.dtype) == ((9, 4, HIDDEN), torch.bfloat16)
+    assert tuple(state.walk.first(0).hidden.shape) == (0, 4, HIDDEN)
+
+
+def test_three_kinds_of_draft() -> None:
+    """D8: a chain and modules that all read the target carry as much, a language model carries nothing."""
+    chain = config_of()
+    assert chain.mtp is not None
+    apart = replace(chain, mtp=replace(chain.mtp, chain=False))
+    alone = DraftConfig.load(MODELS / "tiny-standalone", "standalone", ModelConfig.load(TARGET))
+    shapes = [draft_shape(each, 1, PLACEMENT) for each in (chain, apart, alone)]
+    assert shapes[0] == shapes[1]
+    assert shapes[2] == DraftShape()
+    assert (lookahead_for(alone), EagleDraftExtendInput.hidden_size_for(alone)) == (0, 0)
+    assert draft_fingerprint(MTP, chain, 3, 1) != draft_fingerprint(MTP, apart, 3, 1)
