@@ -6,7 +6,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from common.errors import NodeLost, Unavailable
+from common.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, RequestError, Unavailable
+from common.messages.generation import SamplingParams
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import delta, one_by_one
 
@@ -166,3 +167,44 @@ async def test_errors_reach_the_client_as_its_own(rig: Rig) -> None:
 async def models(rig: Rig):  # type: ignore[no-untyped-def]
     async with client_of(rig) as client:
         return await client.models.list()
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_every_sampling_parameter_arrives_as_it_was_meant(rig: Rig, chat: bool) -> None:
+    rig.generator.will(*one_by_one([10]))
+    standard = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 1.5,
+        "logit_bias": {"50": 3, "7": -100},
+        "max_tokens": 9,
+        "seed": 5,
+    }
+    further = {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3, "stop_token_ids": [8]}
+    async with client_of(rig) as client:
+        if chat:
+            await client.chat.completions.create(
+                model="tiny-target", messages=MESSAGES, extra_body=further, **standard
+            )
+        else:
+            await client.completions.create(model="tiny-target", prompt="hi", extra_body=further, **standard)
+    [request] = rig.generator.requests
+    assert request.sampling == SamplingParams(
+        **{**standard, **further, "logit_bias": ((50, 3.0), (7, -100.0)), "stop_token_ids": (2, 8)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"), [(DeadlineExceeded("x"), 1), (InternalError("x"), 1), (Overloaded("x"), 3)]
+)
+async def test_the_client_repeats_only_what_may_be_repeated(
+    rig: Rig, error: RequestError, calls: int
+) -> None:
+    """Left to itself it would repeat a 408 and a 500 as well."""
+    rig.generator.scripts = [[error]]
+    async with client_of(rig) as client:
+        again = client.with_options(max_retries=2)
+        with pytest.raises(openai.APIStatusError):
+            await again.completions.create(model="tiny-target", prompt="hi")
+    assert len(rig.generator.requests) == calls
