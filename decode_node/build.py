@@ -45,6 +45,7 @@ from common.observability.startup import StartupReporter
 from decode_node import node as decode
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
+from decode_node.speculative.adaptive import AdaptiveStep, WidthPolicy, batches_of, slots_up_to
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter, Growth
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
@@ -52,7 +53,7 @@ from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
 from decode_node.speculative.drafters.ngram import NgramDrafter
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import Rounds
-from decode_node.speculative.step import SpeculativeStep
+from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Verify
 from decode_node.step import AutoregressiveStep, DecodeStep
@@ -236,25 +237,42 @@ def decode_step(
             runner, relay, table, section.graphs, section.max_running, served.max_model_len
         )
         return AutoregressiveStep(graphs.forward, table, device, completion), [graphs]
-    rounds = Rounds(
-        relay,
-        table,
-        cluster.kv.page_size,
-        served.max_model_len,
-        reach(speculation),
-        node_graphs.round_plans(runner, section.graphs, section.max_running),
-    )
-    drafter = _drafter(cluster, served, draft, rounds)
-    acceptor: Acceptor = ChainAcceptor()
-    if speculation.topk > 1:
-        acceptor = TreeAcceptor(drafter.reach, speculation.steps, (runner.pool,))
-    verify = Verify(runner, rounds, drafter, acceptor)
-    step = SpeculativeStep(verify, drafter, acceptor, table, device, completion, stopwatch_for(device))
+    seconds = no_seconds()
+
+    def of_width(width: int, batches: tuple[int, int]) -> SpeculativeStep:
+        smallest, largest = batches
+        rounds = Rounds(
+            relay,
+            table,
+            cluster.kv.page_size,
+            served.max_model_len,
+            reach(speculation),
+            node_graphs.round_plans(runner, section.graphs, largest, smallest),
+        )
+        drafter = _drafter(cluster, served, draft, rounds, width)
+        acceptor: Acceptor = ChainAcceptor()
+        if speculation.topk > 1:
+            acceptor = TreeAcceptor(drafter.reach, width, (runner.pool,))
+        verify = Verify(runner, rounds, drafter, acceptor)
+        watch = stopwatch_for(device)
+        return SpeculativeStep(verify, drafter, acceptor, table, device, completion, watch, seconds)
+
+    step: SpeculativeStep | AdaptiveStep
+    if speculation.adaptive == "none":
+        step = of_width(speculation.steps, (1, section.max_running))
+    else:
+        slots = slots_up_to(speculation.steps)
+        served_by = batches_of(slots, section.max_running)
+        widths = {width: of_width(width, batches) for width, batches in served_by.items()}
+        step = AdaptiveStep(widths, WidthPolicy(slots), seconds)
     return step, step.graphs
 
 
-def _drafter(cluster: Cluster, served: ServingModel, draft: AnyDraftRunner | None, rounds: Rounds) -> Drafter:
-    steps, topk = cluster.speculation.steps, cluster.speculation.topk
+def _drafter(
+    cluster: Cluster, served: ServingModel, draft: AnyDraftRunner | None, rounds: Rounds, steps: int
+) -> Drafter:
+    """`steps` drafts in a row; the tree has its size from the config."""
+    topk = cluster.speculation.topk
     if draft is None:
         return NgramDrafter(rounds, steps, max_texts=2 * cluster.decode.max_running)
     if isinstance(draft, ModelRunner):

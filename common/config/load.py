@@ -144,6 +144,13 @@ def _refuse_other_names(data: Mapping[str, Any]) -> None:
 def _check_speculation(cluster: Cluster) -> None:
     section = cluster.speculation
     _check_draft_tree(section)
+    if section.adaptive != "none" and (
+        section.algorithm not in ("eagle", "eagle3", "standalone") or section.topk > 1
+    ):
+        raise ConfigError(
+            "speculation.adaptive",
+            "chains of a draft model (eagle, eagle3, standalone with topk 1) can change their length; write none",
+        )
     key = "speculation.draft_model_path"
     if section.algorithm not in ("none", "ngram"):
         if section.draft_model_path is None:

@@ -161,6 +161,9 @@ class Speculation(Section, frozen=True, kw_only=True):
         3  # drafts in a row: at most steps + 1 tokens come of one forward
     )
     topk: Annotated[int, Meta(ge=1, le=16)] = 1  # eagle, eagle3: branches of a draft tree; 1: a chain
+    adaptive: Literal["none", "auto"] = (
+        "none"  # auto: fewer drafts than steps, or none, in large batches and where few are accepted
+    )
     draft_tokens: Annotated[int, Meta(ge=2, le=128)] | None = (
         None  # tokens verified at once; steps + 1 for a chain, to be given for a tree
     )

@@ -24,6 +24,11 @@ from decode_node.speculative.verify import Emitted, Verify
 PHASES = (Phase.DRAFT.value, Phase.VERIFY.value, Phase.DRAFT_EXTEND.value)
 
 
+def no_seconds() -> dict[str, float]:
+    """Time of each phase, so far none."""
+    return dict.fromkeys(PHASES, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedRound:
     """1 .. N tokens per request: those behind the nodes of the accepted path."""
@@ -60,7 +65,9 @@ class SpeculativeStep:
         device: torch.device,
         completion: Callable[[], Completion],
         stopwatch: Callable[[], Stopwatch],
+        phase_seconds: dict[str, float],
     ) -> None:
+        """`phase_seconds`, as `no_seconds` makes it, is added to; steps may share one."""
         self._verify = verify
         self._drafter = drafter
         self._acceptor = acceptor
@@ -68,7 +75,7 @@ class SpeculativeStep:
         self._device = device
         self._completion = completion
         self._stopwatch = stopwatch
-        self.phase_seconds = dict.fromkeys(PHASES, 0.0)
+        self.phase_seconds = phase_seconds
 
     @property
     def tokens_per_step(self) -> int:
@@ -85,7 +92,8 @@ class SpeculativeStep:
     @property
     def graphs(self) -> list[NodeGraphs[Any]]:
         """Of all phases, in the order of a round."""
-        phases = [*self._drafter.phases[:1], self._verify.phase, *self._drafter.phases[1:]]
+        phases = [*self._drafter.phases, self._verify.phase]
+        phases.sort(key=lambda phase: PHASES.index(phase.graphs.spec.phase))
         return [phase.node_graphs for phase in phases]
 
     def launch(self, requests: Sequence[DecodeRequest]) -> LaunchedRound:

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
                 "algorithm": "eagle",
                 "draft_model_path": str(MODELS / "tiny-eagle"),
                 "steps": 5,
+                "adaptive": "auto",
             }
         },
         3.0,

@@ -21,7 +21,7 @@ from decode_node.speculative.drafters.drafter import Drafter, Look
 from decode_node.speculative.drafters.ngram import NgramDrafter
 from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
-from decode_node.speculative.step import SpeculativeStep
+from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.tree import tree
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Verify
@@ -60,7 +60,14 @@ def speculative(
         drafter, acceptor = make_drafter(Bench(parts, rounds)), make_acceptor(parts.runner)
         verify = Verify(parts.runner, rounds, drafter, acceptor)
         step = SpeculativeStep(
-            verify, drafter, acceptor, parts.table, PLACEMENT.device, parts.completion, HostStopwatch
+            verify,
+            drafter,
+            acceptor,
+            parts.table,
+            PLACEMENT.device,
+            parts.completion,
+            HostStopwatch,
+            no_seconds(),
         )
         for phase in step.graphs:
             phase.forward.graphs.capture()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -119,12 +120,18 @@ class PhasePlan:
         return make_backend(self.decision.backend, self.device)
 
 
-def round_plans(runner: ModelRunner, wanted: str, max_running: int) -> Callable[[Phase], PhasePlan]:
-    """Draft, verify and draft-extend of a decode node, each a full graph of its own, decided each on its own."""
+def round_plans(
+    runner: ModelRunner, wanted: str, max_running: int, min_running: int = 1
+) -> Callable[[Phase], PhasePlan]:
+    """Draft, verify and draft-extend of a decode node, each a full graph of its own, decided each on its own.
+
+    For batches of `min_running` to `max_running` requests.
+    """
 
     def plan(phase: Phase) -> PhasePlan:
         decision = _decide(phase, "decode", runner, wanted)
-        buckets = verify_request_buckets(max_running) if decision.backend != NONE else ()
+        ladder = verify_request_buckets(max_running) if decision.backend != NONE else ()
+        buckets = tuple(count for count in ladder if count >= min_running)
         return PhasePlan(decision, buckets, runner.model.placement.device)
 
     return plan
@@ -163,9 +170,31 @@ def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[],
 
 
 def totals(*nodes: NodeGraphs[Any]) -> Callable[[], tuple[GraphTotals, ...]]:
-    """What these forwards of one node have run, asked anew each time."""
+    """What these forwards of one node have run, asked anew each time: one entry for each phase and model."""
     runners: list[GraphRunner[Any, Any]] = [node.forward.graphs for node in nodes]
-    return lambda: tuple(runner.totals() for runner in runners)
+
+    def now() -> tuple[GraphTotals, ...]:
+        found: dict[tuple[str, str], GraphTotals] = {}
+        for each in (runner.totals() for runner in runners):
+            before = found.get((each.phase, each.model))
+            found[each.phase, each.model] = each if before is None else _both(before, each)
+        return tuple(found.values())
+
+    return now
+
+
+def _both(one: GraphTotals, other: GraphTotals) -> GraphTotals:
+    """The same phase in two widths."""
+    return GraphTotals(
+        phase=one.phase,
+        model=one.model,
+        replays=one.replays + other.replays,
+        fallbacks=dict(Counter(one.fallbacks) + Counter(other.fallbacks)),
+        live_tokens=one.live_tokens + other.live_tokens,
+        padded_tokens=one.padded_tokens + other.padded_tokens,
+        captured=one.captured + other.captured,
+        unused=one.unused + other.unused,
+    )
 
 
 def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
@@ -177,7 +206,7 @@ def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
         return dict.fromkeys(value for value in values if value)
 
     return {
-        "graph_phase": " ".join(node.decision.phase.value for node in nodes),
+        "graph_phase": " ".join(each(node.decision.phase.value for node in nodes)),
         "graph_backend": " ".join(each(node.decision.backend for node in nodes)),
         "graph_reasons": "; ".join(each(reason for node in nodes for reason in node.decision.reasons)),
         "graph_sizes": " ".join(map(str, sizes)),

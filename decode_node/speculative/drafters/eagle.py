@@ -46,7 +46,7 @@ class Growth(Protocol):
 
 
 class ChainGrowth:
-    """`steps` drafts in a row. Depth and mask of `tree` are those of a chain from the start."""
+    """`steps` drafts in a row; none for 0. Depth and mask of `tree` are those of a chain from the start."""
 
     mode = ForwardMode.DECODE
 
@@ -57,6 +57,8 @@ class ChainGrowth:
 
     def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
         """Step i reads draft i at position seq_len + i - 1; the first draft needs no step."""
+        if not self.steps:
+            return
         state, drafts = start, [start.ids[:, 0]]
         for forward in batch.singles(self.steps - 1):
             forward.input_ids = drafts[-1]

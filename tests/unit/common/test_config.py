@@ -506,6 +506,12 @@ def test_defaults_leave_room_for_heartbeats() -> None:
             "2 to 11 with steps 3 and topk 2",
         ),
         ("{algorithm: ngram, steps: 0}", "Expected `int` >= 1"),
+        ("{algorithm: ngram, adaptive: auto}", "speculation.adaptive: chains of a draft model"),
+        ("{algorithm: none, adaptive: auto}", "speculation.adaptive: chains of a draft model"),
+        (
+            "{algorithm: eagle, draft_model_path: x, topk: 2, draft_tokens: 5, adaptive: auto}",
+            "speculation.adaptive: chains of a draft model",
+        ),
     ],
 )
 def test_speculation_that_cannot_be_is_refused(section: str, sentence: str, tmp_path: Path) -> None:
