@@ -403,25 +403,24 @@ def test_any_text_is_a_value(text: str) -> None:
 # -- the files that come with it -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "local",
-        "local-eagle",
-        "local-eagle3",
-        "local-ngram",
-        "local-standalone",
-        "2p2d",
-        "tcp",
-        "example",
-    ],
-)
-def test_shipped_files_load(name: str) -> None:
-    resolved = load_cluster(CLUSTERS / f"{name}.yaml", environ={})
-    assert resolved.model_path == (CLUSTERS / "../models/tiny-target").resolve()
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_files_load(path: Path) -> None:
+    resolved = load_cluster(path, environ={})
+    model = "tiny-vision" if path.stem == "local-vision" else "tiny-target"
+    assert resolved.model_path == (CLUSTERS / "../models" / model).resolve()
     counts = len(resolved.cluster.prefill.nodes), len(resolved.cluster.decode.nodes)
-    assert counts == ((2, 2) if name == "2p2d" else (1, 1))
-    assert choose_transport(resolved.cluster) == ("tcp" if name == "tcp" else "shm")
+    assert counts == ((2, 2) if path.stem == "2p2d" else (1, 1))
+    gpus = path.stem.startswith("h200")
+    transport = "tcp" if path.stem == "tcp" else "cuda_ipc" if gpus else "shm"
+    assert choose_transport(resolved.cluster) == transport
+
+
+def test_the_default_cluster_speculates() -> None:
+    default = load_cluster(CLUSTERS / "local.yaml", environ={}).cluster
+    named = load_cluster(CLUSTERS / "local-eagle3.yaml", environ={}).cluster
+    plain = load_cluster(CLUSTERS / "local-plain.yaml", environ={}).cluster
+    assert default == named
+    assert plain.speculation.algorithm == "none"
 
 
 def test_the_example_holds_every_key_with_its_default() -> None:
