@@ -83,14 +83,8 @@ def sampling_params(
         top_p=_in_range("top_p", request.top_p, defaults.top_p, 1.0, 0.0, 1.0, low_open=True),
         top_k=_top_k(request.top_k, defaults.top_k, model.vocab_size),
         min_p=_in_range("min_p", request.min_p, defaults.min_p, 0.0, 0.0, 1.0),
-        repetition_penalty=_in_range(
-            "repetition_penalty",
-            request.repetition_penalty,
-            defaults.repetition_penalty,
-            1.0,
-            0.0,
-            2.0,
-            low_open=True,
+        repetition_penalty=_in_range(  # logits are divided by it: they must stay finite
+            "repetition_penalty", request.repetition_penalty, defaults.repetition_penalty, 1.0, 0.01, 2.0
         ),
         presence_penalty=_in_range("presence_penalty", request.presence_penalty, None, 0.0, -2.0, 2.0),
         frequency_penalty=_in_range("frequency_penalty", request.frequency_penalty, None, 0.0, -2.0, 2.0),

@@ -147,14 +147,12 @@ class AdjustmentRows:
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """Of one draw: R rows of logits, each of one request's row."""
+    """Of one draw: R rows of logits, each of one request's row. `path`: drafts that a row of logits stands behind."""
 
     state: AdjustmentRows
     rows: Tensor  # [R] int64
     facts: AdjustmentFacts
-    path: (
-        Tensor  # [R, P] int64: tokens behind the last drawn one that a row of logits stands behind; -1: none
-    )
+    path: Tensor  # [R, P] int64, not counted in `state` yet; -1 fills up
 
     def apply(self, logits: Tensor, position: Tensor) -> Tensor:
         """A changed copy of logits [R, V] float32; `position` [R] int64 is the sequence index of what is drawn."""

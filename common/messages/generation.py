@@ -15,6 +15,9 @@ Int64 = Annotated[
 ]  # what a tensor can hold; refused at the socket
 TokenIds = list[Int64]
 TokenBias = tuple[Int64, float]  # added to this token's logit
+TokenBiases = Annotated[tuple[TokenBias, ...], msgspec.Meta(max_length=MAX_BIASES)]
+StopTokens = Annotated[tuple[Int64, ...], msgspec.Meta(max_length=MAX_STOP_IDS)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -43,20 +46,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int  # output tokens in total, the first one included; >= 1
     temperature: float = 1.0  # < GREEDY_EPSILON: argmax
     top_p: float = 1.0  # (0, 1]
-    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0  # 0: off
+    top_k: Count = 0  # 0: off
     seed: Int64 = 0  # 63 bit; the router draws one where the client gave none
     min_p: float = 0.0  # [0, 1]: tokens less likely than min_p times the likeliest are not drawn; 0: off
-    repetition_penalty: float = 1.0  # above 0; 1: off
+    repetition_penalty: float = 1.0  # at least 0.01; 1: off
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[tuple[TokenBias, ...], msgspec.Meta(max_length=MAX_BIASES)] = ()  # each id once
-    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = (
-        0  # output tokens before any of stop_token_ids
-    )
-    stop_token_ids: Annotated[
-        tuple[Int64, ...], msgspec.Meta(max_length=MAX_STOP_IDS)
-    ] = ()  # with eos ids, unless
-    # ignore_eos
+    logit_bias: TokenBiases = ()  # each id once
+    min_tokens: Count = 0  # output tokens before any of stop_token_ids
+    stop_token_ids: StopTokens = ()  # eos ids included unless ignore_eos
     logprobs: int | None = None  # None: none; n: the drawn token's and the n likeliest tokens' (n may be 0)
 
     @property

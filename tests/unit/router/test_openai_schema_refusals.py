@@ -33,7 +33,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # path, field, value, param (SAME:
             "best_of": (2, True),
             "presence_penalty": (-2.01, 2.01, 10**400, False, "0", []),
             "frequency_penalty": (-2.01, 2.01, True, "0", {}),
-            "repetition_penalty": (0, -1, 2.01, True, "1"),
+            "repetition_penalty": (0, 1e-300, 0.009, -1, 2.01, True, "1"),
             "min_p": (-0.01, 1.01, False, "0"),
             "min_tokens": (-1, 4096, 0.5, False, "1", HUGE),
             "logit_bias": (
