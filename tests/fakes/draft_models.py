@@ -196,8 +196,12 @@ class Watched:
         self._inner.propose(call)
         for index, request in enumerate(self._requests):
             told = int(self._relay.seq_len[request.row]) + 1 - len(request.prompt)
-            answer = reference(tuple(request.prompt), request.sampling, request.emitted)[0]
+            answer = self.answer(request)
             self.watch(index, request.prompt + answer[:told], answer[told:])
+
+    def answer(self, request: DecodeRequest) -> list[int]:
+        """What plain decoding says."""
+        return reference(tuple(request.prompt), request.sampling, request.emitted)[0]
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
         """Tree `index` of the batch continues `text`; plain decoding would say `rest`."""

@@ -29,7 +29,7 @@ from common.engine.overlap import Completion, Deferred, Immediate
 from common.ipc import RouterSocket
 from common.messages import decode_inbox, prefill_inbox
 from common.messages.decode_inbox import Reserve
-from common.messages.generation import OutputToken, SamplingParams
+from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.prefill_inbox import Prefill
@@ -182,6 +182,7 @@ class Call:
 
     prompt: list[int]
     sampling: SamplingParams
+    images: tuple[ImageSpan, ...] = ()
     room: int = 0
     prefill: PrefillSide = None  # type: ignore[assignment]
     decode: DecodeSide = None  # type: ignore[assignment]
@@ -271,11 +272,12 @@ class NodeCluster:
         decode: int = 0,
         deadline: float = 1e6,
         legs: str = "dp",
+        images: tuple[ImageSpan, ...] = (),
         **sampling: object,
     ) -> Call:
         """`legs`: which halves are sent, in order: d for the reservation, p for the prompt."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
-        call = Call(list(prompt), params)
+        call = Call(list(prompt), params, images)
         self.calls.append(call)
         self.place(call, prefill, decode, deadline, legs)
         return call
@@ -299,6 +301,7 @@ class NodeCluster:
             "token_ids": call.prompt + call.ids[: call.base],
             "emitted": call.base,
             "sampling": call.sampling,
+            "images": call.images,
             "deadline_ms": int(deadline * 1000),
         }
         if leg == "d":

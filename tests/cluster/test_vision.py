@@ -1,0 +1,206 @@
+"""Pictures through HTTP: the answers of transformers, over shm and tcp, graphs and drafts, chunks that cut pictures.
+
+Rows C1 to C5, X3 and X4 of spec/requirements.md end to end; G9 of spec/test-plan.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import tokenizers
+import torch
+from transformers import LlavaForConditionalGeneration
+
+from deploy.eval_cli import data_url, picture_body
+from deploy.models.drafts import files
+from deploy.models.drafts.measure import Answered, rounds_of
+from deploy.models.vision import checkpoint, measure
+from deploy.models.vision.questions import Question, questions
+from tests.cluster.harness import MODEL, Client, RunningCluster
+
+pytestmark = pytest.mark.timeout(400)  # two busy cores
+
+TARGET, DRAFT = MODEL.parent / "tiny-vision", MODEL.parent / "tiny-vision-eagle3"
+STEPS = 5
+EAGLE3 = {"algorithm": "eagle3", "draft_model_path": str(DRAFT), "steps": STEPS}
+CASES: dict[str, dict[str, Any]] = {
+    "plain-tcp-chunk5-page1": {
+        "prefill": {"chunk_tokens": 5},
+        "kv": {"page_size": 1},
+        "decode": {"read_results": "one_behind"},
+        "transfer": {"transport": "tcp"},
+    },
+    "eagle3-shm-graphs-chunk7-page4": {
+        "speculation": EAGLE3,
+        "prefill": {"chunk_tokens": 7, "graphs": "breakable"},
+        "kv": {"page_size": 4},
+        "decode": {"graphs": "full", "max_running": 4},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlavaForConditionalGeneration:
+    found = LlavaForConditionalGeneration.from_pretrained(TARGET, dtype=torch.float32)
+    return found.requires_grad_(False).train(False)
+
+
+@pytest.fixture(scope="module")
+def replies(model: LlavaForConditionalGeneration) -> list[measure.Reply]:
+    """Greedy answers by transformers: pictures, two pictures and text alone, in one batch."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    found = list(measure.answers(model, tokenizer, list(islice(questions(12, "heldout"), 16))))
+    assert {len(each.question.images) for each in found} == {0, 1, 2}
+    return found
+
+
+async def ask(client: Client, question: Question, **fields: Any) -> dict[str, Any]:
+    async with client.session.post("/v1/chat/completions", json=picture_body(question) | fields) as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+def said(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_the_answers_are_those_of_transformers(
+    case: str, tmp_path: Path, model: LlavaForConditionalGeneration, replies: list[measure.Reply]
+) -> None:
+    config = {"model": {"path": str(TARGET)}, **CASES[case]}
+    async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
+        for reply in replies:
+            answer = await ask(client, reply.question)
+            assert said(answer) == reply.text.removesuffix("<|end|>"), reply.question.text
+            assert answer["usage"]["prompt_tokens"] == len(reply.asked)
+        again = await ask(client, replies[0].question)
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert said(again) == replies[0].text.removesuffix("<|end|>")
+        assert cached >= len(replies[0].asked) - 2 - cluster_page(CASES[case]), (
+            "the picture is found by its content"
+        )
+        await client.wait_idle()
+        info = await client.info()
+        length = info["internal_states"][0]["avg_spec_accept_length"]
+        if "speculation" in CASES[case]:
+            assert length == pytest.approx(eager_accept_length(model, [*replies, replies[0]]), abs=1e-6)
+            assert length > 4
+        if CASES[case].get("prefill", {}).get("graphs") == "breakable":
+            (prefill,) = (node for node in info["nodes"] if node["role"] == "prefill")
+            totals = prefill["counters"]["graphs"]
+            assert {each["model"] for each in totals} == {"target", "draft"}
+            assert all(each["replays"] and not each["fallbacks"] for each in totals), (
+                "pictures stay in the graphs"
+            )
+
+
+@torch.inference_mode()
+def eager_accept_length(model: LlavaForConditionalGeneration, replies: list[measure.Reply]) -> float:
+    """Of a greedy loop, by the oracle, counted as nodes count: tokens as drawn, before the end of an answer cuts them."""
+    _, head = files.load_head(DRAFT)
+    target = checkpoint.language_model(model)
+    tokens = steps = 0
+    for reply in replies:
+        answered = measure._answered(model, reply)
+        embeds, ids, end = answered.embeds, list(answered.ids), len(answered.ids) - 1
+        assert embeds is not None
+        for _ in range(STEPS + 2):  # what plain decoding would say behind the end
+            ids.append(int(target(inputs_embeds=embeds[None]).logits[0, -1].argmax()))
+            embeds = torch.cat((embeds, target.model.embed_tokens(torch.tensor(ids[-1:]))))
+        for each in rounds_of(head, target, [Answered(ids, answered.prompt_tokens, embeds)], STEPS):
+            if each.at + 1 < end:
+                tokens, steps = tokens + each.accepted + 1, steps + 1
+    return tokens / steps
+
+
+def cluster_page(case: dict[str, Any]) -> int:
+    size: int = case.get("kv", {}).get("page_size", 16)
+    return size
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    config = {
+        "model": {"path": str(TARGET)},
+        "router": {"images": {"max_count": 2, "max_pixels": 5_000, "max_bytes": 20_000}},
+    }
+    with RunningCluster(tmp_path_factory.mktemp("seeing"), config=config) as running:
+        yield running
+
+
+async def test_many_at_once_and_streams(seeing: RunningCluster, replies: list[measure.Reply]) -> None:
+    """Mixed batches: text alone beside pictures, in any order of arrival."""
+    async with Client(seeing.url) as client:
+        answers = await asyncio.gather(*(ask(client, reply.question) for reply in replies))
+        for reply, answer in zip(replies, answers, strict=True):
+            assert said(answer) == reply.text.removesuffix("<|end|>")
+        text = ""
+        body = picture_body(replies[0].question) | {"stream": True}
+        async with client.session.post("/v1/chat/completions", json=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    delta = json.loads(line[6:])["choices"][0]["delta"]
+                    text += delta.get("content") or ""
+        assert text == replies[0].text.removesuffix("<|end|>")
+        await client.wait_idle()
+
+
+async def test_bad_pictures_are_400s_that_name_their_part(
+    seeing: RunningCluster, replies: list[measure.Reply]
+) -> None:
+    good = next(reply for reply in replies if len(reply.question.images) == 1)
+    picture = data_url(good.question.images[0])
+
+    async def refused(client: Client, *urls: str, text: str = "What is it?") -> dict[str, Any]:
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        body = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
+        async with client.session.post("/v1/chat/completions", json=body) as response:
+            answer: dict[str, Any] = await response.json()
+            assert response.status == 400, answer
+            error: dict[str, Any] = answer["error"]
+            return error
+
+    async with Client(seeing.url) as client:
+        head, _, payload = picture.partition(",")
+        broken = await refused(client, picture, f"{head},{payload[: len(payload) // 2 // 4 * 4]}")
+        assert broken["param"] == "messages[0].content[1].image_url"
+        assert "broken" in broken["message"]
+        lying = await refused(client, picture.replace("image/png", "image/jpeg"))
+        assert "is image/png" in lying["message"]
+        remote = await refused(client, "http://169.254.169.254/latest/meta-data")
+        assert "not fetched here" in remote["message"]
+        many = await refused(client, picture, picture, picture)
+        assert "at most 2" in many["message"]
+        spelled = await refused(client, picture, text="What is <image>?")
+        assert spelled["param"] == "messages"
+        assert said(await ask(client, good.question)) == good.text.removesuffix("<|end|>")
+
+
+async def test_pictures_are_placed_again_when_their_node_dies(
+    tmp_path: Path, replies: list[measure.Reply]
+) -> None:
+    """The router keeps the bytes until the answer is whole, and sends them to the node that takes over."""
+    config = {"model": {"path": str(TARGET)}}
+    async with RunningCluster(tmp_path, prefill=2, config=config) as cluster, Client(cluster.url) as client:
+        cluster.kill("prefill-0")
+        for reply in replies[:6]:
+            assert said(await ask(client, reply.question)) == reply.text.removesuffix("<|end|>")
+
+
+async def test_a_model_of_text_alone_answers_400(cluster: RunningCluster) -> None:
+    picture = next(each for each in questions(1, "heldout") if each.images)
+    async with aiohttp.ClientSession(cluster.url) as session:
+        async with session.post("/v1/chat/completions", json=picture_body(picture)) as response:
+            assert response.status == 400
+            error = (await response.json())["error"]
+            assert error["param"] == "messages[0].content[0].image_url"
+            assert "takes no images" in error["message"]

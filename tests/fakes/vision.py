@@ -1,0 +1,227 @@
+"""A scripted vision part for the tiny target: images are numbers, their pixels and rows follow from them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import zmq
+from torch import Tensor
+
+from common.engine.attention.paged import PagedAttention
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.kv_cache.pool import KvPool
+from common.engine.model_runner import ModelRunner, make_pool
+from common.errors import InvalidRequest
+from common.ipc import Dealer, RouterSocket
+from common.messages.generation import ImageSpan
+from common.messages.image_inbox import ImageData
+from common.messages.wire import encode
+from common.observability.logs import Log
+from decode_node.request import DecodeRequest
+from decode_node.speculative.drafters.drafter import Drafter
+from prefill_node.images import ImageIntake, RowCache
+from prefill_node.seeing import Seeing
+from prefill_node.vision import VisionEmbeds
+from tests.fakes.draft_models import DRAFTS, DraftModel, Observed, drafter, tiny_draft
+from tests.fakes.drafters import Bench, speculative
+from tests.fakes.node_cluster import MakeStep, NoDraftModel
+from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
+
+TOKENS = 5  # rows of an image
+PIXELS = (3, 2, 2)
+
+
+def file_of(number: int) -> bytes:
+    """What a client sends for image `number`."""
+    return f"image {number}".encode()
+
+
+def digest_of(number: int) -> bytes:
+    return hashlib.sha256(file_of(number)).digest()
+
+
+def read(data: bytes) -> Tensor:
+    """As a PixelReader: pixels of a file. An image with a negative number is broken."""
+    number = int(data.removeprefix(b"image "))
+    if number < 0:
+        raise InvalidRequest("the image is broken")
+    return torch.rand(PIXELS, generator=torch.Generator().manual_seed(number))
+
+
+@functools.cache
+def _weights() -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(12, TOKENS * CONFIG.hidden_size, generator=generator)
+
+
+def encode_pixels(pixels: Tensor) -> Tensor:
+    """As a VisionPart: [N, *PIXELS] -> [N, TOKENS, H]."""
+    return (pixels.flatten(1) @ _weights()).view(len(pixels), TOKENS, CONFIG.hidden_size)
+
+
+def rows_of(number: int) -> Tensor:
+    return encode_pixels(read(file_of(number))[None])[0]
+
+
+class TinyVision:
+    """Makes the `seeing` of every prefill node of a NodeCluster, and sends images to all of them."""
+
+    def __init__(self, cache_bytes: int = 1 << 20) -> None:
+        self.cache_bytes = cache_bytes
+        self.sockets: list[RouterSocket] = []
+        self.embeds: list[VisionEmbeds] = []
+        self.intakes: list[ImageIntake] = []
+
+    def __call__(self, context: zmq.Context[zmq.Socket[bytes]], runner: ModelRunner) -> Seeing:
+        address = f"inproc://images-{len(self.sockets)}"
+        socket = RouterSocket(context, address)
+        dealer = Dealer(context, address, b"p/images")
+        cache = RowCache(self.cache_bytes)
+        intake = ImageIntake(dealer, read, TOKENS, cache, Log("images"))
+        embeds = VisionEmbeds(runner.model.embed, encode_pixels, cache)
+        self.sockets.append(socket)
+        self.intakes.append(intake)
+        self.embeds.append(embeds)
+        return Seeing(intake, embeds)
+
+    def send(self, *numbers: int) -> None:
+        for socket in self.sockets:
+            for number in numbers:
+                assert socket.send(
+                    b"p/images", encode(ImageData(digest=digest_of(number), data=file_of(number)))
+                )
+
+    def close(self) -> None:
+        for intake, socket in zip(self.intakes, self.sockets, strict=True):
+            intake.close()
+            socket.close()
+
+
+Part = int | tuple[int]  # a token id, or an image
+Seen = list[tuple[tuple[Part, ...], list[int], list[int]]]  # prompt, what it was told, drafts behind that
+
+
+def prompt_of(parts: Sequence[Part], filler: int = 0) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    """Token ids with `filler` where images stand, and where that is."""
+    ids: list[int] = []
+    spans: list[ImageSpan] = []
+    for part in parts:
+        if isinstance(part, tuple):
+            spans.append(ImageSpan(len(ids), TOKENS, digest_of(part[0])))
+            ids += [filler] * TOKENS
+        else:
+            ids.append(part)
+    return ids, tuple(spans)
+
+
+def embeddings(parts: Sequence[Part], answer: Sequence[int] = ()) -> Tensor:
+    """[T, H]: what the target reads, put together one by one."""
+    model = tiny_model()
+    rows = [
+        rows_of(part[0]) if isinstance(part, tuple) else model.embed(torch.tensor([part]))
+        for part in [*parts, *answer]
+    ]
+    return torch.cat(rows)
+
+
+@functools.cache
+@torch.inference_mode()
+def greedy(parts: tuple[Part, ...], count: int) -> list[int]:
+    """The eager reference: everything again for each token, no cache, no chunks, no graphs."""
+    answer: list[int] = []
+    for _ in range(count):
+        embeds = embeddings(parts, answer)
+        pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
+        runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
+        answer.append(int(runner(one_prompt(len(embeds)), embeds).logits[-1].argmax()))
+    return answer
+
+
+@torch.inference_mode()
+def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: int) -> list[int]:
+    """What the head drafts behind the prompt and `told`, whose last token the target has not read."""
+    config, head = DRAFTS[name], tiny_draft(name)
+    embeds = embeddings(parts, told)
+    pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
+    target = ModelRunner(
+        tiny_model(aux=config.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
+    )
+    aux = target(one_prompt(len(embeds) - 1), embeds[:-1]).hidden
+    assert aux is not None
+    hidden, known, drafts = head.project(aux), embeds[1:], list[int]()
+    layers = DraftModel(name).layers
+    while len(drafts) < steps:
+        draft_pool = KvPool(
+            layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device
+        )
+        attention = PagedAttention(draft_pool, (None,) * layers)
+        batch = one_prompt(len(known))
+        attention.plan(batch)
+        output = head.body(known, hidden, batch.positions, attention)
+        best = head.compute_logits(output.last[-1:])[0].argmax()
+        drafts.append(int(head.target_ids(best)))
+        hidden = torch.cat((hidden, output.hidden[-1:]))
+        known = torch.cat((known, tiny_model().embed(torch.tensor(drafts[-1:]))))
+    return drafts
+
+
+class Prompts:
+    """The prompts of a test by what nodes see of them."""
+
+    def __init__(self, *prompts: tuple[Part, ...], filler: int = 0) -> None:
+        self._known = {
+            (tuple(ids), spans): each for each in prompts for ids, spans in [prompt_of(each, filler)]
+        }
+
+    def of(self, request: DecodeRequest) -> tuple[Part, ...]:
+        return self._known[tuple(request.prompt), tuple(request.images)]
+
+
+class ObservedVision(Observed):
+    """As `observed`, for prompts with images."""
+
+    def __init__(self, inner: Drafter, bench: Bench, hit: float, prompts: Prompts, noted: Seen) -> None:
+        super().__init__(inner, bench, hit, [])
+        self._prompts = prompts
+        self._noted = noted
+
+    def answer(self, request: DecodeRequest) -> list[int]:
+        return greedy(self._prompts.of(request), request.sampling.max_tokens)
+
+    def watch(self, index: int, text: list[int], rest: list[int]) -> None:
+        request = self._requests[index]
+        told = text[len(request.prompt) :]
+        if rest:
+            drafts = self.state.tree.tokens[index, 1:].tolist()[: len(rest)]
+            self._noted.append((self._prompts.of(request), told, drafts))
+        super().watch(index, text, rest)
+
+
+def observed_vision(
+    name: str, steps: int, hit: float, prompts: Prompts, noted: Seen, buckets: Sequence[int] = ()
+) -> tuple[NoDraftModel, MakeStep]:
+    """A cluster's draft model and its decode step."""
+    model = DraftModel(name)
+    make = lambda bench: ObservedVision(drafter(model, bench, steps), bench, hit, prompts, noted)  # noqa: E731
+    return model, speculative(make, buckets=buckets)
+
+
+def one_prompt(tokens: int) -> ForwardBatch:
+    arange = torch.arange(tokens)
+    return ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        positions=arange,
+        kv_slots=arange + MAX_LEN,
+        page_table=torch.ones(1, 1, dtype=torch.int32),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32),
+        query_start=torch.tensor([0, tokens], dtype=torch.int32),
+        logits_rows=torch.tensor([tokens - 1]),
+        max_seq_len=tokens,
+        hidden_mode=CaptureHiddenMode.FULL,
+        query_lens_host=(tokens,),
+        seq_lens_host=(tokens,),
+    )

@@ -1,0 +1,178 @@
+"""Fetching images: off unless hosts are listed, and then from public addresses alone (SECURITY.md control 7)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from common.errors import InvalidRequest
+from router.image_fetch import ImageFetcher, PublicResolver, public
+
+PRIVATE = (
+    "127.0.0.1",
+    "10.1.2.3",
+    "172.16.0.1",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.64.0.1",
+    "0.0.0.0",
+    "224.0.0.1",
+    "255.255.255.255",
+    "::1",
+    "::",
+    "fe80::1",
+    "fe80::1%eth0",
+    "fc00::1",
+    "ff02::1",
+    "::ffff:127.0.0.1",
+    "::ffff:10.0.0.1",
+    "64:ff9b::a00:1",
+    "2002:7f00:1::",
+    "2001:0:4136:e378:8000:63bf:80ff:fffe",
+)
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_private_addresses_are_known_in_every_wrapping(address: str) -> None:
+    assert not public(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
+def test_public_addresses_are(address: str) -> None:
+    assert public(address)
+
+
+def looking_up(*addresses: str) -> Any:
+    async def lookup(host: str, port: int) -> Sequence[tuple[Any, ...]]:
+        family = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [(family[":" in each], socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
+
+    return lookup
+
+
+async def test_a_name_with_one_private_address_is_refused_as_a_whole() -> None:
+    found = await PublicResolver(looking_up("8.8.8.8", "2606:4700:4700::1111")).resolve("a.example", 443)
+    assert [(each["host"], each["port"], each["hostname"]) for each in found] == [
+        ("8.8.8.8", 443, "a.example"),
+        ("2606:4700:4700::1111", 443, "a.example"),
+    ]
+    for addresses in (("8.8.8.8", "10.0.0.1"), ("169.254.169.254",), ()):
+        with pytest.raises(OSError, match="no public address"):
+            await PublicResolver(looking_up(*addresses)).resolve("a.example", 443)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("https://other.example/a.png", "listed hosts"),
+        ("http://images.example/a.png", "by https"),
+        ("https://images.example:8443/a.png", "by https"),
+        ("https://user@images.example/a.png", "by https"),
+        ("https://images.example.evil.example/a.png", "listed hosts"),
+        ("file:///etc/passwd", "by https"),
+        ("ftp://images.example/a.png", "by https"),
+        ("https://[::1", "not a URL"),
+        ("https://10.0.0.1/a.png", "from names"),
+        ("/a.png", "by https"),
+    ],
+)
+async def test_addresses_that_are_not_asked(address: str, said: str) -> None:
+    fetcher = ImageFetcher(["images.example", "10.0.0.1"], 1000, 1.0, PublicResolver(looking_up("8.8.8.8")))
+    with pytest.raises(InvalidRequest, match=said):
+        await fetcher.fetch(address)
+
+
+async def test_nothing_is_fetched_by_default() -> None:
+    with pytest.raises(InvalidRequest, match="images are not fetched here; send the image itself"):
+        await ImageFetcher([], 1000, 1.0).fetch("https://images.example/a.png")
+
+
+async def test_a_listed_name_that_points_inside_is_not_reached() -> None:
+    """DNS rebinding: the checked address is the one that is connected to, and a private one ends it."""
+    fetcher = ImageFetcher(["images.example"], 1000, 2.0, PublicResolver(looking_up("127.0.0.1")))
+    with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+        await fetcher.fetch("https://images.example/a.png")
+
+
+class Here(AbstractResolver):
+    """Every name is the test's own server: stands in for addresses that have passed the check."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        return [
+            ResolveResult(
+                hostname=host, host="127.0.0.1", port=self._port, family=socket.AF_INET, proto=0, flags=0
+            )
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+class PlainFetcher(ImageFetcher):
+    """Without TLS, which the test's server does not have; everything else is as it is."""
+
+    def _checked(self, address: str) -> URL:
+        return URL(address.replace("https://", "http://"))
+
+
+async def _serve() -> tuple[web.AppRunner, int]:
+    async def small(request: web.Request) -> web.Response:
+        return web.Response(body=b"x" * 900)
+
+    async def large(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(100):
+            await response.write(b"y" * 1000)
+        return response
+
+    async def moved(request: web.Request) -> web.Response:
+        raise web.HTTPFound("http://169.254.169.254/latest")
+
+    app = web.Application()
+    app.router.add_get("/small", small)
+    app.router.add_get("/large", large)
+    app.router.add_get("/moved", moved)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port: int = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    return runner, port
+
+
+async def test_bytes_are_capped_and_redirects_not_followed() -> None:
+    runner, port = await _serve()
+    try:
+        fetcher = PlainFetcher(["images.example"], 1000, 5.0, Here(port))
+        assert await fetcher.fetch("https://images.example/small") == b"x" * 900
+        with pytest.raises(InvalidRequest, match="larger than 1000 bytes"):
+            await fetcher.fetch("https://images.example/large")
+        with pytest.raises(InvalidRequest, match="its host answered 302"):
+            await fetcher.fetch("https://images.example/moved")
+        with pytest.raises(InvalidRequest, match="its host answered 404"):
+            await fetcher.fetch("https://images.example/none")
+    finally:
+        await runner.cleanup()
+
+
+async def test_time_is_capped() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        fetcher = PlainFetcher(["images.example"], 1000, 0.2, Here(silent.getsockname()[1]))
+        with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+            await fetcher.fetch("https://images.example/small")

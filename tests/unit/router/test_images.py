@@ -1,0 +1,208 @@
+"""Images of a chat request: data URLs, limits, decoding in its own process, placeholders (SECURITY.md control 7)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from PIL import Image as Pil
+
+from common.errors import InvalidRequest, Overloaded
+from common.image_files import decode_image
+from common.vision_config import VisionConfig
+from router.image_inspector import ImageInspector
+from router.images import Image, ImageLimits, ImageLoader, NoImages
+from router.openai_schema import ContentPart, ImageUrl, Message
+from router.placeholders import place_images
+
+LIMITS = ImageLimits(max_count=3, max_bytes=5_000, max_request_bytes=9_000, max_held_bytes=12_000)
+VISION = VisionConfig(
+    "LlavaForConditionalGeneration", "clip_vision_model", "{}", 6, 4, 32, (-2,), True, "gelu", True
+)
+
+
+def file(kind: str = "PNG", size: tuple[int, int] = (8, 6), **options: object) -> bytes:
+    out = io.BytesIO()
+    Pil.new("RGB", size, (200, 30, 30)).save(out, kind, **options)
+    return out.getvalue()
+
+
+def noise() -> bytes:
+    out = io.BytesIO()
+    Pil.frombytes("RGB", (30, 30), os.urandom(2_700)).save(out, "PNG")
+    return out.getvalue()
+
+
+def url(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def asking(*addresses: str) -> list[Message]:
+    parts = [ContentPart("image_url", image_url=ImageUrl(each)) for each in addresses]
+    return [Message("system", "be short"), Message("user", [*parts, ContentPart("text", "What is it?")])]
+
+
+class Fetched:
+    """A fetcher that always has an image."""
+
+    async def fetch(self, address: str) -> bytes:
+        return file("GIF")
+
+
+@pytest.fixture
+async def loader() -> AsyncIterator[ImageLoader]:
+    inspector = ImageInspector(max_pixels=1_000)
+    yield ImageLoader(LIMITS, inspector, Fetched())
+    await inspector.close()
+
+
+async def test_every_kind_is_taken_in_order(loader: ImageLoader) -> None:
+    kinds = {"image/png": file(), "image/jpeg": file("JPEG"), "image/webp": file("WEBP")}
+    images = await loader.load(asking(*(url(data, kind) for kind, data in kinds.items())))
+    assert [image.data for image in images] == list(kinds.values())
+    assert images[0].digest == hashlib.sha256(kinds["image/png"]).digest()
+    again = await loader.load(asking(url(kinds["image/jpeg"], "image/jpg"), "https://any.example/x.gif"))
+    assert again[0] == images[1], "the usual misspelling"
+    assert again[1].data == file("GIF")
+    plain = [Message("user", [ContentPart("image_url", image_url=url(file()))])]
+    assert len(await loader.load(plain)) == 1, "image_url as a text, as some clients send it"
+    assert await loader.load([Message("user", "no image")]) == ()
+
+
+BAD = {
+    "not base64": ("data:image/png;base64,@@@@", "not valid base64"),
+    "no base64": ("data:image/png,abc", "looks like data:image/png;base64"),
+    "another type": (url(file(), "image/svg+xml"), "are not taken"),
+    "lying": (url(file("JPEG")), "declared as image/png and is image/jpeg"),
+    "no image": (url(b"GIF89a nonsense"), "cannot be read"),
+    "text": (url(b"<svg/>"), "cannot be read"),
+    "truncated": (url(noise()[:1_500]), "broken"),
+    "too many pixels": (url(file(size=(100, 11))), "100 x 11 pixels"),
+    "too many bytes": (url(os.urandom(5_001)), "larger than 5000 bytes"),
+    "empty": ("data:image/png;base64,", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+async def test_a_bad_image_is_a_400_that_names_its_part(loader: ImageLoader, case: str) -> None:
+    address, said = BAD[case]
+    with pytest.raises(InvalidRequest, match=said) as error:
+        await loader.load(asking(url(file()), address))
+    assert error.value.param == "messages[1].content[1].image_url"
+    assert str(error.value).startswith("messages[1].content[1].image_url: ")
+    assert len(await loader.load(asking(url(file())))) == 1, "the next one is served"
+
+
+async def test_count_and_bytes_of_a_request_are_bounded(loader: ImageLoader) -> None:
+    with pytest.raises(InvalidRequest, match="4 images in one request, at most 3"):
+        await loader.load(asking(*[url(file())] * 4))
+    large = file("PNG", (30, 30)) + b"\0" * 4_500  # bytes behind the end of a PNG are not looked at
+    with pytest.raises(InvalidRequest, match="at most 9000 bytes in all") as error:
+        await loader.load(asking(url(large), url(large), url(large)))
+    assert error.value.param == "messages[1].content[1].image_url"
+
+
+async def test_what_requests_hold_together_is_bounded(loader: ImageLoader) -> None:
+    image = Image(bytes(7_000), bytes(32))
+    with loader.hold([image]):
+        assert loader.held_bytes == 7_000
+        with pytest.raises(Overloaded), loader.hold([image]):
+            pass
+        with loader.hold([]):
+            pass
+    with loader.hold([image]):
+        pass
+    assert loader.held_bytes == 0
+
+
+async def test_a_model_of_text_alone_takes_no_images() -> None:
+    with pytest.raises(InvalidRequest, match="takes no images") as error:
+        await NoImages().load(asking(url(file())))
+    assert error.value.param == "messages[1].content[0].image_url"
+    assert await NoImages().load([Message("user", [ContentPart("text", "hi")])]) == ()
+
+
+async def test_parts_of_other_types_are_refused(loader: ImageLoader) -> None:
+    for part in (ContentPart("input_audio"), ContentPart("image_url"), ContentPart("text")):
+        with pytest.raises(InvalidRequest, match="taken are text and image_url") as error:
+            await loader.load([Message("user", [part])])
+        assert error.value.param == "messages[0].content[0]"
+
+
+async def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
+    inspector = ImageInspector(max_pixels=1_000, seconds=5.0)
+    try:
+        await inspector.check(file(), "image/png")
+        assert inspector._process is not None
+        os.kill(inspector._process.pid, signal.SIGKILL)
+        with pytest.raises(InvalidRequest, match="too much time or memory"):
+            await inspector.check(file(), "image/png")
+        await inspector.check(file(), "image/png")
+        inspector._seconds = 0.3
+        os.kill(inspector._process.pid, signal.SIGSTOP)
+        with pytest.raises(InvalidRequest, match="too much time or memory"):
+            await inspector.check(file(), "image/png")
+        inspector._seconds = 5.0
+        await inspector.check(file(), "image/png")
+    finally:
+        await inspector.close()
+
+
+async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next() -> None:
+    inspector = ImageInspector(max_pixels=1_000)
+    try:
+        await inspector.check(file(), None)
+        given_up = asyncio.create_task(inspector.check(b"no image", None))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        await inspector.check(file(), None)
+    finally:
+        await inspector.close()
+
+
+def test_the_first_frame_turned_and_in_rgb() -> None:
+    frames = [Pil.new("RGB", (4, 4), colour) for colour in ((255, 0, 0), (0, 0, 255))]
+    out = io.BytesIO()
+    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:])
+    assert decode_image(out.getvalue(), 100).getpixel((0, 0)) == (255, 0, 0)
+    exif = Pil.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    assert decode_image(file("JPEG", (8, 6), exif=exif), 100).size == (6, 8)
+    transparent = io.BytesIO()
+    Pil.new("LA", (3, 3)).save(transparent, "PNG")
+    assert decode_image(transparent.getvalue(), 100).mode == "RGB"
+
+
+def test_placeholders_become_as_many_tokens_as_an_image_has_rows() -> None:
+    images = [Image(b"one", b"1" * 32), Image(b"two", b"2" * 32)]
+    prompt, placed = place_images([1, 6, 9, 6, 2], images, VISION, vocab_size=50)
+    assert prompt == [1, 6, 6, 6, 6, 9, 6, 6, 6, 6, 2]
+    assert [(each.span.offset, each.span.length, each.data) for each in placed] == [
+        (1, 4, b"one"),
+        (6, 4, b"two"),
+    ]
+    assert place_images([1, 2], [], VISION, 50) == ([1, 2], ())
+
+
+def test_a_placeholder_outside_the_vocabulary_is_written_as_one_of_its_tokens() -> None:
+    prompt, placed = place_images(
+        [1, 77, 2], [Image(b"one", b"1" * 32)], replace(VISION, image_token_id=77), 50
+    )
+    assert prompt == [1, 0, 0, 0, 0, 2]
+    assert placed[0].span.offset == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_text_that_spells_the_placeholder_is_refused(count: int) -> None:
+    images = [Image(b"x", b"x" * 32)] * count
+    with pytest.raises(InvalidRequest, match="2 placeholders") as error:
+        place_images([6, 5, 6], images, VISION, 50)
+    assert error.value.param == "messages"
