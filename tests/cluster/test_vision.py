@@ -105,7 +105,7 @@ async def test_the_answers_are_those_of_transformers(
 
 @torch.inference_mode()
 def eager_accept_length(model: LlavaForConditionalGeneration, replies: list[measure.Reply]) -> float:
-    """Of a greedy loop, by the oracle, counted as nodes count: tokens as drawn, before the end of an answer cuts them."""
+    """Of a greedy loop, by the oracle, counted as nodes count: tokens as drawn, before an answer's end cuts them."""
     _, head = files.load_head(DRAFT)
     target = checkpoint.language_model(model)
     tokens = steps = 0
