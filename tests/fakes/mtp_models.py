@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from common.draft_config import DraftConfig, lookahead_for, with_steps
@@ -16,17 +17,20 @@ from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
-from common.engine.kv_cache.page_space import keys_with_lookahead
+from common.engine.kv_cache.page_space import PageSpace, keys_with_lookahead
 from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.radix_cache import Keys
+from common.engine.kv_cache.radix_cache import Keys, NoPrefixCache
 from common.engine.models.mtp import MtpModules, build_mtp
 from common.engine.mtp_runner import MultiLayerRunner
 from common.engine.serving_draft import draft_shape
+from common.messages.generation import SamplingParams
 from common.mtp_format import MtpFormat
 from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
 from kv_transfer.layout import KvLayout
 from prefill_node.draft import PrefillDraft
 from prefill_node.multi_layer import MultiLayerPrefill
+from prefill_node.request import PrefillRequest
+from prefill_node.scheduler import Chunk
 from tests.fakes.draft_models import Watched
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
@@ -127,6 +131,24 @@ def observed(
 def drafting(name: str, steps: int, buckets: Sequence[int] = ()) -> tuple[NoDraftModel, MakeStep]:
     model = MtpModel(name, steps)
     return model, speculative(lambda bench: _drafter(model, bench), buckets=buckets)
+
+
+def whole_prompt(ids: Sequence[int]) -> Chunk:
+    """A prompt in one piece, nothing of it cached, for a prefill step without a node."""
+    space = PageSpace(MAX_LEN, 2, NoPrefixCache())
+    lease = space.lease(space.keys(ids), 1, 0)
+    request = PrefillRequest(
+        room=1,
+        request_id="alone",
+        keys=np.asarray(ids),
+        emitted=0,
+        sampling=SamplingParams(max_tokens=1),
+        decode="",
+        received=0.0,
+        deadline=1.0,
+        lease=lease,
+    )
+    return Chunk(request, 0, len(ids))
 
 
 def _drafter(model: MtpModel, bench: Bench) -> MultiLayerDrafter:

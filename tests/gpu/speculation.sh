@@ -7,7 +7,7 @@ export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
 TANDEM_PYTHON="$(command -v python3)"
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
-for algorithm in none ngram eagle3 eagle standalone; do
+for algorithm in none ngram eagle3 eagle mtp standalone; do
     draft=""
     case "$algorithm" in none | ngram) ;; *) draft=", draft_model_path: $PWD/deploy/models/tiny-$algorithm" ;; esac
     cat >/tmp/spec.yaml <<YAML

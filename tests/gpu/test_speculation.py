@@ -74,7 +74,7 @@ def test_replay_equals_eager(name: str, buckets: tuple[int, ...]) -> None:
         assert phase.graphs.counters.fallbacks == ({Fallback.TOO_LARGE: above} if above else {})
 
 
-@pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3", "eagle3-tree"])
+@pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3", "eagle3-tree", "mtp"])
 def test_the_gpu_says_what_the_cpu_says(name: str) -> None:
     """Tokens and accept lengths of the CPU's references, round by round."""
     graphs = rig(name, (5,), ALL_GREEDY)

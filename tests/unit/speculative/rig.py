@@ -17,24 +17,30 @@ from common.engine.cuda_graph.decode_graph import VARIANTS
 from common.engine.cuda_graph.node_graphs import PhasePlan
 from common.engine.cuda_graph.rules import Decision, Phase
 from common.engine.draft_runner import DraftRunner
-from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.forward.batch import CaptureHiddenMode, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import DraftShape, RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner
+from common.engine.mtp_runner import MultiLayerRunner
+from common.engine.sampler import SampleOutput
 from common.engine.sampling_plan import sampling_variant
+from common.engine.serving_draft import AnyDraftRunner
 from common.messages.generation import SamplingParams
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
+from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
 from decode_node.speculative.drafters.ngram import NgramDrafter
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import RoundCall, Rounds
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Emitted, Verify
+from prefill_node.multi_layer import MultiLayerPrefill
 from tests.fakes.draft_models import DRAFTS, standalone_model, tiny_draft
+from tests.fakes.mtp_models import FORMATS, MtpModel, mtp_config, mtp_modules, whole_prompt
 from tests.fakes.tiny_model import VOCAB, reference, tiny_model
 from tests.unit.cuda_graph.rig import CPU, DeviceDriver, sequences
 
@@ -45,14 +51,15 @@ ANSWER = 64  # tokens that a request may say in a test
 class Kind:
     """What drafts, and how much."""
 
-    name: str  # ngram, standalone, or a head of DRAFTS
+    name: str  # ngram, standalone, a head of DRAFTS, or modules of FORMATS
     steps: int = 3
     topk: int = 1
     nodes: int = 0  # of a tree
 
     @property
     def reach(self) -> int:
-        return max(self.nodes, self.steps + 1, (self.steps - 1) * self.topk)
+        widest = 2 * self.steps if self.name in FORMATS else 0
+        return max(self.nodes, self.steps + 1, (self.steps - 1) * self.topk, widest)
 
 
 @dataclass
@@ -110,6 +117,8 @@ class RoundRig:
         self.drafter.propose(call)
         tree = self.drafter.state.tree.first(len(chosen))
         drafted = tree.tokens[:, 1:].clone()
+        if self.kind.name in FORMATS:  # proposed in the relay rows, until verify reads them
+            drafted = self.relay.draft_ids[[request + 1 for request in chosen]].clone()
         self._correct(chosen, call)
         self._spoil(len(chosen))
         emitted = self.verify(call)
@@ -151,6 +160,12 @@ class RoundRig:
         tree = self.drafter.state.tree
         for index, request in enumerate(chosen):
             rest = self._answer(request)[len(self.said[request]) :]
+            if self.kind.name in FORMATS:
+                for step, right in enumerate(rest[: self.kind.steps]):
+                    if self._random.random() > self._hit:
+                        break
+                    self.relay.draft_ids[request + 1, step] = right
+                continue
             tokens, parents = tree.tokens[index].tolist(), tree.parents[index].tolist()
             at = 0
             for right in rest:
@@ -191,8 +206,10 @@ class RoundRig:
             assert self.table.take_row() == index + 1
             self.table.append(index + 1, 0, driver.pages[index])
 
-    def _place_draft(self, page_size: int) -> DraftRunner | ModelRunner | None:
+    def _place_draft(self, page_size: int) -> AnyDraftRunner | None:
         """The draft's KV of the prompts, and the relay rows that a hand-over would bring."""
+        if self.kind.name in FORMATS:
+            return self._place_modules(page_size)
         config = DRAFTS.get(self.kind.name)
         shape = DraftShape()
         if config is not None:
@@ -229,12 +246,42 @@ class RoundRig:
         self.relay.write_draft(torch.arange(1, len(self.prompts) + 1, device=self.device), started)
         return head
 
-    def _drafter(self, draft: DraftRunner | ModelRunner | None) -> Drafter:
+    def _place_modules(self, page_size: int) -> MultiLayerRunner:
+        """By a prefill node's own step, in one piece."""
+        model = MtpModel(self.kind.name, self.kind.steps)
+        self.relay = RelayState.allocate(len(self.prompts) + 2, VOCAB, self.device, model.shape)
+        for index, (ids, sampling) in enumerate(zip(self.prompts, self.params, strict=True)):
+            self.relay.write_row(index + 1, [*ids, self.first[index]], 1, sampling)
+        shape = self.target.config
+        self.draft_pool = KvPool(
+            self.kind.steps,
+            shape.num_kv_heads,
+            shape.head_dim,
+            page_size,
+            self.pool.num_pages,
+            torch.float32,
+            self.device,
+        )
+        heads = [_on(head, self.device) for head in mtp_modules(self.kind.name, self.kind.steps).heads]
+        attention = PagedAttention(self.draft_pool, (None,) * self.kind.steps)
+        runner = MultiLayerRunner(heads, attention)
+        prompts = [whole_prompt(ids) for ids in self.prompts]
+        first = SampleOutput(torch.tensor(self.first, device=self.device), self._ends < 0)
+        output = ForwardOutput(self._whole.logits_rows, self._hidden)
+        started = MultiLayerPrefill(runner.modules, page_size).extend(prompts, self._whole, output, first)
+        assert started is not None
+        self.relay.write_draft(torch.arange(1, len(self.prompts) + 1, device=self.device), started)
+        return runner
+
+    def _drafter(self, draft: AnyDraftRunner | None) -> Drafter:
         kind = self.kind
         if draft is None:
             return NgramDrafter(self.rounds, kind.steps, max_texts=4)
         if isinstance(draft, ModelRunner):
             return StandaloneDrafter(draft, self.rounds, kind.steps)
+        if isinstance(draft, MultiLayerRunner):
+            config = mtp_config(kind.name, kind.steps)
+            return MultiLayerDrafter(draft, self.rounds, EagleDraftExtendInput.hidden_size_for(config))
         growth = ChainGrowth(draft, kind.steps)
         if kind.topk > 1:
             growth = TreeGrowth(draft, kind.steps, kind.topk, kind.nodes)

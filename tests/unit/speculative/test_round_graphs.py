@@ -51,6 +51,8 @@ KINDS = {
     "eagle3-full-vocabulary": Kind("eagle3-full-vocabulary", 2),
     "eagle-tree": Kind("eagle", 3, 2, 6),
     "eagle3-tree": Kind("eagle3", 4, 4, 12),
+    "mtp": Kind("mtp", 3),
+    "mtp-no-chain": Kind("mtp-no-chain", 4),
     "eagle3-wide": Kind("eagle3", 2, 8, 17),
 }
 
