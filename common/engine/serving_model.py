@@ -122,6 +122,7 @@ class ServingModel:
             "device": str(self.placement.device),
             "dtype": self.dtype_name,
             "architecture": self.config.architecture,
+            "vision": "none" if self.config.vision is None else self.config.vision.architecture,
             "pool_pages": self.num_pages - 1,
             "pool_bytes": pool_bytes,
             "sampling_bytes": adjustment_bytes(max_rows, self.config.vocab_size),

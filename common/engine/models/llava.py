@@ -62,7 +62,8 @@ class VisionPart(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """[N, 3, image_size, image_size] float32 on any device -> [N, tokens_per_image, hidden]."""
         placement = self.placement
-        given = pixels.to(placement.device, placement.dtype, non_blocking=True)
+        pinned = pixels.pin_memory() if placement.device.type == "cuda" and not pixels.is_cuda else pixels
+        given = pinned.to(placement.device, non_blocking=True).to(placement.dtype)
         states = self.tower(given, output_hidden_states=True).hidden_states
         chosen = torch.cat([states[layer] for layer in self.config.feature_layers], dim=-1)
         rows: Tensor = self.projector(chosen[:, 1:] if self.config.drop_first else chosen)

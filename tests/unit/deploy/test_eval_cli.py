@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import typer
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 from deploy.eval_cli import GIVE_UP_AFTER, Exam, answer_text, run, wilson
+from deploy.models.vision.questions import questions
 from deploy.models.word_problems import take
 
 app = typer.Typer()
@@ -30,6 +36,7 @@ class FakeServer:
         self.headers: list[str | None] = []
         self.delay = 0.0
         self.reply: Callable[[str], Any] | None = None  # None: the right answer
+        self.answer_of: Callable[[Any], str] | None = None  # from a message's content
         self.status = 200
         self.models: Any = {"object": "list", "data": [{"id": "tiny-target"}]}
         self._answers = {p.question: p.answer for p in take(400, 7, "heldout")}
@@ -40,7 +47,7 @@ class FakeServer:
 
     async def chat(self, request: web.Request) -> web.Response:
         body = await self._read(request)
-        text = self._answer(body["messages"][-1]["content"])
+        text = (self.answer_of or self._answer)(body["messages"][-1]["content"])
         return self._respond({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
     async def completions(self, request: web.Request) -> web.Response:
@@ -190,3 +197,34 @@ def test_wilson() -> None:
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
 def test_the_base_url(url: str) -> None:
     assert Exam(url, 1, 1).base == "http://h:1/v1"
+
+
+def pixels_of(part: dict[str, Any]) -> Any:
+    head, _, payload = part["image_url"]["url"].partition(",")
+    assert (part["type"], head) == ("image_url", "data:image/png;base64")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(payload))))
+
+
+async def test_pictures_are_drawn_from_the_seed_and_sent_as_they_are(
+    server: FakeServer, invoke: Invoke
+) -> None:
+    asked = list(islice(questions(5, "heldout"), 12))
+    known = {(q.text, *(image.tobytes() for image in q.images)): q.answer for q in asked}
+
+    def answer(content: Any) -> str:
+        *pictures, text = content
+        return known[text["text"], *(pixels_of(each).tobytes() for each in pictures)]
+
+    server.answer_of = answer
+    result = await invoke(server.url, "--vision", "--count", 12, "--seed", 5)
+    assert result.exit_code == 0, result.output
+    assert "12 of 12 right" in result.stdout
+    server.answer_of = lambda content: "I see nothing."
+    result = await invoke(server.url, "--vision", "--count", 12, "--seed", 5)
+    assert "0 of 12 right" in result.stdout
+
+
+async def test_pictures_are_asked_about_in_chats_alone(server: FakeServer, invoke: Invoke) -> None:
+    result = await invoke(server.url, "--vision", "--shots", 2)
+    assert result.exit_code == 2
+    assert not server.bodies

@@ -1,0 +1,171 @@
+"""Images on their way in: the socket of their own, decoding threads, what is bounded, the cache of rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from common.errors import InternalError, InvalidRequest, Overloaded
+from common.ipc import Dealer, RouterSocket
+from common.messages.generation import ImageSpan
+from common.messages.image_inbox import ImageData
+from common.messages.wire import encode
+from common.observability.logs import Log
+from prefill_node import images as module
+from prefill_node.images import ImageIntake, PromptImage, RowCache
+from tests.fakes.vision import TOKENS, digest_of, file_of, read
+
+
+class Rig:
+    """An intake, and the router's end of its socket."""
+
+    def __init__(self, decode: Callable[[bytes], Tensor] = read, cache_bytes: int = 1 << 20) -> None:
+        self.context = zmq.Context[zmq.Socket[bytes]]()
+        self.router = RouterSocket(self.context, "inproc://images")
+        dealer = Dealer(self.context, "inproc://images", b"p/images", received=4)
+        self.cache = RowCache(cache_bytes)
+        self.intake = ImageIntake(dealer, decode, TOKENS, self.cache, Log("test"))
+
+    def send(self, digest: bytes, data: bytes) -> None:
+        assert self.router.send(b"p/images", encode(ImageData(digest=digest, data=data)))
+
+    def until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not done():
+            assert time.monotonic() < deadline
+            self.intake.receive()
+            time.sleep(0.002)
+
+    def claimed(self, image: PromptImage) -> bool:
+        self.intake.claim([image])
+        return image.ready
+
+    def close(self) -> None:
+        self.intake.close()
+        self.router.close()
+        self.context.term()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def image(number: int, offset: int = 0) -> PromptImage:
+    return PromptImage(ImageSpan(offset, TOKENS, digest_of(number)))
+
+
+def test_prompts_claim_what_has_been_decoded(rig: Rig) -> None:
+    one, same, other = image(1), image(1, 9), image(2)
+    assert not rig.claimed(one)
+    rig.send(digest_of(1), file_of(1))
+    rig.send(digest_of(1), file_of(1))
+    rig.until(lambda: rig.claimed(one))
+    assert rig.claimed(same), "decoded once, for both"
+    assert one.pixels is same.pixels is not None
+    assert torch.equal(one.pixels, read(file_of(1)))
+    assert not rig.claimed(other)
+    assert not rig.intake.busy
+
+
+def test_rows_that_are_cached_need_no_pixels(rig: Rig) -> None:
+    rows = torch.ones(TOKENS, 4)
+    rig.cache.put(digest_of(1), rows)
+    known = image(1)
+    assert rig.claimed(known)
+    assert known.rows is rows
+    assert known.pixels is None
+    rig.send(digest_of(1), file_of(1))
+    rig.intake.receive()
+    assert not rig.intake._pixels, "nor its bytes"
+
+
+@pytest.mark.parametrize(
+    ("digest", "data", "error"),
+    [
+        (digest_of(-1), file_of(-1), InvalidRequest),
+        (digest_of(2), file_of(1), InvalidRequest),  # not what it says it is
+        (digest_of(3), file_of(3), InternalError),  # a defect of ours
+    ],
+)
+def test_what_cannot_be_decoded_is_an_error_of_its_prompt(
+    digest: bytes, data: bytes, error: type[Exception]
+) -> None:
+    def decode(data: bytes) -> Tensor:
+        if data == file_of(3):
+            raise ZeroDivisionError
+        return read(data)
+
+    rig = Rig(decode)
+    rig.send(digest, data)
+    wanted = PromptImage(ImageSpan(0, TOKENS, digest))
+    rig.until(lambda: bool(rig.intake._pixels) and not rig.intake.busy)
+    with pytest.raises(error):
+        rig.intake.claim([wanted])
+    rig.close()
+
+
+def test_malformed_messages_are_counted_and_dropped(rig: Rig) -> None:
+    for frame in (b"", b"\xc1", encode(ImageSpan(0, 1, bytes(32))), b"x" * 100):
+        rig.router.send(b"p/images", frame)
+    rig.until(lambda: rig.intake.refused_messages == 4)
+    assert not rig.intake._pixels
+
+
+def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "UNCLAIMED", 3)
+    held = threading.Event()
+
+    def decode(data: bytes) -> Tensor:
+        held.wait(10)
+        return read(data)
+
+    rig = Rig(decode)
+    futures: list[Future[Tensor]] = []
+    for number in range(6):
+        rig.send(digest_of(number), file_of(number))
+        rig.until(lambda number=number: digest_of(number) in rig.intake._pixels)  # type: ignore[misc]
+        futures.append(rig.intake._pixels[digest_of(number)])
+    assert list(rig.intake._pixels) == [digest_of(number) for number in (3, 4, 5)]
+    assert futures[2].cancelled(), "what no thread has begun is not decoded at all"
+    assert rig.intake.busy
+    held.set()
+    assert not rig.claimed(image(0))
+    rig.until(lambda: rig.claimed(image(5)))
+    rig.close()
+
+
+def test_how_many_images_wait_is_bounded(rig: Rig) -> None:
+    span = ImageSpan(0, TOKENS, digest_of(1))
+    assert len(rig.intake.expect([span], module.MAX_WAITING - 1)) == 1
+    with pytest.raises(Overloaded):
+        rig.intake.expect([span], module.MAX_WAITING)
+    assert rig.intake.expect([], module.MAX_WAITING) == ()
+    with pytest.raises(InvalidRequest, match=f"takes {TOKENS} tokens"):
+        rig.intake.expect([ImageSpan(0, TOKENS + 1, digest_of(1))], 0)
+
+
+def test_the_cache_keeps_the_rows_used_last_within_its_bytes() -> None:
+    rows = [torch.full((2, 4), float(number)) for number in range(4)]  # 32 bytes each
+    cache = RowCache(max_bytes=70)
+    cache.put(b"0", rows[0])
+    cache.put(b"1", rows[1])
+    cache.put(b"1", rows[3])
+    assert cache.get(b"1") is rows[1]
+    assert cache.get(b"0") is rows[0]
+    cache.put(b"2", rows[2])
+    assert (len(cache), cache.nbytes) == (2, 64)
+    assert cache.get(b"1") is None
+    assert cache.get(b"0") is rows[0]
+    nothing = RowCache(max_bytes=0)
+    nothing.put(b"0", rows[0])
+    assert (len(nothing), nothing.nbytes) == (0, 0)
