@@ -9,10 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.draft_config import DraftConfig, hidden_size_for, target_width
+from common.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.draft_runner import DraftRunner, DraftState
 from common.engine.forward.batch import ForwardBatch
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import DraftOutput, SplitHead
 from common.engine.models.llama import LlamaForCausalLM
@@ -56,12 +57,12 @@ def load_mtp(path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement
 @torch.inference_mode()
 def _probe(model: MtpModules, draft: DraftConfig, placement: Placement, path: Path) -> None:
     """Real widths against the width functions, module by module: a draft that does not fit must not start."""
-    hidden = torch.zeros(1, target_width(draft), dtype=placement.dtype, device=placement.device)
+    read, carried = EagleDraftExtendInput.hidden_size_for(draft), EagleDraftInput.hidden_size_for(draft)
+    hidden = torch.zeros(1, read, dtype=placement.dtype, device=placement.device)
     for step, head in enumerate(model.heads):
         width = head.project(hidden).shape[-1]
         given = head.eh_proj(torch.cat((hidden, hidden), dim=-1)).shape[-1]
-        if width != hidden_size_for(draft) or given != hidden_size_for(draft):
+        if width != carried or given != carried:
             raise ModelError(
-                f"{path}: module {step} reads {width} values and gives {given}, config.json says "
-                f"{hidden_size_for(draft)}"
+                f"{path}: module {step} reads {width} values and gives {given}, config.json says {carried}"
             )
