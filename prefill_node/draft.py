@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.engine.draft_runner import DraftState
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
+from common.engine.host_copies import send_one
 from common.engine.sampler import SampleOutput
 from prefill_node.scheduler import Chunk
 from prefill_node.vision import MergedEmbeds
@@ -70,7 +71,8 @@ class EaglePrefill:
         embeds: MergedEmbeds | None = None,
     ) -> DraftState | None:
         assert output.hidden is not None
-        ids = batch.input_ids.new_tensor(np.concatenate([_next_tokens(chunk) for chunk in chunks]))
+        following = np.concatenate([_next_tokens(chunk) for chunk in chunks])
+        ids = send_one(following, batch.input_ids.device)
         if sampled is not None:
             ids[batch.logits_rows] = sampled.token_ids
         rotated = None if embeds is None else embeds.rotated(batch, ids)

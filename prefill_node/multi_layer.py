@@ -17,11 +17,11 @@ from torch import Tensor
 
 from common.engine.draft_runner import DraftState
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
+from common.engine.host_copies import send, send_one
 from common.engine.mtp_runner import Module
 from common.engine.ops.keep_hidden import keep_hidden
 from common.engine.sampler import SampleOutput
 from prefill_node.scheduler import Chunk
-from prefill_node.upload import upload
 from prefill_node.vision import MergedEmbeds
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -110,22 +110,22 @@ class MultiLayerPrefill:
             windows = Windows(chunks, step)
             if before is not None and any(windows.opened):
                 both = torch.cat((hidden, kept[:, step - 1]))
-                hidden = both.index_select(0, upload(windows.sources(before), hidden.device))
+                hidden = both.index_select(0, send_one(windows.sources(before), hidden.device))
             given = module.forward(self._batch(batch, windows, drawn), hidden)
             if sampled is not None:
-                state = module.propose(upload(windows.last_rows, hidden.device), given)
+                state = module.propose(send_one(windows.last_rows, hidden.device), given)
                 probs, drawn = [*probs, state.probs], torch.cat((drawn, state.ids.T))
             hidden, before = given.hidden, windows
             if step < keep.shape[1]:
                 # what the next module reads in the row before its first unverified one
                 counts = [length - step for length in windows.lengths]
-                lens = upload(np.asarray(counts, dtype=np.int64), hidden.device)
-                keep_hidden(hidden, owners, keep, step, lens, upload(windows.rows[:-1], hidden.device))
+                lens, starts = send((np.asarray(counts, dtype=np.int64), windows.rows[:-1]), hidden.device)
+                keep_hidden(hidden, owners, keep, step, lens, starts)
         for chunk, own in zip(chunks, keep):
             chunk.request.draft_kept = own
         if sampled is None:
             return None
-        finals = upload(np.flatnonzero([chunk.final for chunk in chunks]), hidden.device)
+        finals = send_one(np.flatnonzero([chunk.final for chunk in chunks]), hidden.device)
         return DraftState(torch.cat(probs, 1), drawn[1:].T, keep.index_select(0, finals).flatten(1))
 
     def _kept(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor:
@@ -137,19 +137,26 @@ class MultiLayerPrefill:
     def _batch(self, batch: ForwardBatch, windows: Windows, drawn: Tensor) -> ForwardBatch:
         device = batch.input_ids.device
         tokens, rows, which = windows.tokens()
-        ids = upload(tokens, device)
+        owners, places = np.repeat(np.arange(len(windows.lengths)), windows.lengths), windows.positions()
+        arrays = (
+            tokens,
+            rows,
+            which,
+            owners,
+            places,
+            places // self._page_size,
+            windows.rows.astype(np.int32),
+        )
+        ids, behind, drawn_there, owner, positions, entry, starts = send(arrays, device)
         if len(rows):
-            ids[upload(rows, device)] = drawn.flatten()[upload(which, device)]
-        places = windows.positions()
-        owner = upload(np.repeat(np.arange(len(windows.lengths)), windows.lengths), device)
-        positions = upload(places, device)
-        page = batch.page_table[owner, upload(places // self._page_size, device)]
+            ids[behind] = drawn.flatten()[drawn_there]
+        page = batch.page_table[owner, entry]
         return replace(
             batch,
             input_ids=ids,
             positions=positions,
             kv_slots=page.to(torch.int64) * self._page_size + positions % self._page_size,
-            query_start=upload(windows.rows.astype(np.int32), device),
+            query_start=starts,
             logits_rows=batch.logits_rows[:0],
             query_lens_host=tuple(windows.lengths),
         )

@@ -5,29 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from common.engine.cuda_graph.outputs import map_tensors
 from common.engine.draft_runner import DraftState
-from common.engine.forward.batch import ForwardBatch, ForwardMode, ForwardOutput
-from common.engine.logit_adjustments import AdjustmentRows, Adjustments
+from common.engine.forward.batch import ForwardBatch, ForwardOutput
+from common.engine.host_copies import on_host, send
+from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.overlap import Completion
-from common.engine.sampler import SampleOutput, SamplingBatch, sample
+from common.engine.sampler import SampleOutput, sample
 from common.engine.sampling_plan import sampling_variant
 from prefill_node.draft import PrefillDraft
+from prefill_node.host_batch import HostBatch, HostDraws
 from prefill_node.scheduler import Chunk
-from prefill_node.upload import upload
 from prefill_node.vision import PromptEmbeds
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPrefill:
-    """`sampled` has one row per chunk of `finals`, in that order; None without finals."""
+    """`sampled` has one row per chunk of `finals`, in that order; None without finals. To be read when complete."""
 
     chunks: Sequence[Chunk]
     finals: Sequence[Chunk]
     sampled: SampleOutput | None
-    draft: DraftState | None  # rows as `sampled`; None without a draft model, too
+    draft: DraftState | None  # as `sampled`, on the host too; None without a draft model
     completion: Completion
 
 
@@ -56,69 +57,23 @@ class PrefillStep:
     def launch(self, chunks: Sequence[Chunk]) -> LaunchedPrefill:
         """Start the forward; nothing here waits for the device."""
         finals = [chunk for chunk in chunks if chunk.final]
-        batch = self._batch(chunks)
+        host, draws = HostBatch.of(chunks, self._page_size), HostDraws.of(finals)
+        sent = send((*host.arrays, *draws.arrays), self._device)
+        batch = host.on_device(sent[: len(host.arrays)], self._draft.hidden_mode)
         embeds = self._embeds(chunks, batch)
         output = self._forward(batch, None if embeds is None else embeds.rows)
-        sampled = sample(output.logits, self._sampling(finals)) if finals else None
+        sampled = self._draw(finals, output, sent[len(host.arrays) :]) if finals else None
         draft = self._draft.extend(chunks, batch, output, sampled, embeds)
         drawn = None if sampled is None else sampled.on_host()
-        return LaunchedPrefill(chunks, finals, drawn, draft, self._completion())
+        state = None if draft is None else map_tensors(draft, on_host)
+        return LaunchedPrefill(chunks, finals, drawn, state, self._completion())
 
-    def _batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
-        lengths = [chunk.length for chunk in chunks]
-        ends = [chunk.start + chunk.length for chunk in chunks]
-        ids = np.concatenate([chunk.request.keys[chunk.start : end] for chunk, end in zip(chunks, ends)])
-        positions = np.concatenate([np.arange(chunk.start, end) for chunk, end in zip(chunks, ends)])
-        width = max(-(-end // self._page_size) for end in ends)
-        table = np.zeros((len(chunks), width), dtype=np.int32)
-        for row, (chunk, end) in enumerate(zip(chunks, ends)):
-            assert chunk.request.lease is not None
-            pages = chunk.request.lease.pages[: -(-end // self._page_size)]
-            table[row, : len(pages)] = pages
-        owner = np.repeat(np.arange(len(chunks)), lengths)  # token -> row of the batch
-        slots = table[owner, positions // self._page_size].astype(np.int64) * self._page_size
-        slots += positions % self._page_size
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        last_rows = [starts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.final]
-        return ForwardBatch(
-            mode=ForwardMode.EXTEND,
-            input_ids=self._to_device(ids),
-            positions=self._to_device(positions),
-            kv_slots=self._to_device(slots),
-            page_table=self._to_device(table),
-            seq_lens=self._to_device(np.asarray(ends, dtype=np.int32)),
-            query_start=self._to_device(starts.astype(np.int32)),
-            logits_rows=self._to_device(np.asarray(last_rows, dtype=np.int64)),
-            max_seq_len=max(ends),
-            hidden_mode=self._draft.hidden_mode,
-            query_lens_host=tuple(lengths),
-            seq_lens_host=tuple(ends),
-        )
-
-    def _sampling(self, finals: Sequence[Chunk]) -> SamplingBatch:
-        params = [chunk.request.sampling for chunk in finals]
-        positions = [chunk.request.num_tokens for chunk in finals]  # the drawn token's index in its sequence
-        variant = sampling_variant(params)
-        adjust = None
+    def _draw(
+        self, finals: Sequence[Chunk], output: ForwardOutput, sent: Sequence[torch.Tensor]
+    ) -> SampleOutput:
+        variant = sampling_variant([chunk.request.sampling for chunk in finals])
         if variant.adjust is not None:
-            rows = np.arange(1, len(finals) + 1)
-            for row, chunk in zip(rows.tolist(), finals):
+            for row, chunk in enumerate(finals, start=1):
                 request = chunk.request
                 self._adjustments.write(row, request.sampling, request.keys, request.emitted)
-            owners = self._to_device(rows)
-            adjust = Adjustments(self._adjustments, owners, variant.adjust, owners.new_empty(len(rows), 0))
-        return SamplingBatch(
-            temperature=self._to_device(np.asarray([p.temperature for p in params], dtype=np.float32)),
-            top_p=self._to_device(np.asarray([p.top_p for p in params], dtype=np.float32)),
-            top_k=self._to_device(np.asarray([p.top_k for p in params], dtype=np.int32)),
-            min_p=self._to_device(np.asarray([p.min_p for p in params], dtype=np.float32)),
-            seed=self._to_device(np.asarray([p.seed for p in params], dtype=np.int64)),
-            position=self._to_device(np.asarray(positions, dtype=np.int64)),
-            all_greedy=variant.all_greedy,
-            any_filter=variant.any_filter,
-            num_logprobs=variant.num_logprobs,
-            adjust=adjust,
-        )
-
-    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return upload(array, self._device)
+        return sample(output.logits, HostDraws.on_device(sent, variant, self._adjustments))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.host_copies import send
 from common.engine.logit_adjustments import AdjustmentRows
 from common.messages.generation import SamplingParams
 
@@ -129,11 +130,13 @@ class RelayState:
         self.seed[row] = sampling.seed
         self.adjustments.write(row, sampling, text, outputs)
         if draft.ids:
-            self.draft_p[row] = torch.tensor(draft.probs)
-            self.draft_ids[row] = torch.tensor(draft.ids)
-        if draft.hidden:
-            raw = torch.from_numpy(np.frombuffer(draft.hidden, dtype=np.uint8).copy())
-            self.draft_hidden[row] = raw.view(self.draft_hidden.dtype).to(self.draft_hidden.device)
+            probs, ids = np.asarray(draft.probs, dtype=np.float32), np.asarray(draft.ids, dtype=np.int64)
+            hidden = np.frombuffer(draft.hidden, dtype=np.uint8).copy()  # torch takes no read-only memory
+            # pinned: from pageable memory the copy would wait for the step under way
+            there = send((probs, ids, hidden), self.draft_p.device)
+            self.draft_p[row], self.draft_ids[row] = there[0], there[1]
+            if draft.hidden:
+                self.draft_hidden[row] = there[2].view(self.draft_hidden.dtype)
 
     def draft_input(self, rows: torch.Tensor) -> EagleDraftInput:
         """What the draft starts from in rows [R]."""

@@ -1,0 +1,108 @@
+"""What the host says of one forward: arrays made here, sent to the device in one copy, and named there again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.host_copies import Array
+from common.engine.logit_adjustments import AdjustmentRows, Adjustments
+from common.engine.sampler import SamplingBatch
+from common.engine.sampling_plan import SamplingVariant
+from prefill_node.scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """Of T tokens of B prompts."""
+
+    lengths: tuple[int, ...]  # [B] new tokens
+    ends: tuple[int, ...]  # [B] length after the forward
+    arrays: Sequence[Array]  # ids, positions, slots, page table, lengths, starts, last rows of final chunks
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], page_size: int) -> HostBatch:
+        lengths = [chunk.length for chunk in chunks]
+        ends = [chunk.start + chunk.length for chunk in chunks]
+        ids = np.concatenate([chunk.request.keys[chunk.start : end] for chunk, end in zip(chunks, ends)])
+        positions = np.concatenate([np.arange(chunk.start, end) for chunk, end in zip(chunks, ends)])
+        width = max(-(-end // page_size) for end in ends)
+        table = np.zeros((len(chunks), width), dtype=np.int32)
+        for row, (chunk, end) in enumerate(zip(chunks, ends)):
+            assert chunk.request.lease is not None
+            pages = chunk.request.lease.pages[: -(-end // page_size)]
+            table[row, : len(pages)] = pages
+        owner = np.repeat(np.arange(len(chunks)), lengths)  # token -> row of the batch
+        slots = table[owner, positions // page_size].astype(np.int64) * page_size
+        slots += positions % page_size
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        last_rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.final]
+        lens, rows = np.asarray(ends, dtype=np.int32), np.asarray(last_rows, dtype=np.int64)
+        return cls(tuple(lengths), tuple(ends), (ids, positions, slots, table, lens, starts, rows))
+
+    def on_device(self, sent: Sequence[Tensor], hidden_mode: CaptureHiddenMode) -> ForwardBatch:
+        """`sent`: the arrays, there."""
+        ids, positions, slots, table, lens, starts, rows = sent
+        return ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=ids,
+            positions=positions,
+            kv_slots=slots,
+            page_table=table,
+            seq_lens=lens,
+            query_start=starts,
+            logits_rows=rows,
+            max_seq_len=max(self.ends),
+            hidden_mode=hidden_mode,
+            query_lens_host=self.lengths,
+            seq_lens_host=self.ends,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostDraws:
+    """Of the first tokens of R prompts."""
+
+    # temperature, top_p, top_k, min_p, seed, the drawn token's index in its sequence, its row of AdjustmentRows
+    arrays: Sequence[Array]
+
+    @classmethod
+    def of(cls, finals: Sequence[Chunk]) -> HostDraws:
+        params = [chunk.request.sampling for chunk in finals]
+        return cls(
+            (
+                np.asarray([p.temperature for p in params], dtype=np.float32),
+                np.asarray([p.top_p for p in params], dtype=np.float32),
+                np.asarray([p.top_k for p in params], dtype=np.int32),
+                np.asarray([p.min_p for p in params], dtype=np.float32),
+                np.asarray([p.seed for p in params], dtype=np.int64),
+                np.asarray([chunk.request.num_tokens for chunk in finals], dtype=np.int64),
+                np.arange(1, len(finals) + 1, dtype=np.int64),
+            )
+        )
+
+    @staticmethod
+    def on_device(
+        sent: Sequence[Tensor], variant: SamplingVariant, adjustments: AdjustmentRows
+    ) -> SamplingBatch:
+        """`sent`: the arrays, there. `adjustments` hold what these prompts ask for."""
+        temperature, top_p, top_k, min_p, seed, position, rows = sent
+        adjust = None
+        if variant.adjust is not None:
+            adjust = Adjustments(adjustments, rows, variant.adjust, rows.new_empty(len(rows), 0))
+        return SamplingBatch(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            position=position,
+            all_greedy=variant.all_greedy,
+            any_filter=variant.any_filter,
+            num_logprobs=variant.num_logprobs,
+            adjust=adjust,
+        )
