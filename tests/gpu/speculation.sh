@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with one H200: the word problems with each draft of the tiny target, and the accept length. See bring_up.sh.
+# On a machine with one H200: the word problems with each draft of the tiny target, questions about pictures, and the accept
+# lengths; what was replayed and what was not. See bring_up.sh.
 set -u
 out="${OUT:-/tmp/out}"
 mkdir -p "$out"
@@ -7,20 +8,36 @@ export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
 TANDEM_PYTHON="$(command -v python3)"
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
-for algorithm in none ngram eagle3 eagle mtp standalone; do
-    draft=""
-    case "$algorithm" in none | ngram) ;; *) draft=", draft_model_path: $PWD/deploy/models/tiny-$algorithm" ;; esac
+cluster() { # MODEL ALGORITHM DRAFT
     cat >/tmp/spec.yaml <<YAML
-model: {path: $PWD/deploy/models/tiny-target, served_name: tiny, dtype: float32}
+model: {path: $PWD/deploy/models/$1, served_name: tiny, dtype: float32}
 prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 32768, chunk_tokens: 2048}
 decode: {nodes: [{name: decode-0, device: "cuda:0"}], pool_tokens: 65536, max_running: 32}
-speculation: {algorithm: $algorithm$draft}
+speculation: {algorithm: $2$3}
 process: {run_dir: /tmp/run-spec}
 YAML
-    echo "== $algorithm"
     timeout 60 python3 -m deploy.cli up /tmp/spec.yaml --detach 2>&1 | tail -4
-    timeout 40 python3 -m deploy.eval_cli http://127.0.0.1:8000 --count 100 --seed 5 --shots 8 --json "$out/$algorithm.json" 2>&1 | tail -2
-    curl -s http://127.0.0.1:8000/server_info | python3 -c 'import json, sys; print(json.load(sys.stdin)["internal_states"][0]["avg_spec_accept_length"])'
+}
+stop() {
+    curl -s http://127.0.0.1:8000/server_info | python3 -c '
+import json, sys
+info = json.load(sys.stdin)
+print("accept length", info["internal_states"][0]["avg_spec_accept_length"])
+for node in info["nodes"]:
+    for graph in node["counters"]["graphs"]:
+        print(node["name"], {key: graph[key] for key in ("phase", "model", "replays", "fallbacks", "captured")})'
     python3 -m deploy.cli down /tmp/spec.yaml 2>&1 | tail -1
-    grep -h '"error"\|Traceback\|Error' /tmp/run-spec/logs/*.log | cut -c1-300 | tail -5
+    grep -h '"error"\|"warning"\|Traceback\|Error' /tmp/run-spec/logs/*.log | cut -c1-300 | tail -5
+}
+for algorithm in none ngram eagle3 eagle mtp standalone tree; do
+    draft=", draft_model_path: $PWD/deploy/models/tiny-${algorithm/tree/eagle3}"
+    case "$algorithm" in none | ngram) draft="" ;; tree) draft="$draft, topk: 4, draft_tokens: 8" ;; esac
+    echo "== $algorithm"
+    cluster tiny-target "${algorithm/tree/eagle3}" "$draft"
+    timeout 40 python3 -m deploy.eval_cli http://127.0.0.1:8000 --count 100 --seed 5 --shots 8 --json "$out/$algorithm.json" 2>&1 | tail -2
+    stop
 done
+echo "== pictures"
+cluster tiny-vision eagle3 ", draft_model_path: $PWD/deploy/models/tiny-vision-eagle3"
+timeout 40 python3 -m deploy.eval_cli http://127.0.0.1:8000 --vision --count 100 --seed 5 --json "$out/vision.json" 2>&1 | tail -2
+stop
