@@ -26,6 +26,7 @@ from common.engine.cuda_graph.spec import PLAIN, Axis, CaptureSpec, ShapeKey, re
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
+from common.engine.ops.round_inputs import gather_rows, window_places
 from common.engine.sampling_plan import SamplingVariant
 
 Output = TypeVar("Output")
@@ -58,15 +59,18 @@ class Round:
     def count(self) -> int:
         return self.rows.shape[0]
 
-    def slots(self, positions: Tensor) -> Tensor:
-        """KV slots of positions [R, n]."""
-        page = self.page_table.gather(1, positions // self.page_size).to(positions.dtype)
-        return page * self.page_size + positions % self.page_size
+    def places(self, depth: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """(positions [R, N], KV slots [R, N], lengths [R] int32) of N tokens in the slots from seq_len + first on.
+
+        depth: [R, N] or [N], how far behind seq_len each stands.
+        """
+        depth = depth.expand(self.count, -1)
+        return window_places(self.seq_len, self.page_table, depth, first, self.page_size)
 
     def singles(self, count: int) -> list[ForwardBatch]:
         """Forwards of one token per request, at the `count` positions from seq_len on; `input_ids` is to be set."""
-        places = self.seq_len[:, None] + self.index[:count]  # [R, count]
-        positions, slots = places.t().contiguous(), self.slots(places).t().contiguous()
+        by_request, slots_by_request, _ = self.places(self.index[:count])
+        positions, slots = by_request.t().contiguous(), slots_by_request.t().contiguous()
         lengths = (positions + 1).to(torch.int32)
         return [
             ForwardBatch(
@@ -99,16 +103,15 @@ class Round:
             mask: [R, N, W], which of the W each sees.
         """
         nodes, width = mask.shape[1:]
-        places = (
-            self.seq_len[:, None] + self.index[width - nodes : width]
-        )  # slot order; positions follow the depth
+        # slot order; positions follow the depth
+        positions, slots, lengths = self.places(depth, width - nodes)
         return ForwardBatch(
             mode=ForwardMode.VERIFY,
             input_ids=ids.flatten(),
-            positions=(self.seq_len[:, None] + depth).flatten(),
-            kv_slots=self.slots(places).flatten(),
+            positions=positions.flatten(),
+            kv_slots=slots.flatten(),
             page_table=self.page_table,
-            seq_lens=(self.seq_len + width).to(torch.int32),
+            seq_lens=lengths,
             query_start=self.index32[: self.count * nodes + 1 : nodes],
             logits_rows=logits_rows,
             max_seq_len=self.longest,
@@ -165,15 +168,14 @@ class Rounds:
 
     def gather(self, placed: Tensor) -> Round:
         """placed [R, 2] as in RoundCall."""
-        rows, held = placed[:, 0], placed[:, 1]
-        pages = self._pages.index_select(0, rows)
-        own = self._index32[: pages.shape[1]] < held[:, None]
+        rows, relay = placed[:, 0], self.relay
+        last_token, seq_len, table = gather_rows(placed, relay.last_token, relay.seq_len, self._pages)
         return Round(
             rows=rows,
             live=rows > 0,
-            last_token=self.relay.last_token.index_select(0, rows),
-            seq_len=self.relay.seq_len.index_select(0, rows).to(torch.int64),
-            page_table=torch.where(own, pages, 0),
+            last_token=last_token,
+            seq_len=seq_len,
+            page_table=table,
             page_size=self._page_size,
             longest=self._longest,
             index=self._index,

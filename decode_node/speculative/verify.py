@@ -134,7 +134,7 @@ class Verify:
         sampled = self._draw(batch, tree, logits, sampling)
         drawn = sampled.token_ids.view(count, nodes)
         accepted = acceptor.accept(tree, drawn)
-        acceptor.settle(accepted, batch.slots(batch.seq_len[:, None] + batch.index[:nodes]))
+        acceptor.settle(accepted, batch.places(batch.index[:nodes])[1])
         ids = acceptor.along(accepted, drawn)
         invalid = acceptor.along(accepted, sampled.invalid.view(count, nodes))
         walk = self._drafter.state.walk.first(count)

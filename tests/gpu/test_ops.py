@@ -25,6 +25,12 @@ from common.engine.ops.rms_norm import (
 )
 from common.engine.ops.rotary import rotary_angles, rotary_angles_reference
 from common.engine.ops.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
+from common.engine.ops.round_inputs import (
+    gather_rows,
+    gather_rows_reference,
+    window_places,
+    window_places_reference,
+)
 from common.engine.ops.sample_tokens import sample_tokens, sample_tokens_reference
 from common.engine.ops.silu_mul import silu_mul, silu_mul_reference
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
@@ -139,6 +145,24 @@ def test_chained_kernels_wait_for_each_other() -> None:
         out.zero_()
         graph.replay()
         assert torch.equal(out, expected)
+
+
+def test_the_integers_of_a_round() -> None:
+    """Equal, for rows in the middle of what the host sends and depths that all requests share."""
+    rows, width, count = 65, 515, 33
+    state = torch.randint(1 << 40, (rows,), device=CUDA), torch.randint(8000, (rows,), device=CUDA).int()
+    pages = torch.randint(1, 1 << 30, (rows, width), device=CUDA).int()
+    placed = torch.stack([torch.randint(n, (count,), device=CUDA) for n in (rows, width, 9)], 1)[:, :2]
+    gathered = gather_rows(placed, *state, pages)
+    for actual, expected in zip(gathered, gather_rows_reference(placed, *state, pages)):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    _, lengths, table = gathered
+    for depth in (torch.arange(7, device=CUDA).expand(count, -1), torch.randint(5, (count, 3), device=CUDA)):
+        args = lengths, table, depth, 4, 16
+        for actual, expected in zip(window_places(*args), window_places_reference(*args)):
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("count", [1, 8])
