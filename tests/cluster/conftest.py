@@ -52,6 +52,9 @@ class Reference:
 
     def __call__(self, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> list[str]:
         """The texts of the tokens, one by one, as logprobs show them."""
+        return [self._tokenizer.token_text(token) for token in self.ids(prompt, max_tokens)]
+
+    def ids(self, prompt: list[int], max_tokens: int) -> list[int]:
         known = self._made.get(tuple(prompt), [])
         if len(known) < max_tokens:
             with torch.inference_mode():
@@ -64,7 +67,7 @@ class Reference:
                     pad_token_id=0,
                 )
             known = self._made[tuple(prompt)] = output[0, len(prompt) :].tolist()
-        return [self._tokenizer.token_text(token) for token in known[:max_tokens]]
+        return known[:max_tokens]
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 
+from deploy.models.drafts import files, measure, oracle
+from deploy.models.drafts.features import load_target
 from deploy.models.prompts import few_shot_prompt
 from deploy.models.word_problems import take
 from tests.cluster.conftest import Reference
@@ -113,14 +116,19 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
+def few_shot_prompts(count: int) -> list[list[int]]:
+    encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    prompts = []
+    for index in range(count):
+        *shots, last = take(9, 500 + index, "heldout")
+        prompts.append(encoder.encode(few_shot_prompt(shots, last.question)).ids)
+    return prompts
+
+
 @pytest.mark.parametrize("name", CASES)
 async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, tmp_path: Path) -> None:
     config, least = CASES[name]
-    encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    prompts = []
-    for index in range(12):
-        *shots, last = take(9, 500 + index, "heldout")
-        prompts.append(encoder.encode(few_shot_prompt(shots, last.question)).ids)
+    prompts = few_shot_prompts(12)
     async with RunningCluster(tmp_path, config=config) as cluster:
         async with Client(cluster.url) as client:
             answers = await client.complete_all(prompts, 6, 48)
@@ -136,6 +144,33 @@ async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, 
             )
             assert 0 < drafts < accepted + drafts
             print(name, state["avg_spec_accept_length"], drafts, accepted)
+
+
+async def test_mtp_accepts_what_the_oracle_says(reference: Reference, tmp_path: Path) -> None:
+    """H4: the cut costs no draft. As many rounds, and as many accepted drafts, as the trained modules have over the
+    whole text in plain torch (deploy/models/drafts/oracle.py)."""
+    steps, said = 3, 24
+    prompts = few_shot_prompts(4)
+    _, head = files.load_head(MODELS / "tiny-mtp")
+    target = load_target()
+    rounds: list[oracle.Round] = []
+    for prompt in prompts:
+        ids = torch.tensor(
+            prompt + reference.ids(prompt, said + steps)
+        )  # the last round may run over the end
+        proposed = measure.proposals(head, target, ids[None], steps)[0]
+        walked = oracle.walk(oracle.ok_matrix(proposed, ids), len(prompt))
+        rounds += [each for each in walked if each.at + 2 - len(prompt) < said]
+    speculation = {"algorithm": "mtp", "draft_model_path": str(MODELS / "tiny-mtp"), "steps": steps}
+    config = {"speculation": speculation, "prefill": {"chunk_tokens": 33}}
+    async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
+        await client.complete_all(prompts, 2, said)
+        await client.wait_idle()
+        async with client.session.get("/metrics") as response:
+            text = await response.text()
+    accepted = sum(each.accepted for each in rounds)
+    assert _total(text, "vllm:spec_decode_num_drafts") == len(rounds)
+    assert _total(text, "vllm:spec_decode_num_accepted_tokens") == accepted > 2.5 * len(rounds)
 
 
 def _total(text: str, series: str) -> float:
