@@ -74,7 +74,8 @@ class MultiLayerDrafter:
     def _run_extend(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
         """All modules, each with the drafts of those before it behind the round's last token."""
         walk = self.state.walk.first(batch.count)
-        kept = self._kept.index_select(0, batch.rows)
+        rows = batch.rows.contiguous()
+        kept = self._kept.index_select(0, rows)
         emitted = walk.accepted + 1
         # tokens[:, i] stands at position walk.start + 1 + i; behind those emitted come the drafts for the next round
         tokens = F.pad(walk.ids, (0, self._steps))
@@ -90,9 +91,9 @@ class MultiLayerDrafter:
             ids.append(state.ids)
             if step < self._steps - 1:
                 lens = torch.where(batch.live, emitted - window.missing, 0)
-                keep_hidden(given.hidden, batch.rows, self._kept, step, lens, window.starts)
+                keep_hidden(given.hidden, rows, self._kept, step, lens, window.starts)
             hidden = given.hidden.view(batch.count, window.width, hidden.shape[-1])
-        self._relay.write_proposal(batch.rows, torch.cat(probs, dim=1), torch.cat(ids, dim=1))
+        self._relay.write_proposal(rows, torch.cat(probs, dim=1), torch.cat(ids, dim=1))
         return Nothing()
 
 

@@ -11,8 +11,13 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
+import decode_node.speculative.drafters.multi_layer
+import prefill_node.multi_layer
 from common.engine.cuda_graph.admission import Fallback
+from common.engine.ops.keep_hidden import keep_hidden_triton
+from common.engine.ops.triton_kernel import tl
 from common.engine.overlap import Completion, Deferred, Immediate
 from decode_node.speculative.step import SpeculativeStep
 from tests.fakes.mtp_models import FORMATS, MODULES, Seen, drafting, eager_rows, expect_eager, observed
@@ -208,3 +213,17 @@ def test_graphs_draft_what_eager_steps_draft(
         assert set(above) == ({Fallback.TOO_LARGE} if max(buckets) < 6 else set())
         cluster.settle()
     expect_all_eager(name, 3, seen, least=20)
+
+
+@pytest.mark.skipif(tl is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_both_nodes_write_the_pool_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E3: what they give to the launcher is what it asks for, and the kernel does what its reference does."""
+    for module in (decode_node.speculative.drafters.multi_layer, prefill_node.multi_layer):
+        monkeypatch.setattr(module, "keep_hidden", keep_hidden_triton)
+    seen: list[Seen] = []
+    with NodeCluster(shape_of("mtp", 3, seen, chunk_tokens=7)) as cluster:
+        calls = [cluster.submit(prompt_of(n, 3), 9) for n in (1, 2, 17)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+    expect_all_eager("mtp", 3, seen, least=5)
