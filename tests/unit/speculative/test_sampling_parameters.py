@@ -12,6 +12,7 @@ import pytest
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.generation import SamplingParams
+from tests.fakes import mtp_models
 from tests.fakes.draft_models import branching, drafting, observed
 from tests.fakes.drafters import foresight, ngram
 from tests.fakes.node_cluster import Call, MakeStep, NodeCluster, NoDraftModel, Shape
@@ -26,6 +27,7 @@ DRAFTERS: dict[str, tuple[Made, float]] = {  # and the accept length that it mus
     "trees": ((NoDraftModel(), foresight(0.8, 9, 4, (4,))), 1.8),
     "eagle3": (observed("eagle3", 3, 0.7, [], (1, 3)), 1.5),
     "eagle3-tree": (branching("eagle3", 3, 4, 8, None, (2, 4)), 1.01),
+    "mtp": (mtp_models.observed("mtp", 3, 0.7, [], (3,)), 1.5),
     "standalone": (drafting("standalone", 3, (4,)), 1.5),
 }
 
