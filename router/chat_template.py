@@ -18,12 +18,12 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class ChatTemplate:
-    """chat_template.jinja of the directory, else `chat_template` of tokenizer_config.json."""
+    """chat_template.jinja of the directory, else `chat_template` of chat_template.json or tokenizer_config.json."""
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError when the template cannot be compiled. A model without one serves no chat."""
-        config = _tokenizer_config(path)
-        source = _source(path, config)
+        config = _read_config(path / "tokenizer_config.json")
+        source = _source(path, _read_config(path / "chat_template.json"), config)
         # a token that the model does not have stays undefined: templates test for it, and print it as ""
         self._variables = {
             name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None
@@ -73,22 +73,21 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _source(path: Path, config: dict[str, Any]) -> str | None:
+def _source(path: Path, *configs: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from error
-    template = config.get("chat_template")
+    template = next((each["chat_template"] for each in configs if "chat_template" in each), None)
     if isinstance(template, list):  # named templates
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
 
 
-def _tokenizer_config(path: Path) -> dict[str, Any]:
-    file = path / "tokenizer_config.json"
+def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:

@@ -20,6 +20,7 @@ from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ def load_cluster(
     _check_names(cluster)
     _check_health(cluster)
     _check_speculation(cluster)
+    _check_image_hosts(cluster)
     return Resolved(
         cluster,
         file,
@@ -139,6 +141,15 @@ def _refuse_other_names(data: Mapping[str, Any]) -> None:
     ours = {"nextn": "mtp", "draft_model": "standalone"}.get(algorithm.lower(), algorithm.lower())
     if ours != algorithm and ours in get_args(Algorithm):
         raise ConfigError("speculation.algorithm", f"{algorithm} is called {ours} here; write {ours}")
+
+
+def _check_image_hosts(cluster: Cluster) -> None:
+    for index, host in enumerate(cluster.router.images.fetch_hosts):
+        if not HOST_NAME.fullmatch(host) or host.replace(".", "").isdigit():
+            raise ConfigError(
+                f"router.images.fetch_hosts[{index}]",
+                f"{host!r} is not the name of a host; write it without scheme, port and path, and no address",
+            )
 
 
 def _check_speculation(cluster: Cluster) -> None:

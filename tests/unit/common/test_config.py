@@ -524,3 +524,13 @@ def test_the_draft_is_relative_to_the_file() -> None:
     resolved = load_cluster(CLUSTERS / "local-eagle3.yaml", environ={})
     assert resolved.draft_path == resolved.model_path.parent / "tiny-eagle3"
     assert load_cluster(CLUSTERS / "local-ngram.yaml", environ={}).draft_path is None
+
+
+@pytest.mark.parametrize(
+    "host", ["https://a.example", "a.example:443", "a.example/x", "10.0.0.1", "localhost", "::1", ""]
+)
+def test_images_are_fetched_from_names_alone(tmp_path: Path, host: str) -> None:
+    """SECURITY.md control 7: an allow-list of hosts; an address would pass by the look-up that is checked."""
+    error = refusal(tmp_path, f'{MINIMAL}router: {{images: {{fetch_hosts: [a.example, "{host}"]}}}}\n')
+    assert error.path == "router.images.fetch_hosts[1]"
+    assert "not the name of a host" in str(error)

@@ -199,3 +199,17 @@ def test_bad_files_are_refused_at_start_up(tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_bytes(raw)
         with pytest.raises(ModelError, match="cannot be read"):
             ChatTemplate(tmp_path)
+
+
+def test_images_reach_the_template_as_parts(tmp_path: Path) -> None:
+    """What transformers gives a processor's template; text parts alone are joined, as templates of old expect."""
+    parts = "{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}[{{ p.text }}]{% endif %}{% endfor %}"
+    one = "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %};"
+    template = "{% for m in messages %}" + one + "{% endfor %}"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    picture = ContentPart("image_url", image_url="data:,")
+    messages = [
+        Message("user", [ContentPart("text", "a"), picture, picture, ContentPart("text", "b")]),
+        Message("assistant", [ContentPart("text", "c"), ContentPart("text", "d")]),
+    ]
+    assert ChatTemplate(tmp_path).render(messages) == "[a]<image><image>[b];cd;"
