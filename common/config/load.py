@@ -19,6 +19,7 @@ from common.config.schema import Algorithm, Cluster, Section, Speculation
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 
+PIECEWISE = ("piecewise", "tc_piecewise")  # what others call prompt graphs that torch.compile splits
 ENV_PREFIX = "TANDEM_"
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)+")
 
@@ -135,12 +136,18 @@ def _check_health(cluster: Cluster) -> None:
 
 
 def _refuse_other_names(data: Mapping[str, Any]) -> None:
-    """What other servers call an algorithm is answered with our name of it."""
+    """What other servers call an algorithm or a backend is answered with our name of it."""
     section = data.get("speculation")
     algorithm = str(section.get("algorithm")) if isinstance(section, dict) else ""
     ours = {"nextn": "mtp", "draft_model": "standalone"}.get(algorithm.lower(), algorithm.lower())
     if ours != algorithm and ours in get_args(Algorithm):
         raise ConfigError("speculation.algorithm", f"{algorithm} is called {ours} here; write {ours}")
+    prefill = data.get("prefill")
+    if isinstance(prefill, dict) and prefill.get("graphs") in PIECEWISE:
+        raise ConfigError(
+            "prefill.graphs",
+            f"{prefill['graphs']}: breakable graphs split at attention, too, and need no compiler; write breakable",
+        )
 
 
 def _check_image_hosts(cluster: Cluster) -> None:

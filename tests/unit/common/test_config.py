@@ -534,3 +534,14 @@ def test_images_are_fetched_from_names_alone(tmp_path: Path, host: str) -> None:
     error = refusal(tmp_path, f'{MINIMAL}router: {{images: {{fetch_hosts: [a.example, "{host}"]}}}}\n')
     assert error.path == "router.images.fetch_hosts[1]"
     assert "not the name of a host" in str(error)
+
+
+@pytest.mark.parametrize("name", ["piecewise", "tc_piecewise"])
+def test_piecewise_graphs_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    """Issue 3 part 2, L7: tests/bench/NOTES.md says why there is no such backend."""
+    with pytest.raises(
+        ConfigError, match=f"prefill.graphs: {name}: breakable graphs split .*; write breakable"
+    ):
+        load(tmp_path, MINIMAL + f"prefill: {{graphs: {name}}}\n")
+    with pytest.raises(ConfigError, match="prefill.graphs: Invalid enum value 'full'"):
+        load(tmp_path, MINIMAL + "prefill: {graphs: full}\n")
