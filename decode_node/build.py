@@ -252,7 +252,8 @@ def decode_step(
         drafter = _drafter(cluster, served, draft, rounds, width)
         acceptor: Acceptor = ChainAcceptor()
         if speculation.topk > 1:
-            acceptor = TreeAcceptor(drafter.reach, width, (runner.pool,))
+            deepest = drafter.state.walk.ids.shape[1] - 1
+            acceptor = TreeAcceptor(drafter.reach, deepest, (runner.pool,))
         verify = Verify(runner, rounds, drafter, acceptor)
         watch = stopwatch_for(device)
         return SpeculativeStep(verify, drafter, acceptor, table, device, completion, watch, seconds)

@@ -46,7 +46,6 @@ class Round:
     """R requests before anything of the round is drafted. Padding rows are requests of no tokens in page 0."""
 
     rows: Tensor  # [R] int64
-    live: Tensor  # [R] bool: not padding
     last_token: Tensor  # [R] int64, drawn but without KV
     seq_len: Tensor  # [R] int64, tokens with KV: last_token stands at this position
     page_table: Tensor  # [R, pages] int32, page 0 behind a request's own pages
@@ -58,6 +57,11 @@ class Round:
     @property
     def count(self) -> int:
         return self.rows.shape[0]
+
+    @property
+    def live(self) -> Tensor:
+        """[R] bool: not padding."""
+        return self.rows > 0
 
     def places(self, depth: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """(positions [R, N], KV slots [R, N], lengths [R] int32) of N tokens in the slots from seq_len + first on.
@@ -172,7 +176,6 @@ class Rounds:
         last_token, seq_len, table = gather_rows(placed, relay.last_token, relay.seq_len, self._pages)
         return Round(
             rows=rows,
-            live=rows > 0,
             last_token=last_token,
             seq_len=seq_len,
             page_table=table,

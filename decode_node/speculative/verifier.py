@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.engine.forward.draft_inputs import EagleVerifyInput
 from common.engine.kv_cache.pool import KvPool
+from decode_node.speculative.rounds import Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class Acceptor(Protocol):
         """values [B, N, ...] of the nodes on the path: [B, D, ...]."""
         ...
 
-    def settle(self, accepted: Accepted, kv_slots: Tensor) -> None:
-        """Bring the KV of accepted nodes to the front of their window. kv_slots [B, N]: where each node's lies."""
+    def settle(self, accepted: Accepted, batch: Round) -> None:
+        """Bring the KV of accepted nodes to the front of their window, which begins at `batch.seq_len`."""
         ...
 
 
@@ -61,8 +62,8 @@ class ChainAcceptor:
     def along(self, accepted: Accepted, values: Tensor) -> Tensor:
         return values
 
-    def settle(self, accepted: Accepted, kv_slots: Tensor) -> None:
-        pass
+    def settle(self, accepted: Accepted, batch: Round) -> None:
+        """It lies there."""
 
 
 class TreeAcceptor:
@@ -90,10 +91,10 @@ class TreeAcceptor:
         path = accepted.path.view(*accepted.path.shape, *(1 for _ in rest))
         return values.gather(1, path.expand(-1, -1, *rest))
 
-    def settle(self, accepted: Accepted, kv_slots: Tensor) -> None:
-        depth = accepted.path.shape[1]
-        index = torch.arange(depth, device=kv_slots.device)
+    def settle(self, accepted: Accepted, batch: Round) -> None:
+        index = batch.index[: accepted.path.shape[1]]
         node = torch.where(index <= accepted.drafts[:, None], accepted.path, index)
-        source, target = kv_slots.gather(1, node).flatten(), kv_slots[:, :depth].flatten()
+        _, slots, _ = batch.places(batch.index[: self.slack + 1])
+        source, target = slots.gather(1, node).flatten(), slots[:, : len(index)].flatten()
         for pool in self._pools:
             pool.move_slots(source, target)

@@ -134,7 +134,7 @@ class Verify:
         sampled = self._draw(batch, tree, logits, sampling)
         drawn = sampled.token_ids.view(count, nodes)
         accepted = acceptor.accept(tree, drawn)
-        acceptor.settle(accepted, batch.places(batch.index[:nodes])[1])
+        acceptor.settle(accepted, batch)
         ids = acceptor.along(accepted, drawn)
         invalid = acceptor.along(accepted, sampled.invalid.view(count, nodes))
         walk = self._drafter.state.walk.first(count)
@@ -146,9 +146,9 @@ class Verify:
         said = accepted.drafts + 1
         if sampling.adjust is not None and sampling.adjust.penalties:
             self._relay.adjustments.count(batch.rows, ids, batch.index[: ids.shape[1]] < said[:, None])
-        last = ids.gather(1, accepted.drafts[:, None])[:, 0]
-        self._relay.last_token.index_copy_(0, batch.rows, torch.where(batch.live, last, 0))
-        lengths = torch.where(batch.live, batch.seq_len + said, 0)
+        last, live = ids.gather(1, accepted.drafts[:, None])[:, 0], batch.live
+        self._relay.last_token.index_copy_(0, batch.rows, torch.where(live, last, 0))
+        lengths = torch.where(live, batch.seq_len + said, 0)
         self._relay.seq_len.index_copy_(0, batch.rows, lengths.to(torch.int32))
         packed = torch.cat((ids, invalid.to(torch.int64), said[:, None]), dim=1)
         if sampling.num_logprobs is None:

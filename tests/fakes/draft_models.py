@@ -250,8 +250,9 @@ def branching(
         made = EagleDrafter(runner, bench.rounds, growth, model.target_hidden)
         return made if seen is None else ObservedTrees(made, bench, seen)
 
-    reach = max(nodes, (steps - 1) * topk)
-    return model, speculative(make, lambda runner: TreeAcceptor(reach, steps, (runner.pool,)), buckets)
+    deepest = min(steps, nodes - 1)
+    reach = max(nodes, (deepest - 1) * topk)
+    return model, speculative(make, lambda runner: TreeAcceptor(reach, deepest, (runner.pool,)), buckets)
 
 
 class ObservedTrees(Watched):

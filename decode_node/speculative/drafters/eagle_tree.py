@@ -25,9 +25,9 @@ class TreeGrowth:
     def __init__(self, runner: DraftRunner, steps: int, topk: int, nodes: int) -> None:
         self._runner = runner
         self._topk = topk
-        self.steps = steps
+        self.steps = min(steps, nodes - 1)  # a node is kept with its ancestors: deeper levels have no room
         self.nodes = nodes
-        self.reach = max(nodes, (steps - 1) * topk)
+        self.reach = max(nodes, (self.steps - 1) * topk)
 
     def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
         """The k new rows of a level see the prefix and their ancestors among the levels before, side by side."""

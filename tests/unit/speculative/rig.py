@@ -102,7 +102,8 @@ class RoundRig:
         self.drafter = self._drafter(draft)
         acceptor: Acceptor = ChainAcceptor()
         if kind.topk > 1:
-            acceptor = TreeAcceptor(kind.reach, kind.steps, (self.pool,))
+            deepest = self.drafter.state.walk.ids.shape[1] - 1
+            acceptor = TreeAcceptor(self.drafter.reach, deepest, (self.pool,))
         self.verify = Verify(self.runner, self.rounds, self.drafter, acceptor, variants)
         self.phases = [*self.drafter.phases, self.verify.phase]
         for phase in self.phases:

@@ -143,9 +143,15 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("buckets", [(), (1, 3)], ids=["eager", "graphs"])
-@pytest.mark.parametrize("name", ["eagle3", "eagle", "standalone"])
+@pytest.mark.parametrize(
+    ("name", "buckets", "completion"),
+    [
+        ("eagle3", (), Immediate),
+        ("eagle3", (1, 3), Deferred),
+        ("eagle", (1, 3), Immediate),
+        ("standalone", (1, 3), Deferred),
+    ],
+)
 def test_tokens_and_drafts_do_not_depend_on_the_widths_before(
     name: str, buckets: tuple[int, ...], completion: type[Completion]
 ) -> None:

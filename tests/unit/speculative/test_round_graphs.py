@@ -116,21 +116,32 @@ def test_replay_equals_eager(name: str, buckets: tuple[int, ...]) -> None:
         assert counters.fallbacks == ({Fallback.TOO_LARGE: above} if above else {})
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 7])
-@pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3"])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("ngram", 1),
+        ("ngram", 7),
+        ("standalone", 1),
+        ("standalone", 5),
+        *(("eagle3", n) for n in (1, 2, 5, 7)),
+    ],
+)
 def test_every_number_of_steps(name: str, steps: int) -> None:
     kind = Kind(name, steps)
     run(rig(kind, "tape", (3,), ALL_GREEDY), rig(kind, "none", (), ALL_GREEDY), ROUNDS[:4])
 
 
-@pytest.mark.parametrize(("steps", "topk", "nodes"), [(1, 4, 5), (3, 2, 4), (7, 8, 20), (5, 4, 16)])
+@pytest.mark.parametrize(
+    ("steps", "topk", "nodes"), [(1, 4, 5), (3, 2, 4), (7, 8, 20), (5, 4, 16), (5, 3, 3), (2, 2, 2)]
+)
 def test_trees_of_every_shape(steps: int, topk: int, nodes: int) -> None:
     kind = Kind("eagle3", steps, topk, nodes)
     run(rig(kind, "tape", (3,), ALL_GREEDY), rig(kind, "none", (), ALL_GREEDY), ROUNDS[:4])
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("name", ["eagle3", "eagle3-tree", "ngram"])
+@pytest.mark.parametrize(
+    ("name", "page_size"), [("eagle3", 1), ("eagle3-tree", 16), ("ngram", 64), ("eagle-tree", 1)]
+)
 def test_page_sizes(name: str, page_size: int) -> None:
     made = [
         rig(KINDS[name], backend, buckets, [FILTERED] * 5, page_size=page_size)
@@ -171,7 +182,7 @@ def test_the_tape_is_the_program_on_padded_rows_bit_for_bit() -> None:
     """Against the program itself with the same padding: relay rows and both caches, to the last bit."""
     for name in ("eagle3", "eagle-tree"):
         padded, graphs = rig(KINDS[name], "none", (1, 4)), rig(KINDS[name], "tape", (1, 4))
-        for chosen in ROUNDS:
+        for chosen in ROUNDS[:6]:
             expect_same(graphs.round(chosen), padded.round(chosen))
             for column in ("last_token", "seq_len", "draft_ids", "draft_p", "draft_hidden"):
                 assert torch.equal(getattr(graphs.relay, column), getattr(padded.relay, column))
@@ -192,8 +203,10 @@ def test_what_lies_in_the_padding_row_reaches_nobody() -> None:
     assert not graphs.draft_pool.key(0)[0].any()
 
 
-@pytest.mark.parametrize("buckets", [(), (2, 4)])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "buckets"),
+    [*((name, (2,)) for name in ("ngram", "standalone", "eagle3", "eagle-tree")), ("eagle3-tree", ())],
+)
 def test_an_idle_batch_of_no_rows(name: str, buckets: tuple[int, ...]) -> None:
     """Row D6: every phase takes a batch of no requests, eager or replayed, and leaves everything as it was."""
     idle, other = (rig(KINDS[name], "tape", buckets, ALL_GREEDY) for _ in range(2))
@@ -205,8 +218,10 @@ def test_an_idle_batch_of_no_rows(name: str, buckets: tuple[int, ...]) -> None:
         expect_same_rows(idle, other)
 
 
-@pytest.mark.parametrize("variants", [(FILTERED,), (LOGITS,), (GREEDY, LOGITS)])
-@pytest.mark.parametrize("name", ["eagle3", "eagle3-tree"])
+@pytest.mark.parametrize(
+    ("name", "variants"),
+    [("eagle3", (FILTERED,)), ("eagle3", (GREEDY, LOGITS)), ("eagle-tree", (LOGITS,))],
+)
 def test_each_variant_alone_gives_the_same_tokens(name: str, variants: tuple[str, ...]) -> None:
     """`logits` ends with the forward; drawing, accepting and scattering follow eagerly, for logprobs of every token."""
     graphs = rig(KINDS[name], "tape", (5,), variants=variants)

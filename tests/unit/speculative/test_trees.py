@@ -63,9 +63,7 @@ def test_a_child_is_never_kept_without_its_parent(k: int, steps: int, seed: int,
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 @pytest.mark.parametrize("page_size", [1, 4, 64])
-@pytest.mark.parametrize(
-    ("steps", "topk", "nodes"), [(1, 4, 5), (2, 2, 4), (3, 4, 8), (5, 3, 12), (7, 8, 20)]
-)
+@pytest.mark.parametrize(("steps", "topk", "nodes"), [(1, 4, 5), (2, 2, 4), (3, 4, 8), (5, 3, 3), (7, 8, 20)])
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
 def test_tokens_equal_plain_decoding(
     name: str, steps: int, topk: int, nodes: int, page_size: int, completion: type[Completion]
