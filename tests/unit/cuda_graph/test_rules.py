@@ -23,6 +23,7 @@ from common.engine.cuda_graph.rules import (
     legacy_switches,
     unsupported,
 )
+from common.vision_config import ARCHITECTURES
 
 PLAIN = StartupFacts("prefill", "cuda")
 AUTO = PhaseSwitch()
@@ -80,6 +81,13 @@ def test_a_multimodal_model_on_the_allow_list_has_graphs(monkeypatch: pytest.Mon
     assert decide(Phase.PREFILL, facts, AUTO).backend == "none"
     monkeypatch.setattr(rules, "MULTIMODAL_ALLOWED", frozenset(("Seeing",)))
     assert decide(Phase.PREFILL, facts, AUTO).backend == "breakable"
+
+
+def test_the_models_that_see_are_on_the_list() -> None:
+    """Row X4, C: their embeddings survive the replay, which tests/unit/prefill_node/test_vision.py shows."""
+    for architecture in ARCHITECTURES:
+        facts = replace(PLAIN, multimodal=True, architecture=architecture)
+        assert decide(Phase.PREFILL, facts, AUTO).backend == "breakable"
 
 
 @pytest.mark.parametrize("phase", Phase)
