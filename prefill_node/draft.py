@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from common.engine.draft_runner import DraftState
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
+from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.host_copies import send_one
 from common.engine.sampler import SampleOutput
 from prefill_node.scheduler import Chunk
@@ -32,7 +32,7 @@ class PrefillDraft(Protocol):
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> DraftState | None:
+    ) -> EagleDraftInput | None:
         """One row of state per final chunk, as `sampled` has. `embeds`: what the target read where images stand."""
         ...
 
@@ -49,7 +49,7 @@ class NoDraft:
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> DraftState | None:
+    ) -> EagleDraftInput | None:
         return None
 
 
@@ -58,7 +58,7 @@ class EaglePrefill:
 
     hidden_mode = CaptureHiddenMode.FULL
 
-    def __init__(self, forward: Callable[[ForwardBatch, Tensor, Tensor | None], DraftState]) -> None:
+    def __init__(self, forward: Callable[[ForwardBatch, Tensor, Tensor | None], EagleDraftInput]) -> None:
         """`forward`: a DraftPrefill, by graphs where they fit."""
         self._forward = forward
 
@@ -69,7 +69,7 @@ class EaglePrefill:
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> DraftState | None:
+    ) -> EagleDraftInput | None:
         assert output.hidden is not None
         following = np.concatenate([_next_tokens(chunk) for chunk in chunks])
         ids = send_one(following, batch.input_ids.device)
@@ -96,7 +96,7 @@ class ModelPrefill:
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> DraftState | None:
+    ) -> EagleDraftInput | None:
         if embeds is not None:  # refused at start-up, too: serving_draft.py
             raise ValueError(
                 "this draft model reads token ids alone and cannot take the embeddings of images"

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.draft_runner import DraftState
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
+from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.host_copies import send, send_one
 from common.engine.mtp_runner import Module
 from common.engine.ops.keep_hidden import keep_hidden
@@ -95,7 +95,7 @@ class MultiLayerPrefill:
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> DraftState | None:
+    ) -> EagleDraftInput | None:
         if embeds is not None:  # refused at start-up, too: serving_draft.py
             raise ValueError("these modules read token ids alone and cannot take the embeddings of images")
         hidden = output.hidden
@@ -126,7 +126,7 @@ class MultiLayerPrefill:
         if sampled is None:
             return None
         finals = send_one(np.flatnonzero([chunk.final for chunk in chunks]), hidden.device)
-        return DraftState(torch.cat(probs, 1), drawn[1:].T, keep.index_select(0, finals).flatten(1))
+        return EagleDraftInput(torch.cat(probs, 1), drawn[1:].T, keep.index_select(0, finals).flatten(1))
 
     def _kept(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor:
         """[B, steps - 1, H]: what the chunks before have put aside; rows of prompts that begin here are not read."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from common.engine.cuda_graph.outputs import map_tensors
-from common.engine.draft_runner import DraftState
 from common.engine.forward.batch import ForwardBatch, ForwardOutput
+from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.host_copies import on_host, send
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.overlap import Completion
@@ -28,7 +28,7 @@ class LaunchedPrefill:
     chunks: Sequence[Chunk]
     finals: Sequence[Chunk]
     sampled: SampleOutput | None
-    draft: DraftState | None  # as `sampled`, on the host too; None without a draft model
+    draft: EagleDraftInput | None  # as `sampled`, on the host too; None without a draft model
     completion: Completion
 
 

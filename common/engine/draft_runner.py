@@ -20,8 +20,6 @@ from common.engine.weights import load_weights
 from common.errors import ModelError
 from common.model_files import read_weight_files
 
-DraftState = EagleDraftInput  # what R requests propose next is what their next step starts from
-
 
 class DraftRunner:
     """Runs one draft model. `pool` is the one that `attention` reads and writes."""
@@ -32,12 +30,12 @@ class DraftRunner:
         self._topk = topk
 
     @torch.inference_mode()
-    def extend(self, batch: ForwardBatch, target_hidden: Tensor) -> DraftState:
+    def extend(self, batch: ForwardBatch, target_hidden: Tensor) -> EagleDraftInput:
         """Rows whose hidden states the target has computed: [T, target_width]."""
         return self.step(batch, self.head.project(target_hidden))
 
     @torch.inference_mode()
-    def step(self, batch: ForwardBatch, hidden: Tensor) -> DraftState:
+    def step(self, batch: ForwardBatch, hidden: Tensor) -> EagleDraftInput:
         """Rows with hidden states as a draft step gives them [T, H]; the state is of `batch.logits_rows`."""
         return self.propose(batch.logits_rows, self.forward(batch, hidden))
 
@@ -48,11 +46,11 @@ class DraftRunner:
         return self.head.forward(batch.input_ids, hidden, batch.positions, self.attention)
 
     @torch.inference_mode()
-    def propose(self, rows: Tensor, output: DraftOutput) -> DraftState:
+    def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
         """What the tokens in `rows` [R] of a forward propose, of its T."""
         logits = self.head.compute_logits(output.last.index_select(0, rows))
         probs, ids = top_tokens(logits, self._topk)
-        return DraftState(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
+        return EagleDraftInput(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
 
 
 def load_draft(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
-from common.engine.draft_runner import DraftRunner, DraftState
+from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.layers.placement import Placement
@@ -30,7 +30,7 @@ class Module(Protocol):
         """Rows with the hidden states that the module reads [T, H]; it gives what the next module reads, too."""
         ...
 
-    def propose(self, rows: Tensor, output: DraftOutput) -> DraftState:
+    def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
         """The likeliest token behind rows [R] of a forward."""
         ...
 

@@ -26,9 +26,9 @@ from common.engine.cuda_graph.prefill_extend import (
 )
 from common.engine.cuda_graph.slots import Fill, Inputs, Slot, StaticInputs
 from common.engine.cuda_graph.spec import Axis, CaptureSpec, Feature, ShapeKey
-from common.engine.draft_runner import DraftRunner, DraftState
+from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch
-from common.engine.forward.draft_inputs import EagleDraftExtendInput
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.models.eagle import DraftOutput
 
 OUTPUTS = OutputSpec(DraftOutput, {"last": OutField(Axis.TOKEN), "hidden": OutField(Axis.TOKEN)})
@@ -118,7 +118,7 @@ class DraftPrefill:
     @torch.inference_mode()
     def __call__(
         self, batch: ForwardBatch, target_hidden: Tensor, input_embeds: Tensor | None = None
-    ) -> DraftState:
+    ) -> EagleDraftInput:
         """Proposals of `batch.logits_rows`. Raises SlotError where `target_hidden` is of another width."""
         return self.propose(batch.logits_rows, self.forward(batch, target_hidden, input_embeds))
 
@@ -129,6 +129,6 @@ class DraftPrefill:
         """All rows; a view of static memory: to be read on the same stream before the next call."""
         return self.graphs(DraftPrefillCall(batch, target_hidden, input_embeds))
 
-    def propose(self, rows: Tensor, output: DraftOutput) -> DraftState:
+    def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
         """What the tokens in `rows` [R] of a forward propose."""
         return self._runner.propose(rows, output)

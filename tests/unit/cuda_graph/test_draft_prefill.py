@@ -21,8 +21,9 @@ from common.engine.cuda_graph.draft_prefill import DraftPrefill, DraftPrefillCal
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.slots import SlotError
 from common.engine.cuda_graph.spec import hidden_mode
-from common.engine.draft_runner import DraftRunner, DraftState
+from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch
+from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.kv_cache.pool import KvPool
 from tests.fakes.draft_models import DRAFTS, tiny_draft
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, VOCAB, tiny_model
@@ -98,7 +99,7 @@ class Rig:
         return torch.randn(len(batch.input_ids), target_width(self.config), generator=generator)
 
 
-def same(actual: DraftState, expected: DraftState) -> bool:
+def same(actual: EagleDraftInput, expected: EagleDraftInput) -> bool:
     return all(
         torch.equal(getattr(actual, name), getattr(expected, name)) for name in ("probs", "ids", "hidden")
     )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.engine.cuda_graph import node_graphs
 from common.engine.overlap import Completion, Deferred, Immediate
 from decode_node.speculative.adaptive import (
     EVERY,
@@ -187,3 +188,33 @@ def test_the_step_learns_from_what_it_reads() -> None:
         counters = cluster.decode.link.counters
     assert policy.choose(1) == 1
     assert counters.spec_draft_tokens < 3 * counters.spec_drafts
+
+
+def test_graphs_of_all_widths_are_counted_as_one_phase() -> None:
+    """Row B (counters): one series for a phase, whatever widths it has; captured sizes as `batches_of` says."""
+    made = {width: observed("eagle3", width, 0.0, [], (1, 3))[1] for width in (0, 2)}
+    steps: list[SpeculativeStep] = []
+
+    def make(parts: Parts) -> AdaptiveStep:
+        widths = {width: step(parts) for width, step in made.items()}
+        steps.extend(widths.values())  # type: ignore[arg-type]
+        return AdaptiveStep(widths, Cycle((2, 0)), no_seconds())  # type: ignore[arg-type]
+
+    with NodeCluster(Shape(draft=observed("eagle3", 2, 0.0, [])[0], step=make)) as cluster:
+        call = cluster.submit(prompt_of(5), 9)
+        cluster.run()
+        assert call.error is None
+        adaptive = cluster.decode.step
+        assert isinstance(adaptive, AdaptiveStep)
+        totals = node_graphs.totals(*adaptive.graphs)()
+    assert [each.phase for each in totals] == ["draft", "verify", "draft_extend"]
+    for each in totals:
+        parts = [
+            one
+            for step in steps
+            for graph in step.graphs
+            if (one := graph.forward.graphs.totals()).phase == each.phase
+        ]
+        assert len(parts) == 2
+        assert each.replays == sum(one.replays for one in parts) > 0
+        assert each.captured == sum(one.captured for one in parts)
