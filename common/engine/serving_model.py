@@ -83,9 +83,10 @@ class ServingModel:
     def with_pool(self, graph_bytes: int) -> ServingModel:
         """The pool is what the node's share of its GPU leaves beside graphs. Raises ConfigError if that is nothing."""
         total = torch.cuda.mem_get_info(self.placement.device)[1]
-        pages = plan_pool(total, replace(self.plan, graphs=graph_bytes), self.wish, self.page_bytes)
+        plan = replace(self.plan, graphs=graph_bytes)
+        pages = plan_pool(total, plan, self.wish, self.page_bytes)
         longest = min(self.max_model_len, (pages - 1) * self.page_size)
-        return replace(self, num_pages=pages, max_model_len=longest)
+        return replace(self, num_pages=pages, max_model_len=longest, plan=plan)
 
     @property
     def kv_fingerprint(self) -> str:
@@ -125,6 +126,9 @@ class ServingModel:
             "vision": "none" if self.config.vision is None else self.config.vision.architecture,
             "pool_pages": self.num_pages - 1,
             "pool_bytes": pool_bytes,
+            "memory_plan": str(replace(self.plan, pool=pool_bytes))
+            if self.placement.device.type == "cuda"
+            else "",
             "sampling_bytes": adjustment_bytes(max_rows, self.config.vocab_size),
             "max_model_len": self.max_model_len,
             "transport": transport,

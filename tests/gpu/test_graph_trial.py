@@ -1,0 +1,37 @@
+"""The trial that tells what graphs will take, before the KV pool of a GPU node is sized."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.node_graphs import GRAPH_BYTES
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.serving_model import graph_trial
+from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUBLAS_BYTES = 128 << 20  # its workspaces, one per stream, stay with the process
+
+
+def test_a_trial_tells_enough_and_leaves_nothing_behind() -> None:
+    """Issue 3 part 4, row B8."""
+    driver = DeviceDriver(model(device=torch.device("cuda")), sequences([9]), 4)
+    made = node_graphs.prefill_graphs(driver.runner, "breakable", 2048, 8, CaptureHiddenMode.FULL)
+    shapes = len(made.forward.graphs.spec.shapes)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    told = graph_trial(
+        lambda: [node_graphs.prefill_graphs(driver.runner, "breakable", 2048, 8, CaptureHiddenMode.FULL)]
+    )
+    after = torch.cuda.memory_reserved()
+    assert told >= GRAPH_BYTES * shapes
+    assert after - before < CUBLAS_BYTES
+    made.forward.graphs.capture()
+    assert not [row.error for row in made.forward.graphs.rows if row.error]
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - after <= told + CUBLAS_BYTES
