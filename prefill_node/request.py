@@ -34,9 +34,7 @@ class PrefillRequest:
     images: tuple[PromptImage, ...] = ()
     granted: bool = False  # the decode node has set its pages aside
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
-    keyed: int = (
-        0  # tokens whose KV depends on the prompt alone; behind them a draft's is right after the last chunk
-    )
+    keyed: int = 0  # tokens whose KV depends on the prompt alone; a draft reads further ahead
     scheduled: int = 0  # tokens whose forward has been launched, cached prefix included
     computed: int = 0  # tokens whose KV is known to be written
     sent_pages: int = 0  # logical pages given to the sender, those that the peer holds included
