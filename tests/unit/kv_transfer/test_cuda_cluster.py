@@ -182,8 +182,8 @@ def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: 
     monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
     given = cluster("cuda", "cuda:0")
     wish = PoolWish(65_536, 0.9, "decode")
-    serving_model._check_memory(MODEL, given, torch.device("cuda", 0), wish, 64)
-    serving_model._check_memory(MODEL, given, torch.device("cuda", 1), wish, 64)
+    serving_model._check_memory(MODEL, given, torch.device("cuda", 0), wish, 64, None)
+    serving_model._check_memory(MODEL, given, torch.device("cuda", 1), wish, 64, None)
     (_, plan, beside, key, per_token), (_, alone, nobody, _, _) = asked
     assert (plan.pool, key) == ((65_536 + 16) * per_token, "decode.pool_tokens")
     assert plan.sampling == adjustment_bytes(64, 704) > 65 * 704 * 4
