@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
         "speculation": EAGLE3,
         "prefill": {"chunk_tokens": 7, "graphs": "breakable"},
         "kv": {"page_size": 4},
-        "decode": {"graphs": "full", "max_running": 4},
+        "decode": {"graphs": "full", "max_running": 2},
     },
 }
 
