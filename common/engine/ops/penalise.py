@@ -92,8 +92,9 @@ def penalise_triton(
     assert seen.shape[1] == vocab, f"counts of {seen.shape[1]} tokens for {vocab} logits"
     assert rows.shape == (count,), f"rows {tuple(rows.shape)} for {count} rows of logits"
     assert path.shape[0] == count, f"paths {tuple(path.shape)} for {count} rows of logits"
-    for tensor in (seen, rows, repetition, presence, frequency, path):
-        assert tensor.is_contiguous(), "counts, rows, penalties and paths must be contiguous"
+    for tensor in (seen, repetition, presence, frequency):
+        assert tensor.is_contiguous(), "counts and penalties must be contiguous"
+    rows, path = rows.contiguous(), path.contiguous()  # views of a round's state may come with strides
     out = torch.empty((count, vocab), dtype=torch.float32, device=logits.device)
     if count:
         _penalise_kernel[(count, cdiv(vocab, BLOCK))](

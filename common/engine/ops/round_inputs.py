@@ -130,7 +130,7 @@ def window_places_reference(
     return seq_len[:, None] + depth, slots, (seq_len + (first + nodes)).to(torch.int32)
 
 
-@kernel_with_varying("width", "nodes", "first", "depth_stride")
+@kernel_with_varying("width", "nodes", "first", "depth_stride", "node_stride")
 def _places_kernel(  # type: ignore[no-untyped-def]
     len_ptr,  # [R]
     table_ptr,  # [R, width]
@@ -142,6 +142,7 @@ def _places_kernel(  # type: ignore[no-untyped-def]
     nodes,
     first,
     depth_stride,
+    node_stride,  # 0 where all nodes stand equally deep
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # at least `nodes`
     CHAINED: tl.constexpr,
@@ -153,7 +154,7 @@ def _places_kernel(  # type: ignore[no-untyped-def]
     live = node < nodes
     place = length + first + node
     page = tl.load(table_ptr + request * width + place // PAGE_SIZE, mask=live, other=0).to(tl.int64)
-    depth = tl.load(depth_ptr + request * depth_stride + node, mask=live, other=0)
+    depth = tl.load(depth_ptr + request * depth_stride + node * node_stride, mask=live, other=0)
     tl.store(slot_ptr + request * nodes + node, page * PAGE_SIZE + place % PAGE_SIZE, mask=live)
     tl.store(position_ptr + request * nodes + node, length + depth, mask=live)
     tl.store(out_len_ptr + request, (length + first + nodes).to(tl.int32))
@@ -166,7 +167,6 @@ def window_places_triton(
     assert seq_len.shape == (count,), f"{tuple(seq_len.shape)} lengths for {count} requests"
     assert seq_len.is_contiguous(), "lengths must be contiguous"
     assert page_table.is_contiguous(), "the page table must be contiguous"
-    assert depth.stride(1) == 1, "the tokens of a request must be adjacent"
     positions, slots = seq_len.new_empty((count, nodes)), seq_len.new_empty((count, nodes))
     lengths = page_table.new_empty(count)
     if count:
@@ -180,7 +180,7 @@ def window_places_triton(
             page_table.shape[1],
             nodes,
             first,
-            depth.stride(0),
+            *depth.stride(),
             PAGE_SIZE=page_size,
             BLOCK=next_power_of_2(nodes),
             num_warps=1,

@@ -244,10 +244,12 @@ def test_a_bias_may_name_as_many_tokens_as_it_says() -> None:
 @pytest.mark.parametrize("width", [0, 1, 5])
 def test_the_kernel_equals_the_reference(vocab: int, width: int) -> None:
     torch.manual_seed(vocab + width)
-    rows = torch.tensor([2, 0, 3, 3, 1])
+    rows = torch.tensor([[2, 9], [0, 9], [3, 9], [3, 9], [1, 9]])[
+        :, 0
+    ]  # with strides, as a round's state has
     logits, seen = 3 * torch.randn(5, vocab), torch.randint(0, 7, (4, vocab), dtype=torch.int32)
     logits[0, 3], logits[1, 4], logits[2, 5] = torch.nan, -torch.inf, torch.inf
-    path = torch.randint(-1, 4, (5, width))
+    path = torch.randint(-1, 4, (width, 5)).t()
     factors = torch.rand(4) + 0.5, torch.randn(4), torch.randn(4)
     args = logits, seen, rows, *factors, path
     found, wanted = penalise_triton(*args), penalise_reference(*args)

@@ -41,7 +41,8 @@ def test_window_places(page_size: int, nodes: int, first: int) -> None:
     seq_len = torch.tensor([0, 15, 16, 77])
     table = torch.randint(1 << 20, (4, 100 // page_size + 1), dtype=torch.int32)
     trees = torch.randint(4, (4, nodes))
-    for depth in (trees, torch.arange(nodes).expand(4, -1)):
+    level = torch.tensor(3).expand(4, nodes)  # of a draft tree: no strides
+    for depth in (trees, torch.arange(nodes).expand(4, -1), level):
         args = seq_len, table, depth, first, page_size
         for actual, expected in zip(window_places_triton(*args), window_places(*args), strict=True):
             assert actual.dtype == expected.dtype
