@@ -127,6 +127,7 @@ def few_shot_prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", CASES)
 async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, tmp_path: Path) -> None:
+    """Rows B9, B10: the accept length from /server_info, the score that of transformers, whose tokens these are."""
     config, least = CASES[name]
     prompts = few_shot_prompts(12)
     async with RunningCluster(tmp_path, config=config) as cluster:

@@ -230,7 +230,7 @@ def test_a_backend_without_breaks_is_refused() -> None:
 
 
 def test_without_shapes_every_prompt_is_eager() -> None:
-    """Rows A8, A11."""
+    """Rows A8, A11, and B5 as X2 settles it: a draft without graphs is skipped at capture and still has its forward."""
     rig = Rig.of("eagle", NoGraphs, ())
     batch = rig.batch([0], [9])
     assert same(rig.graphed(batch, rig.hidden(batch)), rig.eager.extend(batch, rig.hidden(batch)))

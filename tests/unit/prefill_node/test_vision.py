@@ -64,7 +64,7 @@ def submit(
 
 @pytest.mark.parametrize("chunk", [1, 3, TOKENS, 7, 64])
 def test_any_chunks_of_mixed_batches_say_what_the_eager_target_says(chunk: int) -> None:
-    """G9, C5, X3, X4: text alone, images first, inside, last and several, in the same forwards, all replayed."""
+    """Rows C5, X3, X4; G9: text alone, images first, inside, last and several, in the same forwards, all replayed."""
     with seeing(chunk_tokens=chunk) as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         calls = [(parts, submit(cluster, parts)) for parts in ALL]

@@ -1,0 +1,75 @@
+"""Which test shows which row of the requirements (A1-A11, B1-B10, C1-C5, D1-D8, E1-E4), read from docstrings.
+
+    python -m tests.architecture.requirement_rows > tests/REQUIREMENTS.md
+
+A docstring of a test, or of a whole test module, names rows as "Row A7", "Rows A1, A6" or "Rows D1 to D8".
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+LAST = {"A": 11, "B": 10, "C": 5, "D": 8, "E": 4}
+ROWS = [f"{letter}{number}" for letter, last in LAST.items() for number in range(1, last + 1)]
+WHAT = {
+    "A": "breakable graphs for target and draft prefill",
+    "B": "prefill graphs together with speculation",
+    "C": "embeddings of images through graph replay",
+    "D": "one source of hidden widths",
+    "E": "draft-extend of multi-layer drafts, graph or not",
+}
+_NAMED = re.compile(
+    r"\brows?\s+((?:[A-Z]\d+(?:\([a-z]\))?(?:(?:-| to )[A-Z]\d+)?(?:'s)?(?:, (?:and )?| and )?)+)",
+    re.IGNORECASE,
+)
+_ID = re.compile(r"([A-E])(\d+)(?:(?:-| to )\1(\d+))?")
+
+
+def rows_in(text: str) -> set[str]:
+    """The rows that a docstring names."""
+    found: set[str] = set()
+    for named in _NAMED.finditer(" ".join(text.split())):
+        for letter, first, last in _ID.findall(named.group(1)):
+            found.update(f"{letter}{number}" for number in range(int(first), int(last or first) + 1))
+    return found & set(ROWS)
+
+
+def named_tests() -> Iterator[tuple[str, str]]:
+    """(row, path::test) of every docstring; a module's own docstring stands for the module."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        where = path.relative_to(TESTS.parent).as_posix()
+        module = ast.parse(path.read_text())
+        for row in rows_in(ast.get_docstring(module) or ""):
+            yield row, where
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                for row in rows_in(ast.get_docstring(node) or ""):
+                    yield row, f"{where}::{node.name}"
+
+
+def by_row() -> dict[str, list[str]]:
+    """Every row with its tests, in order."""
+    tests: dict[str, list[str]] = {row: [] for row in ROWS}
+    for row, test in named_tests():
+        tests[row].append(test)
+    return tests
+
+
+def table() -> str:
+    """tests/REQUIREMENTS.md."""
+    lines = ["# Which test shows which requirement", ""]
+    lines += ["Made by `python -m tests.architecture.requirement_rows` from the docstrings of the tests."]
+    tests = by_row()
+    for letter in LAST:
+        lines += ["", f"## {letter}: {WHAT[letter]}", "", "| row | tests |", "| --- | --- |"]
+        for row in (row for row in ROWS if row[0] == letter):
+            lines.append(f"| {row} | {'<br>'.join(f'`{test}`' for test in tests[row])} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
