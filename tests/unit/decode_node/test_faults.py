@@ -231,10 +231,10 @@ def _poison(step: Any, rows: int) -> None:
     """NaN for the first row of the `rows`-th forward that draws, and in its KV: graphs or not, so in device state."""
     seen = 0
 
-    def extend(batch: Any) -> Any:
+    def extend(batch: Any, *embeds: Any) -> Any:
         nonlocal seen
         with torch.inference_mode():
-            output = inner(batch)
+            output = inner(batch, *embeds)
             seen += len(output.logits) > 0
             if len(output.logits) and seen == rows:
                 output.logits[0] = torch.nan
