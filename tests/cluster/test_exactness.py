@@ -52,6 +52,7 @@ CASES = [
         },
         max_tokens=60,
         counters={"retractions": 1},
+        every=3,
     ),
     Case(
         "graphs-on-the-tape",
