@@ -134,6 +134,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     mode = forwards.draft.hidden_mode
     warm_up(forwards.target.forward, forwards.draft_forwards, mode, cluster.kv.page_size, device)
+    adjustments = AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
     )
@@ -141,7 +142,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         forwards.target.forward,
         seeing.embeds,
         forwards.draft,
-        AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device),
+        adjustments,
         cluster.kv.page_size,
         device,
         completion_for(device, one_behind=False),
