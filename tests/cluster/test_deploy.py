@@ -60,12 +60,17 @@ def left_behind(file: Path) -> dict[str, list[str]]:
     return {"processes": processes, "files": files}
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("tandem.*")}
+def pids_of(file: Path) -> set[int]:
+    table = json.loads((run_dir_of(file) / "cluster.json").read_text())
+    return {entry["pid"] for entry in table["processes"].values()}
+
+
+def segments_of(pids: set[int]) -> set[str]:
+    """Segments that these processes made: clusters of other tests run beside this one."""
+    return {path.name for pid in pids for path in Path("/dev/shm").glob(f"tandem.*.*.{pid}.*")}
 
 
 def test_up_detached_status_down(cluster_file: Path) -> None:
-    before = segments()
     assert deploy("status", str(cluster_file)).returncode == 3
     up = deploy("up", str(cluster_file), "--detach")
     try:
@@ -74,6 +79,8 @@ def test_up_detached_status_down(cluster_file: Path) -> None:
         status = deploy("status", str(cluster_file))
         assert status.returncode == 0, status.stdout
         assert "prefill-0" in status.stdout
+        pids = pids_of(cluster_file)
+        assert segments_of(pids)
         second = deploy("up", str(cluster_file))
         assert second.returncode == 1
         assert "runs already" in second.stderr
@@ -81,11 +88,10 @@ def test_up_detached_status_down(cluster_file: Path) -> None:
         down = deploy("down", str(cluster_file))
     assert down.returncode == 0
     assert left_behind(cluster_file) == {"processes": [], "files": []}
-    assert segments() <= before
+    assert not segments_of(pids)
 
 
 def test_ctrl_c_drains_and_a_killed_node_is_restarted(cluster_file: Path) -> None:
-    before = segments()
     process = subprocess.Popen(
         [sys.executable, "-m", "deploy.cli", "up", str(cluster_file)],
         cwd=ROOT,
@@ -100,6 +106,7 @@ def test_ctrl_c_drains_and_a_killed_node_is_restarted(cluster_file: Path) -> Non
             if "Ctrl-C" in line:
                 break
         table = json.loads((run_dir_of(cluster_file) / "cluster.json").read_text())
+        pids = pids_of(cluster_file)
         os.kill(table["processes"]["decode-0"]["pid"], signal.SIGKILL)
         deadline = time.monotonic() + 60
         while True:
@@ -119,6 +126,7 @@ def test_ctrl_c_drains_and_a_killed_node_is_restarted(cluster_file: Path) -> Non
                 pass
             assert time.monotonic() < deadline, "the killed node did not come back"
             time.sleep(0.1)
+        pids |= pids_of(cluster_file)
         process.send_signal(signal.SIGINT)
         output = process.stdout.read()
         assert process.wait(60) == 0, output
@@ -129,7 +137,7 @@ def test_ctrl_c_drains_and_a_killed_node_is_restarted(cluster_file: Path) -> Non
         process.wait(10)
         process.stdout.close()
     assert left_behind(cluster_file) == {"processes": [], "files": []}
-    assert segments() <= before
+    assert not segments_of(pids)
 
 
 def test_what_cannot_start_is_said_and_leaves_nothing(cluster_file: Path, tmp_path: Path) -> None:
