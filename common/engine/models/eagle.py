@@ -7,6 +7,7 @@ Sources: arXiv 2401.15077, 2503.01840.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -68,6 +69,37 @@ class SplitHead(DraftHead, Protocol):
         ...
 
 
+class DraftModule(nn.Module, ABC):
+    """What heads have in common: they take the target's hidden states as they are, and draft in its vocabulary."""
+
+    placement: Placement
+    embed_tokens: Embedding
+    lm_head: Tensor
+
+    @abstractmethod
+    def body(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput: ...
+
+    def project(self, target_hidden: Tensor) -> Tensor:
+        return target_hidden
+
+    def embed(self, ids: Tensor) -> Tensor:
+        embeds: Tensor = self.embed_tokens(ids)
+        return embeds
+
+    def forward(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> DraftOutput:
+        return self.body(self.embed(ids), hidden, positions, attention)
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        return logits(last, self.lm_head)
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        return ids
+
+
 class Eagle3Layer(nn.Module):
     """Attention reads the token's embedding beside the hidden state; the residual stream is the hidden state alone."""
 
@@ -99,7 +131,7 @@ class Eagle3Layer(nn.Module):
         yield from self.mlp.checkpoint_tensors(f"{prefix}.mlp")
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(DraftModule):
     """EAGLE-3. Shares the target's embedding, and its LM head where the draft vocabulary is not reduced."""
 
     d2t: Tensor  # [draft vocabulary] int64, target id - draft id
@@ -108,7 +140,7 @@ class Eagle3Head(nn.Module):
         super().__init__()
         config = draft.model
         self.placement = placement
-        self.embed_tokens: Embedding = target.embed_tokens
+        self.embed_tokens = target.embed_tokens
         self.rotary = Rotary(config.rope, config.head_dim, placement)
         self.fc = Linear(
             EagleDraftExtendInput.hidden_size_for(draft), {"fc": config.hidden_size}, False, placement
@@ -125,23 +157,11 @@ class Eagle3Head(nn.Module):
         projected: Tensor = self.fc(target_hidden)
         return projected
 
-    def embed(self, ids: Tensor) -> Tensor:
-        embeds: Tensor = self.embed_tokens(ids)
-        return embeds
-
-    def forward(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
-    ) -> DraftOutput:
-        return self.body(self.embed(ids), hidden, positions, attention)
-
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
         x, residual = self.midlayer(embeds, hidden, self.rotary(positions), attention)
         return DraftOutput(*self.norm.add(x, residual))
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        return logits(last, self.lm_head)
 
     def target_ids(self, ids: Tensor) -> Tensor:
         return ids + self.d2t[ids]
@@ -177,31 +197,19 @@ class EagleLayer(nn.Module):
         yield from self.mlp.checkpoint_tensors(f"{prefix}.mlp")
 
 
-class EagleHead(nn.Module):
+class EagleHead(DraftModule):
     """EAGLE-1/2: regresses the target's normed hidden state, which the target's own head reads."""
 
     def __init__(self, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> None:
         super().__init__()
         config = draft.model
         self.placement = placement
-        self.embed_tokens: Embedding = target.embed_tokens
+        self.embed_tokens = target.embed_tokens
         self.lm_head = target.lm_head
         self.rotary = Rotary(config.rope, config.head_dim, placement)
         width = config.hidden_size + EagleDraftExtendInput.hidden_size_for(draft)
         self.fc = Linear(width, {"fc": config.hidden_size}, False, placement)
         self.layers = nn.ModuleList(EagleLayer(draft, i, placement) for i in range(config.num_layers))
-
-    def project(self, target_hidden: Tensor) -> Tensor:
-        return target_hidden
-
-    def embed(self, ids: Tensor) -> Tensor:
-        embeds: Tensor = self.embed_tokens(ids)
-        return embeds
-
-    def forward(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
-    ) -> DraftOutput:
-        return self.body(self.embed(ids), hidden, positions, attention)
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
@@ -211,12 +219,6 @@ class EagleHead(nn.Module):
         for layer in self.layers:
             x = layer(x, angles, attention)
         return DraftOutput(x, x)
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        return logits(last, self.lm_head)
-
-    def target_ids(self, ids: Tensor) -> Tensor:
-        return ids
 
     def checkpoint_tensors(self, layer: str) -> Iterator[tuple[str, Tensor]]:
         """`layer` is not needed: EAGLE-1 checkpoints agree on layers.N."""

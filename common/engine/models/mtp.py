@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from common.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
-from common.engine.layers.linear import Embedding, Linear, logits
+from common.engine.layers.linear import Embedding, Linear
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.placement import Placement, parameter
 from common.engine.layers.rotary import Rotary
-from common.engine.models.eagle import DraftOutput
+from common.engine.models.eagle import DraftModule, DraftOutput
 from common.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from common.mtp_format import MtpFormat
 
 
-class MtpModule(nn.Module):
+class MtpModule(DraftModule):
     """A `SplitHead`. Shares the target's embedding and LM head unless the checkpoint has its own."""
 
     def __init__(
@@ -53,7 +53,7 @@ class MtpModule(nn.Module):
         self._format: MtpFormat = draft.mtp
         self._prefix = draft.mtp.prefix(index)
         self._own_embedding, self._own_head = own_embedding, own_head
-        self.embed_tokens: Embedding = (
+        self.embed_tokens = (
             Embedding(config.vocab_size, size, placement) if own_embedding else target.embed_tokens
         )
         self.lm_head = parameter((config.vocab_size, size), placement) if own_head else target.lm_head
@@ -62,18 +62,6 @@ class MtpModule(nn.Module):
         self.eh_proj = Linear(2 * size, {draft.mtp.projection: size}, False, placement)
         self.layer = DecoderLayer(config, index, placement)
         self.norm = RmsNorm(*norm)
-
-    def project(self, target_hidden: Tensor) -> Tensor:
-        return target_hidden
-
-    def embed(self, ids: Tensor) -> Tensor:
-        embeds: Tensor = self.embed_tokens(ids)
-        return embeds
-
-    def forward(
-        self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
-    ) -> DraftOutput:
-        return self.body(self.embed(ids), hidden, positions, attention)
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
@@ -84,12 +72,6 @@ class MtpModule(nn.Module):
         x, residual, _ = self.layer(x, None, self.rotary(positions), attention)
         last, _ = self.norm.add(x, residual)
         return DraftOutput(last, last if self._format.chain else hidden)
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        return logits(last, self.lm_head)
-
-    def target_ids(self, ids: Tensor) -> Tensor:
-        return ids
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         prefix, names = self._prefix, self._format
