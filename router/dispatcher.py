@@ -11,10 +11,19 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 
-from common.errors import DeadlineExceeded, InvalidRequest, NodeLost, Overloaded, RequestError, Unavailable
+from common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    Preempted,
+    RequestError,
+    Unavailable,
+)
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_STOP
 from common.messages.identity import Role, new_room
@@ -94,12 +103,12 @@ class Dispatcher:
         self.timelines.add(timeline)
         self._active += 1
         finished: str | None = None
-        count = 0
+        tokens = 0
         try:
             async with aclosing(self._attempt_until_done(request, timeline, loop.time() + timeout)) as deltas:
                 async for delta in deltas:
                     finished = delta.finish_reason
-                    count += len(delta.tokens)
+                    tokens += len(delta.tokens)
                     yield delta
             timeline.outcome = finished or "aborted"
         except AnswerComplete:
@@ -112,15 +121,17 @@ class Dispatcher:
             if timeline.outcome == "running":
                 timeline.outcome = finished or "client gone"
             timeline.mark("finished", time.monotonic())
-            self._metrics.request_finished(timeline, len(request.token_ids), count)
-            self._log.info("request finished", tokens=count, **timeline.report())
+            self._metrics.request_finished(timeline, len(request.token_ids), tokens)
+            self._log.info("request finished", tokens=tokens, **timeline.report())
 
     async def _attempt_until_done(
         self, request: GenerationRequest, timeline: Timeline, deadline: float
     ) -> AsyncGenerator[TokenDelta, None]:
         said: list[int] = []
         avoid: set[str] = set()
-        for number in range(1, self._limits.max_attempts + 1):
+        failures = 0
+        for number in count(1):
+            before = len(said)
             try:
                 # closed here and not by the garbage collector: a client that leaves frees both nodes at once
                 async with aclosing(
@@ -131,7 +142,9 @@ class Dispatcher:
                         yield delta
                 return
             except RequestError as error:
-                if not error.retryable or number == self._limits.max_attempts:
+                # a preempted request that got further has not failed: its text and its deadline bound how often
+                failures += not (isinstance(error, Preempted) and len(said) > before)
+                if not error.retryable or failures >= self._limits.max_attempts:
                     raise
                 self._metrics.retries.labels(error.code).inc()
                 self._log.warning(

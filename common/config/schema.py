@@ -74,7 +74,7 @@ class Router(Section, frozen=True, kw_only=True):
     )
     placement: PlacementSection = PlacementSection()
     max_attempts: Annotated[int, Meta(ge=1, le=10)] = (
-        3  # placements of one request before the client sees an error
+        3  # failed placements of one request before the client sees an error
     )
     max_requests: Positive = 4096  # in flight; more are answered 503 with Retry-After
     max_body_bytes: Positive = 10 * 1024 * 1024

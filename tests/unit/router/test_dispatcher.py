@@ -12,6 +12,7 @@ from common.errors import (
     InvalidRequest,
     NodeLost,
     Overloaded,
+    Preempted,
     TransferFailed,
     Unavailable,
 )
@@ -195,6 +196,29 @@ async def test_attempts_are_bounded() -> None:
             decode.say(Failed(room=reserve.room, code="transfer_failed", message="no"))
         await client.done()
         assert isinstance(client.error, TransferFailed)
+        assert await prefill.silence(Prefill)
+        rig.nothing_left()
+
+
+@pytest.mark.parametrize("says", [True, False])
+async def test_preemption_counts_as_a_failure_only_where_nothing_was_said(says: bool) -> None:
+    """A pool that is short for long must not end a request that gets further with every placement."""
+    async with router_rig(max_attempts=3) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client(max_tokens=10)
+        for count in range(5 if says else 3):
+            reserve, prompt = await legs(prefill, decode)
+            if says:
+                first_token(prefill, prompt.room, 50 + count)
+                await client.until(count + 1)
+            decode.say(Failed(room=reserve.room, code="preempted", message="no pages"))
+        if says:
+            _, prompt = await legs(prefill, decode)
+            assert prompt.emitted == 5
+            first_token(prefill, prompt.room, 55, "stop")
+        await client.done()
+        assert client.ids == ([50, 51, 52, 53, 54, 55] if says else [])
+        assert isinstance(client.error, type(None) if says else Preempted)
         assert await prefill.silence(Prefill)
         rig.nothing_left()
 
@@ -422,7 +446,8 @@ async def test_many_at_once_with_nodes_that_come_and_go() -> None:
             prompt = await node.expect(Prefill, timeout=60)
             done = len(prompt.token_ids)
             await asyncio.sleep(0)
-            first_token(node, prompt.room, prompt.token_ids[0] * 1000 + done)
+            last = prompt.emitted + 1 == prompt.sampling.max_tokens  # all but one came before a node left
+            first_token(node, prompt.room, prompt.token_ids[0] * 1000 + done, "length" if last else None)
 
     async def serve_decode(node: FakeNode) -> None:
         while True:
