@@ -215,6 +215,7 @@ class DecodeNode:
             if not request.ended:
                 # told even so: a router that only stalled still counts on this node
                 self._fail(request, NodeLost.code, "the router of this request is gone")
+        self._peers.all_lost()
 
     def sweep(self, now: float) -> None:
         for request in self.queues.live():

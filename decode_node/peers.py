@@ -55,6 +55,11 @@ class PeerConnections:
         if incarnation in self._dealers:
             self._lost.add(incarnation)
 
+    def all_lost(self) -> None:
+        """This node counted as gone, so they have forgotten it: Hello is due again before the next reservation."""
+        for incarnation in list(self._dealers):
+            self.lost(incarnation)
+
     def close_unused(self, needed: Container[str]) -> None:
         """Close the sockets to lost nodes, but those that some request still names, in quarantine perhaps."""
         for incarnation in [each for each in self._lost if each not in needed]:

@@ -159,6 +159,27 @@ def test_the_decode_node_is_lost_for_the_prefill_node() -> None:
         cluster.settle()
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_decode_node_that_stood_still_greets_its_prefill_nodes_anew(busy: bool) -> None:
+    """They were told that it is gone: its next request must not find that out for it."""
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        cluster.submit(prompt_of(30), 3)
+        cluster.run()
+        if busy:
+            cluster.submit(prompt_of(30, 1), 30)
+            cluster.turn(4)
+        cluster.prefill.link.deliver(PeerLost(incarnation=cluster.decode.ref.incarnation))
+        cluster.turn(2)
+        cluster.decode.link.router_lost = True
+        cluster.turn(2)
+        failed = len(cluster.failures)
+        later = cluster.submit(prompt_of(30, 2), 6)
+        cluster.run()
+        expect_reference(later)
+        assert cluster.failures[failed:] == []
+        cluster.settle()
+
+
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 def test_a_request_that_ends_with_its_first_token(completion: type[Completion]) -> None:
     """Its reservation is released, whether it came before or after, and it never enters the batch."""
