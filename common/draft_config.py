@@ -18,6 +18,7 @@ from common.errors import ModelError
 from common.model_config import FAMILIES, ModelConfig
 from common.mtp_format import ARCHITECTURES as MTP_ARCHITECTURES
 from common.mtp_format import MODULES, MtpFormat, has_modules, mtp_format
+from common.rope_config import SECTIONS, split_sections, with_sections
 
 DraftAlgorithm = Literal["eagle3", "eagle", "mtp", "standalone"]
 
@@ -69,7 +70,14 @@ class DraftConfig:
             return cls(algorithm, model, 0, (), None, False)
         if algorithm == "mtp":
             return _load_mtp(raw, file, target)
-        model = ModelConfig.parse({**raw, "architectures": ["LlamaForCausalLM"]}, Path(path))
+        plain, sections = split_sections(raw, str(file))
+        model = ModelConfig.parse({**plain, "architectures": ["LlamaForCausalLM"]}, Path(path))
+        model = replace(model, rope=with_sections(model.rope, sections, model.head_dim, str(file)))
+        if sections != target.rope.sections:
+            raise ModelError(
+                f"{file}: {SECTIONS} is {list(sections) or 'not set'}, the target has "
+                f"{list(target.rope.sections) or 'none'}: a draft reads the positions of its target"
+            )
         width = raw.get("target_hidden_size") or target.hidden_size
         _check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
         _check_same(file, "target_hidden_size", width, target.hidden_size)

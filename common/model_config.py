@@ -16,7 +16,8 @@ from typing import Any
 
 from common import model_files
 from common.errors import ModelError
-from common.rope_config import RopeConfig, parse_rope
+from common.json_fields import positive
+from common.rope_config import RopeConfig, parse_rope, with_sections
 from common.vision_config import ARCHITECTURES, VisionConfig, is_vision, language_part, parse_vision
 
 Raw = Mapping[str, Any]
@@ -122,8 +123,12 @@ def model_fingerprint(path: str | Path) -> str:
 def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     where = str(directory / "config.json")
     if is_vision(raw):
+        language, sections = language_part(raw, where)
+        config = _parse(language, generation, directory)
         return replace(
-            _parse(language_part(raw, where), generation, directory), vision=parse_vision(raw, where)
+            config,
+            rope=with_sections(config.rope, sections, config.head_dim, where),
+            vision=parse_vision(raw, directory),
         )
     architecture, family = _family(raw, where)
     if raw.get("quantization_config") is not None:
@@ -135,16 +140,16 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{where}: hidden_act {activation!r} is not supported; supported is silu")
-    hidden, heads = _positive(raw, "hidden_size", where), _positive(raw, "num_attention_heads", where)
-    kv_heads = _positive(raw, "num_key_value_heads", where, heads)
-    head_dim = _positive(raw, "head_dim", where, family.head_dim or hidden // heads)
+    hidden, heads = positive(raw, "hidden_size", where), positive(raw, "num_attention_heads", where)
+    kv_heads = positive(raw, "num_key_value_heads", where, heads)
+    head_dim = positive(raw, "head_dim", where, family.head_dim or hidden // heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embedding needs an even one")
-    num_layers = _positive(raw, "num_hidden_layers", where)
-    max_positions = _positive(raw, "max_position_embeddings", where)
-    vocab = _positive(raw, "vocab_size", where)
+    num_layers = positive(raw, "num_hidden_layers", where)
+    max_positions = positive(raw, "max_position_embeddings", where)
+    vocab = positive(raw, "vocab_size", where)
     eps = raw.get("rms_norm_eps", 1e-6)
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
         raise ModelError(f"{where}: rms_norm_eps must be a small positive number, found {eps!r}")
@@ -155,7 +160,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=_positive(raw, "intermediate_size", where),
+        intermediate_size=positive(raw, "intermediate_size", where),
         vocab_size=vocab,
         max_position_embeddings=max_positions,
         rms_norm_eps=float(eps),
@@ -182,14 +187,6 @@ def _family(raw: Raw, where: str) -> tuple[str, Family]:
     return name, FAMILIES[name]
 
 
-def _positive(raw: Raw, key: str, where: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{where}: {key} must be a positive integer, found {value!r}")
-    return value
-
-
 def _flag(raw: Raw, key: str, where: str, default: bool = False) -> bool:
     value = raw.get(key)
     value = default if value is None else value
@@ -209,7 +206,7 @@ def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int
     value = raw.get("sliding_window", family.window)
     if value is None or (family.windows_by_layer and not _flag(raw, "use_sliding_window", where)):
         return full
-    window = _positive({"sliding_window": value}, "sliding_window", where)
+    window = positive({"sliding_window": value}, "sliding_window", where)
     if not family.windows_by_layer:
         return (window,) * num_layers
     types = raw.get("layer_types")

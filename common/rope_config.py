@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import ModelError
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
+SECTIONS = "mrope_section"
+MULTIMODAL = "mrope"  # the rope type of older files that have SECTIONS
+AXES = 3  # temporal, height, width
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,23 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin
+    # frequencies turned by the temporal, height and width position of a token, in that order, head_dim / 2 in all;
+    # (): a token has one position
+    sections: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """What the positions [T, *axes] of a prompt have behind T. Behind a prompt all axes agree: they are [T]."""
+        return (len(self.sections),) if self.sections else ()
 
 
 def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
     """Read the rope of a config.json. `ModelError` names an unsupported type or a missing value."""
     values = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    if SECTIONS in values or values.get("rope_type", values.get("type")) == MULTIMODAL:
+        raise ModelError(
+            f"{where}: positions on several axes ({SECTIONS}) are supported for models that read images alone"
+        )
     if any(isinstance(value, dict) for value in values.values()):
         raise ModelError(
             f"{where}: rope parameters per layer type are not supported, only one set for all layers"
@@ -87,6 +102,42 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeCo
         truncate=bool(values.get("truncate", True)),
         attention_factor=_yarn_attention_factor(values, factor),
     )
+
+
+def split_sections(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """config.json as that of a model whose tokens have one position, and the sections of its rotary embedding.
+
+    No sections where it says none. `ModelError` where they are not those of three axes, one behind the other.
+    """
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    values = dict(raw.get(key) or {})
+    if values.get("mrope_interleaved"):
+        raise ModelError(f"{where}: mrope_interleaved is not supported")
+    kind = values.get("rope_type", values.get("type"))
+    if SECTIONS not in values:
+        if kind == MULTIMODAL:
+            raise ModelError(f"{where}: rope type {MULTIMODAL!r} needs {SECTIONS}")
+        return dict(raw), ()
+    sections = values.pop(SECTIONS)
+    if (
+        not isinstance(sections, list)
+        or len(sections) != AXES
+        or not all(type(each) is int and each > 0 for each in sections)
+    ):
+        raise ModelError(f"{where}: {SECTIONS} must be {AXES} positive integers, found {sections!r}")
+    if kind == MULTIMODAL:
+        values = {**values, "rope_type": "default"}
+    return {**raw, key: values}, tuple(sections)
+
+
+def with_sections(rope: RopeConfig, sections: tuple[int, ...], head_dim: int, where: str) -> RopeConfig:
+    """`ModelError` where the sections are not of all frequencies of a head."""
+    if sections and sum(sections) != head_dim // 2:
+        raise ModelError(
+            f"{where}: {SECTIONS} {list(sections)} are {sum(sections)} frequencies, a head_dim of {head_dim} has "
+            f"{head_dim // 2}"
+        )
+    return replace(rope, sections=sections)
 
 
 def _yarn_attention_factor(values: Mapping[str, Any], factor: float) -> float:

@@ -1,138 +1,41 @@
-"""What a LLaVA checkpoint says about its vision part: tower, projector, placeholders. No torch.
+"""The vision part of a model by its config.json, of whichever family it is. No torch.
 
-The engine builds the tower from `tower_options` with transformers' own classes; the router needs only how many tokens
-an image takes and which token stands for it.
+The router asks it how an image's tokens lie in the prompt and which token stands for them, the engine builds its tower.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from common.errors import ModelError
+from common import llava_config, qwen_vl_config
+from common.llava_config import LlavaVision
+from common.qwen_vl_config import QwenVision
 
-ARCHITECTURES = ("LlavaForConditionalGeneration",)
-TOWERS: Mapping[str, Mapping[str, int]] = {  # model_type -> what its config.json may leave out
-    "clip_vision_model": {"image_size": 224, "patch_size": 32, "num_hidden_layers": 12},
-    "siglip_vision_model": {"image_size": 224, "patch_size": 16, "num_hidden_layers": 12},
-}
-LANGUAGE_MODELS = {  # model_type of text_config -> its architecture
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-LANGUAGE_DEFAULTS: Mapping[str, Mapping[str, int]] = {  # older files leave out what is transformers' default
-    "LlamaForCausalLM": {
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "vocab_size": 32_000,
-    }
-}
-MAX_IMAGE_TOKENS = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class VisionConfig:
-    """Images of one size, cut into patches: the same number of tokens for each."""
-
-    architecture: str
-    tower: str  # a key of TOWERS
-    tower_options: str  # vision_config as JSON, for transformers' config class
-    image_token_id: int  # stands in a tokenized prompt where an image goes; may lie outside the vocabulary
-    tokens_per_image: int
-    image_size: int  # pixels, both sides
-    feature_layers: tuple[int, ...]  # indices into the tower's hidden states, side by side
-    drop_first: bool  # without the row of the class token
-    projector_act: str
-    projector_bias: bool
+VisionConfig: TypeAlias = LlavaVision | QwenVision
+ARCHITECTURES = (*llava_config.ARCHITECTURES, *qwen_vl_config.ARCHITECTURES)
 
 
 def is_vision(raw: Mapping[str, Any]) -> bool:
     """Whether config.json is of an architecture that takes images."""
-    found = raw.get("architectures")
-    return isinstance(found, list) and bool(found) and found[0] in ARCHITECTURES
+    return _architecture(raw) in ARCHITECTURES
 
 
-def language_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """config.json of the language model alone, as if it stood in a directory of its own."""
-    text = _section(raw, "text_config", where)
-    named = text.get("architectures")
-    kind = text.get("model_type", "llama")
-    architecture = str(named[0]) if isinstance(named, list) and named else LANGUAGE_MODELS.get(str(kind), "")
-    if architecture not in LANGUAGE_MODELS.values():
-        raise ModelError(
-            f"{where}: a language model of type {kind!r} is not supported; supported are {', '.join(LANGUAGE_MODELS)}"
-        )
-    outer = {
-        key: raw[key]
-        for key in ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
-        if raw.get(key) is not None
-    }
-    return {**LANGUAGE_DEFAULTS.get(architecture, {}), **outer, **text, "architectures": [architecture]}
+def language_part(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """config.json of the language model alone, as if it stood in a directory of its own, and its rotary sections."""
+    if _architecture(raw) in llava_config.ARCHITECTURES:
+        return llava_config.llava_language(raw, where), ()
+    return qwen_vl_config.qwen_language(raw, where)
 
 
-def parse_vision(raw: Mapping[str, Any], where: str) -> VisionConfig:
+def parse_vision(raw: Mapping[str, Any], directory: Path) -> VisionConfig:
     """`ModelError` says what is not supported."""
-    options = _section(raw, "vision_config", where)
-    tower = options.get("model_type", "clip_vision_model")
-    if tower not in TOWERS:
-        raise ModelError(
-            f"{where}: vision tower {tower!r} is not supported; supported are {', '.join(TOWERS)}"
-        )
-    size, patch, layers = (_positive(options, key, default, where) for key, default in TOWERS[tower].items())
-    strategy = raw.get("vision_feature_select_strategy", "default")
-    if strategy not in ("default", "full"):
-        raise ModelError(
-            f"{where}: vision_feature_select_strategy {strategy!r} is not supported: default or full"
-        )
-    has_class_row = tower == "clip_vision_model"
-    if strategy == "default" and not has_class_row:
-        raise ModelError(
-            f"{where}: {tower} has no class token for vision_feature_select_strategy default to drop; write full"
-        )
-    tokens = (size // patch) ** 2 + (has_class_row and strategy == "full")
-    if tokens > MAX_IMAGE_TOKENS:
-        raise ModelError(f"{where}: an image of {tokens} tokens is not supported; at most {MAX_IMAGE_TOKENS}")
-    token = raw.get("image_token_index", raw.get("image_token_id"))
-    if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-        raise ModelError(f"{where}: image_token_index must be a token id, found {token!r}")
-    return VisionConfig(
-        architecture=raw["architectures"][0],
-        tower=tower,
-        tower_options=json.dumps(options, sort_keys=True),
-        image_token_id=token,
-        tokens_per_image=tokens,
-        image_size=size,
-        feature_layers=_feature_layers(raw, layers, where),
-        drop_first=strategy == "default",
-        projector_act=str(raw.get("projector_hidden_act", "gelu")),
-        projector_bias=bool(raw.get("multimodal_projector_bias", True)),
-    )
+    if _architecture(raw) in llava_config.ARCHITECTURES:
+        return llava_config.parse_llava(raw, str(directory / "config.json"))
+    return qwen_vl_config.parse_qwen(raw, directory)
 
 
-def _feature_layers(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int, ...]:
-    value = raw.get("vision_feature_layer", -2)
-    chosen = value if isinstance(value, list) else [value]
-    if not chosen or not all(type(each) is int and -layers - 1 <= each <= layers for each in chosen):
-        raise ModelError(f"{where}: vision_feature_layer {value!r} is no layer of a tower with {layers}")
-    return tuple(chosen)
-
-
-def _section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = raw.get(key)
-    if not isinstance(value, dict):
-        raise ModelError(f"{where}: {key} must be an object, found {type(value).__name__}")
-    return value
-
-
-def _positive(options: Mapping[str, Any], key: str, default: int, where: str) -> int:
-    value = options.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{where}: vision_config.{key} must be a positive integer, found {value!r}")
-    return value
+def _architecture(raw: Mapping[str, Any]) -> object:
+    found = raw.get("architectures")
+    return found[0] if isinstance(found, list) and found else None

@@ -26,6 +26,7 @@ from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.mtp_runner import MultiLayerRunner
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
+from common.engine.rotary_places import rotary_places
 from common.engine.serving_draft import AnyDraftRunner
 from common.engine.serving_model import (
     ServingModel,
@@ -165,7 +166,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         receiver,
         space,
         table,
-        Retraction(forwards.pools, space, table, relay, section.backup_mib * MIB),
+        Retraction(
+            forwards.pools, space, table, relay, rotary_places(served.config.rope), section.backup_mib * MIB
+        ),
         step,
         decode.DecodeLimits(
             max_running=section.max_running,

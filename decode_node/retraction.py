@@ -8,6 +8,7 @@ from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
+from common.engine.rotary_places import RotaryPlaces
 from decode_node.request import Backup, DecodeRequest
 
 
@@ -20,6 +21,7 @@ class Retraction:
         space: PageSpace,
         table: RequestTable,
         relay: RelayState,
+        rotary: RotaryPlaces,
         max_bytes: int,
     ) -> None:
         """`pools` share page ids: the target's, and the draft's if there is one."""
@@ -27,6 +29,7 @@ class Retraction:
         self._space = space
         self._table = table
         self._relay = relay
+        self._rotary = rotary
         self._max_bytes = max_bytes
         self._used = 0
 
@@ -78,7 +81,8 @@ class Retraction:
         text = request.prompt + request.output
         assert request.seq_len == len(text) - 1, "the host knows all that was drawn"
         outputs = request.emitted + len(request.output)
-        self._relay.write_row(request.row, text, outputs, request.sampling, request.draft)
+        delta = self._rotary.delta(request.images)
+        self._relay.write_row(request.row, text, outputs, request.sampling, request.draft, delta)
 
     def release(self, request: DecodeRequest) -> None:
         """Give back pages and row."""

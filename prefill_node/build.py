@@ -25,6 +25,7 @@ from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
+from common.engine.rotary_places import rotary_places
 from common.engine.serving_model import (
     ServingModel,
     graph_trial,
@@ -133,7 +134,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         node_graphs.capture(each, log)
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     mode = forwards.draft.hidden_mode
-    warm_up(forwards.target.forward, forwards.draft_forwards, mode, cluster.kv.page_size, device)
+    rope = served.config.rope
+    warm_up(forwards.target.forward, forwards.draft_forwards, mode, cluster.kv.page_size, device, rope.axes)
     adjustments = AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
@@ -143,6 +145,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         seeing.embeds,
         forwards.draft,
         adjustments,
+        rotary_places(rope),
         cluster.kv.page_size,
         device,
         completion_for(device, one_behind=False),

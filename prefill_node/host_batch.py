@@ -11,6 +11,7 @@ from torch import Tensor
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.host_copies import Array
 from common.engine.logit_adjustments import AdjustmentRows, Adjustments
+from common.engine.rotary_places import RotaryPlaces
 from common.engine.sampler import SamplingBatch
 from common.engine.sampling_plan import SamplingVariant
 from prefill_node.scheduler import Chunk
@@ -25,11 +26,17 @@ class HostBatch:
     arrays: Sequence[Array]  # ids, positions, slots, page table, lengths, starts, last rows of final chunks
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], page_size: int) -> HostBatch:
+    def of(cls, chunks: Sequence[Chunk], page_size: int, rotary: RotaryPlaces) -> HostBatch:
         lengths = [chunk.length for chunk in chunks]
         ends = [chunk.start + chunk.length for chunk in chunks]
         ids = np.concatenate([chunk.request.keys[chunk.start : end] for chunk, end in zip(chunks, ends)])
-        positions = np.concatenate([np.arange(chunk.start, end) for chunk, end in zip(chunks, ends)])
+        places = np.concatenate([np.arange(chunk.start, end) for chunk, end in zip(chunks, ends)])
+        positions = np.concatenate(
+            [
+                rotary.positions([image.span for image in chunk.request.images], chunk.start, end)
+                for chunk, end in zip(chunks, ends)
+            ]
+        )
         width = max(-(-end // page_size) for end in ends)
         table = np.zeros((len(chunks), width), dtype=np.int32)
         for row, (chunk, end) in enumerate(zip(chunks, ends)):
@@ -37,8 +44,8 @@ class HostBatch:
             pages = chunk.request.lease.pages[: -(-end // page_size)]
             table[row, : len(pages)] = pages
         owner = np.repeat(np.arange(len(chunks)), lengths)  # token -> row of the batch
-        slots = table[owner, positions // page_size].astype(np.int64) * page_size
-        slots += positions % page_size
+        slots = table[owner, places // page_size].astype(np.int64) * page_size
+        slots += places % page_size
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         last_rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.final]
         lens, rows = np.asarray(ends, dtype=np.int32), np.asarray(last_rows, dtype=np.int64)

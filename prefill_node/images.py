@@ -16,6 +16,7 @@ from typing import Protocol
 import zmq
 from torch import Tensor
 
+from common.engine.models.vision_part import Pixels
 from common.errors import InternalError, InvalidRequest, Overloaded, ProtocolError
 from common.ipc import Dealer
 from common.messages.generation import ImageSpan
@@ -23,7 +24,9 @@ from common.messages.image_inbox import codec
 from common.observability.logs import Log
 
 MAX_WAITING = 512  # images of prompts that wait; their pixels are in host memory
+MAX_WAITING_TOKENS = 1 << 19  # of those; a token is some kilobytes of pixels
 UNCLAIMED = 256  # images decoded or being decoded whose prompt has not come; the oldest give way
+UNCLAIMED_BYTES = 1 << 30  # of their pixels
 DECODERS = 2  # threads; Pillow lets go of the interpreter while it decodes
 ARRIVAL_SECONDS = 30.0  # from the prompt to its last image; then it is placed again
 
@@ -33,12 +36,28 @@ class PromptImage:
     """One image of one prompt; ready once it has pixels or rows."""
 
     span: ImageSpan
-    pixels: Tensor | None = None  # [3, size, size] float32, on the host
+    pixels: Pixels | None = None
     rows: Tensor | None = None  # [span.length, H], on the device
 
     @property
     def ready(self) -> bool:
         return self.pixels is not None or self.rows is not None
+
+    def fits(self, rows: int, columns: int) -> None:
+        """Raises InvalidRequest where the prompt has another room for the image, which is so large."""
+        if (rows, columns) != (self.span.rows, self.span.columns):
+            raise InvalidRequest(
+                f"an image has {rows} x {columns} tokens, its prompt has room for {self.span.rows} x "
+                f"{self.span.columns}",
+                param="messages",
+            )
+
+    def fitting(self, rows: Tensor | None) -> Tensor | None:
+        """What a cache holds of it [rows, columns, H], as `rows`. Raises InvalidRequest."""
+        if rows is None:
+            return None
+        self.fits(*rows.shape[:2])
+        return rows.flatten(0, 1)
 
     def overlap(self, start: int, end: int) -> tuple[int, int]:
         """The part of prompt positions start .. end that it fills, as positions; empty unless the first is less."""
@@ -50,7 +69,7 @@ class RowCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()  # [rows, columns, H]
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -82,8 +101,8 @@ class Images(Protocol):
 
     def watch(self, poller: zmq.Poller) -> None: ...
 
-    def expect(self, spans: Sequence[ImageSpan], waiting: int) -> tuple[PromptImage, ...]:
-        """The images of a new prompt, beside so many that wait. Raises InvalidRequest or Overloaded."""
+    def expect(self, spans: Sequence[ImageSpan], waiting: Sequence[ImageSpan]) -> tuple[PromptImage, ...]:
+        """The images of a new prompt, beside those that wait. Raises InvalidRequest or Overloaded."""
         ...
 
     def receive(self) -> None:
@@ -105,7 +124,7 @@ class NoImages:
     def watch(self, poller: zmq.Poller) -> None:
         pass
 
-    def expect(self, spans: Sequence[ImageSpan], waiting: int) -> tuple[PromptImage, ...]:
+    def expect(self, spans: Sequence[ImageSpan], waiting: Sequence[ImageSpan]) -> tuple[PromptImage, ...]:
         if spans:
             raise InvalidRequest("this model takes no images", param="messages")
         return ()
@@ -126,19 +145,17 @@ class ImageIntake:
     def __init__(
         self,
         dealer: Dealer,
-        read: Callable[[bytes], Tensor],
-        tokens_per_image: int,
+        read: Callable[[bytes], Pixels],
         cache: RowCache,
         log: Log,
     ) -> None:
-        """`read` decodes one image into pixels [3, size, size], or raises InvalidRequest."""
+        """`read` decodes one image, or raises InvalidRequest."""
         self._dealer = dealer
         self._read = read
-        self._tokens = tokens_per_image
         self._cache = cache
         self._log = log
         self._threads = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
-        self._pixels: OrderedDict[bytes, Future[Tensor]] = OrderedDict()
+        self._pixels: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
         self.refused_messages = 0
 
     @property
@@ -148,11 +165,10 @@ class ImageIntake:
     def watch(self, poller: zmq.Poller) -> None:
         poller.register(self._dealer.socket, zmq.POLLIN)
 
-    def expect(self, spans: Sequence[ImageSpan], waiting: int) -> tuple[PromptImage, ...]:
-        if spans and waiting + len(spans) > MAX_WAITING:
-            raise Overloaded(f"{waiting} images wait on this prefill node already; try again later")
-        if any(span.length != self._tokens for span in spans):
-            raise InvalidRequest(f"an image of this model takes {self._tokens} tokens", param="messages")
+    def expect(self, spans: Sequence[ImageSpan], waiting: Sequence[ImageSpan]) -> tuple[PromptImage, ...]:
+        tokens = sum(span.length for span in (*spans, *waiting))
+        if spans and waiting and (len(waiting) + len(spans) > MAX_WAITING or tokens > MAX_WAITING_TOKENS):
+            raise Overloaded(f"{len(waiting)} images wait on this prefill node already; try again later")
         return tuple(PromptImage(span) for span in spans)
 
     def receive(self) -> None:
@@ -166,24 +182,30 @@ class ImageIntake:
             if message.digest in self._pixels or self._cache.get(message.digest) is not None:
                 continue
             self._pixels[message.digest] = self._threads.submit(self._decode, message.digest, message.data)
-            while len(self._pixels) > UNCLAIMED:
+            while len(self._pixels) > UNCLAIMED or self._decoded_bytes() > UNCLAIMED_BYTES:
                 self._pixels.popitem(last=False)[1].cancel()
 
     def claim(self, images: Iterable[PromptImage]) -> None:
         for image in images:
             if image.ready:
                 continue
-            image.rows = self._cache.get(image.span.digest)
+            image.rows = image.fitting(self._cache.get(image.span.digest))
             future = self._pixels.get(image.span.digest)
             if image.rows is None and future is not None and future.done():
                 self._pixels.move_to_end(image.span.digest)  # another prompt may show it
-                image.pixels = future.result()
+                pixels = future.result()
+                image.fits(pixels.rows, pixels.columns)
+                image.pixels = pixels
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._dealer.close()
 
-    def _decode(self, digest: bytes, data: bytes) -> Tensor:
+    def _decoded_bytes(self) -> int:
+        done = [future for future in self._pixels.values() if future.done() and future.exception() is None]
+        return sum(future.result().values.nbytes for future in done)
+
+    def _decode(self, digest: bytes, data: bytes) -> Pixels:
         if hashlib.sha256(data).digest() != digest:
             raise InvalidRequest("an image is not the one that its digest names")
         try:

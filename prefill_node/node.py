@@ -174,7 +174,7 @@ class PrefillNode:
     def take(self, message: Prefill, now: float) -> None:
         try:
             keys = self._check(message)
-            waiting = sum(len(request.images) for request in self.queues.waiting)
+            waiting = [image.span for request in self.queues.waiting for image in request.images]
             images = self._images.expect(message.images, waiting)
             with_images(keys, message.images)  # spans that do not fit are refused here
             self._sender.expect(message.room, now + message.deadline_ms / 1000, message.decode)

@@ -1,4 +1,4 @@
-"""An image file to the pixels that the tower takes, with the checkpoint's own image processor. Runs on any thread."""
+"""An image file to the pixels that the tower takes, as the checkpoint's image processor says. Runs on any thread."""
 
 from __future__ import annotations
 
@@ -6,28 +6,49 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
-from torch import Tensor
 
+from common.engine.models.vision_part import Pixels
 from common.errors import ModelError
 from common.image_files import decode_image
+from common.llava_config import LlavaVision
+from common.qwen_vl_config import QwenVision
 from common.vision_config import VisionConfig
 
 
 class PixelReader:
     """Pillow decodes and resizes: the same pixels on every machine, as transformers makes them."""
 
-    def __init__(self, process: Callable[[Image.Image], Tensor], max_pixels: int) -> None:
+    def __init__(self, process: Callable[[Image.Image], Pixels], max_pixels: int) -> None:
         self._process = process
         self._max_pixels = max_pixels
 
-    def __call__(self, data: bytes) -> Tensor:
-        """[3, size, size] float32. Raises InvalidRequest for a file that cannot be decoded."""
+    def __call__(self, data: bytes) -> Pixels:
+        """Raises InvalidRequest for a file that cannot be decoded, or an image that the model does not take."""
         return self._process(decode_image(data, self._max_pixels))
 
 
 def load_pixel_reader(path: Path, vision: VisionConfig, max_pixels: int) -> PixelReader:
-    """Reads preprocessor_config.json. Raises ModelError where it makes pixels that the tower does not take."""
+    """Raises ModelError where the image processor makes pixels that the tower does not take."""
+    process = _resized(vision) if isinstance(vision, QwenVision) else _llava(path, vision)
+    return PixelReader(process, max_pixels)
+
+
+def _resized(vision: QwenVision) -> Callable[[Image.Image], Pixels]:
+    """[height, width, 3] uint8: an eighth of what the tower reads, which the device makes of it (models/qwen_vl.py)."""
+
+    def process(image: Image.Image) -> Pixels:
+        size = vision.size(image.width, image.height)
+        values = np.array(image.resize(size, Image.Resampling.BICUBIC))
+        return Pixels(torch.from_numpy(values), *vision.grid(image.width, image.height))
+
+    return process
+
+
+def _llava(path: Path, vision: LlavaVision) -> Callable[[Image.Image], Pixels]:
+    """[3, size, size] float32, by the processor itself. Reads preprocessor_config.json."""
     from transformers import AutoImageProcessor  # seconds, and nothing that text alone needs
 
     try:
@@ -36,14 +57,14 @@ def load_pixel_reader(path: Path, vision: VisionConfig, max_pixels: int) -> Pixe
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{path}: its image processor cannot be loaded: {error}") from error
 
-    def process(image: Image.Image) -> Tensor:
-        pixels: Tensor = processor(images=image, return_tensors="pt")["pixel_values"][0]
-        return pixels.float()
+    def process(image: Image.Image) -> Pixels:
+        values: torch.Tensor = processor(images=image, return_tensors="pt")["pixel_values"][0]
+        return Pixels(values.float(), *vision.grid(image.width, image.height))
 
     size = vision.image_size
-    made = process(Image.new("RGB", (size + 3, size)))
+    made = process(Image.new("RGB", (size + 3, size))).values
     if made.shape != (3, size, size):
         raise ModelError(
             f"{path}: the image processor makes {list(made.shape)} of an image, the tower takes [3, {size}, {size}]"
         )
-    return PixelReader(process, max_pixels)
+    return process

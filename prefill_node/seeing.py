@@ -8,9 +8,13 @@ from pathlib import Path
 
 from common.engine.layers.placement import Placement
 from common.engine.models.llama import LlamaForCausalLM
-from common.engine.models.llava import load_vision
+from common.engine.models.llava import load_llava
+from common.engine.models.qwen_vl import load_qwen
+from common.engine.models.vision_part import VisionPart
 from common.ipc import Dealer
+from common.model_config import ModelConfig
 from common.observability.logs import Log
+from common.qwen_vl_config import QwenVision
 from prefill_node.images import ImageIntake, Images, NoImages, RowCache
 from prefill_node.pixel_reader import load_pixel_reader
 from prefill_node.vision import PromptEmbeds, TextEmbeds, VisionEmbeds
@@ -40,5 +44,12 @@ def load_seeing(
     reader = load_pixel_reader(path, vision, max_pixels)
     part = load_vision(path, model.config, placement)
     cache = RowCache(cache_bytes)
-    intake = ImageIntake(connect(), reader, vision.tokens_per_image, cache, log)
+    intake = ImageIntake(connect(), reader, cache, log)
     return Seeing(intake, VisionEmbeds(model.embed, part, cache))
+
+
+def load_vision(path: Path, config: ModelConfig, placement: Placement) -> VisionPart:
+    """The vision part of whichever family. Raises ModelError."""
+    if isinstance(config.vision, QwenVision):
+        return load_qwen(path, config, placement)
+    return load_llava(path, config, placement)

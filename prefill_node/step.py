@@ -13,6 +13,7 @@ from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.host_copies import on_host, send
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.overlap import Completion
+from common.engine.rotary_places import RotaryPlaces
 from common.engine.sampler import SampleOutput, sample
 from common.engine.sampling_plan import sampling_variant
 from prefill_node.draft import PrefillDraft
@@ -41,6 +42,7 @@ class PrefillStep:
         embeds: PromptEmbeds,
         draft: PrefillDraft,
         adjustments: AdjustmentRows,
+        rotary: RotaryPlaces,
         page_size: int,
         device: torch.device,
         completion: Callable[[], Completion],
@@ -50,6 +52,7 @@ class PrefillStep:
         self._embeds = embeds
         self._draft = draft
         self._adjustments = adjustments
+        self._rotary = rotary
         self._page_size = page_size
         self._device = device
         self._completion = completion
@@ -57,7 +60,7 @@ class PrefillStep:
     def launch(self, chunks: Sequence[Chunk]) -> LaunchedPrefill:
         """Start the forward; nothing here waits for the device."""
         finals = [chunk for chunk in chunks if chunk.final]
-        host, draws = HostBatch.of(chunks, self._page_size), HostDraws.of(finals)
+        host, draws = HostBatch.of(chunks, self._page_size, self._rotary), HostDraws.of(finals)
         sent = send((*host.arrays, *draws.arrays), self._device)
         batch = host.on_device(sent[: len(host.arrays)], self._draft.hidden_mode)
         embeds = self._embeds(chunks, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.batch import ForwardBatch
+from common.engine.models.vision_part import Pixels, VisionPart
 from prefill_node.images import PromptImage, RowCache
 from prefill_node.scheduler import Chunk
 
 ENCODER_BATCH = 32  # images in one forward of the encoder
+ENCODER_TOKENS = (
+    16_384  # in one forward, unless a single image has more: what it takes of the device grows with them
+)
 
 Embed = Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
 
@@ -59,8 +63,7 @@ class TextEmbeds:
 class VisionEmbeds:
     """Encodes what the batch needs and nothing ahead of it but the image behind a chunk's end, which a draft reads."""
 
-    def __init__(self, embed: Embed, encode: Callable[[Tensor], Tensor], cache: RowCache) -> None:
-        """`encode`: pixels [N, 3, size, size] on the host -> [N, tokens, H] on the device; nothing waits for it."""
+    def __init__(self, embed: Embed, encode: VisionPart, cache: RowCache) -> None:
         self._embed = embed
         self._encode = encode
         self._cache = cache
@@ -81,25 +84,39 @@ class VisionEmbeds:
 
     def _fill(self, shown: Sequence[PromptImage]) -> None:
         """Give every image its rows: from the cache, from another prompt of this batch, from the encoder."""
-        missing: dict[bytes, Tensor] = {}
+        missing: dict[bytes, Pixels] = {}
         for image in shown:
-            image.rows = image.rows if image.rows is not None else self._cache.get(image.span.digest)
+            if image.rows is None:
+                image.rows = image.fitting(self._cache.get(image.span.digest))
             if image.rows is None:
                 assert image.pixels is not None, "a prompt is admitted once its images are decoded"
                 missing[image.span.digest] = image.pixels
-        digests = list(missing)
         made: dict[bytes, Tensor] = {}
-        for start in range(0, len(digests), ENCODER_BATCH):
-            some = digests[start : start + ENCODER_BATCH]
-            pixels = torch.stack([missing[digest] for digest in some])
+        for some in _batches(missing):
+            encoded = self._encode([missing[digest] for digest in some])
             # copies: a slice would keep the whole batch alive
-            made |= {digest: rows.clone() for digest, rows in zip(some, self._encode(pixels), strict=True)}
+            made |= {digest: rows.clone() for digest, rows in zip(some, encoded, strict=True)}
         self.encoded += len(made)
         for digest, rows in made.items():
             self._cache.put(digest, rows)
         for image in shown:
-            image.rows = image.rows if image.rows is not None else made[image.span.digest]
+            if image.rows is None:
+                image.rows = made[image.span.digest].flatten(0, 1)
             image.pixels = None
+
+
+def _batches(images: Mapping[bytes, Pixels]) -> Iterator[list[bytes]]:
+    """Digests of images that go through the encoder together."""
+    batch: list[bytes] = []
+    tokens = 0
+    for digest, pixels in images.items():
+        if batch and (len(batch) == ENCODER_BATCH or tokens + pixels.tokens > ENCODER_TOKENS):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(digest)
+        tokens += pixels.tokens
+    if batch:
+        yield batch
 
 
 def _images_of(chunk: Chunk) -> list[PromptImage]:

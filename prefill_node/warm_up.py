@@ -21,10 +21,14 @@ def warm_up(
     hidden_mode: CaptureHiddenMode,
     page_size: int,
     device: torch.device,
+    axes: tuple[int, ...] = (),
 ) -> None:
-    """One token in the padding page through the layers, the heads and every kind of draw. Writes no request's page."""
+    """One token in the padding page through the layers, the heads and every kind of draw. Writes no request's page.
+
+    axes: of the model's RopeConfig.
+    """
     batch = replace(
-        idle_extend(1, page_size, device),
+        idle_extend(1, page_size, device, axes),
         logits_rows=torch.zeros(1, dtype=torch.int64, device=device),
         hidden_mode=hidden_mode,
     )

@@ -19,6 +19,7 @@ from common.ipc import LinkSecurity, check_bind, link_security
 from common.messages.identity import new_incarnation
 from common.model_config import ModelConfig, model_fingerprint
 from common.observability.logs import Log
+from common.vision_config import VisionConfig
 from router.chat_template import ChatTemplate
 from router.control_plane import ControlPlane
 from router.dispatcher import Dispatcher, DispatchLimits
@@ -198,7 +199,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         metrics,
         log,
     )
-    images, body_bytes = _images(cluster.router, config.vision is not None, inspector)
+    images, body_bytes = _images(cluster.router, config.vision, inspector)
     app = web.Application(client_max_size=body_bytes, middlewares=[error_middleware(log)])
     runner = http_runner(app)
     router = RouterApp(
@@ -221,15 +222,15 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     return router
 
 
-def _images(section: Router, sees: bool, inspector: ImageInspector) -> tuple[Images, int]:
+def _images(section: Router, vision: VisionConfig | None, inspector: ImageInspector) -> tuple[Images, int]:
     """What loads the images of requests, and the bytes that a request's body may have."""
-    if not sees:
+    if vision is None:
         return NoImages(), section.max_body_bytes
     own = section.images
     limits = ImageLimits(own.max_count, own.max_bytes, own.max_request_bytes, own.max_held_mib << 20)
     fetcher = ImageFetcher(own.fetch_hosts, own.max_bytes, own.fetch_timeout)
     in_base64 = own.max_request_bytes * 4 // 3
-    return ImageLoader(limits, inspector, fetcher), section.max_body_bytes + in_base64
+    return ImageLoader(limits, vision, inspector, fetcher), section.max_body_bytes + in_base64
 
 
 def _describe(node: Node) -> dict[str, Any]:

@@ -33,9 +33,11 @@ class Inspection(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """Empty: it decodes to its end and keeps the limits."""
+    """Without a problem it decodes to its end and keeps the limits."""
 
     problem: str
+    width: int = 0  # pixels, turned as its EXIF says
+    height: int = 0
 
 
 _verdicts = msgspec.msgpack.Decoder(Verdict)
@@ -51,8 +53,8 @@ class ImageInspector:
         self._process: Process | None = None
         self._turn = asyncio.Lock()
 
-    async def check(self, data: bytes, media_type: str | None) -> None:
-        """Raises InvalidRequest with what is wrong with the image."""
+    async def check(self, data: bytes, media_type: str | None) -> tuple[int, int]:
+        """(width, height) in pixels. Raises InvalidRequest with what is wrong with the image."""
         frame = msgspec.msgpack.encode(Inspection(media_type, self._max_pixels, data))
         async with self._turn:
             process = await self._running()
@@ -76,6 +78,7 @@ class ImageInspector:
                 raise
         if verdict.problem:
             raise InvalidRequest(verdict.problem)
+        return verdict.width, verdict.height
 
     async def close(self) -> None:
         async with self._turn:
@@ -115,14 +118,14 @@ def serve() -> None:
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     while head := source.read(4):
         inspection = _inspections.decode(source.read(int.from_bytes(head, "little")))
-        problem = ""
         try:
-            decode_image(inspection.data, inspection.max_pixels, inspection.media_type)
+            image = decode_image(inspection.data, inspection.max_pixels, inspection.media_type)
+            verdict = Verdict("", image.width, image.height)
         except InvalidRequest as error:
-            problem = str(error)
+            verdict = Verdict(str(error))
         except MemoryError:
-            problem = "the image is broken: decoding it takes too much memory"
-        frame = msgspec.msgpack.encode(Verdict(problem))
+            verdict = Verdict("the image is broken: decoding it takes too much memory")
+        frame = msgspec.msgpack.encode(verdict)
         answers.write(len(frame).to_bytes(4, "little") + frame)
         answers.flush()
 

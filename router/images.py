@@ -14,6 +14,7 @@ from typing import Protocol
 
 from common.errors import InvalidRequest, Overloaded, RequestError
 from common.image_files import MEDIA_TYPES
+from common.vision_config import VisionConfig
 from router.openai_schema import Message, image_parts
 
 _DATA_URL = re.compile(r"data:([a-z0-9/+.-]*)((?:;[a-z0-9=+.-]+)*?)(;base64)?,", re.IGNORECASE)
@@ -25,6 +26,8 @@ class Image:
 
     data: bytes
     digest: bytes  # SHA-256 of data
+    rows: int  # in which its tokens lie
+    columns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ class ImageLimits:
 
 
 class Inspect(Protocol):
-    async def check(self, data: bytes, media_type: str | None) -> None:
-        """Raises InvalidRequest."""
+    async def check(self, data: bytes, media_type: str | None) -> tuple[int, int]:
+        """(width, height). Raises InvalidRequest."""
         ...
 
 
@@ -74,8 +77,9 @@ class NoImages:
 class ImageLoader:
     """Every refusal names the part: messages[i].content[j].image_url."""
 
-    def __init__(self, limits: ImageLimits, inspector: Inspect, fetcher: Fetch) -> None:
+    def __init__(self, limits: ImageLimits, vision: VisionConfig, inspector: Inspect, fetcher: Fetch) -> None:
         self._limits = limits
+        self._vision = vision
         self._inspector = inspector
         self._fetcher = fetcher
         self._held = 0
@@ -126,9 +130,10 @@ class ImageLoader:
             raise InvalidRequest(
                 f"the images of a request have at most {self._limits.max_request_bytes} bytes in all"
             )
-        await self._inspector.check(data, media_type)
+        size = await self._inspector.check(data, media_type)
+        rows, columns = self._vision.grid(*size)
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
-        return Image(data, digest)
+        return Image(data, digest, rows, columns)
 
 
 def _from_data_url(address: str, max_bytes: int) -> tuple[str, bytes]:

@@ -22,6 +22,10 @@ def place_images(
     filler = vision.image_token_id if vision.image_token_id < vocab_size else 0
     prompt: list[int] = []
     placed: list[PromptImage] = []
+    if any(token in vision.refused_token_ids for token in token_ids):
+        raise InvalidRequest(
+            "the messages spell the placeholder of a video; videos are not supported", param="messages"
+        )
     placeholders = sum(token == vision.image_token_id for token in token_ids)
     if placeholders != len(images):
         raise InvalidRequest(
@@ -34,7 +38,7 @@ def place_images(
             prompt.append(token)
             continue
         image = images[len(placed)]
-        span = ImageSpan(len(prompt), vision.tokens_per_image, image.digest)
-        placed.append(PromptImage(span, image.data))
-        prompt += [filler] * vision.tokens_per_image
+        tokens = image.rows * image.columns
+        placed.append(PromptImage(ImageSpan(len(prompt), tokens, image.digest, image.rows), image.data))
+        prompt += [filler] * tokens
     return prompt, tuple(placed)

@@ -1,4 +1,4 @@
-"""Where the two parts of a LLaVA model stand in its checkpoint."""
+"""Where the two parts of a model that reads images stand in its checkpoint."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 from common.errors import ModelError
 from common.model_config import ModelConfig
 from common.model_files import read_weight_files
+from common.qwen_vl_config import QwenVision
 
-PUBLISHED = "language_model.model."  # the layout of published checkpoints and of save_pretrained
-NESTED = "model.language_model."  # that of a state dict of transformers 5
+NESTED = "model.language_model."  # in the state dict of transformers 5
+LLAVA = "language_model.model."  # in published checkpoints of LLaVA and what save_pretrained writes
+QWEN = "visual."  # in those of Qwen2.5-VL, whose language model stands where one alone does
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 
 
@@ -20,17 +22,13 @@ class CheckpointLayout:
 
     prefix: str = "model."  # of the language model's layers
     head: str = ""  # in front of lm_head
-    vision: str = ""  # in front of TOWER and PROJECTOR
+    vision_prefixes: tuple[str, ...] = ()  # of the tower, and of the projector where it has a name of its own
 
     def language(self, name: str) -> str:
         """A tensor of the language model, by the name that it has in a checkpoint of its own."""
         if name.startswith("model."):
             return self.prefix + name.removeprefix("model.")
         return self.head + name
-
-    @property
-    def vision_prefixes(self) -> tuple[str, ...]:
-        return () if self.prefix == "model." else (self.vision + TOWER, self.vision + PROJECTOR)
 
     @property
     def language_prefixes(self) -> tuple[str, ...]:
@@ -41,11 +39,19 @@ def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout
     """Reads headers alone, and nothing for a model without a vision part."""
     if config.vision is None:
         return CheckpointLayout()
+    family, mark = "LLaVA", LLAVA
+    published = CheckpointLayout(LLAVA, "language_model.", (TOWER, PROJECTOR))
+    nested = CheckpointLayout(NESTED, "", (f"model.{TOWER}", f"model.{PROJECTOR}"))
+    if isinstance(config.vision, QwenVision):
+        family, mark = "Qwen2.5-VL", QWEN
+        published, nested = (
+            CheckpointLayout("model.", "", (QWEN,)),
+            CheckpointLayout(NESTED, "", (f"model.{QWEN}",)),
+        )
     names = [name for file in read_weight_files(Path(path)) for name in file.tensors]
-    if any(name.startswith(PUBLISHED) for name in names):
-        return CheckpointLayout(PUBLISHED, "language_model.")
-    if any(name.startswith(NESTED) for name in names):
-        return CheckpointLayout(NESTED, "", "model.")
+    for start, layout in ((mark, published), (NESTED, nested)):
+        if any(name.startswith(start) for name in names):
+            return layout
     raise ModelError(
-        f"{path}: no tensor is called {PUBLISHED}* or {NESTED}*, as those of LLaVA checkpoints are"
+        f"{path}: no tensor is called {mark}* or {NESTED}*, as those of {family} checkpoints are"
     )

@@ -37,7 +37,7 @@ class ModelRunner:
         return self.finish(batch, self.body(embeds, batch.positions))
 
     def body(self, embeds: Tensor, positions: Tensor) -> BodyOutput:
-        """The layers alone, after `attention.plan`: embeds [T, H], positions [T]."""
+        """The layers alone, after `attention.plan`: embeds [T, H], positions as in ForwardBatch."""
         output: BodyOutput = self.model(embeds, positions, self.attention)
         return output
 

@@ -26,6 +26,13 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     offset: Annotated[int, msgspec.Meta(ge=0)]
     length: Annotated[int, msgspec.Meta(ge=1)]
     digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # SHA-256 of the image's bytes
+    rows: Annotated[int, msgspec.Meta(ge=1)] = (
+        1  # of equal length, in which its placeholders lie, top to bottom
+    )
+
+    @property
+    def columns(self) -> int:
+        return self.length // self.rows
 
 
 ImageSpans = Annotated[tuple[ImageSpan, ...], msgspec.Meta(max_length=256)]  # ascending, apart

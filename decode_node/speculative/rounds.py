@@ -48,6 +48,7 @@ class Round:
     rows: Tensor  # [R] int64
     last_token: Tensor  # [R] int64, drawn but without KV
     seq_len: Tensor  # [R] int64, tokens with KV: last_token stands at this position
+    rope_delta: Tensor  # [R] int64, rotary position less place of all tokens from here on
     page_table: Tensor  # [R, pages] int32, page 0 behind a request's own pages
     page_size: int
     longest: int  # host upper bound of every position
@@ -64,18 +65,18 @@ class Round:
         return self.rows > 0
 
     def places(self, depth: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """(positions [R, N], KV slots [R, N], lengths [R] int32) of N tokens in the slots from seq_len + first on.
+        """Rotary positions [R, N], KV slots [R, N], lengths [R] int32 of N tokens in the slots from seq_len + first on.
 
         depth: [R, N] or [N], how far behind seq_len each stands.
         """
         depth = depth.expand(self.count, -1)
-        return window_places(self.seq_len, self.page_table, depth, first, self.page_size)
+        return window_places(self.seq_len, self.rope_delta, self.page_table, depth, first, self.page_size)
 
     def singles(self, count: int) -> list[ForwardBatch]:
-        """Forwards of one token per request, at the `count` positions from seq_len on; `input_ids` is to be set."""
+        """Forwards of one token per request, at the `count` places from seq_len on; `input_ids` is to be set."""
         by_request, slots_by_request, _ = self.places(self.index[:count])
         positions, slots = by_request.t().contiguous(), slots_by_request.t().contiguous()
-        lengths = (positions + 1).to(torch.int32)
+        lengths = (self.index[1 : count + 1, None] + self.seq_len).to(torch.int32)
         return [
             ForwardBatch(
                 mode=ForwardMode.DECODE,
@@ -173,11 +174,13 @@ class Rounds:
     def gather(self, placed: Tensor) -> Round:
         """placed [R, 2] as in RoundCall."""
         rows, relay = placed[:, 0], self.relay
-        last_token, seq_len, table = gather_rows(placed, relay.last_token, relay.seq_len, self._pages)
+        columns = relay.last_token, relay.seq_len, relay.rope_delta
+        last_token, seq_len, rope_delta, table = gather_rows(placed, *columns, self._pages)
         return Round(
             rows=rows,
             last_token=last_token,
             seq_len=seq_len,
+            rope_delta=rope_delta,
             page_table=table,
             page_size=self._page_size,
             longest=self._longest,

@@ -37,6 +37,7 @@ from common.engine.models.eagle import Eagle3Head
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
 from common.engine.overlap import completion_for
+from common.engine.rotary_places import OneAxis
 from common.engine.sampling_plan import read_tokens
 from common.engine.serving_draft import ServingDraft
 from common.engine.serving_model import ServingModel
@@ -173,7 +174,8 @@ class Engine:
         draft: PrefillDraft = EaglePrefill(self._draft_prefill) if drafting else NoDraft()
         adjustments = AdjustmentRows.allocate(len(prompts), self.runner.model.config.vocab_size, self.device)
         completion = completion_for(self.device, False)
-        step = PrefillStep(self.runner, TextEmbeds(), draft, adjustments, PAGE, self.device, completion)
+        rest = adjustments, OneAxis(), PAGE, self.device, completion
+        step = PrefillStep(self.runner, TextEmbeds(), draft, *rest)
         greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         prefills, started = [], []
         for prompt in prompts:

@@ -38,6 +38,7 @@ from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.models.registry import build_model
 from common.engine.overlap import completion_for
+from common.engine.rotary_places import OneAxis
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from common.model_config import ModelConfig
@@ -134,7 +135,7 @@ class PrefillSteps:
         node_graphs.capture(graphs, LOG)
         self._device = device = runner.pool.device
         adjustments = AdjustmentRows.allocate(1, runner.model.embed_tokens.weight.shape[0], device)
-        rest = adjustments, PAGE, device, completion_for(device, one_behind=False)
+        rest = adjustments, OneAxis(), PAGE, device, completion_for(device, one_behind=False)
         self._step = PrefillStep(graphs.forward, TextEmbeds(), NoDraft(), *rest)
         self._space = PageSpace(PAGE, runner.pool.num_pages, NoPrefixCache())
         self._rng = np.random.default_rng(1)

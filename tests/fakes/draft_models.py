@@ -38,12 +38,14 @@ from kv_transfer.layout import KvLayout
 from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
-from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, reference, tiny_model
+from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, reference, tiny_model
 
 DRAFTS = {
     "eagle3": DraftConfig("eagle3", CONFIG, CONFIG.hidden_size, (0, 1, 2), 40, False),
     "eagle3-full-vocabulary": DraftConfig("eagle3", CONFIG, CONFIG.hidden_size, (1,), None, True),
     "eagle": DraftConfig("eagle", CONFIG, CONFIG.hidden_size, (), None, False),
+    "eagle3-axes": DraftConfig("eagle3", AXES, AXES.hidden_size, (0, 1, 2), 40, False),
+    "eagle-axes": DraftConfig("eagle", AXES, AXES.hidden_size, (), None, False),
 }
 
 

@@ -26,6 +26,7 @@ from common.engine.kv_cache.request_table import RequestTable
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.rotary_places import rotary_places
 from common.ipc import RouterSocket
 from common.messages import decode_inbox, prefill_inbox
 from common.messages.decode_inbox import Reserve
@@ -34,6 +35,7 @@ from common.messages.identity import NodeRef
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone, Tokens
+from common.model_config import ModelConfig
 from common.observability.logs import Log
 from decode_node.node import DecodeLimits, DecodeNode
 from decode_node.peers import PeerConnections
@@ -128,6 +130,7 @@ class Shape:
     draft: NoDraftModel = field(default_factory=NoDraftModel)
     seeing: MakeSeeing = lambda context, runner: Seeing(NoImages(), TextEmbeds())
     prefills: int = 1
+    model: ModelConfig = CONFIG
     decodes: int = 1
     fencing: bool = False
     max_len: int = MAX_LEN
@@ -477,14 +480,16 @@ class NodeCluster:
         cache = RadixCache(shape.page_size) if shape.prefill_cache else NoPrefixCache()
         space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
         runner = ModelRunner(
-            tiny_model(aux=shape.draft.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
+            tiny_model(aux=shape.draft.aux_layers, config=shape.model),
+            pool,
+            PagedAttention(pool, CONFIG.sliding_windows),
         )
         draft = shape.draft.prefill(shape.draft.pool(layout, storage, shape.page_size))
         graphs = node_graphs.prefill_graphs(runner, "breakable", 32, 8, draft.hidden_mode)
         graphs.forward.graphs.capture()
         assert not [row for row in graphs.forward.graphs.rows if row.error]
         adjustments = AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device)
-        rest = shape.page_size, PLACEMENT.device, shape.completion
+        rest = rotary_places(shape.model.rope), shape.page_size, PLACEMENT.device, shape.completion
         seeing = shape.seeing(self.context, runner)
         step = PrefillStep(graphs.forward, seeing.embeds, draft, adjustments, *rest)
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
@@ -532,7 +537,9 @@ class NodeCluster:
         table = RequestTable(shape.max_running, pages, PLACEMENT.device)
         relay = RelayState.allocate(shape.max_running, VOCAB, PLACEMENT.device, shape.draft.shape)
         runner = ModelRunner(
-            tiny_model(aux=shape.draft.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
+            tiny_model(aux=shape.draft.aux_layers, config=shape.model),
+            pool,
+            PagedAttention(pool, CONFIG.sliding_windows),
         )
         draft_pool = shape.draft.pool(layout, storage, shape.page_size)
         step = shape.step(Parts(runner, draft_pool, table, relay, shape.page_size, max_len, shape.completion))
@@ -540,7 +547,8 @@ class NodeCluster:
         poller = zmq.Poller()
         peers = PeerConnections(self.context, incarnation, receiver, poller)
         pools = [pool, *([] if draft_pool is None else [draft_pool])]
-        retraction = Retraction(pools, space, table, relay, shape.backup_bytes)
+        rotary = rotary_places(shape.model.rope)
+        retraction = Retraction(pools, space, table, relay, rotary, shape.backup_bytes)
         node = DecodeNode(
             incarnation,
             link,  # type: ignore[arg-type]

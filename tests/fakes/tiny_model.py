@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace as replace_fields
 
 import torch
 from msgspec.structs import replace
@@ -47,10 +48,13 @@ CONFIG = ModelConfig(
 )
 
 
+AXES = replace_fields(CONFIG, rope=RopeConfig(theta=50.0, sections=(1, 2, 1)))  # positions on three axes
+
+
 @functools.cache
-def tiny_model(seed: int = 0, aux: tuple[int, ...] = ()) -> LlamaForCausalLM:
+def tiny_model(seed: int = 0, aux: tuple[int, ...] = (), config: ModelConfig = CONFIG) -> LlamaForCausalLM:
     """Every weight random, so that the text wanders; one instance for all tests of a process."""
-    model = build_model(CONFIG, PLACEMENT, aux).eval()
+    model = build_model(config, PLACEMENT, aux).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

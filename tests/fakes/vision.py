@@ -14,11 +14,13 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.kv_cache.pool import KvPool
 from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.models.vision_part import Pixels
 from common.errors import InvalidRequest
 from common.ipc import Dealer, RouterSocket
 from common.messages.generation import ImageSpan
 from common.messages.image_inbox import ImageData
 from common.messages.wire import encode
+from common.model_config import ModelConfig
 from common.observability.logs import Log
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter
@@ -30,7 +32,9 @@ from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
 
-TOKENS = 5  # rows of an image
+TOKENS = 5  # rows of an image with a number below 100, all in a line
+GRIDS = ((2, 3), (4, 1), (3, 3), (1, 6))  # of those with larger ones, in turn
+MOST = 9  # tokens of any
 PIXELS = (3, 2, 2)
 
 
@@ -43,27 +47,37 @@ def digest_of(number: int) -> bytes:
     return hashlib.sha256(file_of(number)).digest()
 
 
-def read(data: bytes) -> Tensor:
+def grid_of(number: int) -> tuple[int, int]:
+    """(rows, columns) of an image's tokens."""
+    return (1, TOKENS) if number < 100 else GRIDS[number % len(GRIDS)]
+
+
+def read(data: bytes) -> Pixels:
     """As a PixelReader: pixels of a file. An image with a negative number is broken."""
     number = int(data.removeprefix(b"image "))
     if number < 0:
         raise InvalidRequest("the image is broken")
-    return torch.rand(PIXELS, generator=torch.Generator().manual_seed(number))
+    values = torch.rand(PIXELS, generator=torch.Generator().manual_seed(number))
+    return Pixels(values, *grid_of(number))
 
 
 @functools.cache
 def _weights() -> Tensor:
     generator = torch.Generator().manual_seed(4)
-    return torch.randn(12, TOKENS * CONFIG.hidden_size, generator=generator)
+    return torch.randn(12, MOST * CONFIG.hidden_size, generator=generator)
 
 
-def encode_pixels(pixels: Tensor) -> Tensor:
-    """As a VisionPart: [N, *PIXELS] -> [N, TOKENS, H]."""
-    return (pixels.flatten(1) @ _weights()).view(len(pixels), TOKENS, CONFIG.hidden_size)
+def encode_pixels(images: Sequence[Pixels]) -> list[Tensor]:
+    """As a VisionPart."""
+    every = [(each.values.flatten() @ _weights()).view(MOST, CONFIG.hidden_size) for each in images]
+    return [
+        rows[: each.tokens].view(each.rows, each.columns, -1)
+        for each, rows in zip(images, every, strict=True)
+    ]
 
 
 def rows_of(number: int) -> Tensor:
-    return encode_pixels(read(file_of(number))[None])[0]
+    return encode_pixels([read(file_of(number))])[0].flatten(0, 1)
 
 
 class TinyVision:
@@ -80,7 +94,7 @@ class TinyVision:
         socket = RouterSocket(context, address)
         dealer = Dealer(context, address, b"p/images")
         cache = RowCache(self.cache_bytes)
-        intake = ImageIntake(dealer, read, TOKENS, cache, Log("images"))
+        intake = ImageIntake(dealer, read, cache, Log("images"))
         embeds = VisionEmbeds(runner.model.embed, encode_pixels, cache)
         self.sockets.append(socket)
         self.intakes.append(intake)
@@ -110,11 +124,31 @@ def prompt_of(parts: Sequence[Part], filler: int = 0) -> tuple[list[int], tuple[
     spans: list[ImageSpan] = []
     for part in parts:
         if isinstance(part, tuple):
-            spans.append(ImageSpan(len(ids), TOKENS, digest_of(part[0])))
-            ids += [filler] * TOKENS
+            rows, columns = grid_of(part[0])
+            spans.append(ImageSpan(len(ids), rows * columns, digest_of(part[0]), rows))
+            ids += [filler] * (rows * columns)
         else:
             ids.append(part)
     return ids, tuple(spans)
+
+
+def places_of(parts: Sequence[Part], config: ModelConfig) -> Tensor | None:
+    """[T, 3] positions of a prompt by transformers' rule, written as it reads there; None for one axis."""
+    if not config.rope.sections:
+        return None
+    found: list[tuple[int, int, int]] = []
+    for part in parts:
+        next_one = max((max(each) for each in found), default=-1) + 1
+        if isinstance(part, tuple):
+            rows, columns = grid_of(part[0])
+            found += [
+                (next_one, next_one + row, next_one + column)
+                for row in range(rows)
+                for column in range(columns)
+            ]
+        else:
+            found.append((next_one,) * 3)
+    return torch.tensor(found)
 
 
 def embeddings(parts: Sequence[Part], answer: Sequence[int] = ()) -> Tensor:
@@ -129,14 +163,15 @@ def embeddings(parts: Sequence[Part], answer: Sequence[int] = ()) -> Tensor:
 
 @functools.cache
 @torch.inference_mode()
-def greedy(parts: tuple[Part, ...], count: int) -> list[int]:
+def greedy(parts: tuple[Part, ...], count: int, config: ModelConfig = CONFIG) -> list[int]:
     """The eager reference: everything again for each token, no cache, no chunks, no graphs."""
     answer: list[int] = []
     for _ in range(count):
         embeds = embeddings(parts, answer)
         pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
-        runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
-        answer.append(int(runner(one_prompt(len(embeds)), embeds).logits[-1].argmax()))
+        runner = ModelRunner(tiny_model(config=config), pool, PagedAttention(pool, CONFIG.sliding_windows))
+        batch = one_prompt(len(embeds), places_of([*parts, *answer], config))
+        answer.append(int(runner(batch, embeds).logits[-1].argmax()))
     return answer
 
 
@@ -147,9 +182,14 @@ def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: i
     embeds = embeddings(parts, told)
     pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
     target = ModelRunner(
-        tiny_model(aux=config.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
+        tiny_model(aux=config.aux_layers, config=config.model),
+        pool,
+        PagedAttention(pool, CONFIG.sliding_windows),
     )
-    aux = target(one_prompt(len(embeds) - 1), embeds[:-1]).hidden
+    text = [*parts, *told]
+    places = places_of(text, config.model)
+    known_places = None if places is None else places[:-1]
+    aux = target(one_prompt(len(embeds) - 1, known_places), embeds[:-1]).hidden
     assert aux is not None
     hidden, known, drafts = head.project(aux), embeds[1:], list[int]()
     layers = DraftModel(name).layers
@@ -158,7 +198,8 @@ def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: i
             layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device
         )
         attention = PagedAttention(draft_pool, (None,) * layers)
-        batch = one_prompt(len(known))
+        places = places_of([*text, *drafts], config.model)
+        batch = one_prompt(len(known), None if places is None else places[:-1])
         attention.plan(batch)
         output = head.body(known, hidden, batch.positions, attention)
         best = head.compute_logits(output.last[-1:])[0].argmax()
@@ -185,11 +226,12 @@ class ObservedVision(Observed):
 
     def __init__(self, inner: Drafter, bench: Bench, hit: float, prompts: Prompts, noted: Seen) -> None:
         super().__init__(inner, bench, hit, [])
+        self._config = bench.parts.runner.model.config
         self._prompts = prompts
         self._noted = noted
 
     def answer(self, request: DecodeRequest) -> list[int]:
-        return greedy(self._prompts.of(request), request.sampling.max_tokens)
+        return greedy(self._prompts.of(request), request.sampling.max_tokens, self._config)
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
         request = self._requests[index]
@@ -209,12 +251,12 @@ def observed_vision(
     return model, speculative(make, buckets=buckets)
 
 
-def one_prompt(tokens: int) -> ForwardBatch:
+def one_prompt(tokens: int, positions: Tensor | None = None) -> ForwardBatch:
     arange = torch.arange(tokens)
     return ForwardBatch(
         mode=ForwardMode.EXTEND,
         input_ids=torch.zeros(tokens, dtype=torch.int64),
-        positions=arange,
+        positions=arange if positions is None else positions,
         kv_slots=arange + MAX_LEN,
         page_table=torch.ones(1, 1, dtype=torch.int32),
         seq_lens=torch.tensor([tokens], dtype=torch.int32),

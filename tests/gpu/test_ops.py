@@ -150,16 +150,20 @@ def test_chained_kernels_wait_for_each_other() -> None:
 def test_the_integers_of_a_round() -> None:
     """Equal, for rows in the middle of what the host sends and depths that all requests share."""
     rows, width, count = 65, 515, 33
-    state = torch.randint(1 << 40, (rows,), device=CUDA), torch.randint(8000, (rows,), device=CUDA).int()
+    state = (
+        torch.randint(1 << 40, (rows,), device=CUDA),
+        torch.randint(8000, (rows,), device=CUDA).int(),
+        -torch.randint(900, (rows,), device=CUDA),
+    )
     pages = torch.randint(1, 1 << 30, (rows, width), device=CUDA).int()
     placed = torch.stack([torch.randint(n, (count,), device=CUDA) for n in (rows, width, 9)], 1)[:, :2]
     gathered = gather_rows(placed, *state, pages)
     for actual, expected in zip(gathered, gather_rows_reference(placed, *state, pages)):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
-    _, lengths, table = gathered
+    _, lengths, delta, table = gathered
     for depth in (torch.arange(7, device=CUDA).expand(count, -1), torch.randint(5, (count, 3), device=CUDA)):
-        args = lengths, table, depth, 4, 16
+        args = lengths, delta, table, depth, 4, 16
         for actual, expected in zip(window_places(*args), window_places_reference(*args)):
             assert actual.dtype == expected.dtype
             assert torch.equal(actual, expected)

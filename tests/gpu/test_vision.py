@@ -10,11 +10,12 @@ import torch
 
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
-from common.engine.models.llava import load_vision
+from common.engine.models.vision_part import Pixels
 from common.messages.generation import ImageSpan, SamplingParams
 from prefill_node.images import PromptImage, RowCache
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
+from prefill_node.seeing import load_vision
 from prefill_node.vision import MergedEmbeds, VisionEmbeds
 from tests.fakes.vision import one_prompt
 
@@ -33,10 +34,12 @@ def merged(dtype: torch.dtype, device: torch.device) -> tuple[MergedEmbeds, torc
     model, config = load_model(MODEL, str(dtype).removeprefix("torch."), device)
     part = load_vision(MODEL, config, placement)
     image = PromptImage(
-        ImageSpan(5, 16, bytes(32)), torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(1))
+        ImageSpan(5, 16, bytes(32)),
+        Pixels(torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(1)), 1, 16),
     )
     second = PromptImage(
-        ImageSpan(25, 16, b"x" * 32), torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(2))
+        ImageSpan(25, 16, b"x" * 32),
+        Pixels(torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(2)), 1, 16),
     )
     keys = np.arange(10, 60)
     request = PrefillRequest(

@@ -111,6 +111,11 @@ class DecodeProgram:
             logits_rows=steps[:max_rows],
             max_seq_len=max_seq_len,
         )
+        # of one token each, where its KV goes; the rotary positions too, unless they have gaps (rotary_places.py)
+        self._places = self._static.positions
+        self._turned = bool(runner.model.config.rope.axes)
+        if self._turned:
+            self._places = torch.zeros_like(self._static.positions)
 
     def slots(self) -> list[Slot[DecodeCall]]:
         return [Slot("rows", Axis.REQUEST, (), torch.int64, lambda call: call.rows, ROW0, poison="keep")]
@@ -158,11 +163,14 @@ class DecodeProgram:
         torch.index_select(relay.last_token, 0, rows, out=batch.input_ids)
         torch.index_select(relay.seq_len, 0, rows, out=batch.seq_lens)
         torch.index_select(self._pages, 0, rows, out=batch.page_table)
-        batch.positions.copy_(batch.seq_lens)
+        places = self._places[: rows.shape[0]]
+        places.copy_(batch.seq_lens)
         batch.seq_lens.add_(1)
-        entry = torch.div(batch.positions, self._page_size, rounding_mode="floor")
+        entry = torch.div(places, self._page_size, rounding_mode="floor")
         page = batch.page_table.gather(1, entry[:, None])[:, 0].to(torch.int64)
-        torch.add(batch.positions % self._page_size, page, alpha=self._page_size, out=batch.kv_slots)
+        torch.add(places % self._page_size, page, alpha=self._page_size, out=batch.kv_slots)
+        if self._turned:
+            torch.add(places, relay.rope_delta.index_select(0, rows), out=batch.positions)
         return batch
 
     def _view(self, count: int) -> ForwardBatch:

@@ -60,11 +60,12 @@ class DraftBody:
     def slots(self) -> list[Slot[DraftPrefillCall]]:
         extend, placement = EagleDraftExtendInput, self._head.placement
         width, dtype = extend.hidden_size_for(self._config), extend.dtype_for(placement)
+        axes = self._config.model.rope.axes
         in_page_0 = Fill(self._page_size - 1)  # any slot of the padding page is as good as 0
         return [
             Slot("embeds", Axis.TOKEN, (self._config.model.hidden_size,), dtype, self._embeds),
             Slot("hidden", Axis.TOKEN, (width,), dtype, lambda call: call.target_hidden),
-            Slot("positions", Axis.TOKEN, (), torch.int64, lambda call: call.batch.positions),
+            Slot("positions", Axis.TOKEN, axes, torch.int64, lambda call: call.batch.positions),
             Slot("kv_slots", Axis.TOKEN, (), torch.int64, lambda call: call.batch.kv_slots, poison=in_page_0),
         ]
 
@@ -83,7 +84,8 @@ class DraftBody:
         placement, width = self._head.placement, EagleDraftExtendInput.hidden_size_for(self._config)
         dtype = EagleDraftExtendInput.dtype_for(placement)
         hidden = torch.zeros(shape.tokens, width, dtype=dtype, device=placement.device)
-        return DraftPrefillCall(idle_extend(shape.tokens, self._page_size, placement.device), hidden)
+        axes = self._config.model.rope.axes
+        return DraftPrefillCall(idle_extend(shape.tokens, self._page_size, placement.device, axes), hidden)
 
     def plan(self, call: DraftPrefillCall, inputs: Inputs) -> None:
         self._attention.plan(replace(call.batch, positions=inputs["positions"], kv_slots=inputs["kv_slots"]))

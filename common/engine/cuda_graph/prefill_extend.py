@@ -85,13 +85,15 @@ def extend_spec(
     )
 
 
-def idle_extend(tokens: int, page_size: int, device: torch.device) -> ForwardBatch:
-    """A batch of padding alone: one request whose tokens all lie in page 0."""
+def idle_extend(
+    tokens: int, page_size: int, device: torch.device, axes: tuple[int, ...] = ()
+) -> ForwardBatch:
+    """A batch of padding alone: one request whose tokens all lie in page 0. `axes`: of the model's RopeConfig."""
     zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
     return ForwardBatch(
         mode=ForwardMode.EXTEND,
         input_ids=zeros,
-        positions=zeros,
+        positions=zeros.new_zeros(tokens, *axes),
         kv_slots=zeros,
         page_table=torch.zeros(1, -(-tokens // page_size), dtype=torch.int32, device=device),
         seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
@@ -121,11 +123,11 @@ class ExtendBody:
         self._static = static
 
     def slots(self) -> list[Slot[ExtendCall]]:
-        placement, width = self._runner.model.placement, self._runner.model.config.hidden_size
+        placement, config = self._runner.model.placement, self._runner.model.config
         in_page_0 = Fill(self._runner.pool.page_size - 1)  # any slot of the padding page is as good as 0
         return [
-            Slot("embeds", Axis.TOKEN, (width,), placement.dtype, self._embeds),
-            Slot("positions", Axis.TOKEN, (), torch.int64, lambda call: call.batch.positions),
+            Slot("embeds", Axis.TOKEN, (config.hidden_size,), placement.dtype, self._embeds),
+            Slot("positions", Axis.TOKEN, config.rope.axes, torch.int64, lambda call: call.batch.positions),
             Slot("kv_slots", Axis.TOKEN, (), torch.int64, lambda call: call.batch.kv_slots, poison=in_page_0),
         ]
 
@@ -141,8 +143,9 @@ class ExtendBody:
 
     def idle(self, shape: ShapeKey) -> ExtendCall:
         """One request of `shape.tokens` tokens, all in page 0."""
-        device = self._runner.model.placement.device
-        return ExtendCall(idle_extend(shape.tokens, self._runner.pool.page_size, device))
+        model, page_size = self._runner.model, self._runner.pool.page_size
+        axes = model.config.rope.axes
+        return ExtendCall(idle_extend(shape.tokens, page_size, model.placement.device, axes))
 
     def plan(self, call: ExtendCall, inputs: Inputs) -> None:
         """Attention sees the live requests; keys and values of all rows go where `kv_slots`, padded, says."""

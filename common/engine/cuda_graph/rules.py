@@ -37,7 +37,7 @@ PHASES = {
 }
 DENIED_ARCHITECTURES: frozenset[str] = frozenset()  # whose forward cannot be captured
 MULTIMODAL_ALLOWED = frozenset(
-    ("LlavaForConditionalGeneration",)
+    ("LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 )  # X4: architectures whose embeddings go through the slot
 
 

@@ -36,7 +36,7 @@ class ForwardBatch:
 
     mode: ForwardMode
     input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
+    positions: Tensor  # [T] int64; of EXTEND [T, *RopeConfig.axes]. For rotary angles alone: KV goes by slots
     kv_slots: Tensor  # [T] int64, page * page_size + offset: where this forward's keys and values go
     page_table: Tensor  # [B, max_pages] int32
     seq_lens: Tensor  # [B] int32, length after this forward: cached prefix + new tokens

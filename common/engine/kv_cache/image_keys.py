@@ -25,6 +25,10 @@ def with_images(token_ids: Sequence[int] | Keys, images: Sequence[ImageSpan]) ->
     for image in images:
         if image.offset < end or image.offset + image.length > len(keys):
             raise InvalidRequest("images overlap or lie behind the end of the prompt", param="messages")
+        if image.length % image.rows:
+            raise InvalidRequest(
+                f"an image of {image.length} tokens does not have {image.rows} rows", param="messages"
+            )
         end = image.offset + image.length
         keys[image.offset : end] = image_keys(image)
     return keys

@@ -73,6 +73,7 @@ class RelayState:
 
     last_token: torch.Tensor  # int64, drawn but without KV yet
     seq_len: torch.Tensor  # int32, tokens with KV; last_token will be written at this position
+    rope_delta: torch.Tensor  # int64, rotary position less place of all behind the prompt (rotary_places.py)
     temperature: torch.Tensor  # float32
     top_p: torch.Tensor  # float32
     top_k: torch.Tensor  # int32, 0 = off
@@ -96,6 +97,7 @@ class RelayState:
         return cls(
             last_token=column(torch.int64),
             seq_len=column(torch.int32),
+            rope_delta=column(torch.int64),
             temperature=column(torch.float32),
             top_p=column(torch.float32, 1.0),
             top_k=column(torch.int32),
@@ -114,6 +116,7 @@ class RelayState:
         outputs: int,
         sampling: SamplingParams,
         draft: DraftRow = NO_DRAFT,
+        rope_delta: int = 0,
     ) -> None:
         """Set all of a row, at hand-over and at resume, for a request whose last token has no KV yet.
 
@@ -123,6 +126,7 @@ class RelayState:
         assert row > 0, "row 0 is padding"
         self.last_token[row] = text[-1]
         self.seq_len[row] = len(text) - 1
+        self.rope_delta[row] = rope_delta
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k

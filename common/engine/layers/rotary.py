@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from common.engine.layers.placement import Placement
-from common.engine.ops.rotary import inverse_frequencies, rotary_angles
+from common.engine.ops.rotary import inverse_frequencies, rotary_angles, rotary_angles_by_axis
 from common.rope_config import RopeConfig
 
 
 class Rotary(nn.Module):
     inv_freq: Tensor  # [D/2] float32
+    axes: Tensor  # [D/2] int64, which position turns each frequency; [0] where tokens have one
 
     def __init__(self, rope: RopeConfig, head_dim: int, placement: Placement) -> None:
         super().__init__()
@@ -19,7 +20,13 @@ class Rotary(nn.Module):
         self._dtype: torch.dtype = placement.dtype
         inv_freq = inverse_frequencies(rope, head_dim).to(placement.device)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
+        axes = [axis for axis, size in enumerate(rope.sections) for _ in range(size)]
+        self.register_buffer(
+            "axes", torch.tensor(axes, dtype=torch.int64, device=placement.device), persistent=False
+        )
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> (cos, sin), each [T, 1, D]: see `ops/rotary`."""
+        """positions [T], or [T, A] on the axes of the config, int64 -> (cos, sin), each [T, 1, D]: see `ops/rotary`."""
+        if positions.ndim == 2:
+            return rotary_angles_by_axis(positions, self.axes, self.inv_freq, self._factor, self._dtype)
         return rotary_angles(positions, self.inv_freq, self._factor, self._dtype)

@@ -92,7 +92,7 @@ class LlamaForCausalLM(nn.Module):
         return embeds
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: AttentionBackend) -> BodyOutput:
-        """The body: embeds [T, H], positions [T] int64. `attention` has planned the batch."""
+        """The body: embeds [T, H], positions as in ForwardBatch. `attention` has planned the batch."""
         angles = self.rotary(positions)
         x, residual = embeds, None
         aux: list[Tensor] = []

@@ -7,20 +7,21 @@ alone start seconds sooner without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.engine.checkpoint_layout import PROJECTOR, TOWER, CheckpointLayout, checkpoint_layout
+from common.engine.checkpoint_layout import CheckpointLayout, checkpoint_layout
 from common.engine.layers.placement import Placement
+from common.engine.models.vision_part import Pixels
 from common.engine.weights import load_weights
 from common.errors import ModelError
+from common.llava_config import LlavaVision
 from common.model_config import ModelConfig
 from common.model_files import read_weight_files
-from common.vision_config import VisionConfig
 
 UNUSED = ("embeddings.position_ids",)  # a constant that older files hold
 
@@ -28,7 +29,7 @@ UNUSED = ("embeddings.position_ids",)  # a constant that older files hold
 class Projector(nn.Module):
     """Two linear layers; attribute names are tensor names."""
 
-    def __init__(self, width: int, hidden: int, vision: VisionConfig) -> None:
+    def __init__(self, width: int, hidden: int, vision: LlavaVision) -> None:
         from transformers.activations import ACT2FN
 
         super().__init__()
@@ -45,10 +46,10 @@ class Projector(nn.Module):
         return projected
 
 
-class VisionPart(nn.Module):
-    """Pixels of N images -> rows in the place of their placeholders' embeddings."""
+class LlavaPart(nn.Module):
+    """A `VisionPart` for pixels [3, image_size, image_size] float32."""
 
-    def __init__(self, vision: VisionConfig, hidden: int, placement: Placement) -> None:
+    def __init__(self, vision: LlavaVision, hidden: int, placement: Placement) -> None:
         super().__init__()
         self.config = vision
         self.hidden = hidden
@@ -59,21 +60,22 @@ class VisionPart(nn.Module):
         self.to(placement.dtype)
 
     @torch.inference_mode()
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[N, 3, image_size, image_size] float32 on any device -> [N, tokens_per_image, hidden]."""
+    def forward(self, images: Sequence[Pixels]) -> list[Tensor]:
+        """[1, tokens_per_image, hidden] each."""
         placement = self.placement
-        pinned = pixels.pin_memory() if placement.device.type == "cuda" and not pixels.is_cuda else pixels
+        pixels = torch.stack([image.values for image in images])
+        pinned = pixels.pin_memory() if placement.device.type == "cuda" else pixels
         given = pinned.to(placement.device, non_blocking=True).to(placement.dtype)
         states = self.tower(given, output_hidden_states=True).hidden_states
         chosen = torch.cat([states[layer] for layer in self.config.feature_layers], dim=-1)
         rows: Tensor = self.projector(chosen[:, 1:] if self.config.drop_first else chosen)
-        return rows
+        return list(rows[:, None])
 
 
-def load_vision(path: str | Path, config: ModelConfig, placement: Placement) -> VisionPart:
+def load_llava(path: str | Path, config: ModelConfig, placement: Placement) -> LlavaPart:
     """Build the vision part and fill it. `ModelError` says what does not fit."""
-    assert config.vision is not None
-    part = VisionPart(config.vision, config.hidden_size, placement).eval()
+    assert isinstance(config.vision, LlavaVision)
+    part = LlavaPart(config.vision, config.hidden_size, placement).eval()
     layout = checkpoint_layout(config, path)
     names = _by_module_name(Path(path), layout)
     load_weights(
@@ -82,7 +84,7 @@ def load_vision(path: str | Path, config: ModelConfig, placement: Placement) -> 
     return part
 
 
-def _tower(vision: VisionConfig) -> Any:
+def _tower(vision: LlavaVision) -> Any:
     from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
     options = {key: value for key, value in json.loads(vision.tower_options).items() if key != "model_type"}
@@ -93,7 +95,7 @@ def _tower(vision: VisionConfig) -> Any:
 
 def _by_module_name(path: Path, layout: CheckpointLayout) -> Mapping[str, str]:
     """Name within the tower -> name in the checkpoint. Versions of transformers differ in a level `vision_model`."""
-    tower = layout.vision + TOWER
+    tower, _ = layout.vision_prefixes
     return {
         name.removeprefix(tower).removeprefix("vision_model."): name
         for file in read_weight_files(path)
@@ -103,10 +105,11 @@ def _by_module_name(path: Path, layout: CheckpointLayout) -> Mapping[str, str]:
 
 
 def _checkpoint_tensors(
-    part: VisionPart, names: Mapping[str, str], layout: CheckpointLayout
+    part: LlavaPart, names: Mapping[str, str], layout: CheckpointLayout
 ) -> Iterator[tuple[str, Tensor]]:
+    tower, projector = layout.vision_prefixes
     for name, tensor in part.tower.named_parameters():
         within = name.removeprefix("vision_model.")
-        yield names.get(within, f"{layout.vision}{TOWER}{within}"), tensor.data
+        yield names.get(within, f"{tower}{within}"), tensor.data
     for name, tensor in part.projector.named_parameters():
-        yield f"{layout.vision}{PROJECTOR}{name}", tensor.data
+        yield f"{projector}{name}", tensor.data

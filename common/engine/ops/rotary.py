@@ -56,6 +56,37 @@ def _angles_kernel(  # type: ignore[no-untyped-def]
     tl.store(sin_ptr + place + half, sin, mask=live)
 
 
+@kernel_with_varying("count")
+def _axis_angles_kernel(  # type: ignore[no-untyped-def]
+    positions_ptr,  # [T, AXES] int64
+    axes_ptr,  # [half] int64
+    inv_freq_ptr,  # [half] float32
+    cos_ptr,  # [T, 2 * half]
+    sin_ptr,
+    factor,
+    count,
+    half,
+    AXES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    dim = tl.arange(0, HALF)
+    live = (token < count)[:, None] & (dim < half)[None, :]
+    axis = tl.load(axes_ptr + dim, mask=dim < half, other=0)
+    source = positions_ptr + token[:, None] * AXES + axis[None, :]
+    position = tl.load(source, mask=live, other=0).to(tl.float32)
+    angle = position * tl.load(inv_freq_ptr + dim, mask=dim < half, other=0.0)[None, :]
+    dtype = cos_ptr.dtype.element_ty
+    cos = (tl.cos(angle) * factor).to(dtype)
+    sin = (tl.sin(angle) * factor).to(dtype)
+    place = token[:, None] * (2 * half) + dim[None, :]
+    tl.store(cos_ptr + place, cos, mask=live)
+    tl.store(cos_ptr + place + half, cos, mask=live)
+    tl.store(sin_ptr + place, -sin, mask=live)
+    tl.store(sin_ptr + place + half, sin, mask=live)
+
+
 def rotary_angles_triton(
     positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -83,6 +114,65 @@ def _fake_angles(
 
 rotary_angles = register_op(
     "rotary_angles", rotary_angles_reference, mutates=(), fake=_fake_angles, cuda=rotary_angles_triton
+)
+
+
+def rotary_angles_by_axis_reference(
+    positions: Tensor, axes: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As `rotary_angles` for positions [T, A] of tokens on A axes: frequency f turns by positions[:, axes[f]].
+
+    axes: [D/2] int64.
+    """
+    chosen = positions.index_select(1, axes)
+    angles = (chosen.to(torch.float32) * inv_freq)[:, None]
+    cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotary_angles_by_axis_triton(
+    positions: Tensor, axes: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    (count, number), half = positions.shape, inv_freq.shape[0]
+    assert positions.is_contiguous(), "positions must be dense"
+    assert axes.shape == inv_freq.shape, f"axes of {len(axes)} frequencies for {half}"
+    assert axes.is_contiguous(), "axes must be dense"
+    assert inv_freq.is_contiguous(), "frequencies must be dense"
+    cos = torch.empty((count, 1, 2 * half), dtype=dtype, device=positions.device)
+    sin = torch.empty_like(cos)
+    if count:
+        width = next_power_of_2(half)
+        tokens = max(ANGLE_BLOCK // width, 1)
+        grid = (-(-count // tokens),)
+        _axis_angles_kernel[grid](
+            positions,
+            axes,
+            inv_freq,
+            cos,
+            sin,
+            factor,
+            count,
+            half,
+            AXES=number,
+            TOKENS=tokens,
+            HALF=width,
+            num_warps=4,
+        )
+    return cos, sin
+
+
+def _fake_axis_angles(
+    positions: Tensor, axes: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _fake_angles(positions, inv_freq, factor, dtype)
+
+
+rotary_angles_by_axis = register_op(
+    "rotary_angles_by_axis",
+    rotary_angles_by_axis_reference,
+    mutates=(),
+    fake=_fake_axis_angles,
+    cuda=rotary_angles_by_axis_triton,
 )
 
 

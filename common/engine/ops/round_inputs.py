@@ -22,23 +22,26 @@ BLOCK = 1024  # pages of a program
 
 
 def gather_rows_reference(
-    placed: Tensor, last_token: Tensor, seq_len: Tensor, pages: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    placed: Tensor, last_token: Tensor, seq_len: Tensor, rope_delta: Tensor, pages: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of R requests, from state that has a row for each.
 
     Args:
         placed: [R, 2] int64: row, and how many pages the request holds.
         last_token: [rows] int64.
         seq_len: [rows] int32.
+        rope_delta: [rows] int64.
         pages: [rows, W] int32.
 
-    Returns (last token [R] int64, length [R] int64, page table [R, W] int32, page 0 behind the pages held).
+    Returns (last token [R] int64, length [R] int64, rope delta [R] int64, page table [R, W] int32, page 0 behind the
+    pages held).
     """
     rows, held = placed[:, 0], placed[:, 1]
     own = torch.arange(pages.shape[1], device=pages.device) < held[:, None]
     return (
         last_token.index_select(0, rows),
         seq_len.index_select(0, rows).to(torch.int64),
+        rope_delta.index_select(0, rows),
         torch.where(own, pages.index_select(0, rows), 0),
     )
 
@@ -48,9 +51,11 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     placed_ptr,  # [R, 2]
     last_ptr,  # [rows]
     len_ptr,  # [rows]
+    delta_ptr,  # [rows]
     pages_ptr,  # [rows, width]
     out_last_ptr,  # [R]
     out_len_ptr,  # [R]
+    out_delta_ptr,  # [R]
     out_pages_ptr,  # [R, width]
     placed_stride,
     width,
@@ -67,18 +72,20 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     if tl.program_id(1) == 0:
         tl.store(out_last_ptr + request, tl.load(last_ptr + row))
         tl.store(out_len_ptr + request, tl.load(len_ptr + row).to(tl.int64))
+        tl.store(out_delta_ptr + request, tl.load(delta_ptr + row))
 
 
 def gather_rows_triton(
-    placed: Tensor, last_token: Tensor, seq_len: Tensor, pages: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    placed: Tensor, last_token: Tensor, seq_len: Tensor, rope_delta: Tensor, pages: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count, width = placed.shape[0], pages.shape[1]
     assert placed.shape == (count, 2), f"rows and pages of {count} requests, not {tuple(placed.shape)}"
     assert placed.stride(1) == 1, "a request's row and pages must be adjacent"
     assert pages.is_contiguous(), "the page table must be contiguous"
     assert last_token.is_contiguous(), "columns must be contiguous"
     assert seq_len.is_contiguous(), "columns must be contiguous"
-    last, length = placed.new_empty(count), placed.new_empty(count)
+    assert rope_delta.is_contiguous(), "columns must be contiguous"
+    last, length, delta = (placed.new_empty(count) for _ in range(3))
     table = pages.new_empty((count, width))
     if count:
         block = min(BLOCK, max(next_power_of_2(width), 16))
@@ -86,9 +93,11 @@ def gather_rows_triton(
             placed,
             last_token,
             seq_len,
+            rope_delta,
             pages,
             last,
             length,
+            delta,
             table,
             placed.stride(0),
             width,
@@ -96,14 +105,15 @@ def gather_rows_triton(
             num_warps=4,
             **chained(placed.device),
         )
-    return last, length, table
+    return last, length, delta, table
 
 
 def _gather_fake(
-    placed: Tensor, last_token: Tensor, seq_len: Tensor, pages: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    placed: Tensor, last_token: Tensor, seq_len: Tensor, rope_delta: Tensor, pages: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count = placed.shape[0]
-    return placed.new_empty(count), placed.new_empty(count), pages.new_empty((count, pages.shape[1]))
+    last, length, delta = (placed.new_empty(count) for _ in range(3))
+    return last, length, delta, pages.new_empty((count, pages.shape[1]))
 
 
 gather_rows = register_op(
@@ -112,27 +122,29 @@ gather_rows = register_op(
 
 
 def window_places_reference(
-    seq_len: Tensor, page_table: Tensor, depth: Tensor, first: int, page_size: int
+    seq_len: Tensor, rope_delta: Tensor, page_table: Tensor, depth: Tensor, first: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Where N new tokens per request go that lie in the slots from seq_len + first on.
 
     Args:
         seq_len: [R] int64.
+        rope_delta: [R] int64, what rotary positions have above places.
         page_table: [R, W] int32, W * page_size beyond the last of these slots.
         depth: [R, N] int64, how far behind seq_len each token stands.
 
-    Returns (positions [R, N] int64, KV slots [R, N] int64, lengths with them [R] int32).
+    Returns (rotary positions [R, N] int64, KV slots [R, N] int64, lengths with them [R] int32).
     """
     nodes = depth.shape[1]
     places = seq_len[:, None] + torch.arange(first, first + nodes, device=seq_len.device)
     page = page_table.gather(1, places // page_size).to(torch.int64)
     slots = page * page_size + places % page_size
-    return seq_len[:, None] + depth, slots, (seq_len + (first + nodes)).to(torch.int32)
+    return (seq_len + rope_delta)[:, None] + depth, slots, (seq_len + (first + nodes)).to(torch.int32)
 
 
 @kernel_with_varying("width", "nodes", "first", "depth_stride", "node_stride")
 def _places_kernel(  # type: ignore[no-untyped-def]
     len_ptr,  # [R]
+    delta_ptr,  # [R]
     table_ptr,  # [R, width]
     depth_ptr,  # [R, nodes]
     position_ptr,  # [R, nodes]
@@ -156,22 +168,26 @@ def _places_kernel(  # type: ignore[no-untyped-def]
     page = tl.load(table_ptr + request * width + place // PAGE_SIZE, mask=live, other=0).to(tl.int64)
     depth = tl.load(depth_ptr + request * depth_stride + node * node_stride, mask=live, other=0)
     tl.store(slot_ptr + request * nodes + node, page * PAGE_SIZE + place % PAGE_SIZE, mask=live)
-    tl.store(position_ptr + request * nodes + node, length + depth, mask=live)
+    position = length + tl.load(delta_ptr + request) + depth
+    tl.store(position_ptr + request * nodes + node, position, mask=live)
     tl.store(out_len_ptr + request, (length + first + nodes).to(tl.int32))
 
 
 def window_places_triton(
-    seq_len: Tensor, page_table: Tensor, depth: Tensor, first: int, page_size: int
+    seq_len: Tensor, rope_delta: Tensor, page_table: Tensor, depth: Tensor, first: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     count, nodes = depth.shape
     assert seq_len.shape == (count,), f"{tuple(seq_len.shape)} lengths for {count} requests"
     assert seq_len.is_contiguous(), "lengths must be contiguous"
+    assert rope_delta.shape == (count,), f"{tuple(rope_delta.shape)} deltas for {count} requests"
+    assert rope_delta.is_contiguous(), "deltas must be contiguous"
     assert page_table.is_contiguous(), "the page table must be contiguous"
     positions, slots = seq_len.new_empty((count, nodes)), seq_len.new_empty((count, nodes))
     lengths = page_table.new_empty(count)
     if count:
         _places_kernel[(count,)](
             seq_len,
+            rope_delta,
             page_table,
             depth,
             positions,
@@ -190,7 +206,7 @@ def window_places_triton(
 
 
 def _places_fake(
-    seq_len: Tensor, page_table: Tensor, depth: Tensor, first: int, page_size: int
+    seq_len: Tensor, rope_delta: Tensor, page_table: Tensor, depth: Tensor, first: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     positions = seq_len.new_empty(tuple(depth.shape))
     return positions, torch.empty_like(positions), page_table.new_empty(depth.shape[0])

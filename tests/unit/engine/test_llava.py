@@ -22,7 +22,8 @@ from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner, load_model, make_pool
-from common.engine.models.llava import load_vision
+from common.engine.models.llava import load_llava
+from common.engine.models.vision_part import Pixels
 from common.engine.serving_draft import load_serving_draft
 from common.errors import ModelError
 from common.model_config import ModelConfig
@@ -86,8 +87,8 @@ def rename(path: Path, change: dict[str, str]) -> None:
 
 
 def ours(path: Path, pixels: torch.Tensor) -> torch.Tensor:
-    rows: torch.Tensor = load_vision(path, ModelConfig.load(path), CPU)(pixels)
-    return rows
+    rows = load_llava(path, ModelConfig.load(path), CPU)([Pixels(each, 1, 1) for each in pixels])
+    return torch.cat(rows)
 
 
 @torch.inference_mode()
@@ -104,7 +105,7 @@ def test_rows_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     assert (rows - wanted).abs().max() < 1e-5
     vision = ModelConfig.load(tmp_path).vision
     assert vision is not None
-    assert rows.shape[1] == vision.tokens_per_image
+    assert (1, rows.shape[1]) == vision.grid(640, 480)
     assert vision.image_token_id == 95 >= ModelConfig.load(tmp_path).vocab_size, (
         "placeholders may lie outside"
     )
@@ -175,10 +176,10 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
             ModelConfig.load(tmp_path)
     edit(tmp_path, **(raw | {"projector_hidden_act": "nonsense"}))
     with pytest.raises(ModelError, match="nonsense"):
-        load_vision(tmp_path, ModelConfig.load(tmp_path), CPU)
+        load_llava(tmp_path, ModelConfig.load(tmp_path), CPU)
     edit(tmp_path, **(raw | {"vision_config": tower | {"hidden_size": 64, "num_attention_heads": 2}}))
     with pytest.raises(ModelError, match="wrongly shaped"):
-        load_vision(tmp_path, ModelConfig.load(tmp_path), CPU)
+        load_llava(tmp_path, ModelConfig.load(tmp_path), CPU)
 
 
 def test_an_old_file_leaves_out_what_is_usual(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_an_old_file_leaves_out_what_is_usual(tmp_path: Path) -> None:
     found = ModelConfig.load(tmp_path)
     assert (found.hidden_size, found.num_layers, found.dtype) == (4096, 32, "float16")
     assert found.vision is not None
-    assert found.vision.tokens_per_image == 576
+    assert found.vision.grid(640, 480) == (1, 576)
 
 
 def test_a_draft_that_reads_ids_alone_is_refused_at_start_up(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 import pytest
 import torch
 import zmq
-from torch import Tensor
 
+from common.engine.models.vision_part import Pixels
 from common.errors import InternalError, InvalidRequest, Overloaded
 from common.ipc import Dealer, RouterSocket
 from common.messages.generation import ImageSpan
@@ -26,12 +26,12 @@ from tests.fakes.vision import TOKENS, digest_of, file_of, read
 class Rig:
     """An intake, and the router's end of its socket."""
 
-    def __init__(self, decode: Callable[[bytes], Tensor] = read, cache_bytes: int = 1 << 20) -> None:
+    def __init__(self, decode: Callable[[bytes], Pixels] = read, cache_bytes: int = 1 << 20) -> None:
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.router = RouterSocket(self.context, "inproc://images")
         dealer = Dealer(self.context, "inproc://images", b"p/images", received=4)
         self.cache = RowCache(cache_bytes)
-        self.intake = ImageIntake(dealer, decode, TOKENS, self.cache, Log("test"))
+        self.intake = ImageIntake(dealer, decode, self.cache, Log("test"))
 
     def send(self, digest: bytes, data: bytes) -> None:
         assert self.router.send(b"p/images", encode(ImageData(digest=digest, data=data)))
@@ -72,17 +72,18 @@ def test_prompts_claim_what_has_been_decoded(rig: Rig) -> None:
     rig.until(lambda: rig.claimed(one))
     assert rig.claimed(same), "decoded once, for both"
     assert one.pixels is same.pixels is not None
-    assert torch.equal(one.pixels, read(file_of(1)))
+    assert torch.equal(one.pixels.values, read(file_of(1)).values)
     assert not rig.claimed(other)
     assert not rig.intake.busy
 
 
 def test_rows_that_are_cached_need_no_pixels(rig: Rig) -> None:
-    rows = torch.ones(TOKENS, 4)
+    rows = torch.ones(1, TOKENS, 4)
     rig.cache.put(digest_of(1), rows)
     known = image(1)
     assert rig.claimed(known)
-    assert known.rows is rows
+    assert known.rows is not None
+    assert torch.equal(known.rows, rows[0])
     assert known.pixels is None
     rig.send(digest_of(1), file_of(1))
     rig.intake.receive()
@@ -100,7 +101,7 @@ def test_rows_that_are_cached_need_no_pixels(rig: Rig) -> None:
 def test_what_cannot_be_decoded_is_an_error_of_its_prompt(
     digest: bytes, data: bytes, error: type[Exception]
 ) -> None:
-    def decode(data: bytes) -> Tensor:
+    def decode(data: bytes) -> Pixels:
         if data == file_of(3):
             raise ZeroDivisionError
         return read(data)
@@ -125,12 +126,12 @@ def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "UNCLAIMED", 3)
     held = threading.Event()
 
-    def decode(data: bytes) -> Tensor:
+    def decode(data: bytes) -> Pixels:
         held.wait(10)
         return read(data)
 
     rig = Rig(decode)
-    futures: list[Future[Tensor]] = []
+    futures: list[Future[Pixels]] = []
     for number in range(6):
         rig.send(digest_of(number), file_of(number))
         rig.until(lambda number=number: digest_of(number) in rig.intake._pixels)  # type: ignore[misc]
@@ -146,12 +147,44 @@ def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatc
 
 def test_how_many_images_wait_is_bounded(rig: Rig) -> None:
     span = ImageSpan(0, TOKENS, digest_of(1))
-    assert len(rig.intake.expect([span], module.MAX_WAITING - 1)) == 1
+    waiting = [span] * module.MAX_WAITING
+    assert len(rig.intake.expect([span], waiting[1:])) == 1
     with pytest.raises(Overloaded):
-        rig.intake.expect([span], module.MAX_WAITING)
-    assert rig.intake.expect([], module.MAX_WAITING) == ()
-    with pytest.raises(InvalidRequest, match=f"takes {TOKENS} tokens"):
-        rig.intake.expect([ImageSpan(0, TOKENS + 1, digest_of(1))], 0)
+        rig.intake.expect([span], waiting)
+    assert rig.intake.expect([], waiting) == ()
+    large = ImageSpan(0, module.MAX_WAITING_TOKENS, digest_of(1))
+    assert len(rig.intake.expect([large], [])) == 1, "one that comes alone is taken whatever it takes"
+    with pytest.raises(Overloaded):
+        rig.intake.expect([span], [large])
+
+
+@pytest.mark.parametrize(
+    "span", [ImageSpan(0, 2 * TOKENS, digest_of(1)), ImageSpan(0, TOKENS, digest_of(1), TOKENS)]
+)
+def test_an_image_of_another_size_than_its_prompt_says_is_an_error_of_that_prompt(
+    rig: Rig, span: ImageSpan
+) -> None:
+    rig.send(digest_of(1), file_of(1))
+    right, wrong = image(1), PromptImage(span)
+    rig.until(lambda: rig.claimed(right))
+    with pytest.raises(InvalidRequest, match="its prompt has room for"):
+        rig.intake.claim([wrong])
+    assert not wrong.ready
+    rig.cache.put(digest_of(1), torch.ones(1, TOKENS, 4))
+    with pytest.raises(InvalidRequest, match="1 x 5 tokens"):
+        rig.intake.claim([PromptImage(span)])
+
+
+def test_pixels_whose_prompt_never_comes_are_bounded_in_bytes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNCLAIMED_BYTES", 2 * read(file_of(1)).values.nbytes)
+    for number in range(6):
+        rig.send(digest_of(number), file_of(number))
+        rig.until(lambda number=number: digest_of(number) in rig.intake._pixels)  # type: ignore[misc]
+        rig.until(lambda: not rig.intake.busy)
+    assert list(rig.intake._pixels)[-1] == digest_of(5)
+    assert len(rig.intake._pixels) <= 3
 
 
 def test_the_cache_keeps_the_rows_used_last_within_its_bytes() -> None:

@@ -16,14 +16,15 @@ from PIL import Image as Pil
 
 from common.errors import InvalidRequest, Overloaded
 from common.image_files import decode_image
-from common.vision_config import VisionConfig
+from common.llava_config import LlavaVision
+from common.qwen_vl_config import QwenVision
 from router.image_inspector import ImageInspector
 from router.images import Image, ImageLimits, ImageLoader, NoImages
 from router.openai_schema import ContentPart, ImageUrl, Message
 from router.placeholders import place_images
 
 LIMITS = ImageLimits(max_count=3, max_bytes=5_000, max_request_bytes=9_000, max_held_bytes=12_000)
-VISION = VisionConfig(
+VISION = LlavaVision(
     "LlavaForConditionalGeneration", "clip_vision_model", "{}", 6, 4, 32, (-2,), True, "gelu", True
 )
 
@@ -59,7 +60,7 @@ class Fetched:
 @pytest.fixture
 async def loader() -> AsyncIterator[ImageLoader]:
     inspector = ImageInspector(max_pixels=1_000)
-    yield ImageLoader(LIMITS, inspector, Fetched())
+    yield ImageLoader(LIMITS, VISION, inspector, Fetched())
     await inspector.close()
 
 
@@ -100,6 +101,29 @@ async def test_a_bad_image_is_a_400_that_names_its_part(loader: ImageLoader, cas
     assert len(await loader.load(asking(url(file())))) == 1, "the next one is served"
 
 
+QWEN = QwenVision("", "{}", 6, 7, 4, 2, 2, 256, 1920, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+
+
+async def test_an_image_takes_as_many_tokens_as_its_size_says(loader: ImageLoader) -> None:
+    """Where they depend on it: after its EXIF has turned it, and refused by its part where it is far too narrow."""
+    loader._vision = QWEN
+    exif = Pil.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    turned = url(file("JPEG", (40, 16), exif=exif), "image/jpeg")
+    images = await loader.load(asking(url(file(size=(40, 16))), turned))
+    assert [(each.rows, each.columns) for each in images] == [(2, 5), (5, 2)]
+    with pytest.raises(InvalidRequest, match="more than 200 times") as error:
+        await loader.load(asking(url(file()), url(file(size=(403, 2)))))
+    assert error.value.param == "messages[1].content[1].image_url"
+
+
+def test_text_that_spells_the_placeholder_of_a_video_is_refused() -> None:
+    images = [Image(b"x", b"x" * 32, 1, 2)]
+    assert place_images([1, 6, 2], images, QWEN, 50)[0] == [1, 6, 6, 2]
+    with pytest.raises(InvalidRequest, match="videos are not supported"):
+        place_images([1, 6, 7, 2], images, QWEN, 50)
+
+
 async def test_count_and_bytes_of_a_request_are_bounded(loader: ImageLoader) -> None:
     with pytest.raises(InvalidRequest, match="4 images in one request, at most 3"):
         await loader.load(asking(*[url(file())] * 4))
@@ -110,7 +134,7 @@ async def test_count_and_bytes_of_a_request_are_bounded(loader: ImageLoader) -> 
 
 
 async def test_what_requests_hold_together_is_bounded(loader: ImageLoader) -> None:
-    image = Image(bytes(7_000), bytes(32))
+    image = Image(bytes(7_000), bytes(32), 1, 4)
     with loader.hold([image]):
         assert loader.held_bytes == 7_000
         with pytest.raises(Overloaded), loader.hold([image]):
@@ -182,19 +206,19 @@ def test_the_first_frame_turned_and_in_rgb() -> None:
 
 
 def test_placeholders_become_as_many_tokens_as_an_image_has_rows() -> None:
-    images = [Image(b"one", b"1" * 32), Image(b"two", b"2" * 32)]
+    images = [Image(b"one", b"1" * 32, 2, 2), Image(b"two", b"2" * 32, 1, 3)]
     prompt, placed = place_images([1, 6, 9, 6, 2], images, VISION, vocab_size=50)
-    assert prompt == [1, 6, 6, 6, 6, 9, 6, 6, 6, 6, 2]
-    assert [(each.span.offset, each.span.length, each.data) for each in placed] == [
-        (1, 4, b"one"),
-        (6, 4, b"two"),
+    assert prompt == [1, 6, 6, 6, 6, 9, 6, 6, 6, 2]
+    assert [(each.span.offset, each.span.rows, each.span.columns, each.data) for each in placed] == [
+        (1, 2, 2, b"one"),
+        (6, 1, 3, b"two"),
     ]
     assert place_images([1, 2], [], VISION, 50) == ([1, 2], ())
 
 
 def test_a_placeholder_outside_the_vocabulary_is_written_as_one_of_its_tokens() -> None:
     prompt, placed = place_images(
-        [1, 77, 2], [Image(b"one", b"1" * 32)], replace(VISION, image_token_id=77), 50
+        [1, 77, 2], [Image(b"one", b"1" * 32, 1, 4)], replace(VISION, image_token_id=77), 50
     )
     assert prompt == [1, 0, 0, 0, 0, 2]
     assert placed[0].span.offset == 1
@@ -202,7 +226,7 @@ def test_a_placeholder_outside_the_vocabulary_is_written_as_one_of_its_tokens() 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_text_that_spells_the_placeholder_is_refused(count: int) -> None:
-    images = [Image(b"x", b"x" * 32)] * count
+    images = [Image(b"x", b"x" * 32, 1, 6)] * count
     with pytest.raises(InvalidRequest, match="2 placeholders") as error:
         place_images([6, 5, 6], images, VISION, 50)
     assert error.value.param == "messages"

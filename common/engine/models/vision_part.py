@@ -1,0 +1,30 @@
+"""What a node asks of a vision part, of whichever family: pixels of images to rows of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pixels:
+    """One decoded image on the host, as its family's encoder reads it."""
+
+    values: Tensor
+    rows: int  # in which its tokens lie
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+
+class VisionPart(Protocol):
+    """The tower, and what leads from it into the language model's width H."""
+
+    def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
+        """[rows, columns, H] on the device for each image. Nothing waits for the device."""
+        ...
