@@ -17,6 +17,7 @@ from common.config.schema import PrefillSection
 from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.compiled_body import EAGER, CompiledBodies, missing_compiler
 from common.engine.cuda_graph.draft_prefill import DraftPrefill
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.node_graphs import NodeGraphs
@@ -33,6 +34,7 @@ from common.engine.serving_model import (
     page_space,
     pool_wish,
 )
+from common.errors import ConfigError
 from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind, link_security
 from common.ipc.router_link import ROUTER_NAME, RouterLink
 from common.messages import image_inbox, prefill_inbox
@@ -98,6 +100,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved.keys_path, name)
     check_bind(address, f"prefill.nodes[{name}].peer_address", security)
+    bodies = _bodies(section, own.device)
     served = load_serving_model(
         resolved.model_path,
         cluster,
@@ -120,9 +123,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     reporter.report("allocating")
     if not served.sized:
-        served = served.with_pool(graph_trial(lambda: _forwards(cluster, served).graphs))
+        served = served.with_pool(graph_trial(lambda: _forwards(cluster, served, bodies).graphs))
     device = served.placement.device
-    forwards = _forwards(cluster, served)
+    forwards = _forwards(cluster, served, bodies)
     layout, carried = forwards.layout, served.draft_shape
     limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
     endpoint = _endpoint(cluster, limits)
@@ -208,7 +211,15 @@ class Forwards:
     graphs: Sequence[NodeGraphs[Any]]
 
 
-def _forwards(cluster: Cluster, served: ServingModel) -> Forwards:
+def _bodies(section: PrefillSection, device_name: str) -> CompiledBodies:
+    """Made once for the trial of the graphs and for the graphs. Raises ConfigError where nothing can be compiled."""
+    compiler = section.compiler or EAGER
+    if missing := missing_compiler(compiler, torch.device(device_name)):
+        raise ConfigError("prefill.compiler", missing)
+    return CompiledBodies(compiler)
+
+
+def _forwards(cluster: Cluster, served: ServingModel, bodies: CompiledBodies) -> Forwards:
     """With a pool of `served.num_pages`."""
     section = cluster.prefill
     layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
@@ -228,7 +239,7 @@ def _forwards(cluster: Cluster, served: ServingModel) -> Forwards:
     draft_forwards = [each.forward for each in drafting]
     draft = _prefill_draft(served, draft_forwards)
     target = node_graphs.prefill_graphs(
-        runner, section.graphs, section.chunk_tokens, section.max_batch, draft.hidden_mode
+        runner, section.graphs, section.chunk_tokens, section.max_batch, draft.hidden_mode, bodies
     )
     return Forwards(layout, runner, attention, target, draft, draft_forwards, [target, *drafting])
 

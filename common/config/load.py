@@ -19,7 +19,6 @@ from common.config.schema import Algorithm, Cluster, Section, Speculation
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 
-PIECEWISE = ("piecewise", "tc_piecewise")  # what others call prompt graphs that torch.compile splits
 ENV_PREFIX = "TANDEM_"
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)+")
 
@@ -94,6 +93,7 @@ def load_cluster(
     _check_health(cluster)
     _check_speculation(cluster)
     _check_image_hosts(cluster)
+    _check_compiler(cluster)
     return Resolved(
         cluster,
         file,
@@ -143,10 +143,17 @@ def _refuse_other_names(data: Mapping[str, Any]) -> None:
     if ours != algorithm and ours in get_args(Algorithm):
         raise ConfigError("speculation.algorithm", f"{algorithm} is called {ours} here; write {ours}")
     prefill = data.get("prefill")
-    if isinstance(prefill, dict) and prefill.get("graphs") in PIECEWISE:
+    if isinstance(prefill, dict) and prefill.get("graphs") == "tc_piecewise":
+        raise ConfigError("prefill.graphs", "tc_piecewise is called piecewise here; write piecewise")
+
+
+def _check_compiler(cluster: Cluster) -> None:
+    section = cluster.prefill
+    if section.compiler is not None and section.graphs != "piecewise":
         raise ConfigError(
-            "prefill.graphs",
-            f"{prefill['graphs']}: breakable graphs split at attention, too, and need no compiler; write breakable",
+            "prefill.compiler",
+            f"{section.compiler} compiles piecewise graphs, and prefill.graphs is {section.graphs}; "
+            "write graphs: piecewise, or leave the compiler out",
         )
 
 

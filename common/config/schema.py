@@ -117,7 +117,12 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     chunk_tokens: Positive = 2048  # token budget of one forward, shared by all prompts in it
     max_batch: Positive = 64  # prompts in one forward
     max_queue: Positive = 1024  # waiting requests; more are refused
-    graphs: Literal["auto", "breakable", "none"] = "auto"  # of the prompt forward; auto: on GPUs only
+    graphs: Literal["auto", "breakable", "piecewise", "none"] = (
+        "auto"  # of the prompt forward; auto: breakable on GPUs, none on CPUs
+    )
+    compiler: Literal["eager", "inductor"] | None = (
+        None  # of piecewise graphs, and of no others: eager keeps our kernels (default), inductor writes its own
+    )
     prefix_cache: bool = True
     image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, by their content
 

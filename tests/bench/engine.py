@@ -1,6 +1,7 @@
 """The steps of both nodes without sockets: prompts to first tokens, batches to next tokens, graphs on and off.
 
     python -m tests.bench.engine [--json FILE] [--prompts 64 ... 8192] [--batches 1 4 ...] [--context 1024]
+        [--prompt-graphs breakable piecewise-eager piecewise-inductor none]
 
 Model: the constructed 8B shape, made on the device. Times are of the host's clock, from the call to tokens that Python
 can read; `device` is from the first to the last kernel of a step: what is missing to the whole is the host's. Floors,
@@ -27,6 +28,7 @@ import torch
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.page_space import PageSpace
@@ -60,6 +62,7 @@ GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 NOBODY = NodeRef(name="bench", role="prefill", incarnation="")
 LOG = Log("bench")
 WARM_UP = 3
+PROMPT_GRAPHS = ["breakable", "piecewise-eager", "piecewise-inductor", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +134,12 @@ class PrefillSteps:
     """Prompts one at a time, their first tokens drawn."""
 
     def __init__(self, runner: ModelRunner, wanted: str, chunk: int) -> None:
-        graphs = node_graphs.prefill_graphs(runner, wanted, chunk, 64, CaptureHiddenMode.NULL)
+        """`wanted`: `prefill.graphs`, and behind a hyphen the compiler of piecewise ones."""
+        backend, _, compiler = wanted.partition("-")
+        bodies = CompiledBodies(compiler or "eager")
+        graphs = node_graphs.prefill_graphs(runner, backend, chunk, 64, CaptureHiddenMode.NULL, bodies)
         node_graphs.capture(graphs, LOG)
+        self.told = node_graphs.describe(graphs)
         self._device = device = runner.pool.device
         adjustments = AdjustmentRows.allocate(1, runner.model.embed_tokens.weight.shape[0], device)
         rest = adjustments, OneAxis(), PAGE, device, completion_for(device, one_behind=False)
@@ -189,6 +196,7 @@ class DecodeSteps:
         self._relay = RelayState.allocate(most, runner.model.embed_tokens.weight.shape[0], device)
         graphs = node_graphs.decode_graphs(runner, self._relay, table, wanted, most, longest)
         node_graphs.capture(graphs, LOG)
+        self.told = node_graphs.describe(graphs)
         completion = completion_for(device, one_behind=True)
         self._step = AutoregressiveStep(graphs.forward, table, device, completion)
         self._requests = []
@@ -241,6 +249,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kernels", type=int, nargs="*", default=[], help="sizes to list the kernels of")
+    parser.add_argument("--prompt-graphs", nargs="*", default=PROMPT_GRAPHS, choices=PROMPT_GRAPHS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -253,14 +262,10 @@ def main() -> None:
     bandwidth = copy_bandwidth() if cuda else float("inf")
     weights = sum(p.nbytes for name, p in runner.model.named_parameters() if "embed_tokens" not in name)
     per_token = runner.pool.storage.nbytes / (runner.pool.num_pages * PAGE)
-    rows, slowest = [], {}
-    print(f"{'':8} {'graphs':>10} {'size':>6} {'ms':>8} {'p90':>8} {'device':>8} {'floor':>8} ratio")
-    for what, wanted in (
-        ("prefill", "breakable"),
-        ("prefill", "none"),
-        ("decode", "full"),
-        ("decode", "none"),
-    ):
+    rows, slowest, captures = [], {}, {}
+    print(f"{'':8} {'graphs':>18} {'size':>6} {'ms':>8} {'p90':>8} {'device':>8} {'floor':>8} ratio")
+    prompts = [("prefill", wanted) for wanted in options.prompt_graphs]
+    for what, wanted in (*prompts, ("decode", "full"), ("decode", "none")):
         sizes = options.prompts if what == "prefill" else options.batches
         if not sizes:
             continue
@@ -269,6 +274,12 @@ def main() -> None:
             steps = PrefillSteps(runner, wanted, chunk)
         else:
             steps = DecodeSteps(runner, wanted, max(sizes), options.context, options.steps)
+        captures[f"{what} {wanted}"] = told = steps.told
+        print(
+            f"{what:8} {wanted:>18} {told['graphs_captured']} graphs, {told['graphs_failed']} failed: capture "
+            f"{told['graph_seconds']} s, compilation {told['graph_compile_seconds']} s, {told['graph_mib']} MiB",
+            flush=True,
+        )
         for size in sizes:
             ms, p90, busy = steps.measure(size, 9 if what == "prefill" else options.steps)
             kv = size * (options.context + options.steps / 2) * per_token
@@ -276,11 +287,11 @@ def main() -> None:
             rows.append(Row(what, wanted, size, ms, p90, busy, floor))
             ratio = f"{ms / floor:5.2f}" if floor else "    -"
             print(
-                f"{what:8} {wanted:>10} {size:6d} {ms:8.2f} {p90:8.2f} {busy:8.2f} {floor:8.2f} {ratio}",
+                f"{what:8} {wanted:>18} {size:6d} {ms:8.2f} {p90:8.2f} {busy:8.2f} {floor:8.2f} {ratio}",
                 flush=True,
             )
             if size in options.kernels and wanted != "none":
-                slowest[f"{what} {size}"] = kernels(steps, size)
+                slowest[f"{what} {wanted} {size}"] = kernels(steps, size)
         del steps  # graphs and their memory
         gc.collect()
     for name, table in slowest.items():
@@ -294,6 +305,7 @@ def main() -> None:
             "environment": describe(),
             "options": vars(options),
             "copy_bytes_per_s": bandwidth,
+            "captures": captures,
             "rows": [asdict(row) for row in rows],
             "kernels": slowest,
         }

@@ -55,17 +55,23 @@ async def test_a_served_load_replays(prompts: list[list[int]], reference: Refere
         assert 0 <= totals["unused"] < totals["captured"] == series["graphs_captured", phase, "target", ""]
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "mtp", "standalone"])
+@pytest.mark.parametrize(
+    ("algorithm", "graphs"),
+    [("eagle3", "breakable"), ("mtp", "breakable"), ("standalone", "breakable"), ("eagle3", "piecewise")],
+)
 async def test_target_and_draft_prefill_replay(
-    algorithm: str, prompts: list[list[int]], reference: Reference, tmp_path: Path
+    algorithm: str, graphs: str, prompts: list[list[int]], reference: Reference, tmp_path: Path
 ) -> None:
-    """Rows A2, B6, B7, B (the test we must own): no target falls back for its hidden states, no draft at all."""
+    """Rows A2, B6, B7, B (the test we must own): no target falls back for its hidden states, no draft at all.
+
+    X2: beside a piecewise target the draft is breakable, and the table says so.
+    """
     speculation = {
         "algorithm": algorithm,
         "draft_model_path": str(MODEL.parent / f"tiny-{algorithm}"),
         "steps": 3,
     }
-    config = {"prefill": {"graphs": "breakable", "chunk_tokens": 256}, "speculation": speculation}
+    config = {"prefill": {"graphs": graphs, "chunk_tokens": 256}, "speculation": speculation}
     load = prompts[46:84:3]
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
         answers = await client.complete_all(load, 3, 8)
@@ -74,7 +80,13 @@ async def test_target_and_draft_prefill_replay(
         await client.wait_idle()
         async with client.session.get("/metrics") as response:
             series = graph_series(await response.text(), "prefill")
+        (node,) = [node for node in (await client.info())["nodes"] if node["role"] == "prefill"]
     drafts = ["draft-0", "draft-1", "draft-2"] if algorithm == "mtp" else ["draft"]
     for model in ("target", *drafts):
         assert replay_share(series, "prefill", model) >= 0.95, series
         assert series["graph_replays_total", "prefill", model, ""] > 10
+    told = node["config"]
+    assert told["graph_backend"] == " ".join(dict.fromkeys((graphs, "breakable")))
+    assert (told["graph_compiler"], told["graph_compile_seconds"] > 0) == (
+        ("eager", True) if graphs == "piecewise" else ("", False)
+    )

@@ -18,6 +18,7 @@ import decode_node.node
 import prefill_node.node
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.kv_cache.page_space import PageSpace, as_keys
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.radix_cache import Keys, NoPrefixCache, RadixCache
@@ -97,6 +98,7 @@ class NoDraftModel:
         return NoDraft()
 
 
+BODIES = CompiledBodies()  # of the models that all tests share
 RETRYABLE = ("node_lost", "transfer_failed", "preempted")
 
 
@@ -127,6 +129,7 @@ class Shape:
     decode_cache: bool = True
     completion: MakeCompletion = Immediate
     step: MakeStep = autoregressive
+    prompt_graphs: str = "breakable"
     draft: NoDraftModel = field(default_factory=NoDraftModel)
     seeing: MakeSeeing = lambda context, runner: Seeing(NoImages(), TextEmbeds())
     prefills: int = 1
@@ -485,7 +488,7 @@ class NodeCluster:
             PagedAttention(pool, CONFIG.sliding_windows),
         )
         draft = shape.draft.prefill(shape.draft.pool(layout, storage, shape.page_size))
-        graphs = node_graphs.prefill_graphs(runner, "breakable", 32, 8, draft.hidden_mode)
+        graphs = node_graphs.prefill_graphs(runner, shape.prompt_graphs, 32, 8, draft.hidden_mode, BODIES)
         graphs.forward.graphs.capture()
         assert not [row for row in graphs.forward.graphs.rows if row.error]
         adjustments = AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device)

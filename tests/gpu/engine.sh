@@ -11,9 +11,10 @@ export PYTHONPATH
 url=http://127.0.0.1:8000
 
 date
-timeout 60 python3 -m pytest -q tests/gpu/test_compilations.py -o filterwarnings=default -o asyncio_mode=auto \
+timeout 150 python3 -m pytest -q tests/gpu/test_compilations.py tests/gpu/test_piecewise.py -o filterwarnings=default -o asyncio_mode=auto \
     -p no:cacheprovider 2>&1 | tail -3
-timeout 150 python3 -m tests.bench.engine --json "$out/engine-h200.json" 2>&1 | tail -32
+# prompts under breakable graphs, piecewise by both compilers, and without, one after another on the same weights
+timeout 280 python3 -m tests.bench.engine --json "$out/engine-h200.json" 2>&1 | tail -60
 date
 timeout 60 python3 -m deploy.models.constructed /tmp/m8b --device cuda 2>&1 | tail -1
 cat >/tmp/load.yaml <<YAML

@@ -13,5 +13,5 @@ test -n "${SKIP_TESTS:-}" || timeout 200 python3 -m pytest -q tests/gpu --desele
 date
 timeout 150 python3 -m tests.bench.rounds --acceptance 0.8 --batch 1 4 16 32 64 --json "$out/rounds-h200.json" 2>&1 | tail -20
 date
-timeout 100 python3 -m tests.bench.engine --kernels 1 16 64 512 --json "$out/engine-h200.json" 2>&1 | tail -110
+timeout 280 python3 -m tests.bench.engine --kernels 1 16 64 512 --json "$out/engine-h200.json" 2>&1 | tail -180
 date

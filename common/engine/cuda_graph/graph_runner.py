@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from common.engine.cuda_graph.admission import Admission, BatchFacts, Fallback, admit
-from common.engine.cuda_graph.backends.base import Backend, Recording
+from common.engine.cuda_graph.backends.base import Backend, Compilation, Recording
 from common.engine.cuda_graph.outputs import OutputSpec
 from common.engine.cuda_graph.report import CaptureRow, GraphCounters
 from common.engine.cuda_graph.slots import Inputs, StaticInputs
@@ -79,6 +79,11 @@ class GraphRunner(Generic[Batch, Output]):
         any_mix = self.spec.tokens_per_request is None
         return {key.shape.tokens if any_mix else key.shape.requests for key in self._recordings}
 
+    @property
+    def compilation(self) -> Compilation | None:
+        """What was compiled before capture; not in the seconds of `rows`."""
+        return self._backend.compilation
+
     def totals(self) -> GraphTotals:
         """What it has run since its start."""
         return self.counters.totals(self.spec, len(self._recordings))
@@ -94,7 +99,7 @@ class GraphRunner(Generic[Batch, Output]):
                 self.rows.append(self._capture(GraphKey(shape, variant)))
 
     def _capture(self, key: GraphKey) -> CaptureRow:
-        started, error, nbytes, breaks = time.perf_counter(), "", 0, 0
+        started, error, nbytes, breaks = time.perf_counter() - self._compiling(), "", 0, 0
         try:
             with torch.inference_mode():
                 inputs = self._inputs.idle(key.shape, key.variant)
@@ -113,11 +118,16 @@ class GraphRunner(Generic[Batch, Output]):
             requests=key.shape.requests,
             variant=key.variant,
             hidden=self.spec.hidden.name,
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - self._compiling() - started,
             nbytes=nbytes,
             breaks=breaks,
             error=error,
         )
+
+    def _compiling(self) -> float:
+        """Seconds of it, until now."""
+        compilation = self._backend.compilation
+        return 0.0 if compilation is None else compilation.seconds
 
     def can_run(self, batch: Batch) -> tuple[ShapeKey | None, str]:
         """(shape, "") where a graph would serve the batch, else (None, reason). Counts nothing."""

@@ -11,7 +11,8 @@ import torch
 
 from common.draft_config import DraftConfig
 from common.engine.cuda_graph.backends.base import Backend
-from common.engine.cuda_graph.backends.choice import BREAKABLE, NONE, make_backend
+from common.engine.cuda_graph.backends.choice import BREAKABLE, NONE, PIECEWISE, make_backend
+from common.engine.cuda_graph.compiled_body import LEAST_TOKENS, CompiledBodies
 from common.engine.cuda_graph.decode_graph import DecodeGraphs, decode_spec
 from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
 from common.engine.cuda_graph.graph_runner import GraphRunner
@@ -55,14 +56,26 @@ class NodeGraphs(Generic[Forward]):
 
 
 def prefill_graphs(
-    runner: ModelRunner, wanted: str, chunk_tokens: int, max_batch: int, hidden: CaptureHiddenMode
+    runner: ModelRunner,
+    wanted: str,
+    chunk_tokens: int,
+    max_batch: int,
+    hidden: CaptureHiddenMode,
+    bodies: CompiledBodies | None = None,
 ) -> NodeGraphs[PrefillExtend]:
-    """The target's prompt forward, not captured yet; returns hidden states of `hidden` and less."""
+    """The target's prompt forward, not captured yet; returns hidden states of `hidden` and less.
+
+    Args:
+        bodies: where piecewise graphs find the model compiled, or leave it for the next ones.
+    """
     decision = _decide(Phase.PREFILL, "prefill", runner, wanted)
     on = decision.backend != NONE
-    backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device)
+    backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device, bodies)
     unbroken = ShapeKey(UNBROKEN_TOKENS, max_batch) if on else BROKEN
-    spec = extend_spec(prefill_token_buckets(chunk_tokens) if on else (), hidden, unbroken=unbroken)
+    buckets = prefill_token_buckets(chunk_tokens) if on else ()
+    if decision.backend == PIECEWISE:  # one token replays as two
+        buckets = tuple(dict.fromkeys(max(each, LEAST_TOKENS) for each in buckets))
+    spec = extend_spec(buckets, hidden, unbroken=unbroken)
     return NodeGraphs(PrefillExtend(runner, spec, backend, unbroken=unbroken), decision)
 
 
@@ -141,10 +154,11 @@ def capture(node: NodeGraphs[Any], log: Log) -> None:
     """Capture all shapes and log the table; a shape that failed runs eagerly and says why."""
     graphs: GraphRunner[Any, Any] = node.forward.graphs
     graphs.capture()
+    compilation = graphs.compilation
     failed = {f"{row.tokens}/{row.requests} {row.variant}": row.error for row in graphs.rows if row.error}
     log.info("graphs", failed=failed, **describe(node))
     if graphs.rows:
-        log.debug("captured shapes", table=table(graphs.rows))
+        log.debug("captured shapes", table=table(graphs.rows, compilation))
 
 
 def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[], int]) -> int:
@@ -200,6 +214,7 @@ def _both(one: GraphTotals, other: GraphTotals) -> GraphTotals:
 def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
     """For the log and /server_info: the phases of one node, one backend and one ladder for all."""
     rows = [row for node in nodes for row in node.forward.graphs.rows]
+    compiled = [made for node in nodes if (made := node.forward.graphs.compilation) is not None]
     sizes = sorted({size for node in nodes for size in node.forward.graphs.captured_sizes})
 
     def each(values: Iterable[str]) -> Iterable[str]:
@@ -213,6 +228,9 @@ def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
         "graphs_captured": sum(not row.error for row in rows),
         "graphs_failed": sum(bool(row.error) for row in rows),
         "graph_seconds": round(sum(row.seconds for row in rows), 2),
+        "graph_compiler": " ".join(each(made.compiler for made in compiled)),
+        "graph_compile_seconds": round(sum(made.seconds for made in compiled), 2),
+        "graph_pieces": sum(made.pieces for made in compiled),
         "graph_mib": round(sum(row.nbytes for row in rows) / 2**20, 1),
     }
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from common.engine.attention.backend import AttentionBackend
 from common.engine.cuda_graph.admission import BatchFacts
 from common.engine.cuda_graph.backends.base import Backend
+from common.engine.cuda_graph.body_point import run_body
 from common.engine.cuda_graph.break_point import break_point
 from common.engine.cuda_graph.graph_runner import GraphRunner
 from common.engine.cuda_graph.outputs import OutField, OutputSpec
@@ -119,7 +120,7 @@ class ExtendBody:
 
     def __init__(self, runner: ModelRunner, static: StaticExtend) -> None:
         self._runner = runner
-        self._broken = ModelRunner(runner.model, runner.pool, BreakableAttention(runner.attention))
+        self._broken = BreakableAttention(runner.attention)
         self._static = static
 
     def slots(self) -> list[Slot[ExtendCall]]:
@@ -155,8 +156,8 @@ class ExtendBody:
 
     def run(self, inputs: Inputs, variant: str) -> BodyOutput:
         positions = inputs["positions"]
-        runner = self._runner if self._static.serves(len(positions)) else self._broken
-        return runner.body(inputs["embeds"], positions)
+        attention = self._runner.attention if self._static.serves(len(positions)) else self._broken
+        return run_body(self._runner.model, inputs["embeds"], positions, attention)
 
     def _embeds(self, call: ExtendCall) -> Tensor:
         if call.input_embeds is not None:

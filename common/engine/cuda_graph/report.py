@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from common.engine.cuda_graph.backends.base import Compilation
 from common.engine.cuda_graph.spec import CaptureSpec, GraphKey
 from common.messages.identity import GraphTotals
 
@@ -37,13 +38,15 @@ class CaptureRow:
 HEADER = ("phase", "model", "backend", "tokens / requests", "variant", "hidden", "s", "MiB", "state")
 
 
-def table(rows: Iterable[CaptureRow]) -> str:
-    """Lines for a person, columns aligned."""
+def table(rows: Iterable[CaptureRow], compilation: Compilation | None = None) -> str:
+    """Lines for a person, columns aligned; below them what was compiled before."""
     lines = [HEADER, *(row.cells() for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
-    )
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+    if compilation is not None:
+        made = f"{compilation.kinds} kinds in {compilation.pieces} pieces"
+        text.append(f"compiled by {compilation.compiler} in {compilation.seconds:.2f} s: {made}")
+    return "\n".join(text)
 
 
 @dataclass(slots=True)

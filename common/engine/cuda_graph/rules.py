@@ -7,6 +7,8 @@ Order, the first that applies decides:
     3. the switch of this phase: `none` is off; each phase has its own (X8)
     4. the sixteen rules: any one that applies is off, with its reason
 
+A draft is never captured piecewise, whatever is enforced: it keeps breakable graphs (B5, X2).
+
 Rules about things that tandem does not have are in the table too: `unsupported` names what a config asks for in vain.
 """
 
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.engine.cuda_graph.backends.choice import BREAKABLE, FULL, NONE, RECORDING_DEVICES
+from common.engine.cuda_graph.backends.choice import BREAKABLE, FULL, NONE, PIECEWISE, RECORDING_DEVICES
 
 
 class Phase(StrEnum):
@@ -142,13 +144,13 @@ AUTO = "auto"
 class PhaseSwitch:
     """What the config says about one phase."""
 
-    backend: str = AUTO  # auto | none | full | breakable
+    backend: str = AUTO  # auto | none | full | breakable | piecewise
     enforce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one phase runs under, and why. `exists` False: nothing may be allocated for it."""
+    """What one phase runs under, and why not something else. `exists` False: nothing may be allocated for it."""
 
     phase: Phase
     backend: str
@@ -161,12 +163,15 @@ def decide(phase: Phase, facts: StartupFacts, switch: PhaseSwitch) -> Decision:
     if phase not in PHASES.get(facts.role, frozenset()):
         return Decision(phase, NONE, (f"a {facts.role} node has no {phase.value} phase",), exists=False)
     wanted = switch.backend if switch.backend not in (AUTO, NONE) else default_backend(phase)
+    instead: tuple[str, ...] = ()
+    if wanted == PIECEWISE and phase is not Phase.PREFILL:
+        wanted, instead = default_backend(phase), (f"{PIECEWISE}: of the target's prompts alone",)
     if switch.enforce:
-        return Decision(phase, wanted, ("enforced",))
+        return Decision(phase, wanted, ("enforced", *instead))
     if switch.backend == NONE:
         return Decision(phase, NONE, (f"graphs.{phase.value} is none",))
     reasons = tuple(f"{rule.name}: {rule.reason}" for rule in RULES if rule.applies(facts))
-    return Decision(phase, NONE if reasons else wanted, reasons)
+    return Decision(phase, NONE, reasons) if reasons else Decision(phase, wanted, instead)
 
 
 def default_backend(phase: Phase) -> str:

@@ -14,6 +14,8 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., object])
 
 library: Any = torch.library  # partly untyped in torch
+# What a compiler may see through to: the torch code of operations that change none of their arguments.
+REFERENCES: dict[object, Callable[..., object]] = {}
 
 
 def register_op(
@@ -40,4 +42,7 @@ def register_op(
         if implementation is not None:
             library.impl(qualified, device, implementation)
     library.register_fake(qualified, fake)
-    return cast(Function, getattr(torch.ops.tandem, name).default)
+    registered = getattr(torch.ops.tandem, name).default
+    if not mutates:
+        REFERENCES[registered] = function
+    return cast(Function, registered)

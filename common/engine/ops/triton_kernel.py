@@ -23,6 +23,7 @@ __all__ = [
     "await_previous",
     "cdiv",
     "chained",
+    "has_triton",
     "kernel",
     "kernel_with_varying",
     "multiprocessors",
@@ -105,6 +106,11 @@ def report_compilations(report: Callable[[str, float], None]) -> None:
 
     triton.knobs.runtime.jit_cache_hook = before
     triton.knobs.runtime.jit_post_compile_hook = after
+
+
+def has_triton() -> bool:
+    """Whether kernels can be compiled here."""
+    return triton is not None
 
 
 def cdiv(a: int, b: int) -> int:

@@ -536,12 +536,16 @@ def test_images_are_fetched_from_names_alone(tmp_path: Path, host: str) -> None:
     assert "not the name of a host" in str(error)
 
 
-@pytest.mark.parametrize("name", ["piecewise", "tc_piecewise"])
-def test_piecewise_graphs_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    """Issue 3 part 2, L7: tests/bench/NOTES.md says why there is no such backend."""
-    with pytest.raises(
-        ConfigError, match=f"prefill.graphs: {name}: breakable graphs split .*; write breakable"
-    ):
-        load(tmp_path, MINIMAL + f"prefill: {{graphs: {name}}}\n")
+def test_piecewise_graphs_have_a_compiler_and_others_have_none(tmp_path: Path) -> None:
+    """Issue 3 part 2: `compiler` says nothing to graphs that are not compiled, so there it is refused."""
+    section = load(tmp_path, MINIMAL + "prefill: {graphs: piecewise, compiler: inductor}\n").prefill
+    assert (section.graphs, section.compiler) == ("piecewise", "inductor")
+    assert load(tmp_path, MINIMAL + "prefill: {graphs: piecewise}\n").prefill.compiler is None
+    for graphs in ("auto", "breakable", "none"):
+        error = refusal(tmp_path, MINIMAL + f"prefill: {{graphs: {graphs}, compiler: eager}}\n")
+        assert error.path == "prefill.compiler"
+        assert f"prefill.graphs is {graphs}; write graphs: piecewise" in str(error)
+    with pytest.raises(ConfigError, match="tc_piecewise is called piecewise here; write piecewise"):
+        load(tmp_path, MINIMAL + "prefill: {graphs: tc_piecewise}\n")
     with pytest.raises(ConfigError, match="prefill.graphs: Invalid enum value 'full'"):
         load(tmp_path, MINIMAL + "prefill: {graphs: full}\n")

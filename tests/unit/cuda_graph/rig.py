@@ -13,7 +13,9 @@ from common.engine.cuda_graph.backends.base import Backend
 from common.engine.cuda_graph.backends.breakable import BreakableGraphs
 from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.none import NoGraphs
+from common.engine.cuda_graph.backends.piecewise import PiecewiseGraphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder
+from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.decode_graph import VARIANTS, DecodeGraphs, decode_spec
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.spec import ShapeKey
@@ -37,6 +39,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "breakable": lambda: BreakableGraphs(TapeRecorder()),
 }
 AUX = (0, 1, 2)
+BODIES = CompiledBodies()  # of `model`, which all tests of a process share
 
 
 @functools.cache
@@ -54,6 +57,10 @@ def model(aux: tuple[int, ...] = (), seed: int = 0, device: torch.device = CPU) 
         built = built.to(device)
         built.placement = Placement(torch.float32, device)
     return built
+
+
+def piecewise(bodies: CompiledBodies = BODIES) -> Backend:
+    return PiecewiseGraphs(TapeRecorder(), bodies)
 
 
 def sequences(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:

@@ -22,7 +22,7 @@ from common.engine.cuda_graph.slots import SlotError
 from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.cuda_graph.static_extend import BROKEN
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode, ForwardOutput
-from tests.unit.cuda_graph.rig import AUX, extend_driver, model, sequences
+from tests.unit.cuda_graph.rig import AUX, extend_driver, model, piecewise, sequences
 from tests.unit.engine.paged_driver import Driver
 
 NULL, LAST, FULL = CaptureHiddenMode
@@ -45,7 +45,7 @@ def breakable() -> Backend:
 
 
 @pytest.mark.parametrize("poisoned", [False, True])
-@pytest.mark.parametrize("backend", [NoGraphs, breakable])
+@pytest.mark.parametrize("backend", [NoGraphs, breakable, piecewise])
 @pytest.mark.parametrize("aux", [(), AUX])
 @pytest.mark.parametrize("unbroken", [BROKEN, ShapeKey(16, 2), ShapeKey(48, 9)])
 def test_replay_equals_eager(
@@ -111,9 +111,10 @@ def test_small_graphs_have_no_breaks_and_hold_so_many_requests() -> None:
         assert (shape and shape.tokens) == tokens
 
 
-def test_given_embeddings_replay_the_same_graph_as_text() -> None:
+@pytest.mark.parametrize("backend", [breakable, piecewise])
+def test_given_embeddings_replay_the_same_graph_as_text(backend: Callable[[], Backend]) -> None:
     """Rows X3, A7, L3: text is embedded into the slot too, so neither sees zeros or the other's rows."""
-    eager, (driver, extend) = Driver(model(), IDS, 4), extend_driver(IDS, breakable(), BUCKETS)
+    eager, (driver, extend) = Driver(model(), IDS, 4), extend_driver(IDS, backend(), BUCKETS)
     generator = torch.Generator().manual_seed(3)
     for round_, count in enumerate((7, 12, 5)):
         batch = driver.batch([0], [count])

@@ -124,6 +124,18 @@ def test_speculation_is_not_a_rule() -> None:
     assert decide(Phase.DRAFT_PREFILL, PLAIN, AUTO).backend == "breakable"
 
 
+@pytest.mark.parametrize("enforce", [False, True])
+def test_a_draft_is_never_captured_piecewise(enforce: bool) -> None:
+    """Rows B5, A8, X2: the target is, beside a draft under breakable graphs; the table says so."""
+    switch = PhaseSwitch("piecewise", enforce)
+    assert decide(Phase.PREFILL, PLAIN, switch).backend == "piecewise"
+    draft = decide(Phase.DRAFT_PREFILL, PLAIN, switch)
+    assert draft.backend == "breakable"
+    assert draft.reasons[-1] == "piecewise: of the target's prompts alone"
+    lora = decide(Phase.DRAFT_PREFILL, replace(PLAIN, lora=True), PhaseSwitch("piecewise"))
+    assert lora.backend == "none"
+
+
 def test_switches_are_per_phase_and_the_legacy_flag_means_decode() -> None:
     """Rows X8, A10."""
     switches = legacy_switches(disable_cuda_graph=True)
@@ -142,5 +154,6 @@ def test_backends_by_name_on_the_cpu() -> None:
     assert isinstance(breakable, BreakableGraphs)
     assert isinstance(make_backend("none", cpu), NoGraphs)
     assert (full.name, breakable.name) == ("tape", "breakable-tape")
-    with pytest.raises(ValueError, match="write none, full or breakable"):
-        make_backend("piecewise", cpu)
+    assert make_backend("piecewise", cpu).name == "piecewise-eager-tape"
+    with pytest.raises(ValueError, match="write none, full, breakable or piecewise"):
+        make_backend("paged", cpu)

@@ -62,10 +62,13 @@ def submit(
     return cluster.submit(ids, max_tokens, images=spans, **rest)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, TOKENS, 7, 64])
-def test_any_chunks_of_mixed_batches_say_what_the_eager_target_says(chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "graphs"),
+    [(1, "breakable"), (3, "breakable"), (TOKENS, "breakable"), (7, "piecewise"), (64, "breakable")],
+)
+def test_any_chunks_of_mixed_batches_say_what_the_eager_target_says(chunk: int, graphs: str) -> None:
     """Rows C5, X3, X4; G9: text alone, images first, inside, last and several, in the same forwards, all replayed."""
-    with seeing(chunk_tokens=chunk) as (cluster, vision):
+    with seeing(chunk_tokens=chunk, prompt_graphs=graphs) as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         calls = [(parts, submit(cluster, parts)) for parts in ALL]
         cluster.run()

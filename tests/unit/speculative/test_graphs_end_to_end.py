@@ -118,3 +118,21 @@ def test_graphs_accept_what_eager_rounds_accept(name: str) -> None:
             counted.append((counters.spec_drafts, counters.spec_draft_tokens, counters.spec_accepted_tokens))
     assert counted[0] == counted[1] == counted[2]
     assert counted[0][2] > 0
+
+
+def test_drafts_do_not_depend_on_what_prompts_ran_under() -> None:
+    """Rows B5, B7, X2: a piecewise target beside a breakable draft gives tokens and accept length of eager prompts."""
+    counted = {}
+    for graphs in ("none", "breakable", "piecewise"):
+        model, step = drafting("eagle3", 3, ())
+        with NodeCluster(Shape(draft=model, step=step, prompt_graphs=graphs)) as cluster:
+            calls = [cluster.submit(prompt_of(n), 16) for n in (5, 9, 19, 33)]
+            cluster.run()
+            expect_reference(*calls)
+            cluster.settle()
+            (target,) = cluster.prefill.node._report._graphs()
+            assert (target.replays > 0) == (graphs != "none")
+            counters = cluster.decode.link.counters
+            counted[graphs] = (counters.spec_drafts, counters.spec_accepted_tokens, counters.spec_accepted_at)
+    assert counted["none"] == counted["breakable"] == counted["piecewise"]
+    assert counted["none"][1] > 0

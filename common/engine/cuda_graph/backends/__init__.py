@@ -1,1 +1,1 @@
-"""Ways to record a callable: `none`, `full` and `breakable`, over CUDA graphs or over the CPU tape."""
+"""Ways to record a callable: `none`, `full`, `breakable` and `piecewise`, over CUDA graphs or over the CPU tape."""

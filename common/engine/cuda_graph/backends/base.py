@@ -1,7 +1,8 @@
 """What a backend offers to a GraphRunner, and what a recorder offers to a backend.
 
-backend    none | full | breakable      what a graph is made of: nothing, one segment, segments and eager breaks
-recorder   CudaRecorder | TapeRecorder  how one segment is recorded and replayed
+backend    none | full | breakable | piecewise  what a graph is made of: nothing, one segment, segments and eager
+                                             breaks, the same of a compiled body
+recorder   CudaRecorder | TapeRecorder          how one segment is recorded and replayed
 """
 
 from __future__ import annotations
@@ -34,6 +35,16 @@ class Recording(Generic[Output]):
             step()
 
 
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What torch.compile has done for the graphs of a backend, once for all of its shapes."""
+
+    compiler: str
+    seconds: float
+    pieces: int  # between attention
+    kinds: int  # of pieces, each compiled once
+
+
 class Backend(Protocol):
     """Records a callable that takes no arguments and works on static inputs."""
 
@@ -42,6 +53,11 @@ class Backend(Protocol):
     @property
     def breaks(self) -> bool:
         """Whether break points run eagerly in replay, with the live batch."""
+        ...
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """Up to now; None for a backend that captures code as it is written."""
         ...
 
     def capture(self, run: Callable[[], Output]) -> Recording[Output]:

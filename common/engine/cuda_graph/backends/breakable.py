@@ -24,6 +24,7 @@ class BreakableGraphs:
     """Over CUDA graphs: `breakable-cuda`. Over the CPU tape: `breakable-tape`."""
 
     breaks = True
+    compilation = None
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

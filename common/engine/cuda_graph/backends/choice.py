@@ -9,21 +9,29 @@ from common.engine.cuda_graph.backends.breakable import BreakableGraphs
 from common.engine.cuda_graph.backends.cuda import CudaRecorder
 from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.none import NoGraphs
+from common.engine.cuda_graph.backends.piecewise import PiecewiseGraphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder
+from common.engine.cuda_graph.compiled_body import CompiledBodies
 
-NONE, FULL, BREAKABLE = "none", "full", "breakable"
+NONE, FULL, BREAKABLE, PIECEWISE = "none", "full", "breakable", "piecewise"
 RECORDING_DEVICES = ("cuda", "cpu")
 
 
-def make_backend(name: str, device: torch.device) -> Backend:
-    """A backend with a memory pool of its own: one for each GraphRunner. Raises ValueError for an unknown name."""
+def make_backend(name: str, device: torch.device, bodies: CompiledBodies | None = None) -> Backend:
+    """A backend with a memory pool of its own: one for each GraphRunner. Raises ValueError for an unknown name.
+
+    Args:
+        bodies: of piecewise graphs; None: compiled anew, by `eager`.
+    """
     if name == NONE:
         return NoGraphs()
     if name == FULL:
         return FullGraphs(_recorder(device))
     if name == BREAKABLE:
         return BreakableGraphs(_recorder(device))
-    raise ValueError(f"{name!r} is not a graph backend; write {NONE}, {FULL} or {BREAKABLE}")
+    if name == PIECEWISE:
+        return PiecewiseGraphs(_recorder(device), CompiledBodies() if bodies is None else bodies)
+    raise ValueError(f"{name!r} is not a graph backend; write {NONE}, {FULL}, {BREAKABLE} or {PIECEWISE}")
 
 
 def _recorder(device: torch.device) -> Recorder:

@@ -12,6 +12,7 @@ class FullGraphs:
     """Over CUDA graphs: `full`. Over the CPU tape: `tape`."""
 
     breaks = False
+    compilation = None
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

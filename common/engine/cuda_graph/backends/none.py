@@ -12,6 +12,7 @@ class NoGraphs:
 
     name = "none"
     breaks = True
+    compilation = None
 
     def capture(self, run: Callable[[], Output]) -> Recording[Output]:
         recording = Recording(run(), [])

@@ -1,0 +1,45 @@
+"""Where a compiling backend puts its version of a model's body while it captures; elsewhere the body itself runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from torch import Tensor
+
+from common.engine.attention.backend import AttentionBackend
+from common.engine.models.llama import BodyOutput, LlamaForCausalLM
+
+
+class BodyHandler(Protocol):
+    """Runs bodies in its own way."""
+
+    def run_body(
+        self, model: LlamaForCausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> BodyOutput: ...
+
+
+_active: ContextVar[BodyHandler | None] = ContextVar("body_handler", default=None)
+
+
+def run_body(
+    model: LlamaForCausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
+) -> BodyOutput:
+    """`model.forward`, or inside `compiling` what the handler has made of it."""
+    handler = _active.get()
+    if handler is None:
+        output: BodyOutput = model(embeds, positions, attention)
+        return output
+    return handler.run_body(model, embeds, positions, attention)
+
+
+@contextmanager
+def compiling(handler: BodyHandler) -> Iterator[None]:
+    """Bodies inside are handed to `handler`."""
+    token = _active.set(handler)
+    try:
+        yield
+    finally:
+        _active.reset(token)

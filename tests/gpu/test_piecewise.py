@@ -1,0 +1,88 @@
+"""Piecewise prompt graphs as CUDA graphs, by both compilers: the steps of the breakable ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.cuda_graph.admission import Fallback
+from common.engine.cuda_graph.backends.breakable import BreakableGraphs
+from common.engine.cuda_graph.backends.cuda import CudaRecorder
+from common.engine.cuda_graph.backends.piecewise import PiecewiseGraphs
+from common.engine.cuda_graph.compiled_body import CompiledBodies
+from common.engine.cuda_graph.spec import ShapeKey
+from common.engine.cuda_graph.static_extend import BROKEN
+from common.engine.forward.batch import CaptureHiddenMode
+from tests.unit.cuda_graph.rig import AUX, DeviceDriver, extend_driver, model, sequences
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # inductor's own
+]
+GPU = torch.device("cuda")
+CLOSE = {"atol": 1e-3, "rtol": 0.0}
+MIB = 2**20
+IDS = sequences([60, 41, 23, 9])
+STEPS = [
+    ([0, 1], [20, 7]),
+    ([0, 2, 1], [5, 3, 8]),
+    ([3], [8]),
+    ([0, 1, 2], [28, 17, 20]),
+    ([0], [7]),
+    ([1, 3], [9, 1]),
+]
+BUCKETS = (2, 4, 8, 16, 32, 48)
+COMPILERS = ("eager", "inductor")
+BODIES = {compiler: CompiledBodies(compiler) for compiler in COMPILERS}
+
+
+def piecewise(compiler: str) -> PiecewiseGraphs:
+    return PiecewiseGraphs(CudaRecorder(GPU), BODIES[compiler])
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize("aux", [(), AUX])
+@pytest.mark.parametrize("unbroken", [BROKEN, ShapeKey(16, 2), ShapeKey(48, 9)])
+def test_prefill_replay_equals_eager(
+    compiler: str, poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey
+) -> None:
+    """Rows A1, A6, C3: below, at and above the maximum, shrinking and growing, poison clean."""
+    eager = DeviceDriver(model(aux, device=GPU), IDS, 16)
+    backend = piecewise(compiler)
+    driver, extend = extend_driver(
+        IDS, backend, BUCKETS, page_size=16, poisoned=poisoned, aux=aux, device=GPU, unbroken=unbroken
+    )
+    small = unbroken.tokens
+    assert all(row.breaks == (0 if row.tokens <= small else 2) for row in extend.graphs.rows)
+    for rows, lengths in STEPS:
+        expected = eager.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
+        actual = driver.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
+        torch.testing.assert_close(actual.logits, expected.logits, **CLOSE)
+        torch.testing.assert_close(actual.hidden, expected.hidden, **CLOSE)
+        assert torch.equal(actual.logits.argmax(-1), expected.logits.argmax(-1))
+    assert extend.graphs.counters.fallbacks == {Fallback.TOO_LARGE: 1}
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_replay_never_waits_for_the_device(compiler: str) -> None:
+    driver, extend = extend_driver(IDS, piecewise(compiler), BUCKETS, page_size=16, device=GPU)
+    batch = driver.batch([0], [9])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        extend(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert extend.graphs.counters.replays.total() == 1
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_pieces_take_the_memory_of_segments_between_breaks(compiler: str) -> None:
+    """Weak references to what a segment makes, strong ones to what crosses a break: no more than breakable graphs."""
+    sizes, long = (64, 256, 1024, 4096), sequences([40])
+    _, broken = extend_driver(long, BreakableGraphs(CudaRecorder(GPU)), sizes, page_size=16, device=GPU)
+    _, pieces = extend_driver(long, piecewise(compiler), sizes, page_size=16, device=GPU)
+    assert pieces.graphs.rows[0].nbytes <= 1.5 * broken.graphs.rows[0].nbytes + 8 * MIB
+    assert sum(row.nbytes for row in pieces.graphs.rows[1:]) <= max(pieces.graphs.rows[0].nbytes, 8 * MIB)
