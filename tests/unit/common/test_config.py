@@ -538,9 +538,9 @@ def test_images_are_fetched_from_names_alone(tmp_path: Path, host: str) -> None:
 
 def test_piecewise_graphs_have_a_compiler_and_others_have_none(tmp_path: Path) -> None:
     """Issue 3 part 2: `compiler` says nothing to graphs that are not compiled, so there it is refused."""
-    section = load(tmp_path, MINIMAL + "prefill: {graphs: piecewise, compiler: inductor}\n").prefill
+    section = load(tmp_path, MINIMAL + "prefill: {graphs: piecewise, compiler: inductor}\n").cluster.prefill
     assert (section.graphs, section.compiler) == ("piecewise", "inductor")
-    assert load(tmp_path, MINIMAL + "prefill: {graphs: piecewise}\n").prefill.compiler is None
+    assert load(tmp_path, MINIMAL + "prefill: {graphs: piecewise}\n").cluster.prefill.compiler is None
     for graphs in ("auto", "breakable", "none"):
         error = refusal(tmp_path, MINIMAL + f"prefill: {{graphs: {graphs}, compiler: eager}}\n")
         assert error.path == "prefill.compiler"

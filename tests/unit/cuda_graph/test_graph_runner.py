@@ -194,6 +194,7 @@ class FakeBackend:
 
     name = "fake"
     breaks = True
+    compilation = None
 
     def __init__(self) -> None:
         self.shapes: list[int] = []
