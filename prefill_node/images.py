@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakSet
 
 import zmq
 from torch import Tensor
@@ -25,13 +26,13 @@ from common.observability.logs import Log
 
 MAX_WAITING = 512  # images of prompts that wait; their pixels are in host memory
 MAX_WAITING_TOKENS = 1 << 19  # of those; a token is some kilobytes of pixels
-UNCLAIMED = 256  # images decoded or being decoded whose prompt has not come; the oldest give way
+UNCLAIMED = 256  # images kept though no prompt here waits for them; the oldest give way
 UNCLAIMED_BYTES = 1 << 30  # of their pixels
 DECODERS = 2  # threads; Pillow lets go of the interpreter while it decodes
 ARRIVAL_SECONDS = 30.0  # from the prompt to its last image; then it is placed again
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PromptImage:
     """One image of one prompt; ready once it has pixels or rows."""
 
@@ -156,6 +157,7 @@ class ImageIntake:
         self._log = log
         self._threads = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
         self._pixels: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
+        self._expected: WeakSet[PromptImage] = WeakSet()  # of every prompt that is still here
         self.refused_messages = 0
 
     @property
@@ -169,7 +171,9 @@ class ImageIntake:
         tokens = sum(span.length for span in (*spans, *waiting))
         if spans and waiting and (len(waiting) + len(spans) > MAX_WAITING or tokens > MAX_WAITING_TOKENS):
             raise Overloaded(f"{len(waiting)} images wait on this prefill node already; try again later")
-        return tuple(PromptImage(span) for span in spans)
+        images = tuple(PromptImage(span) for span in spans)
+        self._expected.update(images)
+        return images
 
     def receive(self) -> None:
         for frame in self._dealer.drain():
@@ -182,8 +186,7 @@ class ImageIntake:
             if message.digest in self._pixels or self._cache.get(message.digest) is not None:
                 continue
             self._pixels[message.digest] = self._threads.submit(self._decode, message.digest, message.data)
-            while len(self._pixels) > UNCLAIMED or self._decoded_bytes() > UNCLAIMED_BYTES:
-                self._pixels.popitem(last=False)[1].cancel()
+            self._make_room()
 
     def claim(self, images: Iterable[PromptImage]) -> None:
         for image in images:
@@ -201,8 +204,16 @@ class ImageIntake:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._dealer.close()
 
-    def _decoded_bytes(self) -> int:
-        done = [future for future in self._pixels.values() if future.done() and future.exception() is None]
+    def _make_room(self) -> None:
+        """Let the oldest go that no prompt here waits for; those that one waits for are bounded by `expect`."""
+        wanted = {image.span.digest for image in self._expected if not image.ready}
+        idle = [digest for digest in self._pixels if digest not in wanted]
+        while len(idle) > UNCLAIMED or self._decoded_bytes(idle) > UNCLAIMED_BYTES:
+            self._pixels.pop(idle.pop(0)).cancel()
+
+    def _decoded_bytes(self, digests: Iterable[bytes]) -> int:
+        futures = [self._pixels[digest] for digest in digests]
+        done = [future for future in futures if future.done() and future.exception() is None]
         return sum(future.result().values.nbytes for future in done)
 
     def _decode(self, digest: bytes, data: bytes) -> Pixels:

@@ -145,6 +145,31 @@ def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatc
     rig.close()
 
 
+def test_images_that_a_prompt_waits_for_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More images than UNCLAIMED at once, all wanted: dropping one would hold its prompt up for ARRIVAL_SECONDS."""
+    monkeypatch.setattr(module, "UNCLAIMED", 2)
+    held = threading.Event()
+
+    def decode(data: bytes) -> Pixels:
+        held.wait(10)
+        return read(data)
+
+    rig = Rig(decode)
+    waiting = rig.intake.expect([ImageSpan(TOKENS * n, TOKENS, digest_of(n)) for n in range(5)], [])
+    gone = rig.intake.expect([ImageSpan(0, TOKENS, digest_of(5))], [])
+    del gone
+    for number in range(9):
+        rig.send(digest_of(number), file_of(number))
+        rig.until(lambda number=number: digest_of(number) in rig.intake._pixels)  # type: ignore[misc]
+    assert list(rig.intake._pixels) == [digest_of(number) for number in (0, 1, 2, 3, 4, 7, 8)]
+    held.set()
+    rig.until(lambda: all([rig.claimed(each) for each in waiting]))
+    rig.send(digest_of(9), file_of(9))
+    rig.until(lambda: digest_of(9) in rig.intake._pixels)
+    assert len(rig.intake._pixels) == 2, "claimed ones are kept no longer than others"
+    rig.close()
+
+
 def test_how_many_images_wait_is_bounded(rig: Rig) -> None:
     span = ImageSpan(0, TOKENS, digest_of(1))
     waiting = [span] * module.MAX_WAITING
