@@ -138,7 +138,8 @@ def _check_health(cluster: Cluster) -> None:
 def _refuse_other_names(data: Mapping[str, Any]) -> None:
     """What other servers call an algorithm or a backend is answered with our name of it."""
     section = data.get("speculation")
-    algorithm = str(section.get("algorithm")) if isinstance(section, dict) else ""
+    given = section.get("algorithm") if isinstance(section, dict) else None
+    algorithm = given if isinstance(given, str) else ""
     ours = {"nextn": "mtp", "draft_model": "standalone"}.get(algorithm.lower(), algorithm.lower())
     if ours != algorithm and ours in get_args(Algorithm):
         raise ConfigError("speculation.algorithm", f"{algorithm} is called {ours} here; write {ours}")

@@ -505,6 +505,8 @@ def test_defaults_leave_room_for_heartbeats() -> None:
             "2 to 11 with steps 3 and topk 2",
         ),
         ("{algorithm: ngram, steps: 0}", "Expected `int` >= 1"),
+        ("{steps: 0}", "speculation.steps: Expected `int` >= 1"),
+        ("{algorithm: null}", "speculation.algorithm: Expected `str`, got `null`"),
         ("{algorithm: ngram, adaptive: auto}", "speculation.adaptive: chains of a draft model"),
         ("{algorithm: none, adaptive: auto}", "speculation.adaptive: chains of a draft model"),
         (
