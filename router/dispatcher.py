@@ -96,6 +96,7 @@ class Dispatcher:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yields tokens as they come; raises RequestError; closing it at any point frees both nodes."""
         if self._active >= self._limits.max_requests:
+            self._metrics.request_refused(Overloaded.code)
             raise Overloaded(f"{self._limits.max_requests} requests are in flight; try again later")
         loop = asyncio.get_running_loop()
         timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)

@@ -131,6 +131,10 @@ class RouterMetrics(Collector):
         else:
             self._errors.labels(timeline.outcome.removeprefix("error: ").replace(" ", "_")).inc()
 
+    def request_refused(self, code: str) -> None:
+        """Instead of `request_finished`, where a request has not begun."""
+        self._errors.labels(code).inc()
+
     def collect(self) -> Iterator[Metric]:
         nodes = list(self._nodes())
         names = ("model_name", "engine", "role")

@@ -347,6 +347,8 @@ async def test_no_more_requests_than_allowed() -> None:
         clients = [rig.client() for _ in range(3)]
         await clients[2].done()
         assert isinstance(clients[2].error, Overloaded)
+        assert b'tandem_request_errors_total{code="overloaded"} 1.0' in rig.metrics.render()
+        assert rig.dispatcher.timelines.get("r1")["outcome"] == "running", "refusals push nothing out"  # type: ignore[index]
         for _ in range(2):
             _, prompt = await legs(prefill, decode)
             first_token(prefill, prompt.room, 50, "stop")
