@@ -100,6 +100,11 @@ class Images(Protocol):
         """Whether something ends soon that no socket announces."""
         ...
 
+    @property
+    def refused_messages(self) -> int:
+        """From the router, since the start."""
+        ...
+
     def watch(self, poller: zmq.Poller) -> None: ...
 
     def expect(self, spans: Sequence[ImageSpan], waiting: Sequence[ImageSpan]) -> tuple[PromptImage, ...]:
@@ -121,6 +126,7 @@ class NoImages:
     """Of a model that reads text alone."""
 
     busy = False
+    refused_messages = 0
 
     def watch(self, poller: zmq.Poller) -> None:
         pass

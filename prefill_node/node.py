@@ -119,7 +119,8 @@ class PrefillNode:
         self._claim_images()
         self.life.look_after(self, len(self.queues), now)
         self._admit(now)
-        self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
+        refused = self._link.refused_messages + self._images.refused_messages
+        self.life.publish(self._report.load(), self._report.counters(refused))
         self.life.end_turn(len(self.queues), now)
         return (
             plan_chunks(self.queues.computing.values(), self._limits.chunk_tokens, self._limits.max_batch)

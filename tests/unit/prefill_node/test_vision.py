@@ -81,6 +81,14 @@ def test_any_chunks_of_mixed_batches_say_what_the_eager_target_says(chunk: int, 
         assert not target.fallbacks, "embeddings go through the slot: nothing is eager"
 
 
+def test_refused_image_messages_are_told_to_the_router() -> None:
+    with seeing() as (cluster, vision):
+        assert vision.sockets[0].send(b"p/images", b"no message")
+        cluster.run(until=lambda: vision.intakes[0].refused_messages == 1)
+        cluster.turn()
+        assert cluster.prefill.link.counters.refused_messages == 1
+
+
 def test_text_alone_never_reads_what_images_left_in_the_slot() -> None:
     """#29018 of known-failures: a text-only batch on a model that sees replays the same graph, with its own rows."""
     with seeing() as (cluster, vision):
