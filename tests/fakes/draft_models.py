@@ -44,14 +44,17 @@ DRAFTS = {
     "eagle3": DraftConfig("eagle3", CONFIG, CONFIG.hidden_size, (0, 1, 2), 40, False),
     "eagle3-full-vocabulary": DraftConfig("eagle3", CONFIG, CONFIG.hidden_size, (1,), None, True),
     "eagle": DraftConfig("eagle", CONFIG, CONFIG.hidden_size, (), None, False),
+}
+ON_AXES = {  # for a target of AXES
     "eagle3-axes": DraftConfig("eagle3", AXES, AXES.hidden_size, (0, 1, 2), 40, False),
     "eagle-axes": DraftConfig("eagle", AXES, AXES.hidden_size, (), None, False),
 }
+CONFIGS = {**DRAFTS, **ON_AXES}
 
 
 @functools.cache
 def tiny_draft(name: str) -> Eagle3Head | EagleHead:
-    config = DRAFTS[name]
+    config = CONFIGS[name]
     target = tiny_model(aux=config.aux_layers)
     made = Eagle3Head if config.algorithm == "eagle3" else EagleHead
     head = made(config, target, PLACEMENT).eval()
@@ -75,7 +78,7 @@ class DraftModel(NoDraftModel):
     def __init__(self, name: str, topk: int = 1) -> None:
         self.name = name
         self.topk = topk
-        config = DRAFTS[name]
+        config = CONFIGS[name]
         self.config = config
         self.aux_layers = config.aux_layers
         self.kv_shapes = [(config.model.num_kv_heads, config.model.head_dim)] * self.layers

@@ -27,7 +27,7 @@ from decode_node.speculative.drafters.drafter import Drafter
 from prefill_node.images import ImageIntake, RowCache
 from prefill_node.seeing import Seeing
 from prefill_node.vision import VisionEmbeds
-from tests.fakes.draft_models import DRAFTS, DraftModel, Observed, drafter, tiny_draft
+from tests.fakes.draft_models import CONFIGS, DraftModel, Observed, drafter, tiny_draft
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
@@ -178,7 +178,7 @@ def greedy(parts: tuple[Part, ...], count: int, config: ModelConfig = CONFIG) ->
 @torch.inference_mode()
 def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: int) -> list[int]:
     """What the head drafts behind the prompt and `told`, whose last token the target has not read."""
-    config, head = DRAFTS[name], tiny_draft(name)
+    config, head = CONFIGS[name], tiny_draft(name)
     embeds = embeddings(parts, told)
     pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
     target = ModelRunner(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.draft_models import DRAFTS
+from tests.fakes.draft_models import CONFIGS
 from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.tiny_model import AXES
@@ -112,7 +112,7 @@ def test_a_retracted_request_goes_on_where_it_stood() -> None:
 )
 def test_drafts_stand_where_the_target_does(name: str, chunk: int, buckets: tuple[int, ...]) -> None:
     """On both nodes: every draft is that of an eager recompute with transformers' positions."""
-    assert DRAFTS[name].model.rope == AXES.rope
+    assert CONFIGS[name].model.rope == AXES.rope
     prompts, noted = Prompts(*ALL), Seen()
     draft, step = observed_vision(name, 3, 0.7, prompts, noted, buckets)
     with seeing(chunk_tokens=chunk, draft=draft, step=step) as (cluster, _):
