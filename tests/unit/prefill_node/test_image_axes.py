@@ -68,9 +68,9 @@ def test_the_axes_of_an_image_change_what_is_said() -> None:
     assert sum(greedy(parts, 9, AXES) != greedy(parts, 9, plain) for parts in ALL) >= 3
 
 
-@pytest.mark.parametrize("chunk", [3, 30])
-def test_any_chunks_of_mixed_batches_under_graphs(chunk: int) -> None:
-    with seeing(chunk_tokens=chunk) as (cluster, _):
+@pytest.mark.parametrize(("chunk", "graphs"), [(3, "breakable"), (30, "breakable"), (7, "piecewise")])
+def test_any_chunks_of_mixed_batches_under_graphs(chunk: int, graphs: str) -> None:
+    with seeing(chunk_tokens=chunk, prompt_graphs=graphs) as (cluster, _):
         answers_of(cluster, ALL, 9)
         cluster.settle()
         (totals, *_) = cluster.prefill.node._report._graphs()
