@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.node_graphs import GRAPH_BYTES
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.serving_model import graph_trial
@@ -18,16 +19,16 @@ pytestmark = [
 CUBLAS_BYTES = 128 << 20  # its workspaces, one per stream, stay with the process
 
 
-def test_a_trial_tells_enough_and_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("graphs", ["breakable", "piecewise"])
+def test_a_trial_tells_enough_and_leaves_nothing_behind(graphs: str) -> None:
     """Issue 3 part 4, row B8."""
     driver = DeviceDriver(model(device=torch.device("cuda")), sequences([9]), 4)
-    made = node_graphs.prefill_graphs(driver.runner, "breakable", 2048, 8, CaptureHiddenMode.FULL)
+    wanted = graphs, 2048, 8, CaptureHiddenMode.FULL, CompiledBodies()
+    made = node_graphs.prefill_graphs(driver.runner, *wanted)
     shapes = len(made.forward.graphs.spec.shapes)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    told = graph_trial(
-        lambda: [node_graphs.prefill_graphs(driver.runner, "breakable", 2048, 8, CaptureHiddenMode.FULL)]
-    )
+    told = graph_trial(lambda: [node_graphs.prefill_graphs(driver.runner, *wanted)])
     after = torch.cuda.memory_reserved()
     assert told >= GRAPH_BYTES * shapes
     assert after - before < CUBLAS_BYTES
