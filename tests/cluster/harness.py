@@ -21,7 +21,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "deploy" / "models" / "tiny-target"
-START_TIMEOUT = 90.0
+START_TIMEOUT = 150.0
 ENV = {
     **os.environ,
     "PYTHONPATH": str(ROOT),

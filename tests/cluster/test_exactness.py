@@ -31,6 +31,7 @@ CASES = [
     Case(
         "tcp-chunk64-page64",
         {"kv": {"page_size": 64}, "prefill": {"chunk_tokens": 64}, "transfer": {"transport": "tcp"}},
+        every=2,
     ),
     Case("chunk1-page16", {"prefill": {"chunk_tokens": 1}}, every=7),  # a forward for each of their tokens
     Case(
@@ -52,7 +53,7 @@ CASES = [
         },
         max_tokens=60,
         counters={"retractions": 1},
-        every=3,
+        every=5,
     ),
     Case(
         "graphs-on-the-tape",
@@ -60,6 +61,7 @@ CASES = [
             "prefill": {"graphs": "breakable", "chunk_tokens": 256},
             "decode": {"graphs": "full", "max_running": 16},
         },
+        every=2,
     ),
     Case(
         "2p2d-tcp-no-prefix-cache",
@@ -70,6 +72,7 @@ CASES = [
         },
         prefill=2,
         decode=2,
+        every=2,
     ),
 ]
 

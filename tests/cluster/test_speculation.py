@@ -97,7 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
             },
             "kv": {"page_size": 1},
             "prefill": {"chunk_tokens": 7},
-            "decode": {"read_results": "one_behind", "graphs": "full"},
+            "decode": {"read_results": "one_behind", "graphs": "full", "max_running": 8},
             "transfer": {"transport": "tcp"},
         },
         3.5,
@@ -129,10 +129,10 @@ def few_shot_prompts(count: int) -> list[list[int]]:
 async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, tmp_path: Path) -> None:
     """Rows B9, B10: the accept length from /server_info, the score that of transformers, whose tokens these are."""
     config, least = CASES[name]
-    prompts = few_shot_prompts(12)
+    prompts = few_shot_prompts(8)
     async with RunningCluster(tmp_path, config=config) as cluster:
         async with Client(cluster.url) as client:
-            answers = await client.complete_all(prompts, 6, 48)
+            answers = await client.complete_all(prompts, 4, 48)
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert answer.tokens == reference(prompt, 48)
             await client.wait_idle()

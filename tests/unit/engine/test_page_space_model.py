@@ -197,4 +197,4 @@ class PageSpaceMachine(RuleBasedStateMachine):
 
 
 TestPageSpace = PageSpaceMachine.TestCase
-TestPageSpace.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestPageSpace.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

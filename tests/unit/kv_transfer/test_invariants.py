@@ -289,5 +289,5 @@ class Transfers(RuleBasedStateMachine):
         assert self.free == set(range(POOL))
 
 
-Transfers.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+Transfers.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestTransfers = pytest.mark.timeout(600)(Transfers.TestCase)  # a failure is shrunk for minutes

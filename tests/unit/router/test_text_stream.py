@@ -41,7 +41,7 @@ LETTERS = st.text("ab€", min_size=1, max_size=3)
 STOPS = st.lists(st.text("ab€", min_size=1, max_size=4), max_size=4)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     texts=st.lists(LETTERS, min_size=1, max_size=12),
     stops=STOPS,
@@ -88,7 +88,7 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Tokenizer(save(request.param, tmp_path_factory.mktemp("vocabulary")))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     text=st.text("eND é€漢😀", min_size=1, max_size=20),
     stops=st.lists(st.text("eND é€漢😀", min_size=1, max_size=4), max_size=3),
