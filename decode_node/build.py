@@ -64,6 +64,7 @@ from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import ReceiverEndpoint, Region
 from kv_transfer.transport.cuda_ipc import CudaIpcReceiver
+from kv_transfer.transport.nixl import NixlReceiver
 from kv_transfer.transport.pool_memory import as_storage
 from kv_transfer.transport.shm import ShmReceiver, sweep_orphans
 from kv_transfer.transport.tcp import TcpReceiver
@@ -306,8 +307,11 @@ def _endpoint(
     security: LinkSecurity,
 ) -> ReceiverEndpoint:
     transport = choose_transport(cluster)
-    if transport != "tcp":
+    if transport in ("shm", "cuda_ipc"):
         sweep_orphans()
         return ShmReceiver(incarnation) if transport == "shm" else CudaIpcReceiver(incarnation, device.index)
     check_bind(f"tcp://{own.host}:{own.bulk_port}", f"decode.nodes[{own.name}].host", security)
+    if transport == "nixl":
+        gpu = device.index if device.type == "cuda" else None
+        return NixlReceiver(incarnation, cluster.transfer.nixl_devices, own.host, own.bulk_port, gpu)
     return TcpReceiver(own.host, own.bulk_port, limits)

@@ -6,6 +6,6 @@
 `Sender` and `Receiver` are poll-driven and single-threaded: the node hands them every frame of its peer
 socket (`handle`), calls `poll` once per loop and sends the frames that they produce. What a peer says never
 makes them raise.
-`transport/` holds the means of writing: shm and cuda_ipc (same host, pools on CPUs or on GPUs), tcp (any two hosts),
-loopback (tests).
+`transport/` holds the means of writing: shm and cuda_ipc (same host, pools on CPUs or on GPUs), tcp (any two hosts,
+CPUs), nixl (any two hosts, CPUs or GPUs), loopback (tests).
 """

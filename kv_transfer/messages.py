@@ -22,6 +22,7 @@ from kv_transfer.layout import KvLayout, Plane
 from kv_transfer.transport.description import (
     CudaIpcDescription,
     LoopbackDescription,
+    NixlDescription,
     ShmDescription,
     TcpDescription,
     TransportDescription,
@@ -131,7 +132,7 @@ def _schema_hash() -> int:
     structs = (
         *(Hello, Slots, Abort, Welcome, Refused, PagesWritten, RecordWritten, SenderFailed, AbortAck),
         *(KvLayout, Plane, ProcessIdentity),
-        *(ShmDescription, TcpDescription, CudaIpcDescription, LoopbackDescription),
+        *(ShmDescription, TcpDescription, CudaIpcDescription, NixlDescription, LoopbackDescription),
     )
     text = ";".join(
         f"{s.__name__}:{s.__struct_config__.tag}:{n}={s.__annotations__[n]}"

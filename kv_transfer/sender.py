@@ -222,7 +222,7 @@ class Sender:
         if known is not None and known.incarnation != incarnation:
             return  # the socket belongs to a newer life: it must not be answered for an older one
         if isinstance(decoded, Abort):
-            self._abort(peer, known, decoded)
+            self._abort(peer, incarnation, known, decoded)
         elif known is None:
             self._refuse(
                 peer, Refusal("no_hello", "slots came before Hello: this prefill node does not know you")
@@ -289,7 +289,7 @@ class Sender:
         if peer is not first_peer or slots.generation != first.generation:
             self._decline(peer, slots, TransferFailed.code, "this room was granted slots before")
 
-    def _abort(self, identity: bytes, peer: Peer | None, abort: Abort) -> None:
+    def _abort(self, identity: bytes, incarnation: str, peer: Peer | None, abort: Abort) -> None:
         """Acknowledge once nothing of that generation is outstanding: at once, unless its room has writes."""
         outbound = self._rooms.get(abort.room)
         if outbound is not None and outbound.is_of(peer, abort.generation):
@@ -305,7 +305,8 @@ class Sender:
             if outbound is not None and outbound.slots is None and outbound.accepts(peer):
                 outbound.give_up(abort.code, abort.reason)  # the abort came without its slots
                 self._advance(outbound)
-        self._say(identity, AbortAck(abort.room, abort.generation))
+        if self._endpoint.quiet(incarnation):  # else it asks again
+            self._say(identity, AbortAck(abort.room, abort.generation))
 
     # ---- the way out
 

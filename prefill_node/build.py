@@ -48,6 +48,7 @@ from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderEndpoint
 from kv_transfer.transport.cuda_ipc import CudaIpcSender
+from kv_transfer.transport.nixl import NixlSender
 from kv_transfer.transport.pool_memory import as_memory
 from kv_transfer.transport.shm import ShmSender
 from kv_transfer.transport.tcp import TcpSender
@@ -128,7 +129,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     forwards = _forwards(cluster, served, bodies)
     layout, carried = forwards.layout, served.draft_shape
     limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
-    endpoint = _endpoint(cluster, limits)
+    endpoint = _endpoint(cluster, incarnation, limits)
     endpoint.register(layout, as_memory(forwards.runner.pool.storage))
     peers = RouterSocket(context, address, security)
     sender = Sender(incarnation, name, endpoint, layout, peers.send, time.monotonic, limits)
@@ -267,8 +268,10 @@ def _prefill_draft(served: ServingModel, forwards: Sequence[DraftPrefill | Prefi
     return ModelPrefill(models[0]) if models else NoDraft()
 
 
-def _endpoint(cluster: Cluster, limits: TransferLimits) -> SenderEndpoint:
+def _endpoint(cluster: Cluster, incarnation: str, limits: TransferLimits) -> SenderEndpoint:
     transport = choose_transport(cluster)
+    if transport == "nixl":
+        return NixlSender(incarnation, cluster.transfer.nixl_devices, limits)
     if transport == "cuda_ipc":
         return CudaIpcSender()
     return ShmSender() if transport == "shm" else TcpSender(limits)

@@ -21,7 +21,8 @@ NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ woul
 
 Placement = Literal["round_robin", "least_loaded"]
 Algorithm = Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp"]
-TransportName = Literal["auto", "shm", "tcp", "cuda_ipc"]
+TransportName = Literal["auto", "shm", "tcp", "cuda_ipc", "nixl"]
+NetDevices = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:@,-]{1,1024}\Z")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,8 +97,10 @@ class DecodeNode(Section, frozen=True, kw_only=True):
 
     name: NodeName
     device: str = "cpu"
-    host: str = "127.0.0.1"  # address that the bulk socket of transport tcp binds to
-    bulk_port: Port = 0  # transport tcp: 0 takes a free port
+    host: str = (
+        "127.0.0.1"  # transports tcp and nixl: address that the node's socket for prefill nodes binds to
+    )
+    bulk_port: Port = 0  # its port; 0 takes a free one
 
 
 _N = TypeVar("_N", PrefillNode, DecodeNode)
@@ -182,12 +185,19 @@ class Speculation(Section, frozen=True, kw_only=True):
 class Transfer(Section, frozen=True, kw_only=True):
     """How KV pages and handoff records move."""
 
-    transport: TransportName = "auto"  # auto: on one host shm (CPUs) or cuda_ipc (GPUs), else tcp
+    transport: TransportName = (
+        "auto"  # auto: shm (CPUs) or cuda_ipc (GPUs) on one host, tcp (CPUs) or nixl (GPUs) between hosts
+    )
+    nixl_devices: NetDevices = (
+        "lo"  # transport nixl: what UCX_NET_DEVICES takes, as mlx5_0:1,mlx5_1:1 or eth0
+    )
     verify_checksums: bool = True  # of every page, on arrival; what it costs: tests/bench/transfer.py
     slots_timeout: Seconds = 600.0  # prefill node: from the prompt's arrival to the decode node's pages
     first_page_timeout: Seconds = 600.0  # decode node: from its pages' announcement to the first written page
     stall_timeout: Seconds = 60.0  # either side: between two signs of progress
-    max_inflight_mib: Positive = 64  # transport tcp: bytes on the way per connection
+    max_inflight_mib: Positive = (
+        64  # transport tcp: bytes on the way per connection; nixl: bytes of one transfer
+    )
 
 
 class Health(Section, frozen=True, kw_only=True):
@@ -204,6 +214,7 @@ class Security(Section, frozen=True, kw_only=True):
     """Who may speak on the links between processes."""
 
     keys: str | None = None  # directory made by deploy/keygen; without it sockets bind to loopback only
+    isolated_network: bool = False  # only these nodes reach transfer.nixl_devices; transport nixl asks for it
 
 
 class Process(Section, frozen=True, kw_only=True):

@@ -9,32 +9,52 @@ from common.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-Transport = Literal["shm", "tcp", "cuda_ipc"]
+Transport = Literal["shm", "tcp", "cuda_ipc", "nixl"]
 
 
 def choose_transport(cluster: Cluster) -> Transport:
-    """What `transfer.transport` names; auto: on one host shm between CPUs and cuda_ipc between GPUs, else tcp.
+    """What `transfer.transport` names; auto: shm or cuda_ipc on one host, tcp or nixl between hosts (CPUs or GPUs).
 
-    Raises ConfigError where nodes are on CPUs and on GPUs, and where the transport cannot reach their pages.
+    By the file alone, never by what is installed: both ends read the same file, and so agree. Raises ConfigError
+    where nodes are on CPUs and on GPUs, where the transport cannot reach their pages, and where it is not allowed.
     """
-    gpu = _on_gpu(cluster)
+    gpu, one_host = _on_gpu(cluster), _one_host(cluster)
     named = cluster.transfer.transport
     if named == "auto":
-        chosen: Transport = ("cuda_ipc" if gpu else "shm") if _one_host(cluster) else "tcp"
+        chosen: Transport = ("cuda_ipc" if gpu else "shm") if one_host else ("nixl" if gpu else "tcp")
     else:
         chosen = named
-    if gpu and chosen != "cuda_ipc":
+    if gpu and chosen not in ("cuda_ipc", "nixl"):
         raise ConfigError(
             "transfer.transport",
             f"{chosen} moves pages that lie in host memory, and these nodes are on GPUs; pages of GPUs move by "
-            "cuda_ipc, between nodes of one host: leave peer_address and host at their defaults",
+            "cuda_ipc between nodes of one host, and by nixl between hosts; write auto",
         )
     if not gpu and chosen == "cuda_ipc":
         raise ConfigError(
             "transfer.transport",
-            "cuda_ipc moves pages between GPUs, and these nodes are on the CPU; write auto, shm or tcp",
+            "cuda_ipc moves pages between GPUs, and these nodes are on the CPU; write auto, shm, tcp or nixl",
         )
+    if chosen == "nixl":
+        _allow_nixl(cluster, one_host)
     return chosen
+
+
+def _allow_nixl(cluster: Cluster, one_host: bool) -> None:
+    """UCX listens, and knows no keys: whoever reaches it can write into a node's memory."""
+    devices = cluster.transfer.nixl_devices
+    if not cluster.security.isolated_network:
+        raise ConfigError(
+            "security.isolated_network",
+            f"pages move by nixl here, and whoever reaches its devices ({devices}) can write into the nodes' memory, "
+            "since UCX authenticates nobody and encrypts nothing: say true if only these nodes reach them "
+            "(for lo: if no other user is on this host), or take another transport",
+        )
+    if not one_host and devices == "lo":
+        raise ConfigError(
+            "transfer.nixl_devices",
+            "lo reaches no other host: name the network devices that nixl may use, as mlx5_0:1,mlx5_1:1 or eth0",
+        )
 
 
 def _on_gpu(cluster: Cluster) -> bool:

@@ -153,7 +153,12 @@ class SenderEndpoint(ABC):
 
     @abstractmethod
     def detach(self, peer: PeerMemory) -> None:
-        """Let go of the peer's memory: afterwards all its tickets are settled."""
+        """Let go of the peer's memory: afterwards all its tickets are settled, or `quiet` says that they are not."""
+
+    def quiet(self, incarnation: str) -> bool:
+        """False while writes to this decode node may land that `detach` could not stop."""
+        del incarnation
+        return True
 
     @abstractmethod
     def close(self) -> None:

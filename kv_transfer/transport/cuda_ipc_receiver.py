@@ -7,20 +7,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from common.errors import ConfigError
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport import process, shm_segment
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, Region, Window
-from kv_transfer.transport.cuda_pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.description import CudaIpcDescription, TransportDescription
-from kv_transfer.transport.page_digest import as_digests
+from kv_transfer.transport.gpu_digests import GpuDigests
 from kv_transfer.transport.peer_watch import PeerWatches
 from kv_transfer.transport.process import ProcessIdentity
-
-_DIGEST_BLOCKS = 1056  # eight per multiprocessor: reading is over before a decode step notices
 
 
 def mps_is_used() -> bool:
@@ -37,7 +32,6 @@ class CudaIpcReceiver(ReceiverEndpoint):
         self._incarnation = incarnation
         self._device = device
         self._cuda = cuda or CudaRuntime()
-        self._lane = self._cuda.lane(device)
         self._watches = PeerWatches()
         self._death_is_proof = not mps_is_used()
         self._handle = b""
@@ -65,19 +59,11 @@ class CudaIpcReceiver(ReceiverEndpoint):
 
     def open(self, layout: KvLayout, record_bytes: int) -> None:
         super().open(layout, record_bytes)
-        words = self._cuda.tensor(self.kv.address, self.kv.nbytes)
-        with self._lane.entered():
-            self._pages = PagedMemory(layout, words, words.device)
-        self.digests([0])  # compiles the kernel now rather than in the first request
+        self._digests = GpuDigests(self._cuda, self.kv, layout)
 
     def digests(self, pages: Sequence[int]) -> list[int]:
-        """Waits for the GPU: for a moment, since this lane goes ahead of the model's."""
-        device = self._pages.words.device
-        with self._lane.entered():
-            sums = torch.zeros(len(pages), dtype=torch.int64, device=device)
-            planes = range(len(self.layout.planes))
-            move_pages(self._pages, None, page_list(pages, device=device), sums, planes, _DIGEST_BLOCKS)
-            return as_digests(sums.cpu().tolist())
+        """Waits for the GPU: for a moment."""
+        return self._digests.now(pages)
 
     def describe(self, incarnation: str) -> TransportDescription:
         return CudaIpcDescription(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 import torch
@@ -28,6 +28,7 @@ from kv_transfer.transport.base import (
 from kv_transfer.transport.cuda_pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.cudart import CudaError, CudaRuntime, Lane, Mark
 from kv_transfer.transport.description import CudaIpcDescription, kind
+from kv_transfer.transport.gpu_digests import LaterDigests, to_host
 from kv_transfer.transport.page_digest import as_digests
 
 LOCAL_BLOCKS = 264  # same GPU, two per multiprocessor: more gain nothing (tests/bench/transfer.py)
@@ -71,26 +72,6 @@ class _Posted(Ticket):
             self.peer.moved += self.nbytes if state is WriteState.DONE else 0
             if self in self.peer.open:
                 self.peer.open.remove(self)
-
-
-class _Digests(Sequence[int]):
-    """Checksums that are on their way to host memory; readable once their write is done."""
-
-    def __init__(self, sums: Tensor) -> None:
-        self._sums = sums
-
-    def __len__(self) -> int:
-        return self._sums.numel()
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return as_digests(self._sums.tolist())[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(as_digests(self._sums.tolist()))
 
 
 class CudaIpcSender(SenderEndpoint):
@@ -236,7 +217,7 @@ class CudaIpcSender(SenderEndpoint):
             ticket = self._posted(peer, nbytes)
         except RuntimeError as error:
             return PageWrite(self._failed(peer, nbytes, error), nbytes)
-        return PageWrite(ticket, nbytes, () if sums is None else _Digests(sums))
+        return PageWrite(ticket, nbytes, () if sums is None else LaterDigests(sums))
 
     def _launch(
         self,
@@ -261,10 +242,7 @@ class CudaIpcSender(SenderEndpoint):
                 self._cuda.copy(
                     peer.address + copy.dst, self._pool.address + copy.src, copy.length, peer.lane
                 )
-        if sums is None or not sums.is_cuda:
-            return sums
-        landing = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
-        return landing.copy_(sums, non_blocking=True)
+        return None if sums is None else to_host(sums)
 
     def _view(self, peer: _Mapped, dst: KvLayout) -> PagedMemory | None:
         """The peer's pool by its layout; made once, as a peer has one layout for its life."""

@@ -17,6 +17,10 @@ from torch import Tensor
 
 IPC_HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess
+_FLUSH_OPTIONS: Final = 117  # cudaDevAttrGPUDirectRDMAFlushWritesOptions
+_FLUSH_FROM_HOST: Final = 1
+_WRITES_ORDERING: Final = 118  # cudaDevAttrGPUDirectRDMAWritesOrdering
+_ORDERED_FOR_OWNER: Final = 100
 _COPY_DEFAULT: Final = 4  # cudaMemcpyDefault: the driver sees from the addresses where they lie
 
 
@@ -102,6 +106,32 @@ class CudaRuntime:
             ctypes.c_int(_COPY_DEFAULT),
             ctypes.c_void_p(lane.handle),
         )
+
+    def flush_needed(self, device: int) -> bool:
+        """Whether `flush` must come between a network card's writes and the kernels that read them.
+
+        Raises CudaError where it must and cannot.
+        """
+        if self._attribute(_WRITES_ORDERING, device) >= _ORDERED_FOR_OWNER:
+            return False
+        if not self._attribute(_FLUSH_OPTIONS, device) & _FLUSH_FROM_HOST:
+            raise CudaError(
+                f"kernels of cuda:{device} may read before what a network card wrote there is visible, and the "
+                "driver cannot flush it"
+            )
+        return True
+
+    def flush(self, device: int) -> None:
+        """What network cards have written to this GPU is visible to its kernels afterwards."""
+        with self._on(device):
+            self._call(
+                "cudaDeviceFlushGPUDirectRDMAWrites", ctypes.c_int(0), ctypes.c_int(_ORDERED_FOR_OWNER)
+            )
+
+    def _attribute(self, number: int, device: int) -> int:
+        value = ctypes.c_int()
+        self._call("cudaDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), ctypes.c_int(device))
+        return value.value
 
     # ---- other processes and other GPUs
 

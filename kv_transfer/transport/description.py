@@ -8,7 +8,10 @@ import msgspec
 
 from kv_transfer.transport.process import ProcessIdentity
 
+MAX_METADATA_BYTES = 256 << 10  # a NIXL agent's: addresses of its network devices and keys of two regions
+
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Address = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class ShmDescription(msgspec.Struct, frozen=True, tag="shm"):
@@ -36,13 +39,25 @@ class CudaIpcDescription(msgspec.Struct, frozen=True, tag="cuda_ipc"):
     owner: ProcessIdentity
 
 
+class NixlDescription(msgspec.Struct, frozen=True, tag="nixl"):
+    """Memory registered with a NIXL agent that bears the node's incarnation; addresses mean something to it alone."""
+
+    metadata: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_METADATA_BYTES)]
+    kv: Address
+    device: Annotated[int, msgspec.Meta(ge=-1, le=1023)]  # CUDA ordinal of the pool; -1: host memory
+    records: Address
+    lifeline: TcpDescription
+
+
 class LoopbackDescription(msgspec.Struct, frozen=True, tag="loopback"):
     """Memory of the same process."""
 
     incarnation: Name
 
 
-TransportDescription = ShmDescription | TcpDescription | CudaIpcDescription | LoopbackDescription
+TransportDescription = (
+    ShmDescription | TcpDescription | CudaIpcDescription | NixlDescription | LoopbackDescription
+)
 
 
 def kind(description: TransportDescription) -> str:

@@ -1,6 +1,6 @@
-"""How fast KV pages move between a prefill and a decode process: shm, tcp, cuda_ipc.
+"""How fast KV pages move between a prefill and a decode process: shm, tcp, cuda_ipc, nixl.
 
-    python -m tests.bench.transfer --json FILE [--transports cuda_ipc shm tcp] [--tokens 64 512 8192]
+    python -m tests.bench.transfer --json FILE [--transports cuda_ipc nixl shm tcp] [--tokens 64 512 8192]
 
 Two real processes, the page size and KV of the 8B shape (32 layers, 8 KV heads of 128, bf16: 128 KiB per
 token), random pages on both sides. Per transport and size, medians:
@@ -140,11 +140,9 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     plans: list[tuple[str, tuple[str, str]]] = []
     for name in arguments.transports:
-        if name == "cuda_ipc":
-            plans += [
-                (f"cuda_ipc 0 to {other}", ("cuda:0", f"cuda:{other}")) for other in range(min(gpus, 2))
-            ]
-        else:
+        if name in ("cuda_ipc", "nixl") and gpus:
+            plans += [(f"{name} 0 to {other}", ("cuda:0", f"cuda:{other}")) for other in range(min(gpus, 2))]
+        if name != "cuda_ipc":
             plans.append((name, ("cpu", "cpu")))
     result: dict[str, Any] = {"about": "transfer", **describe(), "floors_gb_s": floors(gpus), "rows": []}
     print(json.dumps(result["floors_gb_s"]))

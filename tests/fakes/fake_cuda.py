@@ -72,6 +72,8 @@ class FakeCuda:
         self.opened: list[tuple[int, int]] = []  # device, address
         self.copies = 0
         self.full = False
+        self.ordered, self.flushes = False, True  # what a network card wrote is visible; can be made visible
+        self.flushed: list[int] = []
 
     def malloc(self, device: int, nbytes: int) -> int:
         if self.full:
@@ -105,6 +107,14 @@ class FakeCuda:
     def copy(self, dst: int, src: int, nbytes: int, lane: FakeLane) -> None:
         self.copies += 1
         ctypes.memmove(dst, src, nbytes)
+
+    def flush_needed(self, device: int) -> bool:
+        if not self.ordered and not self.flushes:
+            raise CudaError("the driver cannot flush it")
+        return not self.ordered
+
+    def flush(self, device: int) -> None:
+        self.flushed.append(device)
 
     def uuid(self, device: int) -> str:
         return self.host.uuids[self.visible[device]]

@@ -22,6 +22,7 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region, SenderEndpoint, WriteState
 from kv_transfer.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from kv_transfer.transport.nixl import NixlSender
 from kv_transfer.transport.pool_memory import as_memory
 from kv_transfer.transport.shm import ShmSender
 from kv_transfer.transport.tcp import TcpSender
@@ -54,6 +55,11 @@ class SenderChild:
             torch.cuda.set_device(config["device"])
             self.endpoint = CudaIpcSender(**config.get("blocks", {}))
             torch.cuda.synchronize()
+        elif config["transport"] == "nixl":
+            if config["device"] != "cpu":
+                torch.cuda.set_device(config["device"])
+                torch.cuda.synchronize()
+            self.endpoint = NixlSender(config["sender"], "lo", limits)
         else:
             self.endpoint = ShmSender() if config["transport"] == "shm" else TcpSender(limits)
         self.endpoint.register(layout, as_memory(self.storage))

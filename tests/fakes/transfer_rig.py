@@ -23,6 +23,7 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import ReceiverEndpoint, Region
 from kv_transfer.transport.cuda_ipc import CudaIpcReceiver
+from kv_transfer.transport.nixl import NixlReceiver
 from kv_transfer.transport.pool_memory import as_storage
 from kv_transfer.transport.shm import ShmReceiver
 from kv_transfer.transport.tcp import TcpReceiver
@@ -90,7 +91,14 @@ class Rig:
         self.replies: list[dict[str, Any]] = []
         self.next_room = 1
         self.reply()
-        self.receiver.connect(self.config["sender"], self.frames.send)
+        self.receiver.connect(self.config["sender"], self._send)
+
+    def _send(self, frame: bytes) -> bool:
+        try:
+            self.frames.send(frame, zmq.NOBLOCK)
+        except zmq.Again:  # the sending process is gone
+            return False
+        return True
 
     def _endpoint(self, transport: str, device: str, limits: TransferLimits) -> ReceiverEndpoint:
         if transport == "cuda_ipc":
@@ -98,6 +106,11 @@ class Rig:
             return CudaIpcReceiver(self.config["receiver"], torch.cuda.current_device())
         if transport == "shm":
             return ShmReceiver(self.config["receiver"])
+        if transport == "nixl":
+            gpu = torch.device(device).index
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            return NixlReceiver(self.config["receiver"], "lo", device=gpu)
         return TcpReceiver("127.0.0.1", 0, limits)
 
     def turn(self) -> None:

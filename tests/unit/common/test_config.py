@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from common.config import Cluster, Resolved, load_cluster
 from common.config.load import _schema_paths
-from common.config.schema import DecodeNode, DecodeSection, Health, Model, PrefillNode, PrefillSection
+from common.config.schema import (
+    DecodeNode,
+    DecodeSection,
+    Health,
+    Model,
+    PrefillNode,
+    PrefillSection,
+    Security,
+    Transfer,
+)
 from common.config.transport_choice import choose_transport
 from common.config.yaml_file import parse_mapping, parse_scalar
 from common.errors import ConfigError
@@ -474,6 +483,49 @@ def test_auto_is_shm_while_all_nodes_are_here(peer: str, host: str, expected: st
         decode=DecodeSection(nodes=(DecodeNode(name="b", host=host),)),
     )
     assert choose_transport(cluster) == expected
+
+
+def between_hosts(device: str, **transfer: str) -> Cluster:
+    return Cluster(
+        model=Model(path="m"),
+        prefill=PrefillSection(
+            nodes=(PrefillNode(name="a", device=device, peer_address="tcp://10.0.0.1:7110"),)
+        ),
+        decode=DecodeSection(nodes=(DecodeNode(name="b", device=device, host="10.0.0.2"),)),
+        transfer=Transfer(**transfer),  # type: ignore[arg-type]
+    )
+
+
+def test_gpus_of_two_hosts_take_nixl_where_it_is_allowed() -> None:
+    """By the file alone: whether it is installed, each node finds out for itself, and refuses to start without."""
+    asked = between_hosts("cuda:0", nixl_devices="mlx5_0:1")
+    with pytest.raises(ConfigError, match=r"security\.isolated_network: .*\(mlx5_0:1\) can write into"):
+        choose_transport(asked)
+    allowed = Security(isolated_network=True)
+    assert choose_transport(msgspec.structs.replace(asked, security=allowed)) == "nixl"
+    nowhere = msgspec.structs.replace(between_hosts("cuda:0"), security=allowed)
+    with pytest.raises(ConfigError, match=r"transfer\.nixl_devices: lo reaches no other host"):
+        choose_transport(nowhere)
+
+
+def test_cpus_of_two_hosts_take_what_authenticates() -> None:
+    named = between_hosts("cpu", transport="nixl", nixl_devices="eth0")
+    allowed = Security(isolated_network=True)
+    assert choose_transport(msgspec.structs.replace(between_hosts("cpu"), security=allowed)) == "tcp"
+    assert choose_transport(msgspec.structs.replace(named, security=allowed)) == "nixl"
+
+
+def test_nixl_on_one_host_has_to_be_allowed_too(tmp_path: Path) -> None:
+    text = MINIMAL + "transfer: {transport: nixl}\n"
+    with pytest.raises(ConfigError, match="no other user is on this host"):
+        choose_transport(load(tmp_path, text).cluster)
+    allowed = load(tmp_path, text + "security: {isolated_network: true}\n").cluster
+    assert choose_transport(allowed) == "nixl"
+
+
+def test_network_devices_are_names(tmp_path: Path) -> None:
+    for devices in ("eth0 -x", "", "a$b"):
+        refusal(tmp_path, MINIMAL + f"transfer: {{nixl_devices: {devices!r}}}\n")
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])

@@ -90,8 +90,11 @@ def test_devices_choose_the_transport(prefill: str, decode: str, named: Transpor
         (cluster("cpu", "cuda:0"), "d is on cuda:0 and p on cpu"),
         (cluster("cuda:0", "cuda:0", "shm"), "shm moves pages that lie in host memory"),
         (cluster("cuda:0", "cuda:0", "tcp"), "tcp moves pages that lie in host memory"),
-        (cluster("cuda:0", "cuda:0", host="10.0.0.1"), "cuda_ipc, between nodes of one host"),
-        (cluster("cpu", "cpu", "cuda_ipc"), "these nodes are on the CPU; write auto, shm or tcp"),
+        (
+            cluster("cuda:0", "cuda:0", host="10.0.0.1"),
+            r"security\.isolated_network: pages move by nixl here",
+        ),
+        (cluster("cpu", "cpu", "cuda_ipc"), "these nodes are on the CPU; write auto, shm, tcp or nixl"),
     ],
 )
 def test_what_cannot_work_is_refused(refused: Cluster, says: str) -> None:

@@ -6,16 +6,21 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
 
+from common.errors import ConfigError
 from common.messages.generation import TokenLogprob
 from kv_transfer.events import Arrived, Delivered, Failed, ReceiverEvent, SenderEvent, SlotsGranted
 from kv_transfer.handoff_record import HandoffRecord, unpack_checksums
 from kv_transfer.transport.loopback import Fabric
+from kv_transfer.transport.nixl import NixlReceiver, NixlSender
+from kv_transfer.transport.nixl_agent import load_library
 from kv_transfer.transport.shm import ShmReceiver, ShmSender
 from kv_transfer.transport.tcp import TcpReceiver, TcpSender
+from tests.fakes.fake_nixl import FakeNixl
 from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, same_pages, send_all
 
 
@@ -60,7 +65,30 @@ def _tcp() -> Ends:
     )
 
 
-@pytest.fixture(params=[_loopback, _shm, _tcp], ids=["loopback", "shm", "tcp"])
+def _nixl(library: Any) -> Ends:
+    clock = Clock()
+    limits = msgspec.structs.replace(
+        LIMITS, max_frame_bytes=100, max_inflight_bytes=1000
+    )  # several transfers per write
+    sending, receiving = secrets.token_hex(16), secrets.token_hex(16)
+    return Ends(
+        Prefill(clock, NixlSender(sending, "lo", limits, library=library), limits, incarnation=sending),
+        Decode(clock, NixlReceiver(receiving, "lo", library=library), limits, incarnation=receiving),
+    )
+
+
+def _nixl_real() -> Ends:
+    """Skipped where nixl is not installed."""
+    try:
+        return _nixl(load_library())
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(
+    params=[_loopback, _shm, _tcp, lambda: _nixl(FakeNixl()), _nixl_real],
+    ids=["loopback", "shm", "tcp", "nixl-fake", "nixl"],
+)
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     made: Ends = request.param()
     yield made

@@ -1,0 +1,74 @@
+"""Checksums of pages of a pool on a GPU, made on a lane beside the stream that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport.base import DeviceMemory
+from kv_transfer.transport.cuda_pages import PagedMemory, move_pages, page_list
+from kv_transfer.transport.cudart import CudaRuntime, Mark
+from kv_transfer.transport.page_digest import as_digests
+
+_BLOCKS = 1056  # eight per multiprocessor: reading is over before a decode step notices
+
+
+class LaterDigests(Sequence[int]):
+    """Checksums that are on their way to host memory; readable once their lane has come so far."""
+
+    def __init__(self, sums: Tensor) -> None:
+        self._sums = sums
+
+    def __len__(self) -> int:
+        return self._sums.numel()
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return as_digests(self._sums.tolist())[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(as_digests(self._sums.tolist()))
+
+
+def to_host(sums: Tensor) -> Tensor:
+    """[n] int64 in pinned memory, once the current stream has come so far."""
+    if not sums.is_cuda:
+        return sums
+    landing = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
+    return landing.copy_(sums, non_blocking=True)
+
+
+class GpuDigests:
+    """Of one pool."""
+
+    def __init__(self, cuda: CudaRuntime, memory: DeviceMemory, layout: KvLayout) -> None:
+        words = cuda.tensor(memory.address, memory.nbytes)
+        self._lane = cuda.lane(memory.device)
+        self._planes = range(len(layout.planes))
+        with self._lane.entered():
+            self._pages = PagedMemory(layout, words, words.device)
+        self.now([0])  # compiles the kernel now rather than in the first request
+
+    def start(self, pages: Sequence[int]) -> tuple[LaterDigests, Mark]:
+        """The checksums, and when they can be read. Raises RuntimeError once the GPU has failed."""
+        with self._lane.entered():
+            sums = to_host(self._launch(pages))
+        return LaterDigests(sums), self._lane.mark()
+
+    def now(self, pages: Sequence[int]) -> list[int]:
+        """Waits for the GPU: for a moment, since this lane goes ahead of the model's."""
+        with self._lane.entered():
+            return as_digests(self._launch(pages).cpu().tolist())
+
+    def _launch(self, pages: Sequence[int]) -> Tensor:
+        device = self._pages.words.device
+        sums = torch.zeros(len(pages), dtype=torch.int64, device=device)
+        move_pages(self._pages, None, page_list(pages, device=device), sums, self._planes, _BLOCKS)
+        return sums

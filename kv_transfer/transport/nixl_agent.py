@@ -1,0 +1,266 @@
+"""What the nixl transport needs of NIXL: one agent over UCX, registered memory, prepared lists, transfers.
+
+Its listen thread stays off (it binds every interface; metadata travels in Hello instead) and so does its progress
+thread (it spins): `Progress` goes round for it, often while something is under way. Tests put another library in
+the place of the installed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.errors import ConfigError
+from kv_transfer.transport.base import Memory, WriteState
+
+_BACKEND: Final = "UCX"
+_OWN: Final = "NIXL_INIT_AGENT"  # how a prepared list of own memory is called
+_BUSY_SECONDS: Final = 0.0005  # between two rounds of progress
+_IDLE_SECONDS: Final = 0.05
+
+Kind = Literal["DRAM", "VRAM"]
+
+
+class NixlError(Exception):
+    """A call that NIXL refused: nothing was posted by it."""
+
+
+class Block(NamedTuple):
+    """Contiguous memory of one process; `device` is its CUDA ordinal there, 0 for host memory."""
+
+    address: int
+    nbytes: int
+    device: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`count` pieces of `nbytes` bytes each, one behind the other."""
+
+    address: int
+    nbytes: int
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One posted transfer."""
+
+    handle: Any
+    fault: str = ""  # why it failed
+
+
+def load_library() -> Any:
+    """The installed NIXL for the CUDA version of this torch, or for any. Raises ConfigError where there is none."""
+    wanted = [_load_cu13, _load_cu12]
+    if str(torch.version.cuda).startswith("12."):
+        wanted.reverse()
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read at import, like the next
+    os.environ.setdefault("UCX_ERROR_SIGNALS", "")  # a crash is the interpreter's to tell of
+    found: list[str] = []
+    for load in wanted:
+        try:
+            return load()
+        except ImportError as error:
+            found.append(str(error))
+    raise ConfigError(
+        "transfer.transport",
+        "nixl is not installed here: pip install 'tandem[nixl]' on every host of a node (nixl-cu12 for a torch "
+        f"with CUDA 12), or write another transport ({'; '.join(found)})",
+    )
+
+
+def _load_cu13() -> Any:
+    # here: it takes half a second, and other transports do without it
+    import nixl_cu13  # type: ignore[import-not-found, unused-ignore]
+
+    return nixl_cu13
+
+
+def _load_cu12() -> Any:
+    import nixl_cu12  # type: ignore[import-not-found, unused-ignore]
+
+    return nixl_cu12
+
+
+def block_of(memory: Memory) -> Block:
+    """Where a pool lies; valid while the memory lives."""
+    if isinstance(memory, memoryview):
+        return Block(int(np.frombuffer(memory, dtype=np.uint8).ctypes.data), memory.nbytes, 0, "DRAM")
+    return Block(memory.address, memory.nbytes, memory.device, "VRAM")
+
+
+class NixlAgent:
+    """Any thread may call it; calls exclude each other."""
+
+    def __init__(self, name: str, devices: str, library: Any = None) -> None:
+        """`name` names it to its peers, `devices` is what UCX may use, as UCX_NET_DEVICES takes it.
+
+        Raises ConfigError where NIXL is not installed, or UCX does not start on these devices.
+        """
+        os.environ["UCX_NET_DEVICES"] = devices
+        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+        library = load_library() if library is None else library
+        config = library.nixl_agent_config(
+            enable_prog_thread=False,
+            enable_listen_thread=False,
+            backends=[_BACKEND],
+            sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        try:
+            self._agent = library.nixl_agent(name, config)
+        except Exception as error:
+            raise ConfigError(
+                "transfer.nixl_devices", f"NIXL does not start over UCX on {devices!r}: {_said(error)}"
+            ) from None
+        if _BACKEND not in self._agent.backends:
+            raise ConfigError("transfer.transport", "the installed nixl has no UCX plugin")
+        self._registered: list[Any] = []
+
+    # ---- own memory
+
+    def register(self, block: Block) -> None:
+        """Raises ConfigError where it cannot be pinned."""
+        try:
+            self._registered.append(
+                self._agent.register_memory(
+                    [(block.address, block.nbytes, block.device, "")], block.kind, backends=[_BACKEND]
+                )
+            )
+        except Exception as error:
+            raise ConfigError(
+                "", f"{block.nbytes >> 20} MiB of memory cannot be registered with UCX: {_said(error)}"
+            ) from None
+
+    def metadata(self) -> bytes:
+        """By which another agent reaches what is registered now."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def close(self) -> None:
+        """Nothing is reachable any more. No transfer may be under way."""
+        for registered in self._registered:
+            with contextlib.suppress(Exception):
+                self._agent.deregister_memory(registered, backends=[_BACKEND])
+        self._registered.clear()
+
+    # ---- other agents
+
+    def add(self, metadata: bytes) -> str:
+        """The name of the agent that this is of. Raises NixlError."""
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise NixlError(_said(error)) from None
+        return name.decode("ascii", "replace") if isinstance(name, bytes) else str(name)
+
+    def connect(self, name: str) -> None:
+        """Start to connect: the first write then waits for less."""
+        with contextlib.suppress(Exception):  # the first write says why
+            self._agent.make_connection(name, backends=[_BACKEND])
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(Exception):
+            self._agent.remove_remote_agent(name)
+
+    # ---- transfers
+
+    def prepare(self, name: str, rows: Sequence[Rows], block: Block) -> Any:
+        """A list of pieces of own memory (name "") or of another agent's. Raises NixlError if it is not registered."""
+        table = np.array(
+            [(row.address, row.nbytes, block.device, row.nbytes, row.count) for row in rows], dtype=np.uint64
+        )
+        try:
+            return self._agent.prep_xfer_dlist(name or _OWN, table, block.kind, backends=[_BACKEND])
+        except Exception as error:
+            raise NixlError(_said(error)) from None
+
+    def forget(self, prepared: Any) -> None:
+        with contextlib.suppress(Exception):
+            self._agent.release_dlist_handle(prepared)
+
+    def write(self, ours: Any, from_: NDArray[np.int32], theirs: Any, to: NDArray[np.int32]) -> Operation:
+        """Start writing pieces `from_` of one list to pieces `to` of another. Raises NixlError."""
+        try:
+            handle = self._agent.make_prepped_xfer("WRITE", ours, from_, theirs, to, backends=[_BACKEND])
+        except Exception as error:
+            raise NixlError(_said(error)) from None
+        operation = Operation(handle)
+        try:
+            if self._agent.transfer(handle) == "ERR":
+                operation.fault = "NIXL reports an error"
+        except Exception as error:
+            operation.fault = _said(error)
+        return operation
+
+    def state(self, operation: Operation) -> WriteState:
+        """FAILED says that it will not be completed, not that it has ended: pieces may land for a moment yet."""
+        if operation.fault:
+            return WriteState.FAILED
+        try:
+            said = self._agent.check_xfer_state(operation.handle)
+        except Exception as error:
+            operation.fault = _said(error)
+            return WriteState.FAILED
+        if said == "PROC":
+            return WriteState.PENDING
+        if said != "DONE":
+            operation.fault = "NIXL reports an error"
+            return WriteState.FAILED
+        return WriteState.DONE
+
+    def release(self, operation: Operation) -> None:
+        """Only of what is not under way any more."""
+        with contextlib.suppress(Exception):
+            self._agent.release_xfer_handle(operation.handle)
+
+    def progress(self) -> None:
+        """Let UCX do what is due: needed where the network does not write into memory by itself."""
+        with contextlib.suppress(Exception):
+            self._agent.get_new_notifs(backends=[_BACKEND])
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+class Progress:
+    """A thread that calls `turn`: every half a millisecond while busy, else seldom."""
+
+    def __init__(self, turn: Callable[[], None], device: int | None = None) -> None:
+        """`device`: the CUDA ordinal whose memory is written or read."""
+        self._turn = turn
+        self._device = device
+        self._busy = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
+        self._thread.start()
+
+    def busy(self, busy: bool) -> None:
+        if busy:
+            self._busy.set()
+        else:
+            self._busy.clear()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._busy.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        while not self._closing.is_set():
+            self._turn()
+            if self._busy.is_set():
+                self._closing.wait(_BUSY_SECONDS)
+            else:
+                self._busy.wait(_IDLE_SECONDS)

@@ -1,0 +1,123 @@
+"""NIXL, receiving side: the pool and the records registered with one agent, that every prefill node is told of."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import ConfigError
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, Region, Window
+from kv_transfer.transport.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.description import MAX_METADATA_BYTES, NixlDescription, TransportDescription
+from kv_transfer.transport.gpu_digests import GpuDigests
+from kv_transfer.transport.lifeline import LifelineKeeper
+from kv_transfer.transport.nixl_agent import NixlAgent, Progress, block_of
+
+
+class NixlReceiver(ReceiverEndpoint):
+    """`device` is the CUDA ordinal of the pool, None on a CPU; the lifeline listens on host:port (0: any)."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        devices: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        device: int | None = None,
+        *,
+        cuda: CudaRuntime | None = None,
+        library: Any = None,
+    ) -> None:
+        """Raises ConfigError where NIXL is not installed or does not start on these network `devices`."""
+        self._device = device
+        self._cuda = None if device is None else cuda or CudaRuntime()
+        self._agent = NixlAgent(incarnation, devices, library)
+        self._lifelines = LifelineKeeper(host, port)
+        self._open: set[int] = set()  # generations whose pages may be written
+        self._progress: Progress | None = None
+        self._gpu: GpuDigests | None = None
+        self._flush = False
+
+    def allocate(self, region: Region, nbytes: int) -> Memory:
+        if region is Region.RECORDS:
+            self.records = memoryview(mmap.mmap(-1, max(1, nbytes)))
+            return self.records
+        if self._cuda is None or self._device is None:
+            self.kv = memoryview(mmap.mmap(-1, max(1, nbytes)))
+            return self.kv
+        try:
+            address = self._cuda.malloc(self._device, nbytes)
+        except CudaError as error:
+            raise ConfigError(
+                "",
+                f"{nbytes >> 20} MiB of KV pages cannot be had on cuda:{self._device} ({error}); "
+                "lower decode.pool_tokens, or free memory of that GPU",
+            ) from None
+        self.kv = DeviceMemory(address, nbytes, self._device)
+        return self.kv
+
+    def open(self, layout: KvLayout, record_bytes: int) -> None:
+        super().open(layout, record_bytes)
+        if self._cuda is not None and isinstance(self.kv, DeviceMemory):
+            self._gpu = GpuDigests(self._cuda, self.kv, layout)
+            try:
+                self._flush = self._cuda.flush_needed(self.kv.device)
+            except CudaError as error:
+                raise ConfigError("transfer.transport", f"nixl cannot write here: {error}") from None
+        self._kv_block, self._records_block = block_of(self.kv), block_of(self.records)
+        self._agent.register(self._kv_block)
+        self._agent.register(self._records_block)
+        self._metadata = self._agent.metadata()  # once: it may change, and Hello must not
+        if len(self._metadata) > MAX_METADATA_BYTES:
+            raise ConfigError(
+                "transfer.nixl_devices",
+                f"NIXL's metadata has {len(self._metadata)} bytes, Hello takes {MAX_METADATA_BYTES}; name fewer",
+            )
+        self._progress = Progress(self._agent.progress, self._device)
+
+    def digests(self, pages: Sequence[int]) -> list[int]:
+        return super().digests(pages) if self._gpu is None else self._gpu.now(pages)
+
+    def record(self, slot: int) -> bytes:
+        """The pages are looked at after this: what the network card wrote becomes visible here."""
+        if self._flush and self._cuda is not None and self._device is not None:
+            self._cuda.flush(self._device)
+        return super().record(slot)
+
+    def describe(self, incarnation: str) -> TransportDescription:
+        return NixlDescription(
+            self._metadata,
+            self._kv_block.address,
+            -1 if self._device is None else self._device,
+            self._records_block.address,
+            self._lifelines.describe(incarnation),
+        )
+
+    def announce(self, window: Window) -> None:
+        """Nothing to open: the sender has the keys of the whole pool."""
+        self._open.add(window.generation)
+        self._go()
+
+    def revoke(self, generation: int) -> bool:
+        self._open.discard(generation)
+        self._go()
+        return False
+
+    def proves_dead(self, incarnation: str) -> bool:
+        return self._lifelines.dead(incarnation)
+
+    def forget(self, incarnation: str) -> None:
+        self._lifelines.forget(incarnation)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        self._agent.close()
+        self._lifelines.close()
+
+    def _go(self) -> None:
+        if self._progress is not None:
+            self._progress.busy(bool(self._open))

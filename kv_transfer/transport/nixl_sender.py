@@ -1,0 +1,355 @@
+"""NIXL, sending side: own pages and the peer's as prepared lists, of which a write names the pieces by number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ConfigError, HandshakeRefused
+from kv_transfer.copy_plan import Copy, whole_rows
+from kv_transfer.layout import KvLayout
+from kv_transfer.limits import TransferLimits
+from kv_transfer.transport.base import (
+    Memory,
+    PageWrite,
+    PeerMemory,
+    SenderEndpoint,
+    Target,
+    Ticket,
+    WriteState,
+)
+from kv_transfer.transport.cudart import CudaRuntime, Mark
+from kv_transfer.transport.description import NixlDescription, kind
+from kv_transfer.transport.gpu_digests import GpuDigests
+from kv_transfer.transport.lifeline import Lifelines
+from kv_transfer.transport.nixl_agent import Block, NixlAgent, NixlError, Progress, Rows, block_of
+from kv_transfer.transport.nixl_writes import (
+    Part,
+    Remote,
+    Staging,
+    Write,
+    cuts,
+    failed,
+    nothing,
+    numbers,
+    planes,
+)
+
+QUIET: Final = 2.0  # seconds after a fault during which pieces of the same peer may land yet
+_CLOSE_SECONDS: Final = 1.0
+
+
+class NixlSender(SenderEndpoint):
+    """One thread; `incarnation` names the agent, `devices` is what UCX may use."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        devices: str,
+        limits: TransferLimits,
+        *,
+        cuda: CudaRuntime | None = None,
+        library: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError where NIXL is not installed or does not start on these network `devices`."""
+        self._agent = NixlAgent(incarnation, devices, library)
+        self._limits = limits
+        self._cuda = cuda
+        self._clock = clock
+        self._lifelines = Lifelines()
+        self._peers: list[Remote] = []  # attached, or with transfers that have not ended
+        self._gpu: GpuDigests | None = None
+        self._progress: Progress | None = None
+
+    def register(self, layout: KvLayout, kv: Memory) -> None:
+        if isinstance(kv, memoryview):
+            super().register(layout, kv)
+            device = None
+        else:
+            if kv.nbytes < layout.total_bytes:
+                raise ValueError(
+                    f"the KV buffer has {kv.nbytes} bytes, its layout needs {layout.total_bytes}"
+                )
+            self.layout, device = layout, kv.device
+            self._gpu = GpuDigests(self._cuda or CudaRuntime(), kv, layout)
+        self._block = block_of(kv)
+        self._agent.register(self._block)
+        self._own = self._agent.prepare("", planes(layout, self._block), self._block)
+        self._staging = Staging(self._agent, self._limits.record_bytes)
+        self._staging.give_back(self._staging.take())
+        self._progress = Progress(self._agent.progress, device)
+
+    def digests(self, pages: Sequence[int]) -> list[int]:
+        return super().digests(pages) if self._gpu is None else self._gpu.now(pages)
+
+    # ---- peers
+
+    def attach(self, target: Target) -> PeerMemory:
+        description = target.description
+        if not isinstance(description, NixlDescription):
+            raise HandshakeRefused(
+                f"it takes pages by {kind(description)}, this prefill node sends by nixl; "
+                "set the same transport on both"
+            )
+        if (description.device >= 0) != (self._block.kind == "VRAM"):
+            raise HandshakeRefused("its pages lie on a CPU and ours on a GPU, or the other way round")
+        if not self.quiet(target.incarnation):
+            raise HandshakeRefused("writes to it from before have not ended yet")
+        peer = Remote(
+            target,
+            Block(description.kv, target.kv_bytes, max(0, description.device), self._block.kind),
+            Block(description.records, target.records_bytes, 0, "DRAM"),
+        )
+        self._lifelines.hold(description.lifeline)
+        self._join(peer)
+        self._peers.append(peer)
+        return peer
+
+    def _join(self, peer: Remote) -> None:
+        """Raises HandshakeRefused if what it describes is not in the metadata that it sent."""
+        assert isinstance(peer.target.description, NixlDescription)
+        name = peer.target.incarnation
+        try:
+            told = self._agent.add(peer.target.description.metadata)
+        except NixlError as error:
+            raise HandshakeRefused(
+                f"NIXL cannot reach it ({error}): transfer.nixl_devices of both must name one network"
+            ) from None
+        try:
+            if told != name:
+                raise NixlError(f"the metadata is of agent {told[:64]!r}")
+            for block in (peer.kv, peer.records):
+                rows = [Rows(block.address, block.nbytes, 1)]
+                self._agent.forget(self._agent.prepare(name, rows, block))
+        except NixlError as error:
+            self._agent.remove(told)
+            raise HandshakeRefused(f"its memory is not what it registered with NIXL ({error})") from None
+        self._agent.connect(name)
+
+    def quiet(self, incarnation: str) -> bool:
+        """False while a peer of this incarnation is detached and transfers to it have not ended."""
+        self._collect()
+        return all(peer.attached or peer.target.incarnation != incarnation for peer in self._peers)
+
+    def detach(self, peer: PeerMemory) -> None:
+        """Its tickets are FAILED; NIXL cannot stop a transfer, so `quiet` tells when the last has ended."""
+        assert isinstance(peer, Remote)
+        if not peer.attached:
+            return
+        peer.attached = False
+        self._collect()
+        for write in peer.open:
+            write.state = WriteState.FAILED
+
+    def close(self) -> None:
+        """Waits a moment for what is under way. What has not ended then ends with the process, as its lifeline does."""
+        for peer in list(self._peers):
+            self.detach(peer)
+        until = time.monotonic() + _CLOSE_SECONDS
+        while self._peers and time.monotonic() < until:
+            time.sleep(0.001)
+            self._collect()
+        if self._peers:
+            return
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+            self._agent.forget(self._own)
+        self._agent.close()
+        self._lifelines.close()
+
+    # ---- writes
+
+    def write_pages(
+        self,
+        peer: PeerMemory,
+        dst: KvLayout,
+        src_pages: Sequence[int],
+        dst_pages: Sequence[int],
+        generation: int,
+        checksums: bool,
+    ) -> PageWrite:
+        assert isinstance(peer, Remote)
+        if not whole_rows(self.layout, dst):
+            return super().write_pages(peer, dst, src_pages, dst_pages, generation, checksums)
+        sizes = [plane.page_bytes for plane in self.layout.planes]
+        nbytes = len(src_pages) * sum(sizes)
+        if not src_pages:
+            return PageWrite(Write(peer, nothing, state=WriteState.DONE), 0)
+        mark: Mark | None = None
+        digests: Sequence[int] = ()
+        try:
+            self._use(peer)
+            if peer.pages is None or peer.pages[0] != dst:
+                name = peer.target.incarnation
+                peer.pages = (dst, self._agent.prepare(name, planes(dst, peer.kv), peer.kv))
+            if checksums and self._gpu is not None:
+                digests, mark = self._gpu.start(src_pages)
+            elif checksums:
+                digests = self.digests(src_pages)
+        except (NixlError, HandshakeRefused, RuntimeError) as error:
+            return PageWrite(failed(peer, error), nbytes)
+        ours, theirs = numbers(self.layout, src_pages), numbers(dst, dst_pages)
+        lengths = np.repeat(np.array(sizes, dtype=np.int64), len(src_pages))
+        write = self._post(peer, (self._own, ours), (peer.pages[1], theirs), lengths, nothing, mark)
+        return PageWrite(write, nbytes, digests)
+
+    def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
+        """Copies of any shape: `write_pages` is the fast way."""
+        assert isinstance(peer, Remote)
+        return self._write(peer, self._block, peer.kv, copies, nothing)
+
+    def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:
+        assert isinstance(peer, Remote)
+        if len(data) > self._staging.slot_bytes:
+            return failed(peer, NixlError(f"a record of {len(data)} bytes; set the same limits on both"))
+        try:
+            slot = self._staging.take()
+        except ConfigError as error:
+            return failed(peer, error)
+        view, block = slot
+        view[: len(data)] = data
+        copy = Copy(0, offset, len(data))
+        return self._write(peer, block, peer.records, [copy], lambda: self._staging.give_back(slot))
+
+    def _write(
+        self,
+        peer: Remote,
+        ours: Block,
+        theirs: Block,
+        copies: Sequence[Copy],
+        release: Callable[[], None],
+    ) -> Ticket:
+        prepared: list[Any] = []
+
+        def forget() -> None:
+            for each in prepared:
+                self._agent.forget(each)
+            release()
+
+        if not copies:
+            return Write(peer, nothing, state=WriteState.DONE)
+        try:
+            self._use(peer)
+            rows = [Rows(ours.address + copy.src, copy.length, 1) for copy in copies]
+            prepared.append(self._agent.prepare("", rows, ours))
+            rows = [Rows(theirs.address + copy.dst, copy.length, 1) for copy in copies]
+            prepared.append(self._agent.prepare(peer.target.incarnation, rows, theirs))
+        except (NixlError, HandshakeRefused) as error:
+            forget()
+            return failed(peer, error)
+        order = np.arange(len(copies), dtype=np.int32)
+        lengths = np.array([copy.length for copy in copies], dtype=np.int64)
+        return self._post(peer, (prepared[0], order), (prepared[1], order), lengths, forget)
+
+    def _use(self, peer: Remote) -> None:
+        """Raises NixlError, HandshakeRefused unless it can be written to; joins it anew after a fault."""
+        if not peer.attached:
+            raise NixlError("it was let go of")
+        if not peer.faulty:
+            return
+        self._collect()
+        if peer.open:
+            raise NixlError(peer.trouble)  # what came before the fault has not ended
+        self._leave(peer)
+        self._join(peer)
+        peer.faulty = False
+
+    def _post(
+        self,
+        peer: Remote,
+        ours: tuple[Any, NDArray[np.int32]],
+        theirs: tuple[Any, NDArray[np.int32]],
+        lengths: NDArray[np.int64],
+        release: Callable[[], None],
+        mark: Mark | None = None,
+    ) -> Write:
+        """Transfers of at most max_inflight_bytes, or of one piece: as each lands there is progress."""
+        write = Write(peer, release, mark)
+        peer.open.append(write)
+        for start, end, nbytes in cuts(lengths, self._limits.max_inflight_bytes):
+            try:
+                operation = self._agent.write(ours[0], ours[1][start:end], theirs[0], theirs[1][start:end])
+            except NixlError as error:
+                self._fault(write, str(error))
+                break
+            write.parts.append(Part(operation, nbytes))
+        self._look(write)
+        self._go()
+        return write
+
+    # ---- completion
+
+    def poll(self, ticket: Ticket) -> WriteState:
+        assert isinstance(ticket, Write)
+        if ticket.state is WriteState.PENDING:
+            self._look(ticket)
+            self._go()
+        return ticket.state
+
+    def progress(self, peer: PeerMemory) -> int:
+        assert isinstance(peer, Remote)
+        self._collect()
+        return peer.moved
+
+    def trouble(self, peer: PeerMemory) -> str:
+        assert isinstance(peer, Remote)
+        return peer.trouble
+
+    def _look(self, write: Write) -> None:
+        """Settle it once all its transfers have ended, those that failed QUIET seconds ago included."""
+        now = self._clock()
+        for part in list(write.parts):
+            if part.failed_at is None:
+                state = self._agent.state(part.operation)
+                if state is WriteState.PENDING:
+                    continue
+                if state is WriteState.FAILED:
+                    part.failed_at = now
+                    self._fault(write, part.operation.fault)
+                    continue
+                write.peer.moved += part.nbytes
+            elif now - part.failed_at < QUIET:
+                continue
+            self._agent.release(part.operation)
+            write.parts.remove(part)
+        try:
+            if write.parts or (write.mark is not None and not write.mark.ready()):
+                return
+        except RuntimeError as error:  # the GPU has failed
+            self._fault(write, str(error))
+        write.mark = None
+        if write in write.peer.open:
+            write.peer.open.remove(write)
+            write.release()
+        if write.state is WriteState.PENDING:
+            write.state = WriteState.FAILED if write.faulty else WriteState.DONE
+
+    def _collect(self) -> None:
+        """Look at everything; forget detached peers to whom nothing is under way."""
+        for peer in list(self._peers):
+            for write in list(peer.open):
+                self._look(write)
+            if not peer.attached and not peer.open:
+                self._peers.remove(peer)
+                self._leave(peer)
+        self._go()
+
+    def _leave(self, peer: Remote) -> None:
+        if peer.pages is not None:
+            self._agent.forget(peer.pages[1])
+            peer.pages = None
+        self._agent.remove(peer.target.incarnation)
+
+    def _fault(self, write: Write, trouble: str) -> None:
+        write.faulty = write.peer.faulty = True
+        write.peer.trouble = trouble
+
+    def _go(self) -> None:
+        if self._progress is not None:
+            self._progress.busy(any(peer.open for peer in self._peers))

@@ -1,0 +1,107 @@
+"""What nixl writes are made of: peers, transfers under way, staging for records, and pieces by their numbers."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport.base import PeerMemory, Target, Ticket, WriteState
+from kv_transfer.transport.cudart import Mark
+from kv_transfer.transport.nixl_agent import Block, NixlAgent, Operation, Rows, block_of
+
+_SLOTS: Final = 64  # records on their way, until more memory is registered
+
+
+class Remote(PeerMemory):
+    """A peer's two regions."""
+
+    def __init__(self, target: Target, kv: Block, records: Block) -> None:
+        super().__init__(target)
+        self.kv = kv
+        self.records = records
+        self.pages: tuple[KvLayout, Any] | None = None  # its pool as a prepared list, by its layout
+        self.attached = True
+        self.open: list[Write] = []  # whose transfers have not all ended
+        self.moved = 0
+        self.trouble = ""
+        self.faulty = False  # to be joined anew before the next write
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A transfer that has not ended."""
+
+    operation: Operation
+    nbytes: int
+    failed_at: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Write(Ticket):
+    peer: Remote
+    release: Callable[[], None]  # what its transfers used
+    mark: Mark | None = None  # of the checksums
+    parts: list[Part] = field(default_factory=list)
+    faulty: bool = False
+    state: WriteState = WriteState.PENDING
+
+
+class Staging:
+    """Registered host memory from which records are sent: slots of `slot_bytes`, more whenever none is free."""
+
+    def __init__(self, agent: NixlAgent, slot_bytes: int) -> None:
+        self._agent = agent
+        self.slot_bytes = slot_bytes
+        self._free: list[tuple[memoryview, Block]] = []
+
+    def take(self) -> tuple[memoryview, Block]:
+        """Raises ConfigError where no more memory can be registered."""
+        if not self._free:
+            memory = memoryview(mmap.mmap(-1, _SLOTS * self.slot_bytes))
+            block = block_of(memory)
+            self._agent.register(block)
+            for start in range(0, memory.nbytes, self.slot_bytes):
+                slot = Block(block.address + start, self.slot_bytes, 0, "DRAM")
+                self._free.append((memory[start : start + self.slot_bytes], slot))
+        return self._free.pop()
+
+    def give_back(self, slot: tuple[memoryview, Block]) -> None:
+        self._free.append(slot)
+
+
+def nothing() -> None:
+    """What page writes have to give back."""
+
+
+def failed(peer: Remote, error: Exception) -> Write:
+    """Nothing was posted."""
+    peer.trouble = str(error)
+    return Write(peer, nothing, state=WriteState.FAILED)
+
+
+def planes(layout: KvLayout, block: Block) -> list[Rows]:
+    """Every page of every plane: page p of plane i is piece i * num_pages + p."""
+    return [Rows(block.address + plane.offset, plane.page_bytes, layout.num_pages) for plane in layout.planes]
+
+
+def numbers(layout: KvLayout, pages: Sequence[int]) -> NDArray[np.int32]:
+    """[planes * n] pieces of `planes`, plane by plane."""
+    first = np.arange(len(layout.planes), dtype=np.int32)[:, None] * layout.num_pages
+    found: NDArray[np.int32] = (first + np.array(pages, dtype=np.int32)).ravel()
+    return found
+
+
+def cuts(lengths: NDArray[np.int64], most: int) -> Iterator[tuple[int, int, int]]:
+    """(start, end, bytes) of neighbouring pieces: at least one, else at most `most` bytes."""
+    ends = np.cumsum(lengths)
+    start = sent = 0
+    while start < len(ends):
+        end = max(start + 1, int(np.searchsorted(ends, sent + most, side="right")))
+        yield start, end, int(ends[end - 1]) - sent
+        start, sent = end, int(ends[end - 1])

@@ -1,0 +1,55 @@
+"""A cluster whose pages move by nixl: real agents, UCX over loopback. Skipped where nixl is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from kv_transfer.transport.nixl_agent import load_library
+from tests.cluster.conftest import OUTPUT_TOKENS, Reference
+from tests.cluster.harness import Client, RunningCluster
+
+pytestmark = pytest.mark.timeout(400)  # two busy cores
+CONFIG = {
+    "transfer": {"transport": "nixl"},
+    "security": {"isolated_network": True},
+    "health": {"heartbeat_interval": 0.1, "node_timeout": 1.5, "router_timeout": 1.5},
+    "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}},
+    "prefill": {"chunk_tokens": 200, "prefix_cache": False},
+    "decode": {"prefix_cache": False},  # the same prompts again move all their pages again
+}
+
+
+def installed() -> bool:
+    try:
+        load_library()
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not installed(), reason="nixl is not installed (pip install 'tandem[nixl]')")
+async def test_tokens_are_right_and_a_killed_prefill_node_leaves_no_page(
+    prompts: list[list[int]], reference: Reference, tmp_path: Path
+) -> None:
+    """Its pages wait in quarantine until the end of its lifeline proves that it writes no more."""
+    chosen = prompts[15:95:10]
+    async with RunningCluster(tmp_path, 2, 1, CONFIG) as cluster, Client(cluster.url) as client:
+        answers = await client.complete_all(chosen, 8, OUTPUT_TOKENS)
+        for answer, prompt in list(zip(answers, chosen, strict=True))[::4]:  # the reference takes its time
+            assert answer.tokens == reference(prompt)
+        nodes = (await client.info())["nodes"]
+        assert all(node["counters"]["requests"] > 0 for node in nodes), "a node was never used"
+        assert {node["config"]["transport"] for node in nodes} == {"nixl"}
+        running = [asyncio.create_task(client.complete(prompt, OUTPUT_TOKENS)) for prompt in chosen]
+        await asyncio.sleep(0.3)
+        cluster.kill("prefill-0")
+        again = await asyncio.gather(*running)
+        assert [answer.tokens for answer in again] == [answer.tokens for answer in answers]
+        began = time.monotonic()
+        await client.wait_idle()
+        assert time.monotonic() - began < 8

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# On a machine with one or two H200s: pages by nixl between pools on GPUs, beside cuda_ipc, and a cluster that uses it.
+# Wants .whl/nixl.zip (tests/gpu/nixl_wheel.py), which git ignores: carry .whl. Results go to $OUT.
+set -u
+out="${OUT:-/tmp/out}"
+mkdir -p "$out" /tmp/nixl
+export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
+TANDEM_PYTHON="$(command -v python3)"
+python3 -m zipfile -e .whl/nixl.zip /tmp/nixl
+PYTHONPATH="$PWD:/tmp/nixl${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH
+url=http://127.0.0.1:8000
+last=$(($(python3 -c 'import torch; print(torch.cuda.device_count())') - 1))
+test "$last" -gt 1 && last=1
+
+python3 -c 'from kv_transfer.transport.nixl_agent import load_library; print(load_library().__file__)'
+timeout 200 python3 -m pytest -q -x tests/gpu/test_nixl.py -o filterwarnings=default -o asyncio_mode=auto \
+    -p no:cacheprovider 2>&1 | tail -25
+timeout 200 python3 -m tests.bench.transfer --transports nixl cuda_ipc --tokens 64 512 8192 \
+    --json "$out/transfer-nixl.json" 2>&1 | tail -20
+timeout 90 python3 -m deploy.models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
+cat >/tmp/nixl.yaml <<YAML
+model: {path: /tmp/m8b, served_name: m8b, dtype: bfloat16}
+prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 131072, chunk_tokens: 8192}
+decode: {nodes: [{name: decode-0, device: "cuda:$last"}], pool_tokens: 131072, max_running: 64}
+transfer: {transport: nixl}
+security: {isolated_network: true}
+process: {run_dir: /tmp/run-nixl}
+YAML
+timeout 150 python3 -m deploy.cli up /tmp/nixl.yaml --detach 2>&1 | tail -3
+timeout 60 python3 -m tests.bench.serve $url --input 512 --output 128 --concurrency 1 16 --vocab 99000 \
+    --json "$out/serve-nixl.json" 2>&1 | tail -3
+curl -s $url/server_info >"$out/server_info-nixl.json"
+timeout 40 python3 -m deploy.cli down /tmp/nixl.yaml 2>&1 | tail -1
+grep -hi '"error"\|Traceback\|Error\|warning' /tmp/run-nixl/logs/*.log | cut -c1-300 | tail -8

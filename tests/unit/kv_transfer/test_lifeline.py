@@ -1,0 +1,165 @@
+"""Lifelines: only the end of the one connection that proved its key counts, and only some time after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from common.errors import HandshakeRefused
+from kv_transfer.transport import lifeline, tcp_frames
+from kv_transfer.transport.description import TcpDescription
+from kv_transfer.transport.lifeline import GRACE, LifelineKeeper, Lifelines
+from tests.unit.kv_transfer.rig import Clock
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def keeper(clock: Clock) -> Iterator[LifelineKeeper]:
+    made = LifelineKeeper("127.0.0.1", 0, clock)
+    yield made
+    made.close()
+
+
+def look(keeper: LifelineKeeper, clock: Clock, who: str = "p", seconds: float = 0.0) -> bool:
+    """Time for the kernel, and for the keeper to look again."""
+    time.sleep(0.02)
+    clock.now += 0.05
+    keeper.dead(who)
+    clock.now += seconds
+    return keeper.dead(who)
+
+
+def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LifelineKeeper, clock: Clock) -> None:
+    lines = Lifelines()
+    assert not look(keeper, clock, seconds=100)  # nobody described
+    lines.hold(keeper.describe("p"))
+    keeper.describe("q")
+    assert not look(keeper, clock, seconds=100)
+    lines.hold(keeper.describe("p"))  # the same one
+    assert len(lines._socks) == 1
+    lines.close()
+    assert not look(keeper, clock, seconds=GRACE - 0.1)
+    assert look(keeper, clock, seconds=0.2)
+    assert not look(keeper, clock, "q", 100)
+    keeper.forget("p")
+    assert not keeper.dead("p")
+
+
+def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LifelineKeeper, clock: Clock) -> None:
+    lines = Lifelines()
+    description = keeper.describe("p")
+    lines.hold(description)
+    assert not look(keeper, clock)
+
+    class TimedOut:
+        def recv(self, count: int) -> bytes:
+            raise TimeoutError(110, "Connection timed out")
+
+        def close(self) -> None: ...
+
+    real, keeper._lines["p"].sock = keeper._lines["p"].sock, TimedOut()  # type: ignore[assignment]
+    assert not look(keeper, clock, seconds=100)
+    keeper._lines["p"].sock = real
+    (sock,) = lines._socks.values()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    lines.close()
+    assert look(keeper, clock, seconds=GRACE)
+
+
+def test_other_connections_prove_nothing(keeper: LifelineKeeper, clock: Clock) -> None:
+    """Of strangers, with another key, and a second one with the right key."""
+    description = keeper.describe("p")
+    where = (description.host, description.port)
+    for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, tcp_frames.proof(bytes(32), b"tandem lifeline")):
+        with socket.create_connection(where, timeout=2) as stranger:
+            stranger.sendall(sent)
+            assert not look(keeper, clock)
+        assert not look(keeper, clock, seconds=100)
+    lines = Lifelines()
+    lines.hold(description)
+    assert not look(keeper, clock)
+    with socket.create_connection(where, timeout=2) as second:
+        second.sendall(tcp_frames.proof(description.key, b"tandem lifeline"))
+        assert not look(keeper, clock)
+    assert not look(keeper, clock, seconds=100)
+    assert not keeper._strangers
+    lines.close()
+
+
+def test_a_new_connection_revokes_the_proof(keeper: LifelineKeeper, clock: Clock) -> None:
+    lines = Lifelines()
+    description = keeper.describe("p")
+    lines.hold(description)
+    look(keeper, clock)
+    lines.close()
+    assert not look(keeper, clock)
+    lines.hold(description)
+    assert not look(keeper, clock, seconds=100)
+    lines.close()
+
+
+def test_strangers_are_bounded_and_sent_away(
+    keeper: LifelineKeeper, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifeline, "_MAX_STRANGERS", 2)
+    where = (keeper.describe("p").host, keeper.describe("p").port)
+    silent = [socket.create_connection(where, timeout=2) for _ in range(3)]
+    look(keeper, clock)
+    assert len(keeper._strangers) == 2
+    look(keeper, clock, seconds=11)
+    assert silent[0].recv(1) == b""
+    for each in silent:
+        each.close()
+
+
+def test_nobody_there(keeper: LifelineKeeper, clock: Clock) -> None:
+    with pytest.raises(HandshakeRefused, match="cannot be reached"):
+        Lifelines().hold(TcpDescription("127.0.0.1", 1, bytes(32)))
+
+
+def test_a_sender_forgets_decode_nodes_that_are_gone(clock: Clock) -> None:
+    lines = Lifelines()
+    for _ in range(3):
+        keeper = LifelineKeeper("127.0.0.1", 0, clock)
+        lines.hold(keeper.describe("p"))
+        look(keeper, clock)
+        keeper.close()
+        time.sleep(0.02)
+    assert len(lines._socks) == 1
+    lines.close()
+
+
+CHILD = """
+import sys, time, msgspec
+from kv_transfer.transport.description import TcpDescription
+from kv_transfer.transport.lifeline import Lifelines
+lines = Lifelines(); lines.hold(msgspec.json.decode(sys.argv[1], type=TcpDescription))
+print("up", flush=True); time.sleep(60)
+"""
+
+
+def test_a_stopped_process_is_alive_and_a_killed_one_is_not(keeper: LifelineKeeper, clock: Clock) -> None:
+    told = msgspec.json.encode(keeper.describe("p")).decode()
+    command = [sys.executable, "-c", CHILD, told]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=os.getcwd()) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        assert not look(keeper, clock, seconds=100)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        assert not look(keeper, clock)
+        assert look(keeper, clock, seconds=GRACE)
