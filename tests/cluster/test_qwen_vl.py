@@ -28,11 +28,15 @@ pytestmark = pytest.mark.timeout(400)  # two busy cores
 
 TOKENIZER = MODEL.parent / "tiny-vision"
 START, IMAGE, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
-TEMPLATE = """{%- for message in messages -%}
+TEMPLATE = """{%- set seen = namespace(images=0) -%}
+{%- for message in messages -%}
 <|{{ message.role }}|>
 {%- if message.content is string %}{{ message.content }}{% else %}
 {%- for part in message.content -%}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
+{%- if part.type == 'image' or 'image_url' in part %}{% set seen.images = seen.images + 1 %}
+{%- if add_vision_id %}Picture {{ seen.images }}: {% endif -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- else %}{{ part.text }}{% endif %}
 {%- endfor -%}
 {%- endif -%}
 <|end|>
@@ -161,27 +165,18 @@ async def ask(client: Client, body: dict[str, Any], status: int = 200) -> dict[s
         return answer
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "eagle3-graphs-chunk7-page4": {
-        "speculation": {"algorithm": "eagle3", "steps": 3},
+async def test_the_answers_are_those_of_transformers(tmp_path: Path, served: Served) -> None:
+    """Rows C1 to C5, X3 and X4 for positions on three axes; text alone and images in the same batches.
+
+    What decoding without drafts says is shown by tests/unit/prefill_node/test_image_axes.py.
+    """
+    config: dict[str, Any] = {
+        "model": {"path": str(served.path)},
+        "speculation": {"algorithm": "eagle3", "steps": 3, "draft_model_path": str(served.draft)},
         "prefill": {"chunk_tokens": 7, "graphs": "breakable"},
         "kv": {"page_size": 4},
         "decode": {"graphs": "full", "max_running": 2},
-    },
-    "plain-graphs-tcp": {
-        "prefill": {"chunk_tokens": 16, "graphs": "breakable"},
-        "decode": {"graphs": "full", "max_running": 2},
-        "transfer": {"transport": "tcp"},
-    },
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-async def test_the_answers_are_those_of_transformers(case: str, tmp_path: Path, served: Served) -> None:
-    """Rows C1 to C5, X3 and X4 for positions on three axes; text alone and images in the same batches."""
-    config = {"model": {"path": str(served.path)}, **CASES[case]}
-    if case.startswith("eagle3"):
-        config["speculation"] = config["speculation"] | {"draft_model_path": str(served.draft)}
+    }
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
         both = [*range(len(ASKED)), *range(len(ASKED))]  # the second time with what is cached
         found = await asyncio.gather(*(ask(client, body_of(ASKED[index])) for index in both))

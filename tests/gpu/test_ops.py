@@ -23,7 +23,12 @@ from common.engine.ops.rms_norm import (
     rms_norm,
     rms_norm_reference,
 )
-from common.engine.ops.rotary import rotary_angles, rotary_angles_reference
+from common.engine.ops.rotary import (
+    rotary_angles,
+    rotary_angles_by_axis,
+    rotary_angles_by_axis_reference,
+    rotary_angles_reference,
+)
 from common.engine.ops.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
 from common.engine.ops.round_inputs import (
     gather_rows,
@@ -92,6 +97,16 @@ def test_rotary_kv_write(dtype: torch.dtype, norm: bool) -> None:
         limit = 4 * TOLERANCE[dtype]  # the reference rounds between the products
         torch.testing.assert_close(actual, expected, atol=limit, rtol=limit, equal_nan=True)
     assert not results[1][1][:, 0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_angles_by_axis(dtype: torch.dtype) -> None:
+    positions = torch.randint(0, 100_000, (1000, 3), device=CUDA)
+    inv_freq = 1e6 ** (-torch.arange(0, 128, 2, device=CUDA) / 128)
+    axes = torch.tensor([0] * 16 + [1] * 24 + [2] * 24, device=CUDA)
+    args = positions, axes, inv_freq, 1.0, dtype
+    for actual, expected in zip(rotary_angles_by_axis(*args), rotary_angles_by_axis_reference(*args)):
+        close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

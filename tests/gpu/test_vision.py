@@ -12,11 +12,13 @@ from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.vision_part import Pixels
 from common.messages.generation import ImageSpan, SamplingParams
+from common.model_config import ModelConfig
 from prefill_node.images import PromptImage, RowCache
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from prefill_node.seeing import load_vision
 from prefill_node.vision import MergedEmbeds, VisionEmbeds
+from tests.fakes.qwen_vl import build, save
 from tests.fakes.vision import one_prompt
 
 pytestmark = [
@@ -52,6 +54,30 @@ def merged(dtype: torch.dtype, device: torch.device) -> tuple[MergedEmbeds, torc
     found = VisionEmbeds(model.embed, part, RowCache(1 << 20))(chunks, batch)
     assert found is not None
     return found, found.rotated(batch, torch.from_numpy(keys[1:26]).to(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_of_any_size_without_a_wait_for_the_device(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Qwen2.5-VL's tower: windows that are full and cut, several images at once."""
+    config = ModelConfig.load(save(build(), tmp_path))
+    grids = [(3, 5), (1, 1), (2, 2), (4, 4)]
+    images = [
+        Pixels(torch.randint(256, (8 * rows, 8 * columns, 3), dtype=torch.uint8), rows, columns)
+        for rows, columns in grids
+    ]
+    wanted = load_vision(tmp_path, config, Placement(torch.float32, torch.device("cpu")))(images)
+    part = load_vision(tmp_path, config, Placement(dtype, DEVICE))
+    part(images)  # kernels are chosen, pinned memory is there
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = part(images)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    tolerance = 1e-3 if dtype is torch.float32 else 0.05
+    for rows, expected in zip(found, wanted, strict=True):
+        assert rows.shape == expected.shape
+        assert (rows.float().cpu() - expected).norm() / expected.norm() < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
