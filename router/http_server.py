@@ -37,8 +37,11 @@ class _Protocol(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        super().handle_error(request, status, exc, message)  # logs it; raises if an answer has begun
-        return broken_request(status)
+        if status >= 500:
+            super().handle_error(request, status, exc, message)  # logs it; raises if an answer has begun
+        elif request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun: there can be no other one")
+        return broken_request(status)  # anybody can send such bytes: they are no error of ours to log
 
 
 class _Server(web.Server):
