@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 import zmq
 
 from common.config import Cluster, DecodeNode, Resolved
-from common.config.run_directory import control_address
 from common.config.schema import Speculation
 from common.config.transport_choice import choose_transport
 from common.engine.attention.paged import PagedAttention
@@ -28,6 +26,7 @@ from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
 from common.engine.rotary_places import rotary_places
 from common.engine.serving_draft import AnyDraftRunner
+from common.engine.serving_link import serving_link
 from common.engine.serving_model import (
     ServingModel,
     graph_trial,
@@ -40,7 +39,6 @@ from common.ipc import LinkSecurity, check_bind, link_security
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation
-from common.messages.router_inbox import Register
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node import node as decode
@@ -136,27 +134,17 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
     )
-    link = RouterLink(
+    link = serving_link(
         context,
-        control_address(resolved),
-        Register(
-            node=NodeRef(name=name, role="decode", incarnation=incarnation),
-            host=os.uname().nodename,
-            pid=os.getpid(),
-            model_fingerprint=served.fingerprint,
-            max_model_len=served.max_model_len,
-            page_size=cluster.kv.page_size,
-            total_pages=served.num_pages - 1,
-            effective_config={
-                **served.describe(layout.total_bytes, choose_transport(cluster), section.max_running),
-                **node_graphs.describe(*forwards.graphs),
-            },
-        ),
+        resolved,
+        NodeRef(name=name, role="decode", incarnation=incarnation),
+        served,
+        layout.total_bytes,
+        section.max_running,
+        forwards.graphs,
         decode_inbox.codec,
-        cluster.health.heartbeat_interval,
-        cluster.health.router_timeout,
+        security,
         log,
-        security=security,
     )
     peers = PeerConnections(context, incarnation, receiver, poller, security)
     node = decode.DecodeNode(

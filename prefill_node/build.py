@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
 from common.engine.rotary_places import rotary_places
+from common.engine.serving_link import serving_link
 from common.engine.serving_model import (
     ServingModel,
     graph_trial,
@@ -39,7 +39,6 @@ from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind, link_secu
 from common.ipc.router_link import ROUTER_NAME, RouterLink
 from common.messages import image_inbox, prefill_inbox
 from common.messages.identity import NodeRef, new_incarnation
-from common.messages.router_inbox import Register
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_config import kv_layout, transfer_limits
@@ -154,27 +153,17 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         device,
         completion_for(device, one_behind=False),
     )
-    link = RouterLink(
+    link = serving_link(
         context,
-        control_address(resolved),
-        Register(
-            node=NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address),
-            host=os.uname().nodename,
-            pid=os.getpid(),
-            model_fingerprint=served.fingerprint,
-            max_model_len=served.max_model_len,
-            page_size=cluster.kv.page_size,
-            total_pages=served.num_pages - 1,
-            effective_config={
-                **served.describe(layout.total_bytes, choose_transport(cluster), section.max_batch),
-                **node_graphs.describe(*forwards.graphs),
-            },
-        ),
+        resolved,
+        NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address),
+        served,
+        layout.total_bytes,
+        section.max_batch,
+        forwards.graphs,
         prefill_inbox.codec,
-        cluster.health.heartbeat_interval,
-        cluster.health.router_timeout,
+        security,
         log,
-        security=security,
     )
     node = PrefillNode(
         incarnation,

@@ -1,0 +1,69 @@
+"""The router's view of a serving process: the link to it, and what the process says of itself when it registers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import zmq
+
+from common.config import Resolved
+from common.config.run_directory import control_address
+from common.config.transport_choice import choose_transport
+from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.node_graphs import NodeGraphs
+from common.engine.serving_model import ServingModel
+from common.ipc import LinkSecurity
+from common.ipc.router_link import RouterLink
+from common.messages.identity import NodeRef
+from common.messages.router_inbox import Register
+from common.messages.wire import InboxCodec
+from common.observability.logs import Log
+
+M = TypeVar("M")
+
+
+def serving_link(
+    context: zmq.Context[zmq.Socket[bytes]],
+    resolved: Resolved,
+    node: NodeRef,
+    served: ServingModel,
+    pool_bytes: int,
+    max_requests: int,
+    graphs: Sequence[NodeGraphs[Any]],
+    codec: InboxCodec[M],
+    security: LinkSecurity,
+    log: Log,
+) -> RouterLink[M]:
+    """Not started yet. `graphs` are captured: what became of each is part of what is said.
+
+    Args:
+        pool_bytes: of KV, target and draft.
+        max_requests: rows of sampling state.
+        codec: the inbox of the node's role.
+    """
+    cluster = resolved.cluster
+    register = Register(
+        node=node,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        model_fingerprint=served.fingerprint,
+        max_model_len=served.max_model_len,
+        page_size=cluster.kv.page_size,
+        total_pages=served.num_pages - 1,
+        effective_config={
+            **served.describe(pool_bytes, choose_transport(cluster), max_requests),
+            **node_graphs.describe(*graphs),
+        },
+    )
+    return RouterLink(
+        context,
+        control_address(resolved),
+        register,
+        codec,
+        cluster.health.heartbeat_interval,
+        cluster.health.router_timeout,
+        log,
+        security=security,
+    )
