@@ -127,7 +127,8 @@ class NixlSender(SenderEndpoint):
                 rows = [Rows(block.address, block.nbytes, 1)]
                 self._agent.forget(self._agent.prepare(name, rows, block))
         except NixlError as error:
-            self._agent.remove(told)
+            if all(each.target.incarnation != told for each in self._peers):
+                self._agent.remove(told)
             raise HandshakeRefused(f"its memory is not what it registered with NIXL ({error})") from None
         self._agent.connect(name)
 

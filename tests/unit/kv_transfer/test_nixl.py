@@ -216,6 +216,15 @@ def test_refused_descriptions(ends: Ends, changes: dict[str, object], says: str)
     assert not ends.net.lists[1:]
 
 
+def test_metadata_of_another_peer_does_not_cut_that_one_off(ends: Ends) -> None:
+    peer = ends.attach()
+    liar = Target("0c" * 16, ends.receiver.describe("q"), OTHER.total_bytes, 256)
+    with pytest.raises(HandshakeRefused, match="agent '0b0b"):
+        ends.sender.attach(liar)
+    write = ends.sender.write_pages(peer, OTHER, [1], [1], 1, False)
+    assert ends.sender.poll(write.ticket) is WriteState.DONE
+
+
 def test_other_transports_and_a_lifeline_that_leads_nowhere_are_refused(ends: Ends) -> None:
     with pytest.raises(HandshakeRefused, match="takes pages by loopback, this prefill node sends by nixl"):
         ends.sender.attach(Target(DECODE, LoopbackDescription("x"), 1, 1))
