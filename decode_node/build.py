@@ -42,6 +42,7 @@ from common.messages.identity import NodeRef, new_incarnation
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node import node as decode
+from decode_node.limits import DecodeLimits
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.speculative.adaptive import AdaptiveStep, WidthPolicy, batches_of, slots_up_to
@@ -159,7 +160,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
             forwards.pools, space, table, relay, rotary_places(served.config.rope), section.backup_mib * MIB
         ),
         step,
-        decode.DecodeLimits(
+        DecodeLimits(
             max_running=section.max_running,
             max_transferring=section.max_transferring,
             max_queue=section.max_queue,

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import zmq
 
-from common.engine.kv_cache.image_keys import with_images
 from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape
 from common.engine.kv_cache.request_table import RequestTable
@@ -35,6 +33,7 @@ from common.messages.identity import GraphTotals
 from common.messages.router_inbox import Failed, TokenRun, Tokens
 from common.node_life import NodeLife
 from common.observability.logs import Log
+from decode_node.limits import DecodeLimits
 from decode_node.occupancy import Occupancy
 from decode_node.peers import PeerConnections
 from decode_node.queues import Queues
@@ -49,20 +48,6 @@ from kv_transfer.receiver import Receiver
 IDLE_WAIT_MS = 100
 WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a step runs
 TRANSFER_WAIT_MS = 5  # while pages are on the way: deadlines and deaths are seen by polling
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    """What the scheduler may take; from the config, checked in build."""
-
-    max_running: int
-    max_transferring: int
-    max_queue: int
-    max_model_len: int
-    vocab_size: int
-    reserved_tokens: int
-    skip_ahead: int
-    drain_timeout: float
 
 
 class DecodeNode:
@@ -232,27 +217,7 @@ class DecodeNode:
             )
         if self.queues.find(request.room) is not None or request.room in self.queues.quarantined:
             raise InvalidRequest(f"room {request.room} is in use")
-        if not request.prompt or request.max_output < 1:
-            raise InvalidRequest("a reservation needs a prompt and room for at least one token")
-        vocab_size = self._limits.vocab_size
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
-            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="prompt")
-        if not request.sampling.fits(vocab_size):
-            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="logit_bias")
-        with_images(request.prompt, request.images)  # spans that do not fit are refused here
-        most = len(request.prompt) + request.max_output
-        if most > self._limits.max_model_len:
-            raise InvalidRequest(
-                f"prompt and max_tokens make {most} tokens, this cluster serves at most "
-                f"{self._limits.max_model_len}; lower max_tokens",
-                param="max_tokens",
-            )
-        if self._space.pages_for(most + self._step.slack) > self._space.total_pages:
-            raise InvalidRequest(
-                f"prompt and max_tokens make {most} tokens, the decode node's pool holds "
-                f"{self._space.total_pages * self._space.page_size - self._step.slack}; lower max_tokens",
-                param="max_tokens",
-            )
+        self._limits.check(request, self._space, self._step.slack)
 
     # -- moving between queues ---------------------------------------------------------------------------------
 

@@ -53,8 +53,9 @@ from kv_transfer.transport.shm import ShmSender
 from kv_transfer.transport.tcp import TcpSender
 from prefill_node.draft import EaglePrefill, ModelPrefill, NoDraft, PrefillDraft
 from prefill_node.images import Images
+from prefill_node.limits import PrefillLimits
 from prefill_node.multi_layer import MultiLayerPrefill
-from prefill_node.node import PrefillLimits, PrefillNode
+from prefill_node.node import PrefillNode
 from prefill_node.seeing import load_seeing
 from prefill_node.step import PrefillStep
 from prefill_node.warm_up import warm_up

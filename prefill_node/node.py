@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import zmq
 
 from common.engine.kv_cache.image_keys import with_images
-from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys
+from common.engine.kv_cache.page_space import PageLease, PageSpace
 from common.engine.kv_cache.radix_cache import Keys
 from common.engine.kv_cache.relay_state import DraftShape, draft_rows
 from common.engine.overlap import OverlapLoop
@@ -21,7 +20,6 @@ from common.engine.sampling_plan import finish_reason, read_tokens
 from common.errors import (
     DeadlineExceeded,
     InternalError,
-    InvalidRequest,
     NodeLost,
     Overloaded,
     RequestError,
@@ -37,6 +35,7 @@ from common.node_life import NodeLife
 from common.observability.logs import Log
 from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost
 from prefill_node.images import ARRIVAL_SECONDS, Images
+from prefill_node.limits import PrefillLimits
 from prefill_node.queues import Queues
 from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
@@ -46,18 +45,6 @@ from prefill_node.step import LaunchedPrefill, PrefillStep
 WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a forward runs
 BUSY_WAIT_MS = 1  # while writes are on the way that no message announces
 IDLE_WAIT_MS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillLimits:
-    """What the scheduler may take; from the config, checked in build."""
-
-    chunk_tokens: int
-    max_batch: int
-    max_queue: int
-    max_model_len: int
-    vocab_size: int
-    drain_timeout: float
 
 
 class PrefillNode:
@@ -197,29 +184,13 @@ class PrefillNode:
         self.queues.waiting.append(request)
 
     def _check(self, message: Prefill) -> Keys:
-        tokens = len(message.token_ids)
         if not self.life.takes_requests:
             raise NodeLost("this prefill node is draining")
         if len(self.queues.waiting) >= self._limits.max_queue:
             raise Overloaded(
                 f"{self._limits.max_queue} prompts wait on this prefill node already; try again later"
             )
-        if not 1 <= tokens <= self._limits.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {tokens} tokens, this cluster serves 1 to {self._limits.max_model_len}",
-                param="prompt",
-            )
-        if self._space.pages_for(tokens) > self._space.total_pages:
-            raise InvalidRequest(
-                f"the prompt's {tokens} tokens do not fit in prefill.pool_tokens", param="prompt"
-            )
-        keys = as_keys(message.token_ids)
-        vocab_size = self._limits.vocab_size
-        if keys.min() < 0 or keys.max() >= vocab_size:
-            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="prompt")
-        if not message.sampling.fits(vocab_size):
-            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="logit_bias")
-        return keys
+        return self._limits.check(message, self._space)
 
     def abort(self, room: int, reason: str) -> None:
         request = self.queues.find(room)

@@ -38,7 +38,8 @@ from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone, Tokens
 from common.model_config import ModelConfig
 from common.observability.logs import Log
-from decode_node.node import DecodeLimits, DecodeNode
+from decode_node.limits import DecodeLimits
+from decode_node.node import DecodeNode
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.step import AutoregressiveStep, DecodeStep
@@ -51,7 +52,8 @@ from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback import Fabric
 from prefill_node.draft import NoDraft, PrefillDraft
 from prefill_node.images import NoImages
-from prefill_node.node import PrefillLimits, PrefillNode
+from prefill_node.limits import PrefillLimits
+from prefill_node.node import PrefillNode
 from prefill_node.seeing import Seeing
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds

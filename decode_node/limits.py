@@ -1,0 +1,47 @@
+"""What a decode node takes on: bounds from the config, and whether a reservation can ever keep them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.engine.kv_cache.image_keys import with_images
+from common.engine.kv_cache.page_space import PageSpace
+from common.errors import InvalidRequest
+from decode_node.request import DecodeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """What the scheduler may take; from the config, checked in build."""
+
+    max_running: int
+    max_transferring: int
+    max_queue: int
+    max_model_len: int
+    vocab_size: int
+    reserved_tokens: int
+    skip_ahead: int
+    drain_timeout: float
+
+    def check(self, request: DecodeRequest, space: PageSpace, slack: int) -> None:
+        """Raises InvalidRequest where waiting would not help. `slack`: KV slots behind the last token."""
+        if not request.prompt or request.max_output < 1:
+            raise InvalidRequest("a reservation needs a prompt and room for at least one token")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab_size:
+            raise InvalidRequest(f"token ids go from 0 to {self.vocab_size - 1}", param="prompt")
+        if not request.sampling.fits(self.vocab_size):
+            raise InvalidRequest(f"token ids go from 0 to {self.vocab_size - 1}", param="logit_bias")
+        with_images(request.prompt, request.images)  # spans that do not fit are refused here
+        most = len(request.prompt) + request.max_output
+        if most > self.max_model_len:
+            raise InvalidRequest(
+                f"prompt and max_tokens make {most} tokens, this cluster serves at most "
+                f"{self.max_model_len}; lower max_tokens",
+                param="max_tokens",
+            )
+        if space.pages_for(most + slack) > space.total_pages:
+            raise InvalidRequest(
+                f"prompt and max_tokens make {most} tokens, the decode node's pool holds "
+                f"{space.total_pages * space.page_size - slack}; lower max_tokens",
+                param="max_tokens",
+            )

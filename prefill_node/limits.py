@@ -1,0 +1,41 @@
+"""What a prefill node takes on: bounds from the config, and whether a prompt can ever keep them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.engine.kv_cache.page_space import PageSpace, as_keys
+from common.engine.kv_cache.radix_cache import Keys
+from common.errors import InvalidRequest
+from common.messages.prefill_inbox import Prefill
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    """What the scheduler may take; from the config, checked in build."""
+
+    chunk_tokens: int
+    max_batch: int
+    max_queue: int
+    max_model_len: int
+    vocab_size: int
+    drain_timeout: float
+
+    def check(self, message: Prefill, space: PageSpace) -> Keys:
+        """The prompt, in the form that the batch uses. Raises InvalidRequest where waiting would not help."""
+        tokens = len(message.token_ids)
+        if not 1 <= tokens <= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {tokens} tokens, this cluster serves 1 to {self.max_model_len}",
+                param="prompt",
+            )
+        if space.pages_for(tokens) > space.total_pages:
+            raise InvalidRequest(
+                f"the prompt's {tokens} tokens do not fit in prefill.pool_tokens", param="prompt"
+            )
+        keys = as_keys(message.token_ids)
+        if keys.min() < 0 or keys.max() >= self.vocab_size:
+            raise InvalidRequest(f"token ids go from 0 to {self.vocab_size - 1}", param="prompt")
+        if not message.sampling.fits(self.vocab_size):
+            raise InvalidRequest(f"token ids go from 0 to {self.vocab_size - 1}", param="logit_bias")
+        return keys
