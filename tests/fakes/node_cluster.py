@@ -492,7 +492,8 @@ class NodeCluster:
         draft = shape.draft.prefill(shape.draft.pool(layout, storage, shape.page_size))
         graphs = node_graphs.prefill_graphs(runner, shape.prompt_graphs, 32, 8, draft.hidden_mode, BODIES)
         graphs.forward.graphs.capture()
-        assert not [row for row in graphs.forward.graphs.rows if row.error]
+        failed = [row.error for row in graphs.forward.graphs.rows if row.error]
+        assert not failed, failed
         adjustments = AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device)
         rest = rotary_places(shape.model.rope), shape.page_size, PLACEMENT.device, shape.completion
         seeing = shape.seeing(self.context, runner)

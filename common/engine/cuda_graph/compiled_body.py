@@ -112,7 +112,7 @@ class CompiledBody:
 
     def _compile(self, embeds: Tensor, positions: Tensor) -> BodyOutput:
         started = time.perf_counter()
-        from torch._dynamo import mark_dynamic
+        from torch._dynamo import config, mark_dynamic
 
         model, marks = self._model, MarkedAttention()
 
@@ -140,7 +140,9 @@ class CompiledBody:
             return first
 
         try:
-            return _body_output(torch.compile(body, backend=backend, fullgraph=True)(*examples))
+            # Else a width in which this model differs from one before would count as a size that varies.
+            with config.patch(automatic_dynamic_shapes=False):
+                return _body_output(torch.compile(body, backend=backend, fullgraph=True)(*examples))
         except RuntimeError as error:
             if self._graph is not None:  # compiled: this run alone has failed
                 raise

@@ -200,6 +200,21 @@ def test_an_exception_in_one_capture_leaves_the_others(tokens: int, monkeypatch:
     assert extend.graphs.counters.replays.total() == 1
 
 
+def test_models_of_one_process_do_not_know_of_each_other() -> None:
+    """torch remembers sizes by the place in the source: of another model it would take a width for one that varies."""
+    bodies = CompiledBodies()
+    for width in (32, 48, 64):
+        config = replace(CONFIG, num_layers=1, sliding_windows=(None,), hidden_size=width)
+        made = build_model(config, Placement(torch.float32, CPU)).eval()
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.normal_(std=0.3)
+        eager, driver, extend = drivers(made, bodies)
+        assert [row.error for row in extend.graphs.rows] == [""] * len(BUCKETS)
+        assert torch.equal(driver.run([0], [16]).logits, eager.run([0], [16]).logits)
+    assert bodies.compilation.pieces == 6
+
+
 def test_one_token_replays_as_two() -> None:
     """A trace takes a size of 1 for a constant, so no graph is of one token."""
     driver = Driver(model(), IDS, 4)
