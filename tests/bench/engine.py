@@ -17,7 +17,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,10 +50,11 @@ from decode_node.step import AutoregressiveStep
 from deploy.models.constructed import tensors
 from deploy.models.constructed_shape import Shape
 from prefill_node.draft import NoDraft
+from prefill_node.images import PromptImage
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from prefill_node.step import PrefillStep
-from prefill_node.vision import TextEmbeds
+from prefill_node.vision import PromptEmbeds, TextEmbeds
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us
 
@@ -133,7 +134,9 @@ class Clock:
 class PrefillSteps:
     """Prompts one at a time, their first tokens drawn."""
 
-    def __init__(self, runner: ModelRunner, wanted: str, chunk: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, wanted: str, chunk: int, embeds: PromptEmbeds | None = None
+    ) -> None:
         """`wanted`: `prefill.graphs`, and behind a hyphen the compiler of piecewise ones."""
         backend, _, compiler = wanted.partition("-")
         bodies = CompiledBodies(compiler or "eager")
@@ -143,16 +146,18 @@ class PrefillSteps:
         self._device = device = runner.pool.device
         adjustments = AdjustmentRows.allocate(1, runner.model.embed_tokens.weight.shape[0], device)
         rest = adjustments, OneAxis(), PAGE, device, completion_for(device, one_behind=False)
-        self._step = PrefillStep(graphs.forward, TextEmbeds(), NoDraft(), *rest)
+        self._step = PrefillStep(graphs.forward, embeds or TextEmbeds(), NoDraft(), *rest)
         self._space = PageSpace(PAGE, runner.pool.num_pages, NoPrefixCache())
         self._rng = np.random.default_rng(1)
 
-    def measure(self, tokens: int, repeats: int) -> Figures:
-        """Prompts of so many tokens."""
+    def measure(
+        self, tokens: int, repeats: int, images: Callable[[], tuple[PromptImage, ...]] = tuple
+    ) -> Figures:
+        """Prompts of so many tokens, `images` in each."""
         clock = Clock(self._device)
         for _ in range(repeats + WARM_UP):
             keys = self._rng.integers(20, 90, tokens).astype(np.int64)
-            request = PrefillRequest(0, "", keys, 0, GREEDY, "", 0.0, 0.0)
+            request = PrefillRequest(0, "", keys, 0, GREEDY, "", 0.0, 0.0, images=images())
             request.lease = self._space.lease(request.keys, self._space.pages_for(tokens), 0)
             assert request.lease is not None
             started = time.perf_counter()

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# On a machine with one H200: prompts with an image, the encoder and the first token behind it, graphs on and off; then
+# the tiny vision model through HTTP. Results go to $OUT.
+set -u
+out="${OUT:-/tmp/out}"
+mkdir -p "$out"
+export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
+TANDEM_PYTHON="$(command -v python3)"
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH
+
+date
+timeout 120 python3 -m pytest -q tests/gpu/test_vision.py -o filterwarnings=default -o asyncio_mode=auto \
+    -p no:cacheprovider 2>&1 | tail -3
+timeout 150 python3 -m tests.bench.vision_engine --json "$out/vision-engine-h200.json" 2>&1 | tail -16
+date
+for graphs in breakable none; do
+    cat >/tmp/vision.yaml <<YAML
+model: {path: $PWD/deploy/models/tiny-vision, served_name: tiny-vision}
+prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 32768, chunk_tokens: 2048, graphs: $graphs}
+decode: {nodes: [{name: decode-0, device: "cuda:0"}], pool_tokens: 65536, max_running: 32}
+process: {run_dir: /tmp/run-vision}
+YAML
+    timeout 60 python3 -m deploy.cli up /tmp/vision.yaml --detach 2>&1 | tail -2
+    timeout 40 python3 -m tests.bench.vision http://127.0.0.1:8000 --json "$out/vision-$graphs-h200.json" 2>&1 | tail -1
+    timeout 40 python3 -m deploy.cli down /tmp/vision.yaml 2>&1 | tail -1
+done
+date
