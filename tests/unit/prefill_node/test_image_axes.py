@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.draft_models import CONFIGS
+from tests.fakes.draft_models import CONFIGS, branching
 from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.tiny_model import AXES
@@ -122,6 +122,14 @@ def test_drafts_stand_where_the_target_does(name: str, chunk: int, buckets: tupl
     assert len(noted) >= 10
     for parts, told, drafts in noted:
         assert drafts == eager_drafts(name, parts, told, 3)[: len(drafts)], (parts, told)
+
+
+def test_nodes_of_a_tree_stand_at_their_depth() -> None:
+    """Behind images as behind text, whichever slots their keys lie in."""
+    draft, step = branching("eagle3-axes", 3, 2, 6)
+    with seeing(draft=draft, step=step) as (cluster, _):
+        answers_of(cluster, (TWO, LAST), 12)
+        cluster.settle()
 
 
 @pytest.mark.parametrize("buckets", [(), (1, 4)])
