@@ -18,7 +18,7 @@ from tests.fakes.tiny_model import CONFIG, PLACEMENT, tiny_model
 PAGE, PAGES = 4, 3
 
 
-@pytest.mark.parametrize("wanted", ["none", "breakable"])
+@pytest.mark.parametrize("wanted", ["none", "breakable", "piecewise"])
 def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = DraftModel("eagle3")
     model = tiny_model(aux=draft.aux_layers)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from common.engine.cuda_graph.backends.base import Compilation, Output, Recorder, Recording
 from common.engine.cuda_graph.backends.breakable import BreakableGraphs
 from common.engine.cuda_graph.body_point import compiling
@@ -38,4 +40,5 @@ class PiecewiseGraphs:
             if not self._compiled:
                 run()  # nothing can be compiled inside a capture
                 self._compiled = True
+                torch.cuda.empty_cache()  # what this run held, on a stream of no capture, would count as the graphs'
             return self._graphs.capture(run)
