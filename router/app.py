@@ -37,6 +37,8 @@ from router.request_checks import ServedModel
 from router.status_routes import ClusterView, StatusRoutes
 from router.tokenizer import Tokenizer
 
+SHUTTING_DOWN = "this router is shutting down"
+
 
 @dataclass(slots=True)
 class RouterApp:
@@ -77,7 +79,9 @@ class RouterApp:
         deadline = time.monotonic() + self.resolved.cluster.health.drain_timeout
         while self.dispatcher.active and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        await self.runner.cleanup()  # cancels what is left: aborts reach the nodes before the socket closes
+        self.dispatcher.end_all(Unavailable(f"{SHUTTING_DOWN}, and the answer was not ready in time"))
+        # gives those answers a moment to leave, cancels the rest: aborts reach the nodes before the socket closes
+        await self.runner.cleanup()
         await asyncio.sleep(0.05)
         self.control.close()
         await self.inspector.close()
@@ -97,7 +101,7 @@ class RouterApp:
     def admitting(self) -> ServedModel:
         """As `served`, for requests that generate. Raises Unavailable while draining."""
         if self.draining:
-            raise Unavailable("this router is shutting down; try again in a few seconds")
+            raise Unavailable(f"{SHUTTING_DOWN}; try again in a few seconds")
         return self.served()
 
     def not_ready(self) -> str | None:

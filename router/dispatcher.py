@@ -93,6 +93,11 @@ class Dispatcher:
             if attempt is not None:
                 attempt.lose(node, reason)
 
+    def end_all(self, error: RequestError) -> None:
+        """Every request that is placed ends with this error, which is not `retryable`."""
+        for attempt in list(self._attempts.values()):
+            attempt.fail(error)
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yields tokens as they come; raises RequestError; closing it at any point frees both nodes."""
         if self._active >= self._limits.max_requests:

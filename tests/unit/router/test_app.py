@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
+import zmq
 
 from common.config import load_cluster
 from common.errors import ConfigError
+from common.messages.generation import OutputToken
+from common.messages.node_inbox import Abort, Registered
+from common.messages.router_inbox import FirstToken
+from common.model_config import model_fingerprint
 from common.observability.logs import Log
 from router.app import build
+from tests.fakes.fake_node import FakeNode
+from tests.fakes.router_rig import legs
 from tests.unit.router.conftest import TINY
 
 REPOSITORY = Path(__file__).parents[3]
@@ -82,6 +90,39 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
         async with session.get("/v1/models") as response:
             assert response.status == 200
     await asyncio.wait_for(app.drain(), 5)
+
+
+async def test_what_is_not_done_in_time_ends_with_an_error(cluster: Path) -> None:
+    """A stream with an error event and no [DONE], whatever has not begun with 503; both nodes are told to stop."""
+    app = build(load_cluster(cluster, ["health.drain_timeout=0.2", "health.node_timeout=60"]), Log("test"))
+    await app.start()
+    host, port = app.runner.addresses[0][:2]
+    context = zmq.Context[zmq.Socket[bytes]]()
+    fingerprint = model_fingerprint(TINY)
+    prefill = FakeNode(context, app.control.address, "prefill", "p0", fingerprint)
+    decode = FakeNode(context, app.control.address, "decode", "d0", fingerprint)
+    body = {"prompt": "hi", "max_tokens": 5}
+    async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+        for node in (prefill, decode):
+            assert isinstance(await node.register(), Registered)
+        begun = asyncio.create_task(session.post("/v1/completions", json={**body, "stream": True}))
+        _, prompt = await legs(prefill, decode)
+        prefill.say(FirstToken(room=prompt.room, token=OutputToken(50), finish_reason=None, cached_tokens=0))
+        stream = await begun
+        waits = asyncio.create_task(session.post("/v1/completions", json=body))
+        _, late = await legs(prefill, decode)
+        await asyncio.wait_for(app.drain(), 5)
+        refused = await waits
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        *_, last, end = (await stream.read()).decode().split("\n\n")
+        assert end == ""
+        for error in (json.loads(last.removeprefix("data: ")), await refused.json()):
+            assert "shutting down" in error["error"]["message"]
+            assert error["error"]["code"] == "unavailable"
+        for node in (prefill, decode):
+            assert {(await node.expect(Abort)).room for _ in range(2)} == {prompt.room, late.room}
+            node.close()
+    context.term()
 
 
 async def test_a_port_that_is_taken_is_named(cluster: Path) -> None:
