@@ -134,6 +134,74 @@ def test_a_tied_head_and_a_processor_file_of_transformers_5(tmp_path: Path) -> N
     assert model_fingerprint(tied) != ""
 
 
+def test_a_file_as_published(tmp_path: Path) -> None:
+    """As those of Qwen2.5-VL-7B-Instruct."""
+    config = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "vision_token_id": 151654,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "model_type": "qwen2_5_vl",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vision_config": {
+            "depth": 32,
+            "hidden_act": "silu",
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "in_chans": 3,
+            "out_hidden_size": 3584,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2,
+            "temporal_patch_size": 2,
+        },
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vocab_size": 152064,
+    }
+    processor = {
+        "min_pixels": 3136,
+        "max_pixels": 12845056,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    found = ModelConfig.load(tmp_path)
+    assert (found.head_dim, found.rope.kind, found.rope.theta) == (128, "default", 1e6)
+    assert found.rope.sections == (16, 24, 24)
+    assert found.sliding_windows == (None,) * 28
+    assert found.qkv_bias
+    assert found.vision is not None
+    assert found.vision.grid(1024, 768) == (27, 37)
+    assert found.vision.grid(4000, 4000) == (128, 128), "16,384 tokens at most"
+
+
 def edit(path: Path, file: str, **changes: Any) -> None:
     raw = json.loads((path / file).read_text()) | changes
     (path / file).write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
