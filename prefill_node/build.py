@@ -43,7 +43,7 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_config import kv_layout, transfer_limits
 from kv_transfer.layout import KvLayout
-from kv_transfer.limits import MIB, TransferLimits
+from kv_transfer.limits import TransferLimits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderEndpoint
 from kv_transfer.transport.cuda_ipc import CudaIpcSender
@@ -118,7 +118,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         served.model,
         served.placement,
         lambda: Dealer(context, control_address(resolved), images, ROUTER_NAME, security, IMAGES_QUEUED),
-        section.image_cache_mib * MIB,
+        section.image_bytes,
         cluster.router.images.max_pixels,
         log,
     )

@@ -129,11 +129,17 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     prefix_cache: bool = True
     image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, by their content
 
+    @property
+    def image_bytes(self) -> int:
+        """Device memory that a model with a vision part takes on top."""
+        return self.image_cache_mib << 20
+
 
 class DecodeSection(Section, frozen=True, kw_only=True):
     """What all decode nodes share."""
 
     CPU_POOL_TOKENS: ClassVar[int] = 65_536
+    image_bytes: ClassVar[int] = 0  # images end on the prefill nodes
     nodes: Annotated[tuple[DecodeNode, ...], Meta(min_length=1, max_length=256)] = (
         DecodeNode(name="decode-0"),
     )

@@ -26,15 +26,18 @@ class MemoryPlan:
     working: int = WORKING_BYTES
     sampling: int = 0  # penalties and biases: common.engine.logit_adjustments
     graphs: int = 0  # measured by a trial; where there was none they are in `working`
+    images: int = 0  # cache of their embeddings
 
     @property
     def total(self) -> int:
-        return self.weights + self.pool + self.working + self.sampling + self.graphs
+        return self.weights + self.pool + self.working + self.sampling + self.graphs + self.images
 
     def __str__(self) -> str:
         return (
             f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + graphs {_gib(self.graphs)} + "
-            f"room to work {_gib(self.working)} + sampling state {_gib(self.sampling)} = {_gib(self.total)}"
+            f"room to work {_gib(self.working)} + sampling state {_gib(self.sampling)}"
+            + (f" + cache of images {_gib(self.images)}" if self.images else "")
+            + f" = {_gib(self.total)}"
         )
 
 
@@ -45,6 +48,7 @@ class PoolWish:
     tokens: int | None
     fraction: float
     section: str  # of the config: prefill or decode
+    image_bytes: int = 0  # beside the pool, where the model has a vision part
 
     @property
     def key(self) -> str:

@@ -200,7 +200,7 @@ def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: s
         tokens = section.pool_tokens
     elif device_name == "cpu":
         tokens = section.CPU_POOL_TOKENS
-    return PoolWish(tokens, section.memory_fraction, name)
+    return PoolWish(tokens, section.memory_fraction, name, section.image_bytes)
 
 
 def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
@@ -271,7 +271,8 @@ def _check_memory(
 
     def taken(wished: PoolWish, rows: int) -> tuple[MemoryPlan, int]:
         """(the plan with an empty pool, bytes in all)"""
-        plan = MemoryPlan(weights, 0, sampling=adjustment_bytes(rows, config.vocab_size))
+        images = 0 if config.vision is None else wished.image_bytes
+        plan = MemoryPlan(weights, 0, sampling=adjustment_bytes(rows, config.vocab_size), images=images)
         if wished.tokens is None:
             return plan, int(torch.cuda.mem_get_info(device)[1] * wished.fraction)
         return plan, plan.total + (wished.tokens + page_size) * per_token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +197,21 @@ def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: 
     assert nobody == -plan.total  # no node of the file is there: not asked in earnest
 
 
+def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
+    given = cluster("cuda", "cuda:0")
+    gpu, wish = torch.device("cuda", 0), pool_wish("prefill", given.prefill, "cuda")
+    for path in (MODEL, MODEL.parent / "tiny-vision"):
+        serving_model._check_memory(path, given, gpu, replace(wish, tokens=64), 64, None)
+    (_, text, *_), (_, seeing, *_) = asked
+    assert (text.images, seeing.images) == (0, given.prefill.image_cache_mib << 20)
+    assert "cache of images 0.25 GiB = " in str(seeing)
+    assert "images" not in str(text)
+    assert seeing.total == seeing.weights + seeing.pool + seeing.working + seeing.sampling + seeing.images
+    assert pool_wish("decode", given.decode, "cuda").image_bytes == 0
+
+
 def test_what_a_share_leaves_is_the_pool() -> None:
     """Issue 3 part 4: KV memory is what remains after weights, graphs and room to work."""
     plan = MemoryPlan(15 * GIB, 0, graphs=3 * GIB, sampling=GIB)
@@ -233,7 +249,9 @@ def test_auto_is_a_number_on_a_cpu_and_a_share_on_a_gpu() -> None:
     section = DecodeSection()
     assert pool_wish("decode", section, "cpu") == PoolWish(65_536, 0.9, "decode")
     assert pool_wish("decode", section, "cuda:1") == PoolWish(None, 0.9, "decode")
-    assert pool_wish("prefill", PrefillSection(), "cpu").tokens == 32_768
+    assert pool_wish("prefill", PrefillSection(image_cache_mib=3), "cpu") == PoolWish(
+        32_768, 0.9, "prefill", image_bytes=3 << 20
+    )
     assert pool_wish("decode", DecodeSection(pool_tokens=99), "cuda") == PoolWish(99, 0.9, "decode")
 
 
