@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from common.messages.generation import SamplingParams
 from tests.fakes.node_cluster import Call, NodeCluster
-from tests.fakes.tiny_model import VOCAB, reference
+from tests.fakes.scenarios import prompt_of
+from tests.fakes.tiny_model import VOCAB
 
 RANDOM = {"temperature": 0.9, "seed": 11}
 BIAS = ((3, 2.5), (8, -100.0), (20, 4.0), (41, 1.0))
@@ -37,18 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
-
-
 def submit(cluster: NodeCluster, name: str, length: int, max_tokens: int, **more: object) -> Call:
     return cluster.submit(prompt_of(length), max_tokens, **{**CASES[name], **more})
-
-
-def expect_reference(*calls: Call) -> None:
-    for call in calls:
-        assert call.error is None, call.error
-        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling), call.sampling
 
 
 def without(sampling: dict[str, Any]) -> SamplingParams:

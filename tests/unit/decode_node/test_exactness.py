@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
-from tests.fakes.tiny_model import VOCAB, reference
-
-SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
-
-
-def expect_reference(*calls: Call) -> None:
-    for call in calls:
-        assert call.error is None, call.error
-        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
+from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, prompt_of
+from tests.fakes.tiny_model import VOCAB
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
@@ -126,14 +114,7 @@ def test_retracted_requests_resume_with_the_same_tokens(
         decode_cache=decode_cache,
         max_running=4,
     )
-    with NodeCluster(shape) as cluster:
-        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
-        calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(3)]
-        cluster.run()
-        expect_reference(*calls)
-        assert cluster.decode.link.counters.retractions > 0
-        assert not cluster.failures
-        cluster.settle()
+    expect_retraction(shape)
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])

@@ -15,8 +15,8 @@ from common.messages.router_inbox import Failed, FirstToken, Tokens
 from kv_transfer.transport.loopback import Fault
 from prefill_node.step import PrefillStep
 from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 from tests.fakes.tiny_model import VOCAB, reference
-from tests.unit.decode_node.test_exactness import SAMPLED, expect_reference, prompt_of
 
 SMALL = Shape(page_size=4, chunk_tokens=8, decode_pool=160, reserved_tokens=4)
 

@@ -10,7 +10,7 @@ from common.errors import Overloaded, TransferFailed
 from common.messages.identity import NodeRef
 from decode_node import peers as module
 from tests.fakes.node_cluster import NodeCluster, Shape
-from tests.unit.decode_node.test_exactness import expect_reference, prompt_of
+from tests.fakes.scenarios import expect_reference, prompt_of
 
 SMALL = Shape(page_size=4, decode_pool=96, reserved_tokens=4)
 

@@ -7,7 +7,8 @@ import pytest
 from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.generation import SamplingParams
 from tests.fakes.node_cluster import NodeCluster, Shape
-from tests.fakes.sampling_cases import CASES, expect_reference, prompt_of, submit, without
+from tests.fakes.sampling_cases import CASES, submit, without
+from tests.fakes.scenarios import expect_reference, prompt_of
 from tests.fakes.tiny_model import VOCAB, reference
 
 

@@ -12,8 +12,8 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.loopback import Damage, Fault
 from tests.fakes.node_cluster import RETRYABLE, Call, NodeCluster, Shape, Watched
 from tests.fakes.sampling_cases import EVERYTHING
+from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import VOCAB, reference
-from tests.unit.decode_node.test_exactness import prompt_of
 
 TRANSFER = TransferLimits(record_bytes=8192, slots_timeout=3.0, first_page_timeout=3.0, stall_timeout=1.0)
 STEMS = [prompt_of(n, 100 + n) for n in (3, 9, 16, 24)]

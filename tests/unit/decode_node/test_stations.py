@@ -10,7 +10,7 @@ from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.router_inbox import Failed
 from kv_transfer.transport.loopback import Fault
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
-from tests.unit.decode_node.test_exactness import SAMPLED, expect_reference, prompt_of
+from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 
 LONG = 30  # tokens of the prompt: four chunks
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from common.messages.router_inbox import FirstToken, PrefillDone
 from tests.fakes.node_cluster import NodeCluster, Shape, Watched
+from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import reference
-from tests.unit.decode_node.test_exactness import prompt_of
 
 
 def test_slots_that_come_after_the_prompt_was_computed() -> None:

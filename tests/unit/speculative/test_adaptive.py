@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 from hypothesis import given
@@ -23,9 +22,9 @@ from decode_node.speculative.adaptive import (
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from tests.fakes.draft_models import eager_drafts, observed
 from tests.fakes.node_cluster import MakeStep, NodeCluster, NoDraftModel, Parts, Shape
-from tests.fakes.tiny_model import VOCAB, reference
+from tests.fakes.scenarios import SAMPLED, prompt_of
+from tests.fakes.tiny_model import reference
 
-SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
 Seen = list[tuple[list[int], list[int]]]
 
 
@@ -138,10 +137,6 @@ def changing(
         return AdaptiveStep(steps, Cycle(widths), no_seconds())  # type: ignore[arg-type]
 
     return model, make
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
 
 
 @pytest.mark.parametrize(

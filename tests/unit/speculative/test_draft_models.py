@@ -6,29 +6,25 @@ rule). Rows D (widths), H (first verify after the hand-over), C (chunks, prefix 
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from tests.fakes.draft_models import drafting, eager_drafts, observed
-from tests.fakes.node_cluster import Call, NodeCluster, Shape
-from tests.fakes.tiny_model import VOCAB, reference
+from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.fakes.scenarios import (
+    SAMPLED,
+    expect_accept_length,
+    expect_migration,
+    expect_reference,
+    expect_retraction,
+    prompt_of,
+)
+from tests.fakes.tiny_model import VOCAB
 
-SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
 NAMES = ("eagle3", "eagle3-full-vocabulary", "eagle", "standalone")
 Seen = list[tuple[list[int], list[int]]]
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
-
-
-def expect_reference(*calls: Call) -> None:
-    for call in calls:
-        assert call.error is None, call.error
-        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
 
 
 def expect_eager(name: str, seen: Seen, steps: int, least: int) -> None:
@@ -114,30 +110,14 @@ def test_retraction_keeps_draft_state_and_draft_kv(
         completion=completion,
         max_running=4,
     )
-    with NodeCluster(shape) as cluster:
-        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
-        calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(3)]
-        cluster.run()
-        expect_reference(*calls)
-        assert cluster.decode.link.counters.retractions > 0
-        cluster.settle()
+    expect_retraction(shape)
     expect_eager(name, seen, 3, least=40)
 
 
 def test_migration_rebuilds_the_draft_state() -> None:
-    prompt = prompt_of(18)
     for k in (1, 3, 6):
         seen: Seen = []
-        with NodeCluster(shape_of("eagle3", 2, seen, page_size=4, decodes=2)) as cluster:
-            call = cluster.submit(prompt, 20, seed=5, **SAMPLED)
-            cluster.run(until=lambda call=call, k=k: len(call.output) >= k)  # type: ignore[misc]
-            lost = call.decode
-            cluster.kill(lost)
-            cluster.lose(lost)
-            cluster.run()
-            expect_reference(call)
-            assert call.attempts == 2
-            cluster.settle()
+        expect_migration(shape_of("eagle3", 2, seen, page_size=4, decodes=2), k)
         expect_eager("eagle3", seen, 2, least=4)
 
 
@@ -147,20 +127,5 @@ def test_accept_length_equals_the_uninterrupted_reference(name: str, completion:
     """The head's own drafts: as many rounds and accepted drafts as a walk over the finished text counts."""
     steps = 3
     model, step = drafting(name, steps)
-    with NodeCluster(Shape(draft=model, step=step, completion=completion)) as cluster:
-        calls = [cluster.submit(prompt_of(n), 40) for n in (5, 19, 33)]
-        cluster.run()
-        expect_reference(*calls)
-        cluster.settle()
-        counters = cluster.decode.link.counters
-    rounds = accepted = 0
-    for call in calls:
-        done = 1
-        while done < len(call.ids):
-            drafts = eager_drafts(name, call.prompt + call.ids[:done], steps)
-            right = 0
-            while right < steps and call.ids[done + right : done + right + 1] == [drafts[right]]:
-                right += 1
-            rounds, accepted, done = rounds + 1, accepted + right, done + right + 1
-    assert counters.spec_drafts == rounds
-    assert abs(counters.spec_accepted_tokens - accepted) <= len(calls), "the last round may run over the end"
+    shape = Shape(draft=model, step=step, completion=completion)
+    expect_accept_length(shape, steps, lambda text: eager_drafts(name, text, steps))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.generation import SamplingParams
 from tests.fakes.drafters import foresight, ngram
-from tests.fakes.node_cluster import Call, MakeStep, NodeCluster, Shape
-from tests.fakes.tiny_model import VOCAB, reference
+from tests.fakes.node_cluster import MakeStep, NodeCluster, Shape
+from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
+from tests.fakes.tiny_model import reference
 
-SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
 STEPS: dict[str, MakeStep] = {
     "ngram-1": ngram(1),
     "ngram-3": ngram(3),
@@ -29,16 +27,6 @@ STEPS: dict[str, MakeStep] = {
 def step(request: pytest.FixtureRequest) -> MakeStep:
     made: MakeStep = request.param
     return made
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
-
-
-def expect_reference(*calls: Call) -> None:
-    for call in calls:
-        assert call.error is None, call.error
-        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -11,10 +10,9 @@ from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.identity import GraphTotals
 from tests.fakes.draft_models import branching, drafting
 from tests.fakes.drafters import ngram
-from tests.fakes.node_cluster import Call, MakeStep, NodeCluster, NoDraftModel, Shape
-from tests.fakes.tiny_model import VOCAB, reference
+from tests.fakes.node_cluster import MakeStep, NodeCluster, NoDraftModel, Shape
+from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, prompt_of
 
-SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
 BUCKETS = (1, 3)  # of up to 8 requests: larger batches run eagerly
 CASES: dict[str, tuple[NoDraftModel, MakeStep]] = {
     "ngram": (NoDraftModel(), ngram(3, BUCKETS)),
@@ -30,16 +28,6 @@ PHASES = {
     "eagle3": {"draft", "verify", "draft_extend"},
     "eagle3-tree": {"draft", "verify", "draft_extend"},
 }
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
-
-
-def expect_reference(*calls: Call) -> None:
-    for call in calls:
-        assert call.error is None, call.error
-        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
 
 
 def totals(cluster: NodeCluster) -> Sequence[GraphTotals]:
@@ -88,13 +76,7 @@ def test_retracted_requests_resume_with_the_same_tokens(name: str) -> None:
         completion=Deferred,
         max_running=4,
     )
-    with NodeCluster(shape) as cluster:
-        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
-        calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(2)]
-        cluster.run()
-        expect_reference(*calls)
-        assert cluster.decode.link.counters.retractions > 0
-        cluster.settle()
+    expect_retraction(shape, greedy=2)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3-tree", "ngram"])

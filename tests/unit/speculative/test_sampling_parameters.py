@@ -16,7 +16,8 @@ from tests.fakes import mtp_models
 from tests.fakes.draft_models import branching, drafting, observed
 from tests.fakes.drafters import foresight, ngram
 from tests.fakes.node_cluster import Call, MakeStep, NodeCluster, NoDraftModel, Shape
-from tests.fakes.sampling_cases import CASES, EVERYTHING, expect_reference, prompt_of, submit
+from tests.fakes.sampling_cases import CASES, EVERYTHING, submit
+from tests.fakes.scenarios import expect_reference, prompt_of
 from tests.fakes.tiny_model import reference
 
 Made = tuple[NoDraftModel, MakeStep]

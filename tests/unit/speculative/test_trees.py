@@ -12,20 +12,8 @@ from hypothesis import strategies as st
 from common.engine.overlap import Completion, Deferred, Immediate
 from decode_node.speculative.tree import select_nodes, tree
 from tests.fakes.draft_models import branching, drafting, eager_branches
-from tests.fakes.node_cluster import Call, NodeCluster, Shape
-from tests.fakes.tiny_model import VOCAB, reference
-
-SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(VOCAB), k=length)
-
-
-def expect_reference(*calls: Call) -> None:
-    for call in calls:
-        assert call.error is None, call.error
-        assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
+from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 
 
 def test_worked_example_of_the_selection() -> None:
