@@ -189,6 +189,6 @@ BY_CODE: dict[str, type[RequestError]] = {
 }
 
 
-def from_code(code: str, message: str) -> RequestError:
+def from_code(code: str, message: str, param: str | None = None) -> RequestError:
     """Rebuild the error that a node reported; a code from a newer node becomes `InternalError`."""
-    return BY_CODE.get(code, InternalError)(message)
+    return BY_CODE.get(code, InternalError)(message, param=param)

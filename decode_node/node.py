@@ -178,7 +178,7 @@ class DecodeNode:
             self._check(request)
             self._peers.ensure(message.prefill)
         except RequestError as error:
-            self._link.send(Failed(room=message.room, code=error.code, message=str(error)))
+            self._link.send(Failed.of(message.room, error))
             return
         self._report.requests += 1
         self.queues.waiting.append(request)

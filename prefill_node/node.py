@@ -167,7 +167,7 @@ class PrefillNode:
             with_images(keys, message.images)  # spans that do not fit are refused here
             self._sender.expect(message.room, now + message.deadline_ms / 1000, message.decode)
         except RequestError as error:
-            self._link.send(Failed(room=message.room, code=error.code, message=str(error)))
+            self._link.send(Failed.of(message.room, error))
             return
         request = PrefillRequest(
             room=message.room,

@@ -147,7 +147,7 @@ class ControlPlane:
         attempt = self._dispatcher.attempt(message.room)
         if attempt is None or identity not in (attempt.prefill.incarnation, attempt.decode.incarnation):
             return
-        error: RequestError = from_code(message.code, message.message)
+        error: RequestError = from_code(message.code, message.message, message.param)
         attempt.blamed.add(identity)
         if isinstance(error, TransferFailed | NodeLost):  # of a pair, either end may be the cause
             attempt.blamed |= {attempt.prefill.incarnation, attempt.decode.incarnation}

@@ -108,12 +108,13 @@ class OpenAiRoutes:
         _check(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
         choices = []
-        for index, prompt in enumerate(prompts(body, model.max_model_len)):
+        given = prompts(body, model.max_model_len)
+        for index, prompt in enumerate(given):
             if isinstance(prompt, str):
                 ids = await self._tokenizer.encode(prompt, body.add_special_tokens is not False)
             else:
                 ids = prompt
-            check_prompt(ids, model, "prompt")
+            check_prompt(ids, model, "prompt" if len(given) == 1 else f"prompt[{index}]")
             choices.append(self._choice(request, body, model, ids, index, "max_tokens", logprobs))
             await asyncio.sleep(0)  # many prompts: others get their turn in between
         identity = f"cmpl-{request[request_id_key]}"

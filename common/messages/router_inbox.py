@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from common.errors import RequestError
 from common.messages.generation import OutputToken
 from common.messages.identity import MAX_ROOM, NodeCounters, NodeLoad, NodeRef, NodeState
 from common.messages.wire import InboxCodec
@@ -81,6 +82,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     room: Room
     code: str
     message: str
+    param: str | None = None  # the field of the client's request that it is about
+
+    @classmethod
+    def of(cls, room: int, error: RequestError) -> Failed:
+        return cls(room=room, code=error.code, message=str(error), param=error.param)
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True, kw_only=True):

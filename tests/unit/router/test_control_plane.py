@@ -9,6 +9,7 @@ import time
 import pytest
 import zmq
 
+from common.errors import InvalidRequest
 from common.ipc import Dealer
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
@@ -177,6 +178,17 @@ async def test_a_code_of_a_newer_node_is_an_internal_error() -> None:
         decode.say(Failed(room=reserve.room, code="flux_capacitor", message="88 mph"))
         await client.done()
         assert type(client.error).__name__ == "InternalError"
+
+
+async def test_the_field_that_a_node_refuses_reaches_the_client() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        prefill.say(Failed.of(reserve.room, InvalidRequest("an image is broken", param="messages[1]")))
+        await client.done()
+        assert isinstance(client.error, InvalidRequest)
+        assert (str(client.error), client.error.param) == ("an image is broken", "messages[1]")
 
 
 async def test_a_closed_socket_is_noticed_within_a_second() -> None:

@@ -116,11 +116,12 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # path, field, value, param (SAME:
     (TEXT, "logprobs", True, SAME),
     (TEXT, "suffix", "x", SAME),
     (TEXT, "suffix", 0, SAME),
+    *[(TEXT, "prompt", value, "prompt[1]") for value in (["a", []], [[1], [HUGE]])],
     *[
         (TEXT, "prompt", value, SAME)
         for value in (
-            None, [], [[]], ["a", []], [1, "a"], ["a", 1], [True], [1.0], [1, True], [[1], [True]], [None], [["a"]], {},
-            5, [-1], [SERVED.vocab_size], [2**63], [HUGE], [[1], [HUGE]], [1] * 4096, [True] * 4096, ["x"] * 65,
+            None, [], [[]], [1, "a"], ["a", 1], [True], [1.0], [1, True], [[1], [True]], [None], [["a"]], {},
+            5, [-1], [SERVED.vocab_size], [2**63], [HUGE], [1] * 4096, [True] * 4096, ["x"] * 65,
             "x " * 9000,
         )
     ],
@@ -315,6 +316,8 @@ async def test_context_sentence_has_the_numbers(rig: Rig) -> None:
     assert answer["error"]["param"] == "prompt"
     assert "4096" in answer["error"]["message"]
     assert "5000" in answer["error"]["message"]
+    _, answer, _ = await rig.post(TEXT, {"prompt": [[5], [6] * 5000], "max_tokens": 1})
+    assert answer["error"]["param"] == "prompt[1]", "which of several"
     rig.generator.will(*one_by_one([10]))
     assert (await rig.post(TEXT, {"prompt": prompt, "max_tokens": 96}))[0] == 200
     assert (await rig.post(TEXT, {"prompt": prompt}))[0] == 200
