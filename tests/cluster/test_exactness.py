@@ -33,7 +33,7 @@ CASES = [
         {"kv": {"page_size": 64}, "prefill": {"chunk_tokens": 64}, "transfer": {"transport": "tcp"}},
         every=2,
     ),
-    Case("chunk1-page16", {"prefill": {"chunk_tokens": 1}}, every=7),  # a forward for each of their tokens
+    Case("chunk1-page16", {"prefill": {"chunk_tokens": 1}}, every=14),  # a forward for each of their tokens
     Case(
         "chunk7-page1-2p2d-round-robin",
         {
@@ -43,7 +43,7 @@ CASES = [
         },
         prefill=2,
         decode=2,
-        every=2,
+        every=3,
     ),
     Case(
         "small-pool-one-behind",
