@@ -7,6 +7,7 @@ position), so it goes on with the tokens it would have had; the client sees a pa
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -37,6 +38,8 @@ from router.metrics import RouterMetrics
 from router.node_registry import Node, NodeRegistry
 from router.placement import PlacementPolicy
 from router.timeline import Timeline, Timelines
+
+FULL_QUEUE_SECONDS = 0.25  # between two tries of a request whose node's queue is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,8 @@ class Dispatcher:
         said: list[int] = []
         avoid: set[str] = set()
         failures = 0
+        loop = asyncio.get_running_loop()
+        patience = math.inf  # when it stops waiting for room in the nodes' queues
         for number in count(1):
             before = len(said)
             try:
@@ -147,7 +152,16 @@ class Dispatcher:
                         said.extend(token.id for token in delta.tokens)
                         yield delta
                 return
+            except Overloaded:
+                # a new request gets 503; one that was taken in before waits, with its text so far
+                now = loop.time()
+                patience = min(patience, now + self._limits.placement_wait, deadline)
+                if number == 1 or now + FULL_QUEUE_SECONDS > patience:
+                    raise
+                self._metrics.retries.labels(Overloaded.code).inc()
+                await asyncio.sleep(FULL_QUEUE_SECONDS)  # nodes do not say when there is room
             except RequestError as error:
+                patience = math.inf
                 # a preempted request that got further has not failed: its text and its deadline bound how often
                 failures += not (isinstance(error, Preempted) and len(said) > before)
                 if not error.retryable or failures >= self._limits.max_attempts:

@@ -187,6 +187,30 @@ async def test_errors_that_another_try_would_not_mend_pass_through(
         rig.nothing_left()
 
 
+@pytest.mark.parametrize("room_comes", [True, False])
+async def test_a_full_queue_keeps_a_request_with_text_waiting(room_comes: bool) -> None:
+    """A new request is refused with 503; one that was taken in has a client that reads: it waits for placement_wait."""
+    async with router_rig(placement_wait=0.4) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client([1])
+        reserve, _ = await legs(prefill, decode)
+        first_token(prefill, reserve.room, 50)
+        await client.until(1)
+        decode.say(Failed(room=reserve.room, code="preempted", message="no pages"))
+        for _ in range(1 if room_comes else 2):
+            again, _ = await legs(prefill, decode)
+            prefill.say(Failed(room=again.room, code="overloaded", message="the queue is full"))
+        if room_comes:
+            again, _ = await legs(prefill, decode)
+            assert again.token_ids == [1, 50]
+            first_token(prefill, again.room, 51)
+            decode.tokens(again.room, 1, [52], "length")
+        await client.done()
+        assert client.ids == ([50, 51, 52] if room_comes else [50])
+        assert isinstance(client.error, Overloaded) != room_comes
+        rig.nothing_left()
+
+
 async def test_attempts_are_bounded() -> None:
     async with router_rig(max_attempts=3) as rig:
         prefill, decode = await rig.pair()
