@@ -37,7 +37,9 @@ class Model(Section, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
         "auto"  # auto: float32 on CPU, the checkpoint's on GPU
     )
-    max_model_len: Positive | None = None  # tokens per request in all; default: the model's maximum
+    max_model_len: Annotated[int, Meta(ge=2)] | None = (
+        None  # tokens per request in all; default: the model's maximum
+    )
 
 
 class Kv(Section, frozen=True, kw_only=True):

@@ -238,7 +238,7 @@ def test_bad_overrides(tmp_path: Path, override: str, path: str, words: str) -> 
         (MINIMAL + "decode: {backup_mib: -1}\n", "decode.backup_mib"),
         (MINIMAL + "process: {log_level: loud}\n", "process.log_level"),
         ("model: {path: m, dtype: int8}\n", "model.dtype"),
-        ("model: {path: m, max_model_len: 0}\n", "model.max_model_len"),
+        ("model: {path: m, max_model_len: 1}\n", "model.max_model_len"),
     ],
 )
 def test_wrong_values_name_their_key(tmp_path: Path, text: str, path: str) -> None:
