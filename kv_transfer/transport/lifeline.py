@@ -4,7 +4,8 @@
 
 The kernel of a process that ends sends FIN, one that does not know the connection any more answers RST: either
 proves the end. Silence proves nothing, and neither does a timeout: a peer behind a broken network may still
-write, once it is mended. A host that lost its power proves it when it is up again.
+write, once it is mended. A host that lost its power proves it when it is up again, unless the connection has timed
+out by then, two hours later: what it held stays in quarantine as long as this process runs.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from kv_transfer.transport.description import TcpDescription
 GRACE: Final = 2.0  # seconds: what the dead process's kernel and network card still hold has landed by then
 _NONCE: Final = b"tandem lifeline"
 _CONNECT_SECONDS: Final = 2.0
+_REFUSED_SECONDS: Final = 10.0  # during which a place that did not answer is not asked again: asking waits
 _LOOK_SECONDS: Final = 0.02
 _PROOF_SECONDS: Final = 10.0
 _MAX_STRANGERS: Final = 64
-_KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 127))
+_KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 60), (socket.TCP_KEEPCNT, 127))
 
 
 @dataclass(slots=True, eq=False)
@@ -96,9 +98,16 @@ class LifelineKeeper:
         for stranger in list(self._strangers):
             self._meet(stranger, now)
         for line in self._lines.values():
-            if line.sock is not None and _ended(line.sock):
-                line.sock.close()
-                line.sock, line.ended_at = None, now
+            if line.sock is None:
+                continue
+            try:
+                if not _ended(line.sock):
+                    continue
+                line.ended_at = now
+            except OSError:  # lost: read once more it would look like an end
+                pass
+            line.sock.close()
+            line.sock = None  # the peer may connect anew
 
     def _meet(self, stranger: _Stranger, now: float) -> None:
         wanted = tcp_frames.PROOF.size - len(stranger.proof)
@@ -129,37 +138,51 @@ class LifelineKeeper:
 
 
 def _ended(sock: socket.socket) -> bool:
-    """FIN or RST has come."""
+    """FIN or RST has come. Raises OSError, once, where the connection timed out, which proves nothing."""
     try:
         return sock.recv(64) == b""
+    except BlockingIOError:
+        return False
     except ConnectionResetError:
         return True
-    except OSError:  # nothing to read; or a timeout, which proves nothing
-        return False
+
+
+def _unusable(sock: socket.socket) -> bool:
+    try:
+        return _ended(sock)
+    except OSError:
+        return True
 
 
 class Lifelines:
     """Sending side: one connection per decode node that was ever written to and lives; closed by the process's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._socks: dict[TcpDescription, socket.socket] = {}
+        self._refused: dict[tuple[str, int], tuple[float, str]] = {}  # when, and why
 
     def hold(self, description: TcpDescription) -> None:
         """Connect, unless connected. Waits for it; raises HandshakeRefused where that fails."""
         for known, sock in list(self._socks.items()):
-            if _ended(sock):  # that decode node is gone
+            if _unusable(sock):  # that decode node is gone, or out of reach
                 sock.close()
                 del self._socks[known]
         if description in self._socks:
             return
-        where = (description.host, description.port)
+        where, now = (description.host, description.port), self._clock()
+        self._refused = {at: told for at, told in self._refused.items() if now - told[0] < _REFUSED_SECONDS}
+        if where in self._refused:
+            raise HandshakeRefused(self._refused[where][1])
         try:
             sock = socket.create_connection(where, timeout=_CONNECT_SECONDS)
         except OSError as error:
-            raise HandshakeRefused(
+            reason = (
                 f"{where[0]}:{where[1]} (decode.nodes[].host and bulk_port), by whose end it would see that this "
                 f"prefill node is gone, cannot be reached ({error})"
-            ) from None
+            )
+            self._refused[where] = (self._clock(), reason)
+            raise HandshakeRefused(reason) from None
         try:
             sock.sendall(tcp_frames.proof(description.key, _NONCE))
         except OSError as error:

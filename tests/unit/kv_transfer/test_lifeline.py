@@ -65,14 +65,27 @@ def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LifelineKeeper, clock: Cl
     assert not look(keeper, clock)
 
     class TimedOut:
+        """As Linux has it: said once, and read again it looks like an end."""
+
+        told = False
+
         def recv(self, count: int) -> bytes:
+            if self.told:
+                return b""
+            self.told = True
             raise TimeoutError(110, "Connection timed out")
 
         def close(self) -> None: ...
 
-    real, keeper._lines["p"].sock = keeper._lines["p"].sock, TimedOut()  # type: ignore[assignment]
+    real = keeper._lines["p"].sock
+    assert real is not None
+    real.close()
+    keeper._lines["p"].sock = TimedOut()  # type: ignore[assignment]
     assert not look(keeper, clock, seconds=100)
-    keeper._lines["p"].sock = real
+    assert not look(keeper, clock, seconds=100)
+    lines.close()
+    lines.hold(description)  # it takes the place of the one that was lost
+    assert not look(keeper, clock)
     (sock,) = lines._socks.values()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     lines.close()
@@ -128,6 +141,27 @@ def test_strangers_are_bounded_and_sent_away(
 def test_nobody_there(keeper: LifelineKeeper, clock: Clock) -> None:
     with pytest.raises(HandshakeRefused, match="cannot be reached"):
         Lifelines().hold(TcpDescription("127.0.0.1", 1, bytes(32)))
+
+
+def test_a_place_that_does_not_answer_is_not_waited_for_again_at_once(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def silence(where: tuple[str, int], timeout: float) -> socket.socket:
+        asked.append(where)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", silence)
+    lines, description = Lifelines(clock), TcpDescription("10.0.0.1", 7, bytes(32))
+    for _ in range(3):
+        with pytest.raises(HandshakeRefused, match=r"10\.0\.0\.1:7 .* cannot be reached \(timed out\)"):
+            lines.hold(description)
+    assert len(asked) == 1
+    clock.now += 11
+    with pytest.raises(HandshakeRefused):
+        lines.hold(description)
+    assert len(asked) == 2
 
 
 def test_a_sender_forgets_decode_nodes_that_are_gone(clock: Clock) -> None:
