@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -39,7 +40,8 @@ from router.node_registry import Node, NodeRegistry
 from router.placement import PlacementPolicy
 from router.timeline import Timeline, Timelines
 
-FULL_QUEUE_SECONDS = 0.25  # between two tries of a request whose node's queue is full
+FULL_QUEUE_SECONDS = 0.25  # before a request whose node's queue is full is tried again; doubled each time
+MOST_FULL_QUEUE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Dispatcher:
         self._attempts: dict[int, Attempt] = {}  # room -> attempt under way
         self._changed = asyncio.Event()  # replaced at every change of the registry
         self._active = 0
+        self._ending: RequestError | None = None  # what every request ends with, once `end_all` was called
         self.timelines = Timelines()
 
     @property
@@ -97,7 +100,9 @@ class Dispatcher:
                 attempt.lose(node, reason)
 
     def end_all(self, error: RequestError) -> None:
-        """Every request that is placed ends with this error, which is not `retryable`."""
+        """Every request ends with this error, which is not `retryable`; those that wait for a node, too."""
+        self._ending = error
+        self.nodes_changed()
         for attempt in list(self._attempts.values()):
             attempt.fail(error)
 
@@ -141,6 +146,7 @@ class Dispatcher:
         failures = 0
         loop = asyncio.get_running_loop()
         patience = math.inf  # when it stops waiting for room in the nodes' queues
+        pause = FULL_QUEUE_SECONDS
         for number in count(1):
             before = len(said)
             try:
@@ -155,11 +161,17 @@ class Dispatcher:
             except Overloaded:
                 # a new request gets 503; one that was taken in before waits, with its text so far
                 now = loop.time()
+                if patience == math.inf:
+                    self._metrics.retries.labels(Overloaded.code).inc()
+                    pause = FULL_QUEUE_SECONDS
                 patience = min(patience, now + self._limits.placement_wait, deadline)
-                if number == 1 or now + FULL_QUEUE_SECONDS > patience:
+                apart = pause * random.uniform(
+                    0.5, 1.0
+                )  # those of a lost node come at once, and must not again
+                if number == 1 or now + apart > patience:
                     raise
-                self._metrics.retries.labels(Overloaded.code).inc()
-                await asyncio.sleep(FULL_QUEUE_SECONDS)  # nodes do not say when there is room
+                await asyncio.sleep(apart)  # nodes do not say when there is room
+                pause = min(2 * pause, MOST_FULL_QUEUE_SECONDS)
             except RequestError as error:
                 patience = math.inf
                 # a preempted request that got further has not failed: its text and its deadline bound how often
@@ -222,6 +234,8 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         patience = loop.time() + self._limits.placement_wait if retry else loop.time()
         while True:
+            if self._ending is not None:
+                raise self._ending
             changed = self._changed
             prefill = self._registry.choose("prefill", self._policies["prefill"], avoid)
             decode = self._registry.choose("decode", self._policies["decode"], avoid)

@@ -211,6 +211,31 @@ async def test_a_full_queue_keeps_a_request_with_text_waiting(room_comes: bool) 
         rig.nothing_left()
 
 
+@pytest.mark.parametrize("where", ["between tries", "waiting for a node", "placed"])
+async def test_the_end_of_all_reaches_requests_that_are_between_nodes(where: str) -> None:
+    async with router_rig(placement_wait=30.0) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client([1])
+        reserve, _ = await legs(prefill, decode)
+        first_token(prefill, reserve.room, 50)
+        await client.until(1)
+        if where == "between tries":
+            decode.say(Failed(room=reserve.room, code="preempted", message="no pages"))
+            again, _ = await legs(prefill, decode)
+            decode.say(Failed(room=again.room, code="overloaded", message="the queue is full"))
+            assert (await prefill.expect(Abort)).room == reserve.room
+            assert (await prefill.expect(Abort)).room == again.room
+        elif where == "waiting for a node":
+            decode.say(Goodbye(incarnation=decode.ref.incarnation))
+            assert (await prefill.expect(Abort)).room == reserve.room
+        rig.dispatcher.end_all(Unavailable("the router is going away"))
+        async with asyncio.timeout(1):
+            await client.done()
+        assert str(client.error) == "the router is going away"
+        assert client.ids == [50]
+        rig.nothing_left()
+
+
 async def test_attempts_are_bounded() -> None:
     async with router_rig(max_attempts=3) as rig:
         prefill, decode = await rig.pair()
