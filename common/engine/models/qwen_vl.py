@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.host_copies import send
@@ -29,6 +30,8 @@ from common.model_config import ModelConfig
 from common.qwen_vl_config import QwenVision
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+# Not cuDNN, which plans anew for every shape: images of new sizes would wait for it, and its plans are kept for ever.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +144,21 @@ class QwenPart(nn.Module):
         if not full:
             mask = (torch.arange(padded.shape[1], device=device) < lengths[:, None])[:, None, None]
         windows = _Windows(padded, unpadded, mask)
-        patches = self._patches(raw, images)
-        embedded = self.tower.patch_embed(patches.to(self.placement.dtype))
-        hidden = _grouped(embedded, merged, merge)
+        hidden = _grouped(self._embedded(raw, images), merged, merge)
         angles = places.to(torch.float32)[:, :, None] * self.inv_freq
         turned = angles.flatten(1).repeat(1, 2)[:, None]  # rows first, then columns
         cos, sin = turned.cos(), turned.sin()
         counts = [image.tokens * merge * merge for image in images]
         # patches of an image stay together: its windows follow each other
-        for index, block in enumerate(self.tower.blocks):
-            query, key, value = self._qkv(block, hidden, cos, sin)
-            if index in self._whole:
-                attended = _within_images(query, key, value, counts)
-            else:
-                attended = _within_windows(query, key, value, windows)
-            hidden = hidden + block.attn.proj(attended.flatten(1))
-            hidden = hidden + block.mlp(block.norm2(hidden))
+        with sdpa_kernel(KERNELS):
+            for index, block in enumerate(self.tower.blocks):
+                query, key, value = self._qkv(block, hidden, cos, sin)
+                if index in self._whole:
+                    attended = _within_images(query, key, value, counts)
+                else:
+                    attended = _within_windows(query, key, value, windows)
+                hidden = hidden + block.attn.proj(attended.flatten(1))
+                hidden = hidden + block.mlp(block.norm2(hidden))
         rows = self.tower.merger(hidden).index_select(0, back)
         split = torch.split(rows, [image.tokens for image in images])
         return [each.view(image.rows, image.columns, -1) for each, image in zip(split, images, strict=True)]
@@ -177,6 +179,13 @@ class QwenPart(nn.Module):
                 ordered.expand(-1, -1, -1, -1, -1, frames, -1, -1).reshape(-1, 3 * frames * patch**2)
             )
         return torch.cat(parts)
+
+    def _embedded(self, raw: Tensor, images: Sequence[Pixels]) -> Tensor:
+        """[N, C]. The tower's convolution over whole patches is a product, which cuDNN does not know it is."""
+        projection = self.tower.patch_embed.proj
+        patches = self._patches(raw, images).to(self.placement.dtype)
+        embedded: Tensor = F.linear(patches, projection.weight.flatten(1), projection.bias)
+        return embedded
 
     def _qkv(self, block: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[N, heads, D] each, query and key turned."""
