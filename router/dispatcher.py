@@ -160,6 +160,8 @@ class Dispatcher:
                 return
             except Overloaded:
                 # a new request gets 503; one that was taken in before waits, with its text so far
+                if number == 1:
+                    raise
                 now = loop.time()
                 if patience == math.inf:
                     self._metrics.retries.labels(Overloaded.code).inc()
@@ -168,7 +170,7 @@ class Dispatcher:
                 apart = pause * random.uniform(
                     0.5, 1.0
                 )  # those of a lost node come at once, and must not again
-                if number == 1 or now + apart > patience:
+                if now + apart > patience:
                     raise
                 await asyncio.sleep(apart)  # nodes do not say when there is room
                 pause = min(2 * pause, MOST_FULL_QUEUE_SECONDS)
