@@ -167,9 +167,8 @@ class Dispatcher:
                     self._metrics.retries.labels(Overloaded.code).inc()
                     pause = FULL_QUEUE_SECONDS
                 patience = min(patience, now + self._limits.placement_wait, deadline)
-                apart = pause * random.uniform(
-                    0.5, 1.0
-                )  # those of a lost node come at once, and must not again
+                # requests of a lost node come all at once, and must not come so again
+                apart = pause * random.uniform(0.5, 1.0)
                 if now + apart > patience:
                     raise
                 await asyncio.sleep(apart)  # nodes do not say when there is room

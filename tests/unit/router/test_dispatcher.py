@@ -190,7 +190,7 @@ async def test_errors_that_another_try_would_not_mend_pass_through(
 @pytest.mark.parametrize("room_comes", [True, False])
 async def test_a_full_queue_keeps_a_request_with_text_waiting(room_comes: bool) -> None:
     """A new request is refused with 503; one that was taken in has a client that reads: it waits for placement_wait."""
-    async with router_rig(placement_wait=0.4) as rig:
+    async with router_rig(placement_wait=0.3) as rig:  # room for the first pause, and never for two
         prefill, decode = await rig.pair()
         client = rig.client([1])
         reserve, _ = await legs(prefill, decode)
