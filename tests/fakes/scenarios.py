@@ -33,18 +33,23 @@ def expect_retraction(shape: Shape, greedy: int = 3) -> None:
         cluster.settle()
 
 
+def lose_decode(cluster: NodeCluster, call: Call) -> None:
+    """The request's decode node dies, and another one goes on with the same text."""
+    lost = call.decode
+    cluster.kill(lost)
+    cluster.lose(lost)
+    cluster.run()
+    expect_reference(call)
+    assert call.attempts == 2
+    cluster.settle()
+
+
 def expect_migration(shape: Shape, said: int) -> None:
     """The decode node is lost once so many tokens are out; another one of the `shape` goes on."""
     with NodeCluster(shape) as cluster:
         call = cluster.submit(prompt_of(18), 20, seed=5, **SAMPLED)
         cluster.run(until=lambda: len(call.output) >= said)
-        lost = call.decode
-        cluster.kill(lost)
-        cluster.lose(lost)
-        cluster.run()
-        expect_reference(call)
-        assert call.attempts == 2
-        cluster.settle()
+        lose_decode(cluster, call)
 
 
 def expect_accept_length(shape: Shape, steps: int, drafts: Callable[[list[int]], Sequence[int]]) -> None:

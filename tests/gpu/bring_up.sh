@@ -1,13 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with one H200: kernel and graph tests, then a whole cluster with the tiny model and with the 8B shape.
 # Results go to $OUT. Packages come from PYTHONPATH; nothing is installed.
-set -u
-out="${OUT:-/tmp/out}"
-mkdir -p "$out"
-export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
-TANDEM_PYTHON="$(command -v python3)"
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONPATH
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 echo "== kernels and graphs"
 timeout 110 python3 -m pytest -q -x tests/gpu/test_graphs.py tests/gpu/test_ops.py -o filterwarnings=default \

@@ -1,12 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with one H200: tests of graphs and kernels, then rounds and steps of the 8B shape without sockets.
 # Results go to $OUT.
-set -u
-out="${OUT:-/tmp/out}"
-mkdir -p "$out"
-export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONPATH
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 date
 test -n "${SKIP_TESTS:-}" || timeout 200 python3 -m pytest -q tests/gpu --deselect tests/gpu/test_cuda_ipc.py -o filterwarnings=default \
     -o asyncio_mode=auto -p no:cacheprovider 2>&1 | tail -30

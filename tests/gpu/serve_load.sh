@@ -1,12 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with one H200: the 8B shape behind the whole cluster, loads through HTTP. Results go to $OUT.
-set -u
-out="${OUT:-/tmp/out}"
-mkdir -p "$out"
-export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
-TANDEM_PYTHON="$(command -v python3)"
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONPATH
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 url=http://127.0.0.1:8000
 
 cluster() { # NAME MODEL PREFILL_TOKENS DECODE_TOKENS DTYPE

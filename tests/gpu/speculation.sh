@@ -1,13 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with one H200: the word problems with each draft of the tiny target, questions about pictures, and the accept
 # lengths; what was replayed and what was not. See bring_up.sh.
-set -u
-out="${OUT:-/tmp/out}"
-mkdir -p "$out"
-export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
-TANDEM_PYTHON="$(command -v python3)"
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONPATH
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cluster() { # MODEL ALGORITHM DRAFT
     cat >/tmp/spec.yaml <<YAML
 model: {path: $PWD/deploy/models/$1, served_name: tiny, dtype: float32}

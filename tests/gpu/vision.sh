@@ -1,13 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with one H200: prompts with an image, the encoder and the first token behind it, graphs on and off; then
 # the tiny vision model through HTTP. Results go to $OUT.
-set -u
-out="${OUT:-/tmp/out}"
-mkdir -p "$out"
-export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
-TANDEM_PYTHON="$(command -v python3)"
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONPATH
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 date
 timeout 120 python3 -m pytest -q tests/gpu/test_vision.py -o filterwarnings=default -o asyncio_mode=auto \

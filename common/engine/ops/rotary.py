@@ -6,6 +6,7 @@ The halves convention of Hugging Face checkpoints: dimension i is paired with i 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,22 +88,34 @@ def _axis_angles_kernel(  # type: ignore[no-untyped-def]
     tl.store(sin_ptr + place + half, sin, mask=live)
 
 
-def rotary_angles_triton(
-    positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
+def _launch_angles(
+    kernel: Any,
+    positions: Tensor,
+    tables: tuple[Tensor, ...],
+    factor: float,
+    dtype: torch.dtype,
+    **constants: int,
 ) -> tuple[Tensor, Tensor]:
-    count, half = positions.shape[0], inv_freq.shape[0]
+    """(cos, sin). `tables`: what `kernel` reads per frequency, [D/2] each."""
+    count, half = positions.shape[0], tables[0].shape[0]
     assert positions.is_contiguous(), "positions must be dense"
-    assert inv_freq.is_contiguous(), "frequencies must be dense"
+    assert all(table.is_contiguous() for table in tables), "what stands per frequency must be dense"
     cos = torch.empty((count, 1, 2 * half), dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
     if count:
         width = next_power_of_2(half)
         tokens = max(ANGLE_BLOCK // width, 1)
-        grid = (-(-count // tokens),)
-        _angles_kernel[grid](
-            positions, inv_freq, cos, sin, factor, count, half, TOKENS=tokens, HALF=width, num_warps=4
+        sizes = {"TOKENS": tokens, "HALF": width, "num_warps": 4}
+        kernel[(-(-count // tokens),)](
+            positions, *tables, cos, sin, factor, count, half, **constants, **sizes
         )
     return cos, sin
+
+
+def rotary_angles_triton(
+    positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _launch_angles(_angles_kernel, positions, (inv_freq,), factor, dtype)
 
 
 def _fake_angles(
@@ -133,32 +146,9 @@ def rotary_angles_by_axis_reference(
 def rotary_angles_by_axis_triton(
     positions: Tensor, axes: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    (count, number), half = positions.shape, inv_freq.shape[0]
-    assert positions.is_contiguous(), "positions must be dense"
-    assert axes.shape == inv_freq.shape, f"axes of {len(axes)} frequencies for {half}"
-    assert axes.is_contiguous(), "axes must be dense"
-    assert inv_freq.is_contiguous(), "frequencies must be dense"
-    cos = torch.empty((count, 1, 2 * half), dtype=dtype, device=positions.device)
-    sin = torch.empty_like(cos)
-    if count:
-        width = next_power_of_2(half)
-        tokens = max(ANGLE_BLOCK // width, 1)
-        grid = (-(-count // tokens),)
-        _axis_angles_kernel[grid](
-            positions,
-            axes,
-            inv_freq,
-            cos,
-            sin,
-            factor,
-            count,
-            half,
-            AXES=number,
-            TOKENS=tokens,
-            HALF=width,
-            num_warps=4,
-        )
-    return cos, sin
+    assert axes.shape == inv_freq.shape, f"axes of {len(axes)} frequencies for {len(inv_freq)}"
+    tables = axes, inv_freq
+    return _launch_angles(_axis_angles_kernel, positions, tables, factor, dtype, AXES=positions.shape[1])
 
 
 def _fake_axis_angles(

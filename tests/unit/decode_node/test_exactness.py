@@ -8,7 +8,7 @@ import pytest
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
-from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, prompt_of
+from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, lose_decode, prompt_of
 from tests.fakes.tiny_model import VOCAB
 
 
@@ -139,13 +139,7 @@ def test_migration_at_every_token(sampling: dict[str, float]) -> None:
         with NodeCluster(Shape(page_size=4, decodes=2)) as cluster:
             call = cluster.submit(prompt, 9, **sampling)
             cluster.run(until=lambda call=call, k=k: len(call.output) >= k)  # type: ignore[misc]
-            lost = call.decode
-            cluster.kill(lost)
-            cluster.lose(lost)
-            cluster.run()
-            expect_reference(call)
-            assert call.attempts == 2
-            cluster.settle()
+            lose_decode(cluster, call)
 
 
 @pytest.mark.parametrize("reserved", [0, 1, 8])

@@ -8,7 +8,7 @@ from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.generation import SamplingParams
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.sampling_cases import CASES, submit, without
-from tests.fakes.scenarios import expect_reference, prompt_of
+from tests.fakes.scenarios import expect_reference, lose_decode, prompt_of
 from tests.fakes.tiny_model import VOCAB, reference
 
 
@@ -69,13 +69,7 @@ def test_migration_rebuilds_the_counts(name: str) -> None:
         with NodeCluster(Shape(page_size=4, decodes=2)) as cluster:
             call = submit(cluster, name, 18, 12, stop_token_ids=(1, 2), min_tokens=9)
             cluster.run(until=lambda call=call, k=k: len(call.output) >= k)  # type: ignore[misc]
-            lost = call.decode
-            cluster.kill(lost)
-            cluster.lose(lost)
-            cluster.run()
-            expect_reference(call)
-            assert call.attempts == 2
-            cluster.settle()
+            lose_decode(cluster, call)
 
 
 def test_a_row_that_changes_hands() -> None:
