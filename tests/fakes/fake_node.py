@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -20,36 +20,41 @@ from common.messages.wire import encode
 M = TypeVar("M", bound=msgspec.Struct)
 
 
-class FakeNode:
-    """`expect` waits for the next message of a type and keeps the others for later."""
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        role: Role,
-        name: str,
-        fingerprint: str = "f" * 64,
-        page_size: int = 16,
-        max_model_len: int = 4096,
-        incarnation: str | None = None,
-    ) -> None:
-        self.ref = NodeRef(
+def registration(
+    role: Role,
+    name: str,
+    fingerprint: str = "f" * 64,
+    page_size: int = 16,
+    max_model_len: int = 4096,
+    incarnation: str | None = None,
+) -> Register:
+    """What a node of this name says first. Its incarnation names its socket: two sockets must never share it."""
+    return Register(
+        node=NodeRef(
             name=name,
             role=role,
             incarnation=incarnation or new_incarnation(),
             peer_address="ipc:///nowhere" if role == "prefill" else "",
-        )
-        self._register = Register(
-            node=self.ref,
-            host="host",
-            pid=1,
-            model_fingerprint=fingerprint,
-            max_model_len=max_model_len,
-            page_size=page_size,
-            total_pages=100,
-            effective_config={},
-        )
+        ),
+        host="host",
+        pid=1,
+        model_fingerprint=fingerprint,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        total_pages=100,
+        effective_config={},
+    )
+
+
+class FakeNode:
+    """`expect` waits for the next message of a type and keeps the others for later."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, role: Role, name: str, **options: Any
+    ) -> None:
+        """`options`: of `registration`."""
+        self._register = registration(role, name, **options)
+        self.ref = self._register.node
         self._dealer = Dealer(context, address, self.ref.incarnation.encode())
         self._beats = Dealer(context, address, f"{self.ref.incarnation}/beat".encode())
         self._codec = prefill_inbox.codec if role == "prefill" else decode_inbox.codec

@@ -99,8 +99,8 @@ async def test_what_is_not_done_in_time_ends_with_an_error(cluster: Path) -> Non
     host, port = app.runner.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
     fingerprint = model_fingerprint(TINY)
-    prefill = FakeNode(context, app.control.address, "prefill", "p0", fingerprint)
-    decode = FakeNode(context, app.control.address, "decode", "d0", fingerprint)
+    prefill = FakeNode(context, app.control.address, "prefill", "p0", fingerprint=fingerprint)
+    decode = FakeNode(context, app.control.address, "decode", "d0", fingerprint=fingerprint)
     body = {"prompt": "hi", "max_tokens": 5}
     async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
         for node in (prefill, decode):

@@ -15,11 +15,12 @@ from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
-from common.messages.identity import NodeLoad
+from common.messages.identity import NodeCounters, NodeLoad
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Rejected
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone, TokenRun, Tokens
 from common.messages.wire import encode
 from tests.fakes.clock import Clock
+from tests.fakes.fake_node import registration
 from tests.fakes.router_rig import legs, router_rig
 
 
@@ -316,9 +317,10 @@ async def test_the_last_words_of_a_node_that_leaves_arrive(attempt: int) -> None
     """A drained node sends its last tokens and Goodbye and closes at once: nothing of it may be dropped."""
     async with router_rig() as rig:
         prefill = await rig.node("prefill", "prefill-0")
-        register = rig.fake("decode", "decode-0")._register
+        register = registration("decode", "decode-0")
         context = zmq.Context[zmq.Socket[bytes]]()
         link = RouterLink(context, rig.control.address, register, decode_inbox.codec, 0.1, 2.0, rig.log)
+        link.publish("up", NodeLoad(total_pages=100, free_pages=100), NodeCounters())
         link.start()
 
         def drain_until(kind: type[Reserve] | None) -> Reserve | None:
