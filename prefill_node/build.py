@@ -136,10 +136,13 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     reporter.report("capturing")
     for each in forwards.graphs:
         node_graphs.capture(each, log)
+    started = time.monotonic()
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     mode = forwards.draft.hidden_mode
     rope = served.config.rope
     warm_up(forwards.target.forward, forwards.draft_forwards, mode, cluster.kv.page_size, device, rope.axes)
+    images_run = seeing.embeds.warm_up()
+    log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
     adjustments = AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)

@@ -52,12 +52,19 @@ class PromptEmbeds(Protocol):
         """None: the batch is text alone, its ids say everything."""
         ...
 
+    def warm_up(self) -> int:
+        """Run what loads at a first call, before serving. How many forwards of the encoder that took."""
+        ...
+
 
 class TextEmbeds:
     """Of a model that reads text alone."""
 
     def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
         return None
+
+    def warm_up(self) -> int:
+        return 0
 
 
 class VisionEmbeds:
@@ -81,6 +88,12 @@ class VisionEmbeds:
             _overlay(rows[first : first + chunk.length], chunk.request.images, chunk.start)
             first += chunk.length
         return MergedEmbeds(rows, chunks, self._embed)
+
+    def warm_up(self) -> int:
+        batches = self._encode.examples()
+        for images in batches:
+            self._encode(images)
+        return len(batches)
 
     def _fill(self, shown: Sequence[PromptImage]) -> None:
         """Give every image its rows: from the cache, from another prompt of this batch, from the encoder."""

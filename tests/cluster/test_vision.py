@@ -137,6 +137,14 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield running
 
 
+def test_the_encoder_has_run_before_the_first_picture(seeing: RunningCluster) -> None:
+    """On the node that has one; a second on these cores would be felt at every start."""
+    lines = [json.loads(line) for line in seeing.log("prefill-0").splitlines() if '"warmed up"' in line]
+    assert [line["encoder_forwards"] for line in lines] == [1]
+    assert lines[0]["seconds"] < 5
+    assert '"warmed up"' not in seeing.log("decode-0")
+
+
 async def test_many_at_once_and_streams(seeing: RunningCluster, replies: list[measure.Reply]) -> None:
     """Mixed batches: text alone beside pictures, in any order of arrival."""
     async with Client(seeing.url) as client:

@@ -67,17 +67,26 @@ def _weights() -> Tensor:
     return torch.randn(12, MOST * CONFIG.hidden_size, generator=generator)
 
 
-def encode_pixels(images: Sequence[Pixels]) -> list[Tensor]:
-    """As a VisionPart."""
-    every = [(each.values.flatten() @ _weights()).view(MOST, CONFIG.hidden_size) for each in images]
-    return [
-        rows[: each.tokens].view(each.rows, each.columns, -1)
-        for each, rows in zip(images, every, strict=True)
-    ]
+class TinyPart:
+    """A VisionPart that counts its forwards."""
+
+    def __init__(self) -> None:
+        self.forwards: list[int] = []  # images of each
+
+    def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
+        self.forwards.append(len(images))
+        every = [(each.values.flatten() @ _weights()).view(MOST, CONFIG.hidden_size) for each in images]
+        return [
+            rows[: each.tokens].view(each.rows, each.columns, -1)
+            for each, rows in zip(images, every, strict=True)
+        ]
+
+    def examples(self) -> Sequence[Sequence[Pixels]]:
+        return [[read(file_of(1))], [read(file_of(100)), read(file_of(101))]]
 
 
 def rows_of(number: int) -> Tensor:
-    return encode_pixels([read(file_of(number))])[0].flatten(0, 1)
+    return TinyPart()([read(file_of(number))])[0].flatten(0, 1)
 
 
 class TinyVision:
@@ -87,6 +96,7 @@ class TinyVision:
         self.cache_bytes = cache_bytes
         self.sockets: list[RouterSocket] = []
         self.embeds: list[VisionEmbeds] = []
+        self.parts: list[TinyPart] = []
         self.intakes: list[ImageIntake] = []
 
     def __call__(self, context: zmq.Context[zmq.Socket[bytes]], runner: ModelRunner) -> Seeing:
@@ -95,7 +105,9 @@ class TinyVision:
         dealer = Dealer(context, address, b"p/images")
         cache = RowCache(self.cache_bytes)
         intake = ImageIntake(dealer, read, cache, Log("images"))
-        embeds = VisionEmbeds(runner.model.embed, encode_pixels, cache)
+        part = TinyPart()
+        embeds = VisionEmbeds(runner.model.embed, part, cache)
+        self.parts.append(part)
         self.sockets.append(socket)
         self.intakes.append(intake)
         self.embeds.append(embeds)

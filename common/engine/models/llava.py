@@ -71,6 +71,10 @@ class LlavaPart(nn.Module):
         rows: Tensor = self.projector(chosen[:, 1:] if self.config.drop_first else chosen)
         return list(rows[:, None])
 
+    def examples(self) -> Sequence[Sequence[Pixels]]:
+        size = self.config.image_size
+        return [[Pixels(torch.zeros(3, size, size), *self.config.grid(size, size))]]
+
 
 def load_llava(path: str | Path, config: ModelConfig, placement: Placement) -> LlavaPart:
     """Build the vision part and fill it. `ModelError` says what does not fit."""

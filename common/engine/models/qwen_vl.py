@@ -163,6 +163,15 @@ class QwenPart(nn.Module):
         split = torch.split(rows, [image.tokens for image in images])
         return [each.view(image.rows, image.columns, -1) for each, image in zip(split, images, strict=True)]
 
+    def examples(self) -> Sequence[Sequence[Pixels]]:
+        """One image whose windows are all full, and one with a cut window beside a full one."""
+        unit = self.config.patch_size * self.config.merge_size
+        grids = [(self._window, self._window), (self._window, self._window + 1)]
+        return [
+            [Pixels(torch.zeros(unit * rows, unit * columns, 3, dtype=torch.uint8), rows, columns)]
+            for rows, columns in grids
+        ]
+
     def _bytes(self, images: Sequence[Pixels]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return np.concatenate([image.values.numpy().reshape(-1) for image in images])
 

@@ -28,3 +28,7 @@ class VisionPart(Protocol):
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
         """[rows, columns, H] on the device for each image. Nothing waits for the device."""
         ...
+
+    def examples(self) -> Sequence[Sequence[Pixels]]:
+        """Small batches that between them go every way through the encoder."""
+        ...

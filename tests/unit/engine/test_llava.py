@@ -111,6 +111,14 @@ def test_rows_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     )
 
 
+def test_one_image_runs_before_serving(tmp_path: Path) -> None:
+    save(tmp_path, **CASES["clip"])
+    part = load_llava(tmp_path, ModelConfig.load(tmp_path), CPU)
+    ((image,),) = part.examples()
+    assert image.tokens == 16
+    assert part([image])[0].shape == (1, 16, 32)
+
+
 LAYOUTS = {
     "published-4": {"vision_tower.": "vision_tower.vision_model."},
     "state-dict-5": {

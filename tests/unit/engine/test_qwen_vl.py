@@ -17,6 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from common.draft_config import DraftConfig
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
+from common.engine.models import qwen_vl as module
 from common.engine.models.qwen_vl import QwenPart, load_qwen
 from common.engine.models.vision_part import Pixels
 from common.errors import InvalidRequest, ModelError
@@ -93,6 +94,25 @@ def test_rows_of_images_of_different_sizes_are_those_of_transformers(model: Any,
         assert rows.shape == (image.rows, image.columns, 48)
         torch.testing.assert_close(rows.flatten(0, 1), expected, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(part([image])[0], rows, atol=1e-5, rtol=1e-4)
+
+
+def test_what_runs_before_serving_has_windows_that_are_full_and_cut(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full ones have no mask, which is another kernel; blocks that see the whole image run with both."""
+    part = load_qwen(path, ModelConfig.load(path), CPU)
+    masked: list[bool] = []
+    within = module._within_windows
+    monkeypatch.setattr(
+        module,
+        "_within_windows",
+        lambda *given: (masked.append(given[3].mask is not None), within(*given))[1],
+    )
+    for batch in part.examples():
+        for image, rows in zip(batch, part(batch), strict=True):
+            assert rows.shape == (image.rows, image.columns, 48)
+            assert image.tokens <= 6, "small: a node runs them at every start"
+    assert set(masked) == {True, False}
 
 
 @pytest.mark.parametrize("published", [True, False])

@@ -64,7 +64,7 @@ def submit(
 
 @pytest.mark.parametrize(
     ("chunk", "graphs"),
-    [(1, "breakable"), (3, "breakable"), (TOKENS, "breakable"), (7, "piecewise"), (64, "breakable")],
+    [(1, "breakable"), (3, "breakable"), (TOKENS, "breakable"), (7, "piecewise"), (32, "breakable")],
 )
 def test_any_chunks_of_mixed_batches_say_what_the_eager_target_says(chunk: int, graphs: str) -> None:
     """Rows C5, X3, X4; G9: text alone, images first, inside, last and several, in the same forwards, all replayed."""
@@ -187,6 +187,16 @@ def test_prefix_hits_by_content(page_size: int, draft_name: str) -> None:
         assert vision.embeds[0].encoded == 2
 
 
+def test_the_encoder_runs_before_serving_where_there_is_one() -> None:
+    """All batches that its family names, and nothing of them stays."""
+    with seeing() as (_, vision):
+        embeds = vision.embeds[0]
+        assert embeds.warm_up() == 2
+        assert vision.parts[0].forwards == [1, 2]
+        assert embeds.encoded == len(embeds._cache) == 0
+    assert TextEmbeds().warm_up() == 0
+
+
 def test_a_hit_that_holds_the_whole_image_needs_no_encoder() -> None:
     with seeing(page_size=1) as (cluster, vision):
         vision.embeds[0]._cache._max_bytes = 0  # nothing is kept: what is encoded again shows
@@ -198,10 +208,7 @@ def test_a_hit_that_holds_the_whole_image_needs_no_encoder() -> None:
 
 
 def test_images_of_several_prompts_are_encoded_in_one_batch() -> None:
-    batches: list[int] = []
     with seeing() as (cluster, vision):
-        inner = vision.embeds[0]._encode
-        vision.embeds[0]._encode = lambda images: (batches.append(len(images)), inner(images))[1]  # type: ignore[func-returns-value]
         vision.send(1, 2, 3, 4, 5)
         cluster.turn(3)
         for each in vision.intakes[0]._pixels.values():
@@ -209,7 +216,7 @@ def test_images_of_several_prompts_are_encoded_in_one_batch() -> None:
         for parts in ALL:
             submit(cluster, parts, legs="p")
         cluster.turn(4)
-        assert batches == [5], "each image once, all in one forward"
+        assert vision.parts[0].forwards == [5], "each image once, all in one forward"
 
 
 def test_a_prompt_waits_for_its_images_and_others_pass() -> None:
