@@ -31,7 +31,12 @@ from router.dispatcher import Dispatcher
 from router.node_registry import Node, NodeRegistry
 
 SWEEP_INTERVAL = 0.25
-PROBE_DELAYS = (0.02, 0.2, 0.6)  # the pipe of a dead peer goes a moment after the event, later on a busy host
+PROBE_PAUSES = (
+    0.02,
+    0.2,
+    0.4,
+    2.0,
+)  # the pipe of a dead peer goes a moment after the event, later on a busy host
 
 
 class ControlPlane:
@@ -180,12 +185,17 @@ class ControlPlane:
             except zmq.Again:
                 break
         if closed:
-            for delay in PROBE_DELAYS:
-                asyncio.get_running_loop().call_later(delay, self._probe)
+            self._probe_after(PROBE_PAUSES)
 
-    def _probe(self) -> None:
+    def _probe_after(self, pauses: tuple[float, ...]) -> None:
+        """One after the other: a loop that stalls must not spend them all at once."""
+        if pauses:
+            asyncio.get_running_loop().call_later(pauses[0], self._probe, pauses[1:])
+
+    def _probe(self, later: tuple[float, ...]) -> None:
         if self._closed:
             return
+        self._probe_after(later)
         ack = encode(self._ack(0, known=True))
         for node in self._registry:
             if not self._socket.send(node.incarnation.encode(), ack):

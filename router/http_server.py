@@ -11,6 +11,7 @@ from router.http_errors import broken_request
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
+SHUTDOWN_SECONDS = 1.0  # for answers that are being written when the server closes
 
 
 def http_runner(app: web.Application) -> web.AppRunner:
@@ -19,7 +20,7 @@ def http_runner(app: web.Application) -> web.AppRunner:
         app,
         handler_cancellation=True,  # else a client that leaves before the first byte is noticed only at the end
         access_log=None,
-        shutdown_timeout=1.0,
+        shutdown_timeout=SHUTDOWN_SECONDS,
         max_field_size=MAX_HEADER_BYTES,
         max_line_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,

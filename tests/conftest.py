@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is declared, so set first
 
 # CI says yes or no to a change, so it must not roll dice; TANDEM_EXPLORE=1 looks for new counterexamples
-settings.register_profile("tandem", derandomize="TANDEM_EXPLORE" not in os.environ)
+settings.register_profile(
+    "tandem",
+    derandomize="TANDEM_EXPLORE" not in os.environ,
+    deadline=None,  # nor watch the clock
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("tandem")

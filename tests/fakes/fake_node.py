@@ -16,6 +16,7 @@ from common.messages.identity import NodeCounters, NodeLoad, NodeRef, NodeState,
 from common.messages.node_inbox import Registered, Rejected
 from common.messages.router_inbox import Heartbeat, Register, TokenRun, Tokens
 from common.messages.wire import encode
+from tests.fakes.waiting import PATIENCE
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -101,7 +102,7 @@ class FakeNode:
         run = TokenRun(room, offset, [OutputToken(i) for i in ids], finish, stages or None)
         self.say(Tokens(runs=[run]))
 
-    async def expect(self, kind: type[M] | tuple[type[M], ...], timeout: float = 2.0) -> M:
+    async def expect(self, kind: type[M] | tuple[type[M], ...], timeout: float = PATIENCE) -> M:
         async with asyncio.timeout(timeout):
             while True:
                 for message in self.received():
@@ -110,7 +111,7 @@ class FakeNode:
                         return message
                 await asyncio.sleep(0.001)
 
-    async def echo(self, timeout: float = 2.0) -> msgspec.Struct:
+    async def echo(self, timeout: float = PATIENCE) -> msgspec.Struct:
         """The router's answer to a heartbeat."""
         async with asyncio.timeout(timeout):
             while not (frames := self._beats.drain()):

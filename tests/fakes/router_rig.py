@@ -26,6 +26,7 @@ from router.node_registry import Node, NodeRegistry
 from router.placement import RoundRobin
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import FakeNode
+from tests.fakes.waiting import PATIENCE
 
 FINGERPRINT = "f" * 64
 
@@ -49,7 +50,7 @@ class RouterRig:
         values = {
             "max_attempts": 3,
             "max_requests": 100,
-            "request_timeout": 20.0,
+            "request_timeout": 600.0,
             "placement_wait": 0.5,
             **limits,
         }
@@ -118,12 +119,12 @@ class Client:
     def finish(self) -> str | None:
         return self.deltas[-1].finish_reason if self.deltas else None
 
-    async def done(self, timeout: float = 3.0) -> Client:
+    async def done(self, timeout: float = PATIENCE) -> Client:
         async with asyncio.timeout(timeout):
             await asyncio.shield(asyncio.gather(self.task, return_exceptions=True))
         return self
 
-    async def until(self, count: int, timeout: float = 2.0) -> None:
+    async def until(self, count: int, timeout: float = PATIENCE) -> None:
         """Until so many tokens have come."""
         async with asyncio.timeout(timeout):
             while len(self.ids) < count:

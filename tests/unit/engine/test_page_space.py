@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -234,10 +232,8 @@ def test_a_hit_knows_the_tokens_that_its_kv_depends_on(
 
 
 def test_keys_with_lookahead_are_a_view() -> None:
-    """C3: a million tokens cost nothing."""
+    """C3: a million tokens cost nothing: they are not copied."""
     ids = np.arange(1_000_000)
-    began = time.perf_counter()
     keys = keys_with_lookahead(3)(ids)
-    assert time.perf_counter() - began < 0.01
     assert keys.shape == (999_997, 4)
     assert np.shares_memory(keys, ids)

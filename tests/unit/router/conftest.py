@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,6 +23,7 @@ from router.openai_routes import OpenAiRoutes
 from router.request_checks import ServedModel
 from router.status_routes import ClusterView, StatusRoutes
 from router.tokenizer import Tokenizer
+from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.scripted_generator import ScriptedGenerator
 
 TINY = Path(__file__).parents[3] / "deploy/models/tiny-target"
@@ -64,11 +64,9 @@ class Rig:
             assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
             return await response.read()
 
-    async def settled(self, closed: int, within: float = 0.5) -> None:
+    async def settled(self, closed: int) -> None:
         """The generator saw `closed` early closes and is idle, soon."""
-        async with asyncio.timeout(within):
-            while len(self.generator.closed) < closed or self.generator.active:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: len(self.generator.closed) >= closed and not self.generator.active)
 
 
 Serve = Callable[..., Awaitable[Rig]]
@@ -117,7 +115,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         await web.SockSite(runner, listener).start()
         host, port = runner.addresses[0][:2]
-        sessions.append(aiohttp.ClientSession())
+        sessions.append(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)))
         rig = Rig(host, port, generator, text, sessions[-1])
         return rig
 

@@ -22,6 +22,7 @@ from common.observability.logs import Log
 from router.app import build
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import legs
+from tests.fakes.waiting import PATIENCE
 from tests.unit.router.conftest import TINY
 
 REPOSITORY = Path(__file__).parents[3]
@@ -89,12 +90,15 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
             assert (await response.json())["reason"] == "draining"
         async with session.get("/v1/models") as response:
             assert response.status == 200
-    await asyncio.wait_for(app.drain(), 5)
+    await asyncio.wait_for(app.drain(), PATIENCE)
 
 
-async def test_what_is_not_done_in_time_ends_with_an_error(cluster: Path) -> None:
+async def test_what_is_not_done_in_time_ends_with_an_error(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream with an error event and no [DONE], whatever has not begun with 503; both nodes are told to stop."""
-    app = build(load_cluster(cluster, ["health.drain_timeout=0.2", "health.node_timeout=60"]), Log("test"))
+    monkeypatch.setattr("router.http_server.SHUTDOWN_SECONDS", PATIENCE)
+    app = build(load_cluster(cluster, ["health.drain_timeout=0.2", "health.node_timeout=600"]), Log("test"))
     await app.start()
     host, port = app.runner.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
@@ -111,7 +115,7 @@ async def test_what_is_not_done_in_time_ends_with_an_error(cluster: Path) -> Non
         stream = await begun
         waits = asyncio.create_task(session.post("/v1/completions", json=body))
         _, late = await legs(prefill, decode)
-        await asyncio.wait_for(app.drain(), 5)
+        await asyncio.wait_for(app.drain(), PATIENCE)
         refused = await waits
         assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
         *_, last, end = (await stream.read()).decode().split("\n\n")

@@ -19,19 +19,11 @@ from common.messages.identity import NodeCounters, NodeLoad
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Rejected
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone, TokenRun, Tokens
 from common.messages.wire import encode
+from router import control_plane
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import registration
 from tests.fakes.router_rig import legs, router_rig
-
-
-async def until(condition: object, timeout: float = 2.0) -> float:
-    """Seconds until `condition()` is true."""
-    assert callable(condition)
-    started = time.monotonic()
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.001)
-    return time.monotonic() - started
+from tests.fakes.waiting import PATIENCE, eventually
 
 
 async def test_registration_is_repeatable() -> None:
@@ -131,7 +123,7 @@ async def test_a_register_for_another_incarnation_is_counted() -> None:
                 **{**_fields(node._register), "node": rig.fake("decode", "decode-1").ref}
             )
         )
-        await until(lambda: rig.control.refused_messages == 1)
+        await eventually(lambda: rig.control.refused_messages == 1)
         assert rig.registry.count("decode") == 1
 
 
@@ -149,7 +141,7 @@ async def test_malformed_frames_are_counted_and_survived() -> None:
             node.say_raw(frame)
         stranger = Dealer(rig.context, rig.control.address, "ü".encode())
         stranger.send(good)
-        await until(lambda: rig.control.refused_messages == len(frames) + 1)
+        await eventually(lambda: rig.control.refused_messages == len(frames) + 1)
         stranger.close()
         node.beat()
         assert isinstance(await node.echo(), HeartbeatAck)
@@ -192,14 +184,20 @@ async def test_the_field_that_a_node_refuses_reaches_the_client() -> None:
         assert (str(client.error), client.error.param) == ("an image is broken", "messages[1]")
 
 
-async def test_a_closed_socket_is_noticed_within_a_second() -> None:
+def test_what_closed_is_looked_for_within_a_second() -> None:
+    assert sum(control_plane.PROBE_PAUSES[:2]) < 0.5
+    assert sum(control_plane.PROBE_PAUSES[:3]) < 1.0
+
+
+async def test_a_closed_socket_is_noticed_without_heartbeats() -> None:
+    """The registry's clock stands still: it is not silence that gives the node up."""
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         client = rig.client()
         await legs(prefill, decode)
         rig.nodes.remove(decode)
         decode.close()
-        assert await until(lambda: rig.registry.count("decode") == 0) < 1.0
+        await eventually(lambda: rig.registry.count("decode") == 0)
         assert rig.registry.count("prefill") == 1, "the other one is still there"
         assert (await prefill.expect(PeerLost)).incarnation == decode.ref.incarnation
         await client.done()
@@ -207,7 +205,7 @@ async def test_a_closed_socket_is_noticed_within_a_second() -> None:
         rig.nothing_left()
 
 
-async def test_a_killed_process_is_noticed_within_a_second() -> None:
+async def test_a_killed_process_is_noticed_without_heartbeats() -> None:
     """A process of its own holds the sockets and is killed: nothing is closed properly."""
     async with router_rig() as rig:
         node = rig.fake("decode", "decode-0")
@@ -217,16 +215,18 @@ async def test_a_killed_process_is_noticed_within_a_second() -> None:
             "frame = bytes.fromhex(sys.argv[3])\n"
             "dealer = Dealer(zmq.Context(), sys.argv[1], sys.argv[2].encode())\n"
             "dealer.send(frame)\n"
-            "time.sleep(60)\n"
+            "time.sleep(600)\n"
         )
         import sys
 
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", program, rig.control.address, "a" * 32, _as(node, "a" * 32).hex()
         )
-        await until(lambda: rig.registry.count("decode") == 1, timeout=10)
-        process.kill()
-        assert await until(lambda: rig.registry.count("decode") == 0) < 1.0
+        try:
+            await eventually(lambda: rig.registry.count("decode") == 1)
+        finally:
+            process.kill()
+        await eventually(lambda: rig.registry.count("decode") == 0)
         await process.wait()
 
 
@@ -256,11 +256,11 @@ async def test_silence_and_hangs() -> None:
         decode.beat()
         await decode.echo()
         clock.now += 0.2  # the prefill node has been silent for 3.1 s
-        await until(lambda: rig.registry.count("prefill") == 0)
+        await eventually(lambda: rig.registry.count("prefill") == 0)
         assert rig.registry.count("decode") == 1
         assert (await decode.expect(PeerLost)).incarnation == prefill.ref.incarnation
         decode.beat(loop_age_ms=5_100)
-        await until(lambda: rig.registry.count("decode") == 0)
+        await eventually(lambda: rig.registry.count("decode") == 0)
         await decode.echo()
         decode.beat(loop_age_ms=0)
         ack = await decode.echo()
@@ -277,7 +277,7 @@ async def test_goodbye_and_drain() -> None:
         for node in (prefill, decode):
             await node.expect(Drain)
         decode.say(Goodbye(incarnation=decode.ref.incarnation))
-        await until(lambda: rig.registry.count("decode") == 0)
+        await eventually(lambda: rig.registry.count("decode") == 0)
         assert rig.registry.count("prefill") == 1
 
 
@@ -296,9 +296,9 @@ async def test_the_sweep_survives_an_error() -> None:
             inner()
 
         rig.registry.sweep = sweep  # type: ignore[method-assign]
-        await until(lambda: raised == 1)
+        await eventually(lambda: raised == 1)
         clock.now += 3.5
-        await until(lambda: rig.registry.count("prefill") + rig.registry.count("decode") == 0)
+        await eventually(lambda: rig.registry.count("prefill") + rig.registry.count("decode") == 0)
 
 
 async def test_nothing_is_touched_after_close(caplog: pytest.LogCaptureFixture) -> None:
@@ -313,18 +313,21 @@ async def test_nothing_is_touched_after_close(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("attempt", range(3))
-async def test_the_last_words_of_a_node_that_leaves_arrive(attempt: int) -> None:
+async def test_the_last_words_of_a_node_that_leaves_arrive(
+    attempt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A drained node sends its last tokens and Goodbye and closes at once: nothing of it may be dropped."""
+    monkeypatch.setattr("common.ipc.channel.LINGER_MS", 60_000)  # however long this machine is busy elsewhere
     async with router_rig() as rig:
         prefill = await rig.node("prefill", "prefill-0")
         register = registration("decode", "decode-0")
         context = zmq.Context[zmq.Socket[bytes]]()
-        link = RouterLink(context, rig.control.address, register, decode_inbox.codec, 0.1, 2.0, rig.log)
+        link = RouterLink(context, rig.control.address, register, decode_inbox.codec, 0.1, 600.0, rig.log)
         link.publish("up", NodeLoad(total_pages=100, free_pages=100), NodeCounters())
         link.start()
 
         def drain_until(kind: type[Reserve] | None) -> Reserve | None:
-            deadline = time.monotonic() + 2
+            deadline = time.monotonic() + PATIENCE
             while time.monotonic() < deadline:
                 for message in link.drain():
                     if kind is not None and isinstance(message, kind):

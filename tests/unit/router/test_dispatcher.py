@@ -24,6 +24,7 @@ from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDon
 from router.generation import AnswerComplete
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import RouterRig, legs, router_rig
+from tests.fakes.waiting import PATIENCE, eventually
 
 
 def first_token(prefill: FakeNode, room: int, token: int, finish: str | None = None, cached: int = 2) -> None:
@@ -36,7 +37,7 @@ async def test_a_request() -> None:
         client = rig.client([1, 2, 3])
         reserve, prompt = await legs(prefill, decode)
         assert prompt.token_ids == [1, 2, 3]
-        assert 0 < prompt.deadline_ms <= 20_000
+        assert 0 < prompt.deadline_ms <= 600_000
         first_token(prefill, prompt.room, 50)
         await client.until(1)
         prefill.say(PrefillDone(room=prompt.room, stages={"queued": 0.1}))
@@ -53,9 +54,8 @@ async def test_a_request() -> None:
         report = rig.dispatcher.timelines.get("r1")
         assert report is not None
         assert report["outcome"] == "stop"
-        assert {"received", "placed", "first_token", "finished", "prefill.queued", "decode.finished"} <= set(
-            report["stages"]
-        )
+        stages = {"received", "placed", "first_token", "finished", "prefill.queued", "decode.finished"}
+        await eventually(lambda: stages <= set(rig.dispatcher.timelines.get("r1")["stages"]))  # type: ignore[index]
 
 
 async def test_the_end_with_the_first_token_releases_the_reservation() -> None:
@@ -83,14 +83,12 @@ async def test_a_fast_decode_node_does_not_abort_the_prefill_leg() -> None:
         await client.done()
         assert await prefill.silence(Abort)
         prefill.say(PrefillDone(room=reserve.room, stages={"record_sent": 0.25}))
-        async with asyncio.timeout(1):
-            while "prefill.record_sent" not in rig.dispatcher.timelines.get("r1")["stages"]:  # type: ignore[index]
-                await asyncio.sleep(0.001)
+        await eventually(lambda: "prefill.record_sent" in rig.dispatcher.timelines.get("r1")["stages"])  # type: ignore[index]
         rig.nothing_left()
 
 
 async def _first_of(kind: type[Reserve], *nodes: FakeNode) -> tuple[FakeNode, Reserve]:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE):
         while True:
             for node in nodes:
                 if any(isinstance(message, kind) for message in node.received()):
@@ -138,9 +136,9 @@ async def test_placed_again_with_what_it_has_said(cause: str, said: int) -> None
         assert client.deltas[0].cached_tokens == (2 if said else 3)
         # whoever still held the first attempt was told to stop; who ended it was not
         for node in (prefill, decode):
-            told = [m for m in node.received() if isinstance(m, Abort) and m.room == reserve.room]
-            ended = node is (prefill if cause == "prefill lost" else decode)
-            assert len(told) == (0 if ended else 1)
+            if node is not (prefill if cause == "prefill lost" else decode):
+                assert (await node.expect(Abort)).room == reserve.room
+            assert not [m for m in node.received() if isinstance(m, Abort) and m.room == reserve.room]
         rig.nothing_left()
 
 
@@ -213,7 +211,7 @@ async def test_a_full_queue_keeps_a_request_with_text_waiting(room_comes: bool) 
 
 @pytest.mark.parametrize("where", ["between tries", "waiting for a node", "placed"])
 async def test_the_end_of_all_reaches_requests_that_are_between_nodes(where: str) -> None:
-    async with router_rig(placement_wait=30.0) as rig:
+    async with router_rig(placement_wait=300.0) as rig:
         prefill, decode = await rig.pair()
         client = rig.client([1])
         reserve, _ = await legs(prefill, decode)
@@ -229,8 +227,7 @@ async def test_the_end_of_all_reaches_requests_that_are_between_nodes(where: str
             decode.say(Goodbye(incarnation=decode.ref.incarnation))
             assert (await prefill.expect(Abort)).room == reserve.room
         rig.dispatcher.end_all(Unavailable("the router is going away"))
-        async with asyncio.timeout(1):
-            await client.done()
+        await client.done()
         assert str(client.error) == "the router is going away"
         assert client.ids == [50]
         rig.nothing_left()
@@ -352,7 +349,7 @@ async def test_a_reader_that_has_what_it_wants_is_no_client_that_left() -> None:
 
 
 async def test_leaving_while_a_retry_waits_for_a_node() -> None:
-    async with router_rig(placement_wait=5.0) as rig:
+    async with router_rig(placement_wait=300.0) as rig:
         prefill, decode = await rig.pair()
         client = rig.client()
         await legs(prefill, decode)
@@ -407,9 +404,9 @@ async def test_no_more_requests_than_allowed() -> None:
 
 
 async def test_a_new_request_does_not_wait_for_a_node_that_is_not_there() -> None:
-    async with router_rig(placement_wait=30.0) as rig:
+    async with router_rig(placement_wait=300.0) as rig:
         for missing in ("prefill", "decode"):
-            client = await rig.client().done(timeout=0.5)
+            client = await rig.client().done()
             assert isinstance(client.error, Unavailable)
             assert f"no {missing} node can take requests" in str(client.error)
             if missing == "prefill":
@@ -418,7 +415,7 @@ async def test_a_new_request_does_not_wait_for_a_node_that_is_not_there() -> Non
 
 
 async def test_a_retry_waits_for_a_node_to_come() -> None:
-    async with router_rig(placement_wait=5.0) as rig:
+    async with router_rig(placement_wait=300.0) as rig:
         prefill, decode = await rig.pair()
         client = rig.client([1])
         reserve, _ = await legs(prefill, decode)
@@ -442,7 +439,7 @@ async def test_a_retry_does_not_wait_for_ever() -> None:
         client = rig.client()
         await legs(prefill, decode)
         decode.say(Goodbye(incarnation=decode.ref.incarnation))
-        await client.done(timeout=1.0)
+        await client.done()
         assert isinstance(client.error, Unavailable)
         rig.nothing_left()
 
@@ -509,7 +506,7 @@ async def test_many_at_once_with_nodes_that_come_and_go() -> None:
                 node.tokens(reserve.room, offset, [token], "length" if offset == most - 1 else None)
                 await asyncio.sleep(0)
 
-    async with router_rig(max_attempts=10, placement_wait=5.0) as rig:
+    async with router_rig(max_attempts=10, placement_wait=300.0) as rig:
         prefill = await rig.node("prefill", "prefill-0")
         tasks = [asyncio.ensure_future(serve_prefill(prefill))]
         decodes = []
@@ -523,7 +520,7 @@ async def test_many_at_once_with_nodes_that_come_and_go() -> None:
             tasks[n + 1].cancel()
             await asyncio.sleep(0.02)
         for n, client in enumerate(clients):
-            await client.done(timeout=20)
+            await client.done()
             assert client.error is None
             assert client.ids == [(n + 1) * 1000 + i for i in range(1, 13)]
         rig.nothing_left()
@@ -550,9 +547,7 @@ async def test_what_placement_sees_of_a_request() -> None:
         await client.until(1)
         assert rooms_of(rig, prefill) == {room: 0}
         prefill.say(PrefillDone(room=room, stages={}))
-        async with asyncio.timeout(1):
-            while rooms_of(rig, prefill):
-                await asyncio.sleep(0.001)
+        await eventually(lambda: not rooms_of(rig, prefill))
         assert rooms_of(rig, decode) == {room: 0}
         await client.leave()
         rig.nothing_left()
@@ -565,9 +560,7 @@ async def test_prefill_lost_after_its_leg_was_over_changes_nothing() -> None:
         reserve, _ = await legs(prefill, decode)
         first_token(prefill, reserve.room, 50)
         prefill.say(PrefillDone(room=reserve.room, stages={}), Goodbye(incarnation=prefill.ref.incarnation))
-        async with asyncio.timeout(1):
-            while rig.registry.count("prefill"):
-                await asyncio.sleep(0.001)
+        await eventually(lambda: not rig.registry.count("prefill"))
         decode.tokens(reserve.room, 1, [51], "stop")
         await client.done()
         assert (client.ids, client.error) == ([50, 51], None)

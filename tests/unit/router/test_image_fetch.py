@@ -13,6 +13,7 @@ from yarl import URL
 
 from common.errors import InvalidRequest
 from router.image_fetch import ImageFetcher, PublicResolver, public
+from tests.fakes.waiting import PATIENCE
 
 PRIVATE = (
     "127.0.0.1",
@@ -97,7 +98,7 @@ async def test_nothing_is_fetched_by_default() -> None:
 
 async def test_a_listed_name_that_points_inside_is_not_reached() -> None:
     """DNS rebinding: the checked address is the one that is connected to, and a private one ends it."""
-    fetcher = ImageFetcher(["images.example"], 1000, 2.0, PublicResolver(looking_up("127.0.0.1")))
+    fetcher = ImageFetcher(["images.example"], 1000, PATIENCE, PublicResolver(looking_up("127.0.0.1")))
     with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
         await fetcher.fetch("https://images.example/a.png")
 
@@ -157,7 +158,7 @@ async def _serve() -> tuple[web.AppRunner, int]:
 async def test_bytes_are_capped_and_redirects_not_followed() -> None:
     runner, port = await _serve()
     try:
-        fetcher = PlainFetcher(["images.example"], 1000, 5.0, Here(port))
+        fetcher = PlainFetcher(["images.example"], 1000, PATIENCE, Here(port))
         assert await fetcher.fetch("https://images.example/small") == b"x" * 900
         with pytest.raises(InvalidRequest, match="larger than 1000 bytes"):
             await fetcher.fetch("https://images.example/large")

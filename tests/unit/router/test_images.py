@@ -22,6 +22,7 @@ from router.image_inspector import ImageInspector
 from router.images import Image, ImageLimits, ImageLoader, NoImages
 from router.openai_schema import ContentPart, ImageUrl, Message
 from router.placeholders import place_images
+from tests.fakes.waiting import PATIENCE
 
 LIMITS = ImageLimits(max_count=3, max_bytes=5_000, max_request_bytes=9_000, max_held_bytes=12_000)
 VISION = LlavaVision(
@@ -59,7 +60,7 @@ class Fetched:
 
 @pytest.fixture
 async def loader() -> AsyncIterator[ImageLoader]:
-    inspector = ImageInspector(max_pixels=1_000)
+    inspector = ImageInspector(max_pixels=1_000, seconds=PATIENCE)
     yield ImageLoader(LIMITS, VISION, inspector, Fetched())
     await inspector.close()
 
@@ -161,7 +162,7 @@ async def test_parts_of_other_types_are_refused(loader: ImageLoader) -> None:
 
 
 async def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
-    inspector = ImageInspector(max_pixels=1_000, seconds=5.0)
+    inspector = ImageInspector(max_pixels=1_000, seconds=PATIENCE)
     try:
         await inspector.check(file(), "image/png")
         assert inspector._process is not None
@@ -173,14 +174,14 @@ async def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
         os.kill(inspector._process.pid, signal.SIGSTOP)
         with pytest.raises(InvalidRequest, match="too much time or memory"):
             await inspector.check(file(), "image/png")
-        inspector._seconds = 5.0
+        inspector._seconds = PATIENCE
         await inspector.check(file(), "image/png")
     finally:
         await inspector.close()
 
 
 async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next() -> None:
-    inspector = ImageInspector(max_pixels=1_000)
+    inspector = ImageInspector(max_pixels=1_000, seconds=PATIENCE)
     try:
         await inspector.check(file(), None)
         given_up = asyncio.create_task(inspector.check(b"no image", None))

@@ -8,6 +8,7 @@ from openai import AsyncOpenAI
 
 from common.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, RequestError, Unavailable
 from common.messages.generation import SamplingParams
+from tests.fakes.waiting import PATIENCE
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import delta, one_by_one
 
@@ -20,7 +21,7 @@ async def ids_of(rig: Rig, text: str = TEXT) -> list[int]:
 
 
 def client_of(rig: Rig) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0)
+    return AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -131,9 +132,9 @@ async def test_several_prompts_streamed(rig: Rig) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_failing_prompt_ends_the_others(rig: Rig, stream: bool) -> None:
-    rig.generator.will(delta([5]), 30.0)
+    rig.generator.will(delta([5]), 300.0)
     rig.generator.will(0.02, NodeLost("gone"))
-    rig.generator.will(delta([6]), 30.0)
+    rig.generator.will(delta([6]), 300.0)
     body = {"model": "tiny-target", "prompt": ["a", "b", "c"], "stream": stream}
     if stream:
         raw = await rig.raw("/v1/completions", body)

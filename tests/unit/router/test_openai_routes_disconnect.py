@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
 
@@ -39,15 +40,13 @@ async def leave(writer: asyncio.StreamWriter) -> None:
 
 
 async def running(rig: Rig, count: int) -> None:
-    async with asyncio.timeout(2):
-        while rig.generator.active < count:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: rig.generator.active >= count)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
 async def test_client_leaves_before_the_first_byte(rig: Rig, stream: bool, prompt: Any) -> None:
-    rig.generator.will(30.0)
+    rig.generator.will(300.0)
     _, writer = await connect(rig, "/v1/completions", {"prompt": prompt, "stream": stream})
     count = 1 if prompt == "a" else 3
     await running(rig, count)
@@ -57,7 +56,7 @@ async def test_client_leaves_before_the_first_byte(rig: Rig, stream: bool, promp
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
 async def test_client_leaves_while_nothing_comes(rig: Rig, prompt: Any) -> None:
-    rig.generator.will(delta([10]), 30.0)
+    rig.generator.will(delta([10]), 300.0)
     reader, writer = await connect(rig, "/v1/completions", {"prompt": prompt, "stream": True})
     await reader.readuntil(b"data: ")
     await leave(writer)
@@ -98,22 +97,20 @@ async def test_slow_reader_is_dropped_alone(serve: Serve) -> None:
     await loop.sock_sendall(asleep, _head("/v1/completions", raw) + raw)
     await running(rig, 1)
     other = asyncio.create_task(rig.raw("/v1/completions", {"prompt": "b", "stream": True}))
-    async with asyncio.timeout(5):
-        while not rig.generator.closed:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: rig.generator.closed)
     assert (await other).endswith(b"data: [DONE]\n\n")
     assert len(rig.generator.requests) == 2
     asleep.close()
 
 
 async def test_a_reader_that_pauses_is_served(serve: Serve) -> None:
-    rig = await serve(write_timeout=5.0)
+    rig = await serve(write_timeout=600.0)
     ids = await rig.tokenizer.encode(" hello" * 100, add_special_tokens=False)
     rig.generator.will(*[delta(ids) for _ in range(1500)], delta([10], "length"))
     reader, writer = await connect(rig, "/v1/completions", {"prompt": "a", "stream": True})
     await asyncio.sleep(0.3)
     received = b""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while not received.endswith(b"0\r\n\r\n"):
             received = received[-8:] + await reader.read(1 << 20)
     await leave(writer)
@@ -125,5 +122,5 @@ async def test_body_that_never_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     )
-    assert b" 408 " in await asyncio.wait_for(reader.readline(), 2)
+    assert b" 408 " in await asyncio.wait_for(reader.readline(), PATIENCE)
     await leave(writer)

@@ -138,7 +138,7 @@ async def test_tokens_that_end_without_a_reason_are_an_error(rig: Rig, stream: b
 async def test_stop_string_over_token_borders(rig: Rig, stream: bool, path: str) -> None:
     """The stop never shows, tokens up to the one that completes it count, later ones vanish with their logprobs."""
     ids = [await spelled(rig, each) for each in ("Hello", " E", "N", "D", "more")]
-    rig.generator.will(*[delta(each, top=1) for each in ids], 30.0)
+    rig.generator.will(*[delta(each, top=1) for each in ids], 300.0)
     counted = sum(map(len, ids[:4]))
     body = {"stop": ["END", "zzz"], "stream": stream, "logprobs": True if "chat" in path else 1}
     body |= {"messages": CHAT["messages"]} if "chat" in path else {"prompt": "x"}

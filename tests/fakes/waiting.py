@@ -1,0 +1,32 @@
+"""How tests wait for what other threads and processes do: long enough for a machine that stalls for seconds.
+
+A test that passes does not wait so long, and no test is decided by how fast something was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+PATIENCE = 60.0  # seconds
+
+
+def until(condition: Callable[[], T], seconds: float = PATIENCE) -> T:
+    """Poll; the value once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+    return value
+
+
+async def eventually(condition: Callable[[], T], seconds: float = PATIENCE) -> T:
+    """As `until`, on the event loop."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not happen"
+        await asyncio.sleep(0.001)
+    return value
