@@ -45,7 +45,7 @@ from decode_node import node as decode
 from decode_node.limits import DecodeLimits
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
-from decode_node.speculative.adaptive import AdaptiveStep, WidthPolicy, batches_of, slots_up_to
+from decode_node.speculative.adaptive import AdaptiveStep
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter, Growth
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
@@ -56,6 +56,7 @@ from decode_node.speculative.rounds import Rounds
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Verify
+from decode_node.speculative.width_policy import WidthPolicy, batches_of, slots_up_to
 from decode_node.step import AutoregressiveStep, DecodeStep
 from kv_transfer.from_config import kv_layout, transfer_limits
 from kv_transfer.layout import KvLayout

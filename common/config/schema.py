@@ -178,7 +178,7 @@ class Speculation(Section, frozen=True, kw_only=True):
     )
     topk: Annotated[int, Meta(ge=1, le=16)] = 1  # eagle, eagle3: branches of a draft tree; 1: a chain
     adaptive: Literal["none", "auto"] = (
-        "none"  # auto: fewer drafts than steps, or none, in large batches and where few are accepted
+        "none"  # auto: as many drafts as give the most tokens per second, by timed rounds and what is accepted
     )
     draft_tokens: Annotated[int, Meta(ge=2, le=128)] | None = (
         None  # tokens verified at once; steps + 1 for a chain, to be given for a tree

@@ -1,0 +1,158 @@
+"""A pure policy chooses how many drafts in a row, by what is accepted and by what rounds take."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_node.speculative.width_policy import (
+    EVERY,
+    REFRESH,
+    TRIALS,
+    Acceptance,
+    WidthPolicy,
+    batches_of,
+    slots_up_to,
+)
+
+Cost = Callable[[int, int], float]
+
+
+def memory_bound(batch: int, width: int) -> float:
+    """Weights are read once a round, and drafting takes a twentieth of it for each draft."""
+    return 1.0 + 0.05 * width
+
+
+def compute_bound(batch: int, width: int) -> float:
+    """As much again for each token that is verified."""
+    return batch * (1.0 + width)
+
+
+def settle(
+    policy: WidthPolicy, batch: int, right: float, cost: Cost, rounds: int = 400, seed: int = 0
+) -> list[int]:
+    """The widths of many rounds in which a draft behind right ones is right with this chance."""
+    draws, widths = random.Random(seed), []
+    for _ in range(rounds):
+        width = policy.choose(batch)
+        accepted = []
+        for _ in range(batch):
+            count = 0
+            while count < width and draws.random() < right:
+                count += 1
+            accepted.append(count)
+        policy.observe(batch, width, accepted, cost(batch, width))
+        widths.append(width)
+    return widths
+
+
+def usual(widths: list[int]) -> int:
+    """Of the later half."""
+    tail = widths[len(widths) // 2 :]
+    return max(set(tail), key=tail.count)
+
+
+def rate(widths: list[int], batch: int, right: float, cost: Cost) -> float:
+    """Tokens per request and second."""
+    tokens = sum(right**place for width in widths for place in range(width + 1))
+    return tokens / sum(cost(batch, width) for width in widths)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("batch", "right", "cost", "best"),
+    [
+        (1, 0.95, memory_bound, 7),
+        (1, 0.4, memory_bound, 3),
+        (1, 0.02, memory_bound, 1),
+        (8, 0.95, memory_bound, 5),
+        (8, 0.02, memory_bound, 0),
+        (16, 0.95, compute_bound, 0),
+        (64, 0.8, memory_bound, 3),  # a large batch where drafts still pay keeps them
+        (200, 0.8, compute_bound, 0),
+    ],
+)
+def test_as_fast_as_the_best_width(batch: int, right: float, cost: Cost, best: int, seed: int) -> None:
+    """spec/speculation.md 3.9, algorithms.md 6.16: by batch size and acceptance, where the loss is measured."""
+    widths = settle(WidthPolicy(slots_up_to(7)), batch, right, cost, 400, seed)[4 * TRIALS :]
+    ideal = rate([best], batch, right, cost)
+    assert ideal == max(rate([width], batch, right, cost) for width in {*widths, best})
+    assert rate(widths, batch, right, cost) > 0.95 * ideal
+
+
+def test_every_width_is_timed_before_one_is_judged() -> None:
+    widths = settle(WidthPolicy(slots_up_to(5)), 8, 0.0, compute_bound, 5 * TRIALS)
+    assert widths[: 4 * TRIALS] == [5] * TRIALS + [3] * TRIALS + [1] * TRIALS + [0] * TRIALS
+
+
+def test_what_changes_is_noticed() -> None:
+    """Texts that are easier to guess, and contexts that make rounds dearer: both ways, without a restart."""
+    policy = WidthPolicy(slots_up_to(5))
+    assert usual(settle(policy, 8, 0.1, memory_bound)) in (0, 1)
+    assert usual(settle(policy, 8, 0.95, memory_bound, 800)) == 5
+    assert usual(settle(policy, 8, 0.95, compute_bound, 800)) == 0
+
+
+def test_the_unseen_is_looked_at_again() -> None:
+    policy = WidthPolicy(slots_up_to(3))
+    widths = settle(policy, 9, 0.0, compute_bound, 20 * REFRESH)
+    assert 10 <= sum(width > 0 for width in widths[REFRESH:]) <= 25
+
+
+def test_batch_sizes_do_not_disturb_each_other() -> None:
+    policy = WidthPolicy(slots_up_to(5))
+    assert usual(settle(policy, 64, 0.9, compute_bound)) == 0
+    assert usual(settle(policy, 2, 0.9, memory_bound)) == 5
+    assert usual(settle(policy, 127, 0.9, compute_bound, 4 * EVERY)) == 0, "as timed with 64"
+
+
+def test_a_round_that_was_held_up_does_not_turn_the_choice() -> None:
+    policy = WidthPolicy(slots_up_to(3))
+    settle(policy, 4, 0.9, memory_bound)
+    policy.observe(4, 3, [3] * 4, 100.0)
+    assert settle(policy, 4, 0.9, memory_bound, 40).count(3) > 35
+
+
+def test_a_late_round_changes_nothing() -> None:
+    """Results are read one round late: they are counted, but decide nothing for the width that came since."""
+    policy = WidthPolicy(slots_up_to(3))
+    for _ in range(TRIALS):
+        policy.observe(4, 3, [0] * 4, 1.0)
+    assert policy.choose(4) == 1
+    policy.observe(4, 3, [0] * 4, 1.0)
+    assert policy.choose(4) == 1
+
+
+def test_the_chance_of_a_place_is_that_of_those_that_reached_it() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(200):
+        acceptance.observe(3, [3, 1, 1, 0])
+    assert acceptance.tokens(0) == 1
+    assert acceptance.tokens(3) == pytest.approx(1 + 3 / 4 + 1 / 4 + 1 / 4, rel=0.02)
+    for _ in range(3):
+        acceptance.observe(3, [])
+    assert acceptance.tokens(1) == pytest.approx(1.75, rel=0.02)
+
+
+@given(st.integers(1, 31), st.integers(1, 300), st.data())
+def test_every_choice_has_graphs(steps: int, max_running: int, data: st.DataObject) -> None:
+    """Whatever was observed, the chosen width exists and is captured for the batch; the widest is `steps`."""
+    slots = slots_up_to(steps)
+    captured, policy = batches_of(slots, max_running), WidthPolicy(slots)
+    assert max(captured) == steps
+    observations = st.tuples(st.integers(1, max_running), st.floats(0, 1e6), st.integers(0, 31))
+    for batch, seconds, right in data.draw(st.lists(observations, max_size=60)):
+        width = policy.choose(batch)
+        smallest, largest = captured[width]
+        assert smallest <= batch <= largest
+        policy.observe(batch, width, [min(right, width)] * batch, seconds)
+
+
+def test_what_is_captured_for_each_width() -> None:
+    slots = slots_up_to(5)
+    assert batches_of(slots, 48) == {5: (1, 31), 3: (1, 48), 1: (1, 48), 0: (8, 48)}
+    assert batches_of(slots, 4) == {5: (1, 4), 3: (1, 4), 1: (1, 4)}
