@@ -36,8 +36,8 @@ def slots_up_to(steps: int) -> list[Slot]:
     """The widths that do not exceed `steps`; the smallest batches may have all of them."""
     slots = []
     for smallest, widths in SLOTS:
-        most = (steps,) if smallest == 1 else ()
-        slots.append(Slot(smallest, tuple(sorted({*(width for width in widths if width <= steps), *most}))))
+        most = steps if smallest == 1 else min(steps, widths[-1])
+        slots.append(Slot(smallest, tuple(sorted({*(width for width in widths if width < most), most}))))
     return slots
 
 

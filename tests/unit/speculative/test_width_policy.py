@@ -156,3 +156,5 @@ def test_what_is_captured_for_each_width() -> None:
     slots = slots_up_to(5)
     assert batches_of(slots, 48) == {5: (1, 31), 3: (1, 48), 1: (1, 48), 0: (8, 48)}
     assert batches_of(slots, 4) == {5: (1, 4), 3: (1, 4), 1: (1, 4)}
+    assert batches_of(slots_up_to(2), 40) == {2: (1, 40), 1: (1, 40), 0: (8, 40)}
+    assert batches_of(slots_up_to(9), 8) == {9: (1, 7), 7: (1, 7), 5: (1, 8), 3: (1, 8), 1: (1, 8), 0: (8, 8)}
