@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.batch import ForwardBatch
-from common.engine.models.vision_part import Pixels, VisionPart
+from common.engine.models.vision_part import ENCODER_BATCH, ENCODER_TOKENS, Pixels, VisionPart
 from prefill_node.images import PromptImage, RowCache
 from prefill_node.scheduler import Chunk
-
-ENCODER_BATCH = 32  # images in one forward of the encoder
-ENCODER_TOKENS = (
-    16_384  # in one forward, unless a single image has more: what it takes of the device grows with them
-)
 
 Embed = Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
 
@@ -105,7 +100,7 @@ class VisionEmbeds:
                 assert image.pixels is not None, "a prompt is admitted once its images are decoded"
                 missing[image.span.digest] = image.pixels
         made: dict[bytes, Tensor] = {}
-        for some in _batches(missing):
+        for some in _batches(missing, self._encode.padded_tokens):
             encoded = self._encode([missing[digest] for digest in some])
             # copies: a slice would keep the whole batch alive
             made |= {digest: rows.clone() for digest, rows in zip(some, encoded, strict=True)}
@@ -118,16 +113,17 @@ class VisionEmbeds:
             image.pixels = None
 
 
-def _batches(images: Mapping[bytes, Pixels]) -> Iterator[list[bytes]]:
-    """Digests of images that go through the encoder together."""
+def _batches(images: Mapping[bytes, Pixels], load: Callable[[Pixels], int]) -> Iterator[list[bytes]]:
+    """Digests of images that go through the encoder together. `load`: tokens that one counts for."""
     batch: list[bytes] = []
     tokens = 0
     for digest, pixels in images.items():
-        if batch and (len(batch) == ENCODER_BATCH or tokens + pixels.tokens > ENCODER_TOKENS):
+        more = load(pixels)
+        if batch and (len(batch) == ENCODER_BATCH or tokens + more > ENCODER_TOKENS):
             yield batch
             batch, tokens = [], 0
         batch.append(digest)
-        tokens += pixels.tokens
+        tokens += more
     if batch:
         yield batch
 

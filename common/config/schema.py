@@ -112,6 +112,7 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     """What all prefill nodes share."""
 
     CPU_POOL_TOKENS: ClassVar[int] = 32_768
+    sees: ClassVar[bool] = True  # runs the vision part of a model that has one
     nodes: Annotated[tuple[PrefillNode, ...], Meta(min_length=1, max_length=256)] = (
         PrefillNode(name="prefill-0"),
     )
@@ -141,7 +142,8 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     """What all decode nodes share."""
 
     CPU_POOL_TOKENS: ClassVar[int] = 65_536
-    image_bytes: ClassVar[int] = 0  # images end on the prefill nodes
+    sees: ClassVar[bool] = False  # images end on the prefill nodes
+    image_bytes: ClassVar[int] = 0
     nodes: Annotated[tuple[DecodeNode, ...], Meta(min_length=1, max_length=256)] = (
         DecodeNode(name="decode-0"),
     )

@@ -27,15 +27,18 @@ class MemoryPlan:
     sampling: int = 0  # penalties and biases: common.engine.logit_adjustments
     graphs: int = 0  # measured by a trial; where there was none they are in `working`
     images: int = 0  # cache of their embeddings
+    encoder: int = 0  # what a forward of the vision part takes: encoder_memory.py
 
     @property
     def total(self) -> int:
-        return self.weights + self.pool + self.working + self.sampling + self.graphs + self.images
+        beside = self.working + self.sampling + self.graphs + self.images + self.encoder
+        return self.weights + self.pool + beside
 
     def __str__(self) -> str:
         return (
             f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + graphs {_gib(self.graphs)} + "
             f"room to work {_gib(self.working)} + sampling state {_gib(self.sampling)}"
+            + (f" + image encoder {_gib(self.encoder)}" if self.encoder else "")
             + (f" + cache of images {_gib(self.images)}" if self.images else "")
             + f" = {_gib(self.total)}"
         )
@@ -48,7 +51,8 @@ class PoolWish:
     tokens: int | None
     fraction: float
     section: str  # of the config: prefill or decode
-    image_bytes: int = 0  # beside the pool, where the model has a vision part
+    sees: bool = False  # where the model has a vision part, this node runs it
+    image_bytes: int = 0  # for a cache of what comes out of it
 
     @property
     def key(self) -> str:
@@ -72,9 +76,12 @@ def plan_pool(total: int, plan: MemoryPlan, wish: PoolWish, page_bytes: int) -> 
     return pages
 
 
-def weight_bytes(files: list[WeightFile], dtype: torch.dtype) -> int:
-    """Of a checkpoint once it is loaded as `dtype`."""
-    return dtype.itemsize * sum(math.prod(entry.shape) for file in files for entry in file.tensors.values())
+def weight_bytes(files: list[WeightFile], dtype: torch.dtype, without: tuple[str, ...] = ()) -> int:
+    """Of a checkpoint once it is loaded as `dtype`, but for tensors whose names begin as one of `without` does."""
+    tensors = (item for file in files for item in file.tensors.items())
+    return dtype.itemsize * sum(
+        math.prod(entry.shape) for name, entry in tensors if not name.startswith(without)
+    )
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -14,8 +14,10 @@ from common.config import Cluster
 from common.config.schema import DecodeSection, PrefillSection
 from common.config.transport_choice import choose_transport
 from common.draft_config import DraftConfig, lookahead_for, with_steps
+from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.node_graphs import NodeGraphs
+from common.engine.encoder_memory import encoder_bytes
 from common.engine.kv_cache.page_space import PageSpace, keys_with_lookahead
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
@@ -200,7 +202,7 @@ def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: s
         tokens = section.pool_tokens
     elif device_name == "cpu":
         tokens = section.CPU_POOL_TOKENS
-    return PoolWish(tokens, section.memory_fraction, name, section.image_bytes)
+    return PoolWish(tokens, section.memory_fraction, name, section.sees, section.image_bytes)
 
 
 def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
@@ -265,14 +267,22 @@ def _check_memory(
     config = ModelConfig.load(path)
     models = [(path, config)] if draft is None else [(path, config), draft]
     dtype = resolve_dtype(cluster.model.dtype, config.dtype, device)
-    weights = sum(weight_bytes(read_weight_files(each), dtype) for each in {each for each, _ in models})
+    layout = checkpoint_layout(config, path)
+    files = [read_weight_files(each) for each in {each for each, _ in models}]
     per_token = sum(token_bytes(each, dtype) for _, each in models)
     names = (str(device), "cuda") if device.index == 0 else (str(device),)
 
     def taken(wished: PoolWish, rows: int) -> tuple[MemoryPlan, int]:
         """(the plan with an empty pool, bytes in all)"""
-        images = 0 if config.vision is None else wished.image_bytes
-        plan = MemoryPlan(weights, 0, sampling=adjustment_bytes(rows, config.vocab_size), images=images)
+        without = () if wished.sees else layout.vision_prefixes
+        plan = MemoryPlan(
+            weights=sum(weight_bytes(each, dtype, without) for each in files),
+            pool=0,
+            sampling=adjustment_bytes(rows, config.vocab_size),
+        )
+        if config.vision is not None and wished.sees:
+            encoder = encoder_bytes(config.vision, config.hidden_size, dtype)
+            plan = replace(plan, images=wished.image_bytes, encoder=encoder)
         if wished.tokens is None:
             return plan, int(torch.cuda.mem_get_info(device)[1] * wished.fraction)
         return plan, plan.total + (wished.tokens + page_size) * per_token

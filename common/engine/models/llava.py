@@ -71,6 +71,9 @@ class LlavaPart(nn.Module):
         rows: Tensor = self.projector(chosen[:, 1:] if self.config.drop_first else chosen)
         return list(rows[:, None])
 
+    def padded_tokens(self, image: Pixels) -> int:
+        return image.tokens
+
     def examples(self) -> Sequence[Sequence[Pixels]]:
         size = self.config.image_size
         return [[Pixels(torch.zeros(3, size, size), *self.config.grid(size, size))]]

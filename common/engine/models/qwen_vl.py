@@ -9,8 +9,9 @@ Source: arXiv 2502.13923, 2.1.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +146,14 @@ class QwenPart(nn.Module):
             mask = (torch.arange(padded.shape[1], device=device) < lengths[:, None])[:, None, None]
         windows = _Windows(padded, unpadded, mask)
         hidden = _grouped(self._embedded(raw, images), merged, merge)
-        angles = places.to(torch.float32)[:, :, None] * self.inv_freq
-        turned = angles.flatten(1).repeat(1, 2)[:, None]  # rows first, then columns
-        cos, sin = turned.cos(), turned.sin()
-        counts = [image.tokens * merge * merge for image in images]
+        turn = self._turn(places)
+        windowed = partial(_within_windows, windows=windows)
         # patches of an image stay together: its windows follow each other
+        whole = partial(_within_images, counts=[image.tokens * merge * merge for image in images])
         with sdpa_kernel(KERNELS):
             for index, block in enumerate(self.tower.blocks):
-                query, key, value = self._qkv(block, hidden, cos, sin)
-                if index in self._whole:
-                    attended = _within_images(query, key, value, counts)
-                else:
-                    attended = _within_windows(query, key, value, windows)
-                hidden = hidden + block.attn.proj(attended.flatten(1))
+                attend = whole if index in self._whole else windowed
+                hidden = hidden + self._attended(block, hidden, turn, attend)
                 hidden = hidden + block.mlp(block.norm2(hidden))
         rows = self.tower.merger(hidden).index_select(0, back)
         split = torch.split(rows, [image.tokens for image in images])
@@ -171,6 +167,11 @@ class QwenPart(nn.Module):
             [Pixels(torch.zeros(unit * rows, unit * columns, 3, dtype=torch.uint8), rows, columns)]
             for rows, columns in grids
         ]
+
+    def padded_tokens(self, image: Pixels) -> int:
+        """A cut window takes as much as a full one."""
+        window = self._window
+        return -(-image.rows // window) * -(-image.columns // window) * window * window
 
     def _bytes(self, images: Sequence[Pixels]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return np.concatenate([image.values.numpy().reshape(-1) for image in images])
@@ -196,11 +197,26 @@ class QwenPart(nn.Module):
         embedded: Tensor = F.linear(patches, projection.weight.flatten(1), projection.bias)
         return embedded
 
-    def _qkv(self, block: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[N, heads, D] each, query and key turned."""
+    def _turn(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [N, 1, D] float32 of rotary angles: rows first, then columns."""
+        angles = places.to(torch.float32)[:, :, None] * self.inv_freq
+        turned = angles.flatten(1).repeat(1, 2)[:, None]
+        return turned.cos(), turned.sin()
+
+    def _attended(
+        self,
+        block: Any,
+        hidden: Tensor,
+        turn: tuple[Tensor, Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """[N, C]. Query, key and value are let go of before the next layer needs as much again."""
         merged: Tensor = block.attn.qkv(block.norm1(hidden))
         query, key, value = merged.view(len(hidden), 3, self._heads, -1).unbind(1)
-        return _turned(query, cos, sin), _turned(key, cos, sin), value
+        projected: Tensor = block.attn.proj(
+            attend(_turned(query, *turn), _turned(key, *turn), value).flatten(1)
+        )
+        return projected
 
 
 def load_qwen(path: str | Path, config: ModelConfig, placement: Placement) -> QwenPart:

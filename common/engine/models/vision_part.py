@@ -8,6 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+ENCODER_BATCH = 32  # images in one forward
+ENCODER_TOKENS = (
+    16_384  # in one forward, padding counted, unless a single image has more: see encoder_memory.py
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:
@@ -27,6 +32,10 @@ class VisionPart(Protocol):
 
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
         """[rows, columns, H] on the device for each image. Nothing waits for the device."""
+        ...
+
+    def padded_tokens(self, image: Pixels) -> int:
+        """What an image counts for in a batch: its tokens, and as many as its padding is like."""
         ...
 
     def examples(self) -> Sequence[Sequence[Pixels]]:

@@ -106,7 +106,7 @@ def test_what_runs_before_serving_has_windows_that_are_full_and_cut(
     monkeypatch.setattr(
         module,
         "_within_windows",
-        lambda *given: (masked.append(given[3].mask is not None), within(*given))[1],
+        lambda *given, windows: (masked.append(windows.mask is not None), within(*given, windows))[1],
     )
     for batch in part.examples():
         for image, rows in zip(batch, part(batch), strict=True):

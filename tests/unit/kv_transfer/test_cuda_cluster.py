@@ -22,10 +22,15 @@ from common.config.schema import (
 )
 from common.config.transport_choice import choose_transport
 from common.engine import memory, serving_model
+from common.engine.encoder_memory import encoder_bytes
+from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import adjustment_bytes
 from common.engine.memory import GIB, MemoryPlan, PoolWish, check_memory, check_share, plan_pool
+from common.engine.model_runner import load_model
+from common.engine.models.llava import load_llava
 from common.engine.serving_model import pool_wish
 from common.errors import ConfigError
+from common.model_config import ModelConfig
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.layout import KvLayout
@@ -206,10 +211,33 @@ def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: py
         serving_model._check_memory(path, given, gpu, replace(wish, tokens=64), 64, None)
     (_, text, *_), (_, seeing, *_) = asked
     assert (text.images, seeing.images) == (0, given.prefill.image_cache_mib << 20)
-    assert "cache of images 0.25 GiB = " in str(seeing)
-    assert "images" not in str(text)
-    assert seeing.total == seeing.weights + seeing.pool + seeing.working + seeing.sampling + seeing.images
+    assert " + cache of images 0.25 GiB = " in str(seeing)
+    assert "image" not in str(text)
+    beside = seeing.working + seeing.sampling + seeing.images + seeing.encoder
+    assert seeing.total == seeing.weights + seeing.pool + beside
     assert pool_wish("decode", given.decode, "cuda").image_bytes == 0
+
+
+def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and what a forward of it takes, also where a node beside it is the one that asks."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
+    given, path, gpu = cluster("cuda", "cuda:0"), MODEL.parent / "tiny-vision", torch.device("cuda", 0)
+    config = ModelConfig.load(path)
+    assert config.vision is not None
+    for name, section in (("prefill", given.prefill), ("decode", given.decode)):
+        serving_model._check_memory(path, given, gpu, pool_wish(name, section, "cuda"), 64, None)
+    (_, sees, beside, *_), (_, blind, beside_blind, *_) = asked
+    tower = [*load_llava(path, config, Placement(torch.bfloat16, torch.device("cpu"))).parameters()]
+    language = [*load_model(path, "bfloat16", torch.device("cpu"))[0].parameters()]
+    count = lambda parameters: 2 * sum({each.data_ptr(): each.numel() for each in parameters}.values())  # noqa: E731
+    assert blind.weights == count(language)
+    assert sees.weights == count(language) + count(tower)
+    assert sees.encoder == encoder_bytes(config.vision, config.hidden_size, torch.bfloat16) > 0
+    assert (blind.encoder, blind.images) == (0, 0)
+    assert " + image encoder " in str(sees)
+    assert "image" not in str(blind)
+    assert (beside, beside_blind) == (blind.total, sees.total)
 
 
 def test_what_a_share_leaves_is_the_pool() -> None:
@@ -250,7 +278,7 @@ def test_auto_is_a_number_on_a_cpu_and_a_share_on_a_gpu() -> None:
     assert pool_wish("decode", section, "cpu") == PoolWish(65_536, 0.9, "decode")
     assert pool_wish("decode", section, "cuda:1") == PoolWish(None, 0.9, "decode")
     assert pool_wish("prefill", PrefillSection(image_cache_mib=3), "cpu") == PoolWish(
-        32_768, 0.9, "prefill", image_bytes=3 << 20
+        32_768, 0.9, "prefill", sees=True, image_bytes=3 << 20
     )
     assert pool_wish("decode", DecodeSection(pool_tokens=99), "cuda") == PoolWish(99, 0.9, "decode")
 

@@ -1,0 +1,84 @@
+"""What a forward of the vision part takes of its device beside weights: an upper bound by config.json alone.
+
+Counted are the tensors that are alive at once at each place where they may be most; what kernels take inside is part of
+the room to work. Letters: C values of a patch inside the tower, I inside its MLP, H in the language model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+import torch
+
+from common.engine.models.vision_part import ENCODER_BATCH, ENCODER_TOKENS
+from common.json_fields import positive
+from common.llava_config import LlavaVision
+from common.qwen_vl_config import MAX_RATIO, QwenVision
+from common.vision_config import VisionConfig
+
+DEFAULTS: Mapping[str, Mapping[str, int]] = {  # of transformers' config classes, for what a file leaves out
+    "clip_vision_model": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
+    "siglip_vision_model": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
+    "qwen2_5_vl": {"hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "window_size": 112},
+}
+FLOAT = 4  # bytes, whatever the model's dtype is
+INDICES = 64  # bytes per patch: where it stands, in its image and in its window
+
+
+def encoder_bytes(vision: VisionConfig, hidden: int, dtype: torch.dtype) -> int:
+    """Of the largest batch that a node makes. `hidden`: H."""
+    if isinstance(vision, QwenVision):
+        return _qwen(vision, hidden, dtype.itemsize)
+    return _llava(vision, hidden, dtype.itemsize)
+
+
+def _llava(vision: LlavaVision, hidden: int, size: int) -> int:
+    """The tower hands out the states of all layers, of which the projector takes some."""
+    width, inner, layers = _dimensions(vision.tower, vision.tower_options)
+    images = max(1, min(ENCODER_BATCH, ENCODER_TOKENS // vision.tokens_per_image))
+    patches = images * (vision.tokens_per_image + 1)  # the class token among them
+    pixels = images * 3 * vision.image_size**2 * (FLOAT + size)
+    states = (layers + 2) * width * size
+    chosen = 2 * len(vision.feature_layers) * width * size  # side by side, and again without the first row
+    in_layer = (
+        max(7 * width, 2 * width + 4 * inner) * size
+    )  # attention; MLP, whose activation makes three of its own
+    return pixels + patches * (states + max(in_layer, chosen + 4 * hidden * size))
+
+
+def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
+    """See models/qwen_vl.py: patches of all images in a row, attention over padded windows."""
+    width, inner, heads, window = _dimensions("qwen2_5_vl", vision.tower_options)
+    merged = vision.merge_size**2
+    largest, padded = _largest_image(vision, window)
+    patches, places = merged * max(ENCODER_TOKENS, largest), merged * max(ENCODER_TOKENS, padded)
+    values = (
+        3 * vision.patch_size**2
+    )  # of a patch: bytes as they come, numbers as the tower reads them, frame by frame
+    read = vision.temporal_patch_size * values
+    kept = width * size + 2 * width // heads * FLOAT + values + INDICES  # patches, their angles
+    cut = (2 * values + 2 * read) * FLOAT + read * size
+    turned = 4 * width * size + 4 * width * FLOAT  # qkv and the query; the key and what turns it
+    mlp = (2 * width + 3 * inner) * size
+    rows = 3 * width * size + 3 * hidden * size // merged
+    attended = (6 * width * size) * patches + (
+        6 * width * size + INDICES
+    ) * places  # qkv turned; the same by window
+    return patches * kept + max(patches * max(cut, turned, mlp, rows), attended)
+
+
+def _largest_image(vision: QwenVision, window: int) -> tuple[int, int]:
+    """Tokens of one image at most, and with its windows padded. Sides are rounded up by less than one."""
+    unit = vision.patch_size * vision.merge_size
+    side = max(1, window // unit)
+    tokens = vision.max_pixels / unit**2
+    sides = math.sqrt(tokens / MAX_RATIO) + math.sqrt(tokens * MAX_RATIO)  # of the longest image, in tokens
+    return math.ceil(tokens + sides + 1), math.ceil(tokens + side * sides + side**2)
+
+
+def _dimensions(tower: str, options: str) -> list[int]:
+    """In the order of DEFAULTS. Raises ModelError."""
+    raw = json.loads(options)
+    return [positive(raw, key, "vision_config", default) for key, default in DEFAULTS[tower].items()]

@@ -1,0 +1,180 @@
+"""What the memory plan says of a vision part's forward, against the tensors that are alive in one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CLIPVisionConfig, Qwen2_5_VLVisionConfig, SiglipVisionConfig
+
+from common.engine import encoder_memory
+from common.engine.encoder_memory import DEFAULTS, encoder_bytes
+from common.engine.layers.placement import Placement
+from common.engine.models.llava import LlavaPart
+from common.engine.models.qwen_vl import QwenPart
+from common.engine.models.vision_part import Pixels
+from common.errors import ModelError
+from common.llava_config import LlavaVision
+from common.qwen_vl_config import CLIP_MEAN, CLIP_STD, MAX_RATIO, QwenVision
+
+HIDDEN = 48
+CPU = torch.device("cpu")
+
+
+def clip(tower: str = "clip_vision_model", **options: Any) -> LlavaVision:
+    raw = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 4,
+    }
+    layers, drop = (-2,), tower == "clip_vision_model"
+    return LlavaVision(
+        "",
+        tower,
+        json.dumps(raw | options),
+        0,
+        64,
+        32,
+        layers,
+        drop,
+        projector_act="gelu",
+        projector_bias=True,
+    )
+
+
+def qwen(max_pixels: int = 64 * 64, **options: Any) -> QwenVision:
+    raw = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_heads": 2,
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+        "out_hidden_size": HIDDEN,
+    }
+    tower = json.dumps(raw | options)
+    return QwenVision("", tower, 0, 1, 4, 2, 2, 64, max_pixels, 1 / 255, CLIP_MEAN, CLIP_STD)
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of all results of operations that something still holds, at most."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self._weights = {each.untyped_storage()._cdata for each in (*part.parameters(), *part.buffers())}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._weights:
+                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._storages.values()))
+        return out
+
+
+def most_alive(part: LlavaPart | QwenPart, batches: Sequence[Sequence[Pixels]]) -> int:
+    most = 0
+    for batch in batches:
+        with Alive(part) as alive:
+            rows = [each.clone() for each in part(batch)]
+        assert len(rows) == len(batch)
+        most = max(most, alive.most)
+    return most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "tower", [clip(), clip(hidden_act="quick_gelu", intermediate_size=512), clip("siglip_vision_model")]
+)
+def test_llava_takes_no_more_and_not_much_less(
+    tower: LlavaVision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_memory, "ENCODER_TOKENS", 64 * 2)
+    part = LlavaPart(tower, HIDDEN, Placement(dtype, CPU)).eval()
+    most = most_alive(part, [[Pixels(torch.rand(3, 32, 32), 1, 64)] * 2])
+    bound = encoder_bytes(tower, HIDDEN, dtype)
+    assert most <= bound < 2 * most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tower", "grids"),
+    [
+        (qwen(), [(4, 8), (4, 8)]),
+        (qwen(intermediate_size=400), [(8, 8)]),
+        (qwen(intermediate_size=16), [(1, 9), (4, 4)]),  # windows cut to a quarter
+    ],
+)
+def test_qwen_takes_no_more_and_not_much_less(
+    tower: QwenVision, grids: list[tuple[int, int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a full batch, no image of which is larger than that."""
+    monkeypatch.setattr(encoder_memory, "ENCODER_TOKENS", 64)
+    monkeypatch.setattr(encoder_memory, "_largest_image", lambda *given: (0, 0))
+    part = QwenPart(tower, HIDDEN, Placement(dtype, CPU)).eval()
+    images = [
+        Pixels(torch.zeros(8 * rows, 8 * columns, 3, dtype=torch.uint8), rows, columns)
+        for rows, columns in grids
+    ]
+    assert sum(map(part.padded_tokens, images)) == 64
+    most, bound = most_alive(part, [images]), encoder_bytes(tower, HIDDEN, dtype)
+    assert most <= bound < 2.5 * most
+
+
+@given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([(16, 200), (4, 4000), (900, 1000)]))
+def test_no_image_is_larger_than_the_largest(width: int, height: int, tokens: tuple[int, int]) -> None:
+    """Also with its windows padded, whatever its proportions are."""
+    least, most = (64 * each for each in tokens)
+    vision = QwenVision("", "{}", 0, 1, 4, 2, 2, least, most, 1 / 255, CLIP_MEAN, CLIP_STD)
+    assume(max(width, height) <= MAX_RATIO * min(width, height))
+    rows, columns = vision.grid(width, height)
+    bound, padded = encoder_memory._largest_image(vision, 32)
+    assert rows * columns <= bound
+    assert -(-rows // 4) * -(-columns // 4) * 16 <= padded
+
+
+def test_the_published_models() -> None:
+    """Qwen2.5-VL-7B in bf16: 65,536 patches of some 40 KB."""
+    seven = qwen(
+        28 * 28 * 16_384,
+        hidden_size=1280,
+        intermediate_size=3420,
+        num_heads=16,
+        window_size=112,
+        depth=32,
+    )
+    large = QwenVision(
+        "", seven.tower_options, 0, 1, 14, 2, 2, 3136, seven.max_pixels, 1 / 255, CLIP_MEAN, CLIP_STD
+    )
+    per_patch = encoder_bytes(large, 3584, torch.bfloat16) / 65_536
+    assert 30_000 < per_patch < 60_000
+    assert encoder_bytes(large, 3584, torch.float32) < 2 * 65_536 * per_patch
+
+
+def test_what_a_file_leaves_out_is_transformers_default() -> None:
+    classes = {
+        "clip_vision_model": CLIPVisionConfig(),
+        "siglip_vision_model": SiglipVisionConfig(),
+        "qwen2_5_vl": Qwen2_5_VLVisionConfig(),
+    }
+    for tower, defaults in DEFAULTS.items():
+        assert {key: getattr(classes[tower], key) for key in defaults} == defaults
+    with pytest.raises(ModelError, match="intermediate_size must be a positive integer"):
+        encoder_bytes(clip(intermediate_size="many"), HIDDEN, torch.float32)
