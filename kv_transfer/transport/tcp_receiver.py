@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
@@ -56,9 +57,11 @@ class TcpReceiver(ReceiverEndpoint):
         port: int = 0,
         limits: TransferLimits | None = None,
         advertise: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped: Counter[str] = Counter()  # connections by cause
         self._limits = limits or TransferLimits()
+        self._clock = clock
         self._listener = socket.create_server((host, port), backlog=128)
         self._listener.setblocking(False)
         self._host = advertise or host
@@ -157,7 +160,7 @@ class TcpReceiver(ReceiverEndpoint):
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection = _Connection(sock, time.monotonic())
+        connection = _Connection(sock, self._clock())
         self._connections[sock.fileno()] = connection
         self._poller.register(sock, select.POLLIN | select.POLLOUT)
 
@@ -189,7 +192,7 @@ class TcpReceiver(ReceiverEndpoint):
             if not got:
                 cause = "truncated" if connection.frame or connection.have else "closed"
                 raise Violation(cause, "the peer closed the connection")
-            connection.moved_at = time.monotonic()
+            connection.moved_at = self._clock()
             if connection.frame is not None:
                 if connection.landed == connection.frame.length:
                     self._acknowledge(connection, connection.frame)
@@ -247,10 +250,10 @@ class TcpReceiver(ReceiverEndpoint):
         except BlockingIOError:
             return
         del connection.outbox[:sent]
-        connection.moved_at = time.monotonic()
+        connection.moved_at = self._clock()
 
     def _drop_overdue(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for connection in list(self._connections.values()):
             waited = now - connection.moved_at
             if connection.incarnation and connection.incarnation not in self._keys:

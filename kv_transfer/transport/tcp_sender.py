@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import HandshakeRefused, ProtocolError
@@ -39,12 +39,19 @@ class _Write(Ticket):
 class TcpPeer(PeerMemory):
     """Queue to one decode node: filled by the node's thread, emptied by the connection's own."""
 
-    def __init__(self, target: Target, description: TcpDescription, limits: TransferLimits) -> None:
+    def __init__(
+        self,
+        target: Target,
+        description: TcpDescription,
+        limits: TransferLimits,
+        clock: Callable[[], float],
+    ) -> None:
         super().__init__(target)
         self.moved = 0  # bytes acknowledged
         self.trouble = ""  # why the latest connection ended
         self._description = description
         self._limits = limits
+        self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[_Write] = deque()  # writes with pieces that are not sent
         self._inflight: deque[tuple[_Write, int]] = deque()  # frames sent and not acknowledged
@@ -138,14 +145,14 @@ class TcpPeer(PeerMemory):
             self._connected = True
         out: deque[memoryview] = deque()
         acks = bytearray()
-        moved_at = time.monotonic()
+        moved_at = self._clock()
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self._closing:
             busy = bool(out) or bool(self._inflight)
             if not out:
                 self._take(out)
-                moved_at = moved_at if busy else time.monotonic()
+                moved_at = moved_at if busy else self._clock()
             poller.register(sock, select.POLLIN | (select.POLLOUT if out else 0))
             ready = dict(poller.poll(500))
             if self._wake in ready:
@@ -153,12 +160,12 @@ class TcpPeer(PeerMemory):
             events = ready.get(sock.fileno(), 0)
             before = self.moved
             if events & select.POLLOUT and self._send(sock, out):
-                moved_at = time.monotonic()
+                moved_at = self._clock()
             if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
                 self._receive(sock, acks)
             if self.moved != before:
-                moved_at = time.monotonic()
-            if (out or self._inflight) and time.monotonic() - moved_at >= self._limits.stall_timeout:
+                moved_at = self._clock()
+            if (out or self._inflight) and self._clock() - moved_at >= self._limits.stall_timeout:
                 raise TimeoutError(f"no progress for {self._limits.stall_timeout:g} s")
 
     def _take(self, out: deque[memoryview]) -> None:
@@ -236,8 +243,9 @@ class TcpPeer(PeerMemory):
 class TcpSender(SenderEndpoint):
     """One connection per decode node."""
 
-    def __init__(self, limits: TransferLimits) -> None:
+    def __init__(self, limits: TransferLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
+        self._clock = clock
         self._peers: list[TcpPeer] = []
 
     def attach(self, target: Target) -> PeerMemory:
@@ -246,7 +254,7 @@ class TcpSender(SenderEndpoint):
                 f"it takes pages by {kind(target.description)}, this prefill node sends by tcp; "
                 "set the same transport on both"
             )
-        peer = TcpPeer(target, target.description, self._limits)
+        peer = TcpPeer(target, target.description, self._limits, self._clock)
         self._peers.append(peer)
         return peer
 

@@ -9,15 +9,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from common.config import Resolved
 from common.errors import ConfigError, ModelError
+from common.observability import startup
 from common.observability.logs import Log
 from common.observability.startup import Progress, StartupReporter
 from common.process import EXIT_REFUSED, run_process
+from tests.fakes.clock import Clock
+from tests.fakes.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 LOCAL = ROOT / "deploy" / "clusters" / "local.yaml"
@@ -27,7 +31,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     """Logging is configured once per process, so each case has one of its own."""
     head = "from common.observability import logs\nfrom common.observability.logs import Log\n"
     return subprocess.run(
-        [sys.executable, "-c", head + code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", head + code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
 
 
@@ -79,7 +88,8 @@ def pipe() -> tuple[int, int]:
     return os.pipe()
 
 
-def test_progress_is_json_lines(pipe: tuple[int, int]) -> None:
+def test_progress_is_json_lines(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=Clock()))
     with StartupReporter(pipe[1], Log("n")) as reporter:
         reporter.report("importing")
         reporter.report("loading", 0, 100)
@@ -180,4 +190,4 @@ def test_signals(
         assert child.stdout is not None
         assert child.stdout.readline() == "drain\n"
         child.send_signal(second)
-        assert child.wait(10) == code
+        assert child.wait(PATIENCE) == code

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,28 +21,14 @@ from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, Goodbye, Heartbeat, Register
 from common.messages.wire import encode
 from common.observability.logs import Log
+from tests.fakes.clock import Clock
+from tests.fakes.waiting import until
 
 T = TypeVar("T")
 NODE = "n" * 32
 BEAT = f"{NODE}/beat".encode()
 INTERVAL = 0.01  # real seconds between heartbeats
 TIMEOUT = 2.0  # of the test's clock
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def until(condition: Callable[[], T], seconds: float = 5.0) -> T:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.002)
-    return value
 
 
 def prefill(room: int) -> Prefill:
@@ -137,8 +121,8 @@ class Rig:
 
     def beat(self) -> Heartbeat:
         """A heartbeat that was sent from now on."""
-        count = len(self.said(Heartbeat))
-        return until(lambda: self.said(Heartbeat)[count + 1 :])[-1]
+        made = self.link._sequence
+        return until(lambda: [beat for beat in self.said(Heartbeat) if beat.sequence > made])[-1]
 
 
 @pytest.fixture
@@ -162,11 +146,13 @@ def test_registration_is_repeated_until_it_is_answered(rig: Rig) -> None:
     rig.say(Registered(router_incarnation="router-a"))
     assert rig.receive() == [Registered(router_incarnation="router-a")]
     assert rig.link.registered
+    rig.link.send(Goodbye(incarnation=NODE))
+    until(lambda: rig.said(Goodbye))  # behind everything that was said before
     said = len(rig.said(Register))
     rig.clock.now += 10 * REGISTER_INTERVAL
     rig.link.drain()
     rig.link.send(Goodbye(incarnation=NODE))
-    until(lambda: rig.said(Goodbye))
+    until(lambda: len(rig.said(Goodbye)) == 2)
     assert len(rig.said(Register)) == said
 
 
@@ -235,6 +221,8 @@ def test_a_new_router_on_the_same_address(rig: Rig) -> None:
     rig.beat()
     assert rig.router is not None
     rig.router.close()
+    rig.router_context.term()  # before that its thread may still remove the socket's file
+    rig.router_context = zmq.Context[zmq.Socket[bytes]]()
     rig.router = RouterSocket(rig.router_context, rig.address)
     rig.incarnation, rig.known = "router-b", False
     until(lambda: (rig.listen(), rig.link.lost())[1])
@@ -325,7 +313,7 @@ def test_closing_ends_the_thread_and_frees_the_context(rig: Rig) -> None:
     rig.link.close()
     rig.node_context.term()
     until(lambda: rig.said(Goodbye))
-    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
+    until(lambda: not rig.link._thread.is_alive())
 
 
 def test_closing_a_link_that_was_never_started(rig: Rig) -> None:
@@ -336,7 +324,7 @@ def test_closing_a_link_that_was_never_started(rig: Rig) -> None:
 # -- messages --------------------------------------------------------------------------------------------------
 
 
-def test_control_comes_before_work(rig: Rig) -> None:
+def test_control_comes_before_work(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.register()
     sent = [
         prefill(1),
@@ -348,8 +336,11 @@ def test_control_comes_before_work(rig: Rig) -> None:
     ]
     for message in sent:
         rig.say(message)
-    time.sleep(0.05)  # so that all of it is one drain
-    got = rig.receive(len(sent))
+    frames: list[bytes] = []
+    dealer = rig.link._dealer
+    until(lambda: (frames.extend(dealer.drain()), len(frames) == len(sent))[1])
+    monkeypatch.setattr(dealer, "drain", lambda: frames)  # all of it at once
+    got = rig.link.drain()
     assert [type(message) for message in got[:3]] == [Abort, PeerLost, Drain]
     assert [message.room for message in got[3:]] == [1, 2, 3]
 

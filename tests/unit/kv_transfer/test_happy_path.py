@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from kv_transfer.transport.nixl_agent import load_library
 from kv_transfer.transport.shm import ShmReceiver, ShmSender
 from kv_transfer.transport.tcp import TcpReceiver, TcpSender
 from tests.fakes.fake_nixl import FakeNixl
+from tests.fakes.waiting import until
 from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, same_pages, send_all
 
 
@@ -33,12 +33,13 @@ class Ends:
 
     def until(self, done: Callable[[], bool]) -> None:
         """Poll both sides until `done`; tcp needs moments, the others none."""
-        deadline = time.monotonic() + 5
-        while not done():
+
+        def turned() -> bool:
             self.sent += self.prefill.poll()
             self.got += self.decode.poll()
-            assert time.monotonic() < deadline, (self.sent, self.got)
-            time.sleep(0.0005)
+            return done()
+
+        until(turned)
 
 
 def _loopback() -> Ends:

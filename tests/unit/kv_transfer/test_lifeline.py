@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -18,6 +18,7 @@ from common.errors import HandshakeRefused
 from kv_transfer.transport import lifeline, tcp_frames
 from kv_transfer.transport.description import TcpDescription
 from kv_transfer.transport.lifeline import GRACE, LifelineKeeper, Lifelines
+from tests.fakes.waiting import PATIENCE, until
 from tests.unit.kv_transfer.rig import Clock
 
 
@@ -34,23 +35,43 @@ def keeper(clock: Clock) -> Iterator[LifelineKeeper]:
 
 
 def look(keeper: LifelineKeeper, clock: Clock, who: str = "p", seconds: float = 0.0) -> bool:
-    """Time for the kernel, and for the keeper to look again."""
-    time.sleep(0.02)
+    """What the keeper says: now, it looks again, and after some time."""
     clock.now += 0.05
     keeper.dead(who)
     clock.now += seconds
     return keeper.dead(who)
 
 
+def sees(keeper: LifelineKeeper, condition: Callable[[], object]) -> None:
+    """The kernel takes its time; the clock stands still meanwhile."""
+
+    def looked() -> object:
+        keeper._looked_at = -math.inf
+        keeper.dead("")
+        return condition()
+
+    until(looked)
+
+
+def met(keeper: LifelineKeeper, who: str = "p") -> None:
+    sees(keeper, lambda: keeper._lines[who].sock is not None)
+
+
+def ended(keeper: LifelineKeeper, who: str = "p") -> None:
+    sees(keeper, lambda: keeper._lines[who].ended_at is not None)
+
+
 def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LifelineKeeper, clock: Clock) -> None:
     lines = Lifelines()
     assert not look(keeper, clock, seconds=100)  # nobody described
     lines.hold(keeper.describe("p"))
+    met(keeper)
     keeper.describe("q")
     assert not look(keeper, clock, seconds=100)
     lines.hold(keeper.describe("p"))  # the same one
     assert len(lines._socks) == 1
     lines.close()
+    ended(keeper)
     assert not look(keeper, clock, seconds=GRACE - 0.1)
     assert look(keeper, clock, seconds=0.2)
     assert not look(keeper, clock, "q", 100)
@@ -62,6 +83,7 @@ def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LifelineKeeper, clock: Cl
     lines = Lifelines()
     description = keeper.describe("p")
     lines.hold(description)
+    met(keeper)
     assert not look(keeper, clock)
 
     class TimedOut:
@@ -85,10 +107,12 @@ def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LifelineKeeper, clock: Cl
     assert not look(keeper, clock, seconds=100)
     lines.close()
     lines.hold(description)  # it takes the place of the one that was lost
+    met(keeper)
     assert not look(keeper, clock)
     (sock,) = lines._socks.values()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     lines.close()
+    ended(keeper)
     assert look(keeper, clock, seconds=GRACE)
 
 
@@ -97,18 +121,20 @@ def test_other_connections_prove_nothing(keeper: LifelineKeeper, clock: Clock) -
     description = keeper.describe("p")
     where = (description.host, description.port)
     for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, tcp_frames.proof(bytes(32), b"tandem lifeline")):
-        with socket.create_connection(where, timeout=2) as stranger:
+        with socket.create_connection(where, timeout=PATIENCE) as stranger:
             stranger.sendall(sent)
             assert not look(keeper, clock)
         assert not look(keeper, clock, seconds=100)
     lines = Lifelines()
     lines.hold(description)
+    met(keeper)
     assert not look(keeper, clock)
-    with socket.create_connection(where, timeout=2) as second:
+    with socket.create_connection(where, timeout=PATIENCE) as second:
         second.sendall(tcp_frames.proof(description.key, b"tandem lifeline"))
         assert not look(keeper, clock)
     assert not look(keeper, clock, seconds=100)
-    assert not keeper._strangers
+    sees(keeper, lambda: not keeper._strangers)
+    assert not look(keeper, clock, seconds=100)
     lines.close()
 
 
@@ -116,10 +142,12 @@ def test_a_new_connection_revokes_the_proof(keeper: LifelineKeeper, clock: Clock
     lines = Lifelines()
     description = keeper.describe("p")
     lines.hold(description)
-    look(keeper, clock)
+    met(keeper)
     lines.close()
+    ended(keeper)
     assert not look(keeper, clock)
     lines.hold(description)
+    met(keeper)
     assert not look(keeper, clock, seconds=100)
     lines.close()
 
@@ -129,12 +157,14 @@ def test_strangers_are_bounded_and_sent_away(
 ) -> None:
     monkeypatch.setattr(lifeline, "_MAX_STRANGERS", 2)
     where = (keeper.describe("p").host, keeper.describe("p").port)
-    silent = [socket.create_connection(where, timeout=2) for _ in range(3)]
-    look(keeper, clock)
-    assert len(keeper._strangers) == 2
-    look(keeper, clock, seconds=11)
-    assert silent[0].recv(1) == b""
+    silent = [socket.create_connection(where, timeout=PATIENCE) for _ in range(3)]
+    sees(keeper, lambda: len(keeper._strangers) == 2)
+    clock.now += 11
+    sees(keeper, lambda: len(keeper._strangers) == 1)  # the third came in when the others were sent away
+    clock.now += 11
+    sees(keeper, lambda: not keeper._strangers)
     for each in silent:
+        assert each.recv(1) == b""
         each.close()
 
 
@@ -169,9 +199,10 @@ def test_a_sender_forgets_decode_nodes_that_are_gone(clock: Clock) -> None:
     for _ in range(3):
         keeper = LifelineKeeper("127.0.0.1", 0, clock)
         lines.hold(keeper.describe("p"))
-        look(keeper, clock)
+        met(keeper)
         keeper.close()
-        time.sleep(0.02)
+        (*_, newest) = lines._socks.values()
+        until(lambda: lifeline._unusable(newest))  # noqa: B023
     assert len(lines._socks) == 1
     lines.close()
 
@@ -181,7 +212,7 @@ import sys, time, msgspec
 from kv_transfer.transport.description import TcpDescription
 from kv_transfer.transport.lifeline import Lifelines
 lines = Lifelines(); lines.hold(msgspec.json.decode(sys.argv[1], type=TcpDescription))
-print("up", flush=True); time.sleep(60)
+print("up", flush=True); time.sleep(600)
 """
 
 
@@ -191,9 +222,11 @@ def test_a_stopped_process_is_alive_and_a_killed_one_is_not(keeper: LifelineKeep
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=os.getcwd()) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"up\n"
+        met(keeper)
         os.kill(child.pid, signal.SIGSTOP)
         assert not look(keeper, clock, seconds=100)
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
+        ended(keeper)
         assert not look(keeper, clock)
         assert look(keeper, clock, seconds=GRACE)

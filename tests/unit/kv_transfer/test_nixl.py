@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -25,6 +25,7 @@ from kv_transfer.transport.nixl_sender import QUIET
 from kv_transfer.transport.nixl_writes import cuts
 from tests.fakes.fake_cuda import FakeCuda, FakeHost
 from tests.fakes.fake_nixl import FakeNixl
+from tests.fakes.waiting import until
 from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, noise, page_bytes, same_pages, send_all
 
 LAYOUT = KvLayout.build("m", "float32", 2, 8, [(2, 4), (1, 4)])  # planes of two sizes
@@ -182,22 +183,25 @@ def test_close_with_a_stuck_transfer_leaves_the_lifeline_to_the_process(
     """Its end would say that nothing is written any more."""
     monkeypatch.setattr("kv_transfer.transport.nixl_sender._CLOSE_SECONDS", 0.01)
     peer = ends.attach()
-    assert not ends.receiver.proves_dead("p")
+    keeper = ends.receiver._lifelines
+    keeper._clock = ends.clock
+
+    def dead() -> bool:
+        keeper._looked_at = -math.inf
+        return ends.receiver.proves_dead("p")
+
+    until(lambda: dead() or keeper._lines["p"].sock)
     ends.net.held = True
     ends.sender.write_pages(peer, OTHER, [1], [1], 1, False)
     ends.sender.close()
-    keeper = ends.receiver._lifelines
-    time.sleep(0.03)
-    assert not ends.receiver.proves_dead("p")
+    assert not dead()
     assert keeper._lines["p"].sock is not None
     ends.net.held = False
     ends.sender.close()
-    time.sleep(0.03)
-    assert not ends.receiver.proves_dead("p")  # GRACE is not over
-    ended_at = keeper._lines["p"].ended_at
-    assert ended_at is not None
-    keeper._clock = lambda: ended_at + GRACE
-    assert ends.receiver.proves_dead("p")
+    until(lambda: dead() or keeper._lines["p"].ended_at)
+    assert not dead()  # GRACE is not over
+    ends.clock.now += GRACE
+    assert dead()
 
 
 @pytest.mark.parametrize(
@@ -249,7 +253,7 @@ def test_progress_is_made_often_only_while_something_is_under_way(ends: Ends) ->
     ends.net.held = False
     assert ends.sender.progress(peer)
     assert not ends.sender._progress._busy.is_set()
-    assert all(agent.rounds for agent in agents)
+    until(lambda: all(agent.rounds for agent in agents))
     assert agents[0].options["enable_listen_thread"] is False
     assert agents[0].options["enable_prog_thread"] is False
 

@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from kv_transfer.transport.base import Region, Target
 from kv_transfer.transport.description import ShmDescription
 from kv_transfer.transport.process import ProcessIdentity, ProcessWatch
 from kv_transfer.transport.shm import ShmReceiver, ShmSender, sweep_orphans
+from tests.fakes.waiting import PATIENCE, until
 from tests.unit.kv_transfer.rig import Clock, Decode
 
 INCARNATION = "ab" * 16
@@ -30,19 +30,12 @@ LAYOUT = KvLayout.build("m", "float32", 2, 4, [(2, 4)])
 ROOT = Path(__file__).parents[3]
 
 
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 class Child:
     """A python process that has printed one line and sleeps."""
 
     def __init__(self, code: str) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", code + "\nimport time; time.sleep(60)"],
+            [sys.executable, "-c", code + "\nimport time; time.sleep(600)"],
             stdout=subprocess.PIPE,
             cwd=ROOT,
             text=True,
@@ -157,9 +150,19 @@ def test_no_room_in_dev_shm_is_a_sentence() -> None:
     assert not list(shm_segment.SHM_DIR.glob(f"*{endpoint._incarnation}*"))
 
 
+@pytest.fixture
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Instead of /dev/shm, where clusters that start beside this test sweep, too."""
+    monkeypatch.setattr(shm_segment, "SHM_DIR", tmp_path)
+    return tmp_path
+
+
 CREATE = f"""
+from pathlib import Path
+from kv_transfer.transport import shm_segment
 from kv_transfer.transport.shm import ShmReceiver
 from kv_transfer.transport.base import Region
+shm_segment.SHM_DIR = Path("DIRECTORY")
 made = ShmReceiver({INCARNATION!r})
 made.allocate(Region.KV, 4096); made.allocate(Region.RECORDS, 64)
 print(made.describe("p").kv, flush=True)
@@ -167,10 +170,10 @@ print(made.describe("p").kv, flush=True)
 
 
 def test_a_killed_owner_is_swept_and_a_living_one_is_not(
-    child: Callable[[str], Child], receiver: ShmReceiver
+    own_directory: Path, child: Callable[[str], Child], receiver: ShmReceiver
 ) -> None:
-    owner = child(CREATE)
-    path = shm_segment.SHM_DIR / owner.line
+    owner = child(CREATE.replace("DIRECTORY", str(own_directory)))
+    path = own_directory / owner.line
     os.kill(owner.popen.pid, signal.SIGSTOP)
     assert owner.line not in sweep_orphans()
     assert path.exists()
@@ -183,22 +186,17 @@ def test_a_killed_owner_is_swept_and_a_living_one_is_not(
     assert all(own.exists() for own in segments(receiver))
 
 
-def test_sweeping_sees_through_a_reused_pid_and_leaves_strangers_alone() -> None:
+def test_sweeping_sees_through_a_reused_pid_and_leaves_strangers_alone(own_directory: Path) -> None:
     me = process.current()
     prefix = f"tandem.{os.getuid()}.{process.pid_namespace()}"
-    reused = shm_segment.SHM_DIR / f"{prefix}.{me.pid}.{me.started - 1}.{'cd' * 16}.kv"
-    foreign = shm_segment.SHM_DIR / f"tandem.{os.getuid()}.1.{me.pid}.1.{'cd' * 16}.kv"
-    odd = shm_segment.SHM_DIR / f"{prefix}.not-ours"
+    reused = own_directory / f"{prefix}.{me.pid}.{me.started - 1}.{'cd' * 16}.kv"
+    foreign = own_directory / f"tandem.{os.getuid()}.1.{me.pid}.1.{'cd' * 16}.kv"
+    odd = own_directory / f"{prefix}.not-ours"
     for path in (reused, foreign, odd):
         path.touch()
-    try:
-        removed = sweep_orphans()
-        assert reused.name in removed
-        assert foreign.exists()
-        assert odd.exists()
-    finally:
-        for path in (reused, foreign, odd):
-            path.unlink(missing_ok=True)
+    assert sweep_orphans() == [reused.name]
+    assert foreign.exists()
+    assert odd.exists()
 
 
 def test_death_is_proved_by_the_process_and_by_nothing_less(
@@ -258,7 +256,12 @@ def test_a_forked_child_does_not_inherit_the_mapping(receiver: ShmReceiver) -> N
     """Otherwise it could write after its parent was proved dead."""
     name = segments(receiver)[1].name
     done = subprocess.run(
-        [sys.executable, "-c", WRITER, name], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
+        [sys.executable, "-c", WRITER, name],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
     )
     assert done.stdout.strip() == str(-signal.SIGSEGV)
     assert receiver.records[0] == 0

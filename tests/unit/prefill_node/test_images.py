@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
@@ -21,6 +20,7 @@ from common.observability.logs import Log
 from prefill_node import images as module
 from prefill_node.images import ImageIntake, PromptImage, RowCache
 from tests.fakes.vision import TOKENS, digest_of, file_of, read
+from tests.fakes.waiting import PATIENCE, until
 
 
 class Rig:
@@ -37,11 +37,11 @@ class Rig:
         assert self.router.send(b"p/images", encode(ImageData(digest=digest, data=data)))
 
     def until(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
-        while not done():
-            assert time.monotonic() < deadline
+        def received() -> bool:
             self.intake.receive()
-            time.sleep(0.002)
+            return done()
+
+        until(lambda: done() or received())
 
     def claimed(self, image: PromptImage) -> bool:
         self.intake.claim([image])
@@ -125,9 +125,11 @@ def test_malformed_messages_are_counted_and_dropped(rig: Rig) -> None:
 def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "UNCLAIMED", 3)
     held = threading.Event()
+    begun: list[bytes] = []
 
     def decode(data: bytes) -> Pixels:
-        held.wait(10)
+        begun.append(data)
+        held.wait(PATIENCE)
         return read(data)
 
     rig = Rig(decode)
@@ -136,6 +138,7 @@ def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatc
         rig.send(digest_of(number), file_of(number))
         rig.until(lambda number=number: digest_of(number) in rig.intake._pixels)  # type: ignore[misc]
         futures.append(rig.intake._pixels[digest_of(number)])
+        until(lambda number=number: len(begun) == min(number + 1, module.DECODERS))  # type: ignore[misc]
     assert list(rig.intake._pixels) == [digest_of(number) for number in (3, 4, 5)]
     assert futures[2].cancelled(), "what no thread has begun is not decoded at all"
     assert rig.intake.busy
@@ -151,7 +154,7 @@ def test_images_that_a_prompt_waits_for_never_give_way(monkeypatch: pytest.Monke
     held = threading.Event()
 
     def decode(data: bytes) -> Pixels:
-        held.wait(10)
+        held.wait(PATIENCE)
         return read(data)
 
     rig = Rig(decode)
