@@ -20,6 +20,7 @@ from common.observability.startup import Progress
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before any fork: not much is safe after it
 TAIL_BYTES = 2000
+KILLED_SECONDS = 30.0  # after SIGKILL: what takes longer hangs in the kernel
 
 
 def _die_with_parent() -> None:
@@ -104,7 +105,7 @@ class Child:
             self._process.wait(grace)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(5)
+            self._process.wait(KILLED_SECONDS)
             return False
         return True
 

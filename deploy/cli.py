@@ -28,6 +28,7 @@ from deploy.supervisor import LOCAL, AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
 DETACH_TIMEOUT = 960.0
+ANSWER_SECONDS = 5.0  # of the router, asked for its state
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 console = Console(stderr=True)
@@ -218,7 +219,7 @@ def _run_dir(cluster: Path, resolved: Resolved) -> Path:
 
 def _server_info(url: str) -> dict[str, Any] | None:
     try:
-        with LOCAL.open(f"{url}/server_info", timeout=5) as response:
+        with LOCAL.open(f"{url}/server_info", timeout=ANSWER_SECONDS) as response:
             return msgspec.json.decode(response.read(), type=dict[str, Any])
     except (OSError, HTTPException, msgspec.DecodeError):
         return None

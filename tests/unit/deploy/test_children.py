@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from deploy.children import TAIL_BYTES, Child
+from tests.fakes.waiting import PATIENCE, until
 
 PROGRAM = """
 import argparse, os, signal, sys, time
@@ -44,30 +44,26 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             until(lambda: each.read_progress() and each._status < 0)  # noqa: B023
 
 
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.005)
-
-
-def test_progress(make: Callable[[str], Child]) -> None:
+def test_progress(make: Callable[[str], Child], tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
     child = make(
-        """say('{"phase":"loading","done":1,"total":4}\\n{"phase":"load'); time.sleep(0.1); """
-        """say('ing","done":3,"total":4}\\n'); input()"""
+        """say('{"phase":"loading","done":1,"total":4}\\n{"phase":"load')\n"""
+        f"""while not os.path.exists({str(go_on)!r}): time.sleep(0.005)\n"""
+        """say('ing","done":3,"total":4}\\n')"""
     )
     assert not child.launched
     child.start()
     assert child.launched
     assert child.progress.phase == "importing"
     until(lambda: child.read_progress().done == 1)
+    go_on.touch()
     until(lambda: child.read_progress().done == 3)
     assert (child.progress.phase, child.progress.total) == ("loading", 4)
 
 
 @pytest.mark.parametrize("line", ["", "nonsense", '{"phase":"dancing"}', "[]", "{", "\\xff"])
 def test_a_line_that_is_no_progress_is_passed_over(make: Callable[[str], Child], line: str) -> None:
-    child = make(f"""say('{line}\\n{{"phase":"ready"}}\\n'); time.sleep(9)""")
+    child = make(f"""say('{line}\\n{{"phase":"ready"}}\\n'); time.sleep(600)""")
     child.start()
     until(lambda: child.read_progress().phase == "ready")
 
@@ -81,17 +77,19 @@ def test_exit_code_and_log(make: Callable[[str], Child]) -> None:
 
 
 def test_stop_lets_it_finish(make: Callable[[str], Child]) -> None:
-    child = make('signal.signal(15, lambda n, f: sys.exit(0)); say(\'{"phase":"ready"}\\n\'); time.sleep(9)')
+    child = make(
+        'signal.signal(15, lambda n, f: sys.exit(0)); say(\'{"phase":"ready"}\\n\'); time.sleep(600)'
+    )
     child.start()
     until(lambda: child.read_progress().phase == "ready")
-    assert child.stop(5)
+    assert child.stop(PATIENCE)
     assert child.exit_code == 0
     assert child.stop(5)  # again: it is gone
     child.signal(signal.SIGTERM)
 
 
 def test_stop_kills_what_does_not_listen(make: Callable[[str], Child]) -> None:
-    child = make('signal.signal(15, signal.SIG_IGN); say(\'{"phase":"ready"}\\n\'); time.sleep(9)')
+    child = make('signal.signal(15, signal.SIG_IGN); say(\'{"phase":"ready"}\\n\'); time.sleep(600)')
     child.start()
     until(lambda: child.read_progress().phase == "ready")
     assert not child.stop(0.1)
@@ -99,7 +97,7 @@ def test_stop_kills_what_does_not_listen(make: Callable[[str], Child]) -> None:
 
 
 def test_ctrl_c_of_the_terminal_does_not_reach_it(make: Callable[[str], Child]) -> None:
-    child = make("time.sleep(9)")
+    child = make("time.sleep(600)")
     child.start()
     assert os.getsid(child.pid) == child.pid
 
@@ -107,7 +105,7 @@ def test_ctrl_c_of_the_terminal_does_not_reach_it(make: Callable[[str], Child]) 
 def test_starting_again(make: Callable[[str], Child], tmp_path: Path) -> None:
     """The log is kept, the progress begins again, and no descriptor is left behind."""
     child = make('print(\'here\'); say(\'{"phase":"ready"}\\n{"phase":\')')
-    before = len(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     for round_ in range(1, 4):
         child.start()
         assert child.progress.phase == "importing"
@@ -116,15 +114,15 @@ def test_starting_again(make: Callable[[str], Child], tmp_path: Path) -> None:
         )  # its end is not read: the next start has to close the pipe
         assert child.log_tail() == "here\n" * round_
     until(lambda: child.read_progress().phase == "ready" and child._status < 0)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not set(os.listdir("/proc/self/fd")) - before
 
 
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "scripted.py").write_text(PROGRAM)
     code = (
         "from pathlib import Path; from deploy.children import Child; import time\n"
-        f"child = Child('c', ['scripted', 'time.sleep(30)'], Path({str(tmp_path / 'log')!r})); child.start()\n"
-        "print(child.pid, flush=True); time.sleep(30)\n"
+        f"child = Child('c', ['scripted', 'time.sleep(600)'], Path({str(tmp_path / 'log')!r})); child.start()\n"
+        "print(child.pid, flush=True); time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
     with subprocess.Popen(

@@ -22,6 +22,7 @@ from common.errors import ConfigError
 from deploy import cli
 from deploy.process_table import Entry, Table, entry, write_table
 from deploy.supervisor import LOCAL, AlreadyRunning, Supervisor, local_url
+from tests.fakes.waiting import PATIENCE
 
 RUNNER = CliRunner()
 
@@ -147,6 +148,7 @@ LOAD = {"running": 2, "queued": 1, "free_pages": 5, "cached_pages": 3, "total_pa
 
 @pytest.mark.parametrize(("ready", "code"), [(True, 0), (False, 1)])
 def test_status(directory: Path, monkeypatch: pytest.MonkeyPatch, ready: bool, code: int) -> None:
+    monkeypatch.setattr(cli, "ANSWER_SECONDS", PATIENCE)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for this host
     monkeypatch.delenv("no_proxy", raising=False)
     nodes = [{"name": "prefill-0", "state": "up", "load": LOAD}]

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import islice
 from pathlib import Path
@@ -162,13 +163,15 @@ async def test_an_error_is_counted_quoted_and_given_up_on(
 
 async def test_a_slow_server_meets_a_deadline(server: FakeServer, invoke: Invoke) -> None:
     server.delay = 5.0
-    result = await invoke(server.url, "--count", 2, "--timeout", 0.2)
+    result = await invoke(server.url, "--model", "m", "--count", 2, "--timeout", 0.2)
     assert result.exit_code == 1
     assert "did not answer in time" in result.stderr
 
 
-async def test_no_server(unused_tcp_port: int, invoke: Invoke) -> None:
-    result = await invoke(f"http://127.0.0.1:{unused_tcp_port}", "--count", 2)
+async def test_no_server(invoke: Invoke) -> None:
+    with socket.socket() as deaf:  # holds its port, so that nobody else listens there meanwhile
+        deaf.bind(("127.0.0.1", 0))
+        result = await invoke(f"http://127.0.0.1:{deaf.getsockname()[1]}", "--count", 2)
     assert result.exit_code == 2
     assert "cannot reach" in result.stderr
     assert "Is the server running?" in result.stderr
