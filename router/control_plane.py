@@ -205,10 +205,15 @@ class ControlPlane:
         return HeartbeatAck(router_incarnation=self._incarnation, sequence=sequence, known=known)
 
     async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            due = loop.time() + SWEEP_INTERVAL
             await asyncio.sleep(SWEEP_INTERVAL)
+            late = max(
+                loop.time() - due, 0.0
+            )  # a stall of this process, or of the whole host, is no node's silence
             try:
                 self._on_readable()
-                self._registry.sweep()
+                self._registry.sweep(late)
             except Exception:  # a defect must not end the watch over all nodes
                 self._log.exception("looking after the nodes failed; trying again")

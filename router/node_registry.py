@@ -126,10 +126,11 @@ class NodeRegistry:
             self._on_lost(node, reason)
             self._on_change()
 
-    def sweep(self) -> None:
-        """Lose nodes that are silent or hung."""
+    def sweep(self, stalled: float = 0.0) -> None:
+        """Lose nodes that are silent or hung. `stalled`: seconds in which nobody listened: they are no silence."""
         now = self._clock()
         for node in self:
+            node.seen = min(node.seen + stalled, now)
             if now - node.seen > self._node_timeout:
                 self.lose(node, f"no heartbeat for {now - node.seen:.1f} s")
             elif node.loop_age > self._loop_timeout:

@@ -288,17 +288,26 @@ async def test_the_sweep_survives_an_error() -> None:
         await rig.pair()
         inner, raised = rig.registry.sweep, 0
 
-        def sweep() -> None:
+        def sweep(stalled: float) -> None:
             nonlocal raised
             if raised == 0:
                 raised += 1
                 raise RuntimeError("a defect")
-            inner()
+            inner(stalled)
 
         rig.registry.sweep = sweep  # type: ignore[method-assign]
         await eventually(lambda: raised == 1)
         clock.now += 3.5
         await eventually(lambda: rig.registry.count("prefill") + rig.registry.count("decode") == 0)
+
+
+async def test_a_router_that_stalls_does_not_take_it_for_silence() -> None:
+    async with router_rig() as rig:
+        stalls: list[float] = []
+        rig.registry.sweep = stalls.append  # type: ignore[method-assign, assignment]
+        await eventually(lambda: stalls)
+        time.sleep(2 * control_plane.SWEEP_INTERVAL)
+        await eventually(lambda: max(stalls) >= control_plane.SWEEP_INTERVAL / 2)
 
 
 async def test_nothing_is_touched_after_close(caplog: pytest.LogCaptureFixture) -> None:

@@ -85,6 +85,20 @@ def test_silence_and_hang() -> None:
     assert [node.name for node in rig.registry] == ["b"]
 
 
+def test_a_stall_of_the_router_is_no_silence_of_a_node() -> None:
+    rig = Rig()
+    rig.registry.register(register("prefill", "a"))
+    rig.clock.now += 10
+    rig.registry.sweep(9.0)
+    assert not rig.lost
+    assert [node.seen for node in rig.registry] == [rig.clock.now - 1.0]
+    rig.registry.sweep(9.0)
+    assert [node.seen for node in rig.registry] == [rig.clock.now], "none is seen in the future"
+    rig.clock.now += 3.5
+    rig.registry.sweep(0.1)
+    assert rig.lost == [("a", "no heartbeat for 3.4 s")]
+
+
 def test_refusals() -> None:
     rig = Rig()
     rig.registry.register(register("decode", "d"))
