@@ -1,0 +1,183 @@
+"""Compiles for an H200 what launchers would launch there, on a machine without a GPU. A program of its own process:
+
+    python -m tests.fakes.hopper     a line of JSON for each launch, then the names of all kernels
+
+The interpreter runs what the compiler refuses: tiles of odd sizes, types that do not fit, more shared memory than a
+multiprocessor has. TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+import common.engine.ops
+from common.engine.ops.decode_attention import decode_triton
+from common.engine.ops.extend_attention import extend_triton
+from common.engine.ops.filter_floor import filter_floor_triton
+from common.engine.ops.keep_hidden import keep_hidden_triton
+from common.engine.ops.linear import choose_tiles, linear_triton
+from common.engine.ops.penalise import penalise_triton
+from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
+from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
+from common.engine.ops.rotary_kv_write import rotary_kv_write_triton
+from common.engine.ops.round_inputs import gather_rows_triton, window_places_triton
+from common.engine.ops.sample_tokens import sample_tokens_triton
+from common.engine.ops.silu_mul import silu_mul_triton
+from common.engine.ops.top_tokens import top_tokens_triton
+from common.engine.ops.verify_attention import verify_triton
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport import cuda_pages
+
+HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, PAGE = 4096, 14336, 128256, 32, 8, 16  # Llama-3.1-8B
+BF16 = torch.bfloat16
+
+
+class NoGpu:
+    """What Triton asks its driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def install(compiled: Callable[[JITFunction, Any], None]) -> None:
+    """From now on a launch compiles and ends there; operations are launched as on a GPU that chains kernels."""
+    run = JITFunction.run
+
+    def compile_alone(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled(self, run(self, *args, grid=grid, warmup=True, **options))
+
+    driver.set_active(NoGpu())
+    JITFunction.run = compile_alone
+    for module in kernel_modules():
+        if hasattr(module, "chained"):
+            module.chained = lambda device: {"CHAINED": True, "launch_pdl": True}
+
+
+def kernel_modules() -> list[Any]:
+    names = [f"common.engine.ops.{each.name}" for each in pkgutil.iter_modules(common.engine.ops.__path__)]
+    return [*map(importlib.import_module, names), cuda_pages]
+
+
+def kernels() -> set[str]:
+    """Everything that is launched; other functions of Triton are called by these."""
+    return {
+        f"{module.__name__}.{name}"
+        for module in kernel_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel") and value.module == module.__name__
+    }
+
+
+def attention(dim: int, dtype: torch.dtype, window: int | None, tokens: int, requests: int) -> None:
+    """A prompt, a plain step and a verification over one pool."""
+    plane = torch.zeros(70, PAGE, KV_HEADS, dim, dtype=dtype)
+    lens, table = torch.zeros(requests, dtype=torch.int32), torch.zeros(requests, 70, dtype=torch.int32)
+    starts = torch.zeros(requests + 1, dtype=torch.int32)
+    query = torch.zeros(tokens, HEADS, dim, dtype=dtype)
+    extend_triton(query, plane, plane, table, starts, lens, window, 0.1)
+    decode_triton(query[:requests], plane, plane, table, lens, 1024, window, 0.1)
+    mask = torch.ones(requests, 4, 4, dtype=torch.bool)
+    verify_triton(query[: 4 * requests], plane, plane, table, lens, mask, 1024, window, 0.1)
+
+
+def body(dtype: torch.dtype) -> None:
+    """What stands between attention and matrix products, and those of few rows."""
+    x, weight = torch.zeros(4, HIDDEN, dtype=dtype), torch.zeros(HIDDEN, dtype=dtype)
+    rms_norm_triton(x, weight, 1e-5)
+    add_rms_norm_triton(x, x, weight, 1e-5)
+    silu_mul_triton(torch.zeros(4, 2 * INNER, dtype=dtype))
+    for norm in (None, torch.zeros(128, dtype=dtype)):
+        qkv, plane = torch.zeros(4, 48, 128, dtype=dtype), torch.zeros(3, PAGE, KV_HEADS, 128, dtype=dtype)
+        angles = torch.zeros(4, 1, 128, dtype=dtype)
+        slots = torch.zeros(4, dtype=torch.int64)
+        rotary_kv_write_triton(qkv, angles, angles, norm, norm, 1e-5, plane, plane, slots)
+    frequencies = torch.zeros(64)
+    rotary_angles_triton(torch.zeros(4, dtype=torch.int64), frequencies, 1.0, dtype)
+    places, axes = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
+    rotary_angles_by_axis_triton(places, axes, frequencies, 1.0, dtype)
+    if dtype != torch.float32:
+        for size in (2 * INNER, VOCAB):
+            tiles = choose_tiles(size)
+            assert tiles is not None
+            weights = torch.empty(size, HIDDEN, dtype=dtype)  # never touched: no memory behind it
+            linear_triton(x, weights, None, tiles)
+            linear_triton(x, weights, weights[:, 0].contiguous(), tiles)
+            if size == 2 * INNER:
+                linear_triton(x, weights, None, tiles, gated=True)
+
+
+def drawing() -> None:
+    """From logits to tokens, and the state of speculation."""
+    rows, logits = 4, torch.empty(4, VOCAB)
+    values, ids = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
+    sample_tokens_triton(logits, values, ids, ids, None, True)
+    sample_tokens_triton(logits, values, ids, ids, None, False)
+    sample_tokens_triton(logits, values, ids, ids, values, False)
+    filter_floor_triton(logits, values, ids.int(), values, values)
+    seen = torch.empty(rows, VOCAB, dtype=torch.int32)
+    for path in (0, 3):
+        paths = torch.zeros(rows, path, dtype=torch.int64)
+        penalise_triton(logits, seen, ids, values, values, values, paths)
+    for count in (1, 4, 10):
+        top_tokens_triton(logits, count)
+    pool = torch.zeros(rows, 4, HIDDEN, dtype=BF16)
+    keep_hidden_triton(torch.zeros(rows, HIDDEN, dtype=BF16), ids, pool, 1, ids, ids)
+    table = torch.zeros(9, 70, dtype=torch.int32)
+    placed = torch.zeros(rows, 2, dtype=torch.int64)
+    column = torch.zeros(9, dtype=torch.int64)
+    gather_rows_triton(placed, column, column, column, table)
+    depth = torch.arange(4).expand(rows, -1)
+    window_places_triton(ids, ids, table[:rows].contiguous(), depth, 0, PAGE)
+
+
+def pages() -> None:
+    """The write into another process's pool, with and without sums."""
+    layout = KvLayout.build("m", "bfloat16", PAGE, 3, [(KV_HEADS, 128)] * 2)
+    memory = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    cpu = torch.device("cpu")
+    source = cuda_pages.PagedMemory(layout, memory, cpu)
+    cuda_pages._reference = cuda_pages._launch
+    listed: Tensor = cuda_pages.page_list([1, 2], [2, 1], device=cpu)
+    sums = torch.zeros(2, dtype=torch.int64)
+    for target in (None, source):
+        for wanted in (None, sums):
+            if target is not None or wanted is not None:
+                cuda_pages.move_pages(source, target, listed, wanted, range(len(layout.planes)), 64)
+
+
+def main() -> None:
+    def tell(function: JITFunction, made: Any) -> None:
+        name = f"{function.module}.{function.fn.__name__}"
+        print(json.dumps({"kernel": name, "shared": made.metadata.shared, "warps": made.metadata.num_warps}))
+
+    install(tell)
+    attention(128, BF16, None, tokens=64, requests=1)
+    attention(128, BF16, None, tokens=2048, requests=64)
+    attention(64, BF16, 4096, tokens=64, requests=1)
+    attention(128, torch.float32, None, tokens=64, requests=1)
+    body(BF16)
+    drawing()
+    pages()
+    print(json.dumps({"kernels": sorted(kernels()), "triton": triton.__version__}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
