@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.none import NoGraphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.graph_runner import GraphRunner
-from common.engine.cuda_graph.outputs import OutField, OutputSpec
+from common.engine.cuda_graph.outputs import OutField, OutputError, OutputSpec
 from common.engine.cuda_graph.report import table
 from common.engine.cuda_graph.slots import Inputs, Slot, SlotError, StaticInputs
 from common.engine.cuda_graph.spec import Axis, CaptureSpec, GraphKey, ShapeKey, token_shapes
@@ -160,6 +160,28 @@ def test_a_host_sync_fails_the_capture_and_the_batch_runs_eagerly_and_is_counted
     assert torch.equal(made(batch).hidden, batch.embeds)  # eager: three rows, not four
     assert made.counters.fallbacks == {Fallback.CAPTURE_FAILED: 1}
     assert made(batches([8])[0]).hidden.shape == (8, WIDTH)
+
+
+def test_an_output_of_other_rows_than_declared_ends_the_start() -> None:
+    """Row C3: no error of a request, which would come with the first replay."""
+    with pytest.raises(OutputError, match=r"hidden: 7 rows, declared one per token of 8"):
+        runner(Toy(lambda toy, i: i["embeds"][1:]))
+
+
+def test_an_eager_run_takes_the_cheapest_variant() -> None:
+    """`facts` names them in that order; the others are what a graph may serve the batch with as well."""
+    ran: list[str] = []
+
+    class Variants(Toy):
+        def facts(self, batch: DraftBatch) -> BatchFacts:
+            return replace(super().facts(batch), variants=("cheap", "any"))
+
+        def run(self, inputs: Inputs, variant: str) -> DraftOutput:
+            ran.append(variant)
+            return super().run(inputs, variant)
+
+    runner(Variants(), tokens=())(batches([3])[0])
+    assert ran == ["cheap"]
 
 
 def test_a_wrong_width_or_a_missing_hidden_state_raises() -> None:

@@ -69,6 +69,18 @@ def test_addresses_never_change() -> None:
     assert inputs.nbytes == 12 * 3 * 4 * 2 + 12 * 8 + 4 * 8
 
 
+def test_a_graph_is_captured_on_padding_alone() -> None:
+    """Whatever ran before: a graph captured later, or a trial, begins with what an idle batch has."""
+    inputs = StaticInputs(slots(), LARGEST, "cpu")
+    inputs.load(batch(12, 4), LARGEST, LARGEST, "text")
+    idle = inputs.idle(ShapeKey(8, 2), "text")
+    assert {name: set(view.flatten().tolist()) for name, view in idle.items()} == {
+        "hidden": {0.0},
+        "ids": {7},
+        "rows": {0},
+    }
+
+
 def test_poison_fills_padding_with_what_shows_and_keeps_contracts() -> None:
     inputs = StaticInputs(slots(), LARGEST, "cpu", poisoned=True)
     views = inputs.load(batch(5, 1), ShapeKey(5, 1), ShapeKey(8, 2), "text")
