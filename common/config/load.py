@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -259,8 +260,22 @@ def _suggest(key: str, known: Any) -> str:
 def _readable(error: msgspec.ValidationError, given: Mapping[str, str]) -> ConfigError:
     text, _, path = str(error).partition(" - at `$")
     path = re.sub(r"\[\.\.\.\]", "[]", path.rstrip("`").lstrip("."))
+    if text.startswith("Invalid enum value"):
+        text = f"{text}; write {', '.join(_words(path))}"
     origin = _origin(path, given, "")
     return ConfigError(path, f"{text} (from {origin})" if origin else text)
+
+
+def _words(path: str) -> list[str]:
+    """What may stand at a path that knows some words alone."""
+    kind: Any = Cluster
+    for name in path.split("."):
+        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+    words, others = list[str](), False
+    for part in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+        words += get_args(part) if get_origin(part) is Literal else ()
+        others |= get_origin(part) is Annotated
+    return [*words, *(["a number"] if others else [])]
 
 
 def _assign(data: dict[str, Any], path: str, value: object) -> None:

@@ -248,6 +248,26 @@ def test_wrong_values_name_their_key(tmp_path: Path, text: str, path: str) -> No
     assert "$" not in str(error)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "prefill.graphs=full",
+            "Invalid enum value 'full'; write auto, breakable, piecewise, none (from --set)",
+        ),
+        ("prefill.compiler=triton", "write eager, inductor (from"),
+        ("decode.pool_tokens=lots", "write auto, a number (from"),
+        ("router.placement.decode=random", "write round_robin, least_loaded (from"),
+        ("model.dtype=int8", "write auto, float32, bfloat16, float16 (from"),
+        ("transfer.transport=rdma", "write auto, shm, tcp, cuda_ipc, nixl (from"),
+    ],
+)
+def test_a_word_that_is_not_known_is_answered_with_those_that_are(
+    tmp_path: Path, override: str, words: str
+) -> None:
+    assert words in str(refusal(tmp_path, overrides=[override]))
+
+
 def test_a_wrong_value_names_the_variable_that_it_came_from(tmp_path: Path) -> None:
     """Nobody finds a forgotten variable by looking at the file. Kubernetes sets such ones by itself."""
     error = refusal(tmp_path, environ={"TANDEM_ROUTER_PORT": "tcp://10.0.0.1:8000"})
