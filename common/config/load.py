@@ -21,6 +21,8 @@ from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"
+DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
+ADDRESS = re.compile(r"auto|ipc://.+|tcp://(\[[^]\s]+\]|[^:/\s]+):(?P<port>[0-9]{1,5})")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)+")
 
 
@@ -91,6 +93,7 @@ def load_cluster(
         _refuse_other_names(data)
         raise _readable(error, given) from error
     _check_names(cluster)
+    _check_places(cluster)
     _check_health(cluster)
     _check_speculation(cluster)
     _check_image_hosts(cluster)
@@ -123,6 +126,29 @@ def _check_names(cluster: Cluster) -> None:
             if name == "router":
                 raise ConfigError(path, "'router' is the router's name; choose another")
             names[name] = path
+
+
+def _check_places(cluster: Cluster) -> None:
+    """Devices and addresses are words of a form; whether they exist is seen where they are used."""
+    sections = {"prefill": cluster.prefill.nodes, "decode": cluster.decode.nodes}
+    for role, nodes in sections.items():
+        for index, node in enumerate(nodes):
+            if not DEVICE.fullmatch(node.device):
+                raise ConfigError(
+                    f"{role}.nodes[{index}].device",
+                    f"{node.device!r} is not a device; write cpu, cuda or cuda:N",
+                )
+    addresses = {
+        f"prefill.nodes[{i}].peer_address": n.peer_address for i, n in enumerate(cluster.prefill.nodes)
+    }
+    for path, address in {"router.control_address": cluster.router.control_address, **addresses}.items():
+        found = ADDRESS.fullmatch(address)
+        if found is None or not 0 < int(found["port"] or 1) <= 65_535:
+            raise ConfigError(
+                path,
+                f"{address!r} is not an address; write auto, ipc://PATH or tcp://HOST:PORT, with the port that the "
+                "others connect to",
+            )
 
 
 def _check_health(cluster: Cluster) -> None:

@@ -268,6 +268,47 @@ def test_a_word_that_is_not_known_is_answered_with_those_that_are(
     assert words in str(refusal(tmp_path, overrides=[override]))
 
 
+@pytest.mark.parametrize("device", ["tpu", "CPU", "cpu:0", "'cuda:'", "cuda:x", "cuda 0", "meta", "''"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_device_is_refused_by_its_form(tmp_path: Path, role: str, device: str) -> None:
+    """Before any process imports torch, whose own words name neither key nor node."""
+    error = refusal(tmp_path, overrides=[f"{role}.nodes=[{{name: x}}, {{name: y, device: {device}}}]"])
+    assert error.path == f"{role}.nodes[1].device"
+    assert "write cpu, cuda or cuda:N" in str(error)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:12"])
+def test_known_devices(tmp_path: Path, device: str) -> None:
+    load(tmp_path, overrides=[f"decode.nodes=[{{name: x, device: {device}}}]"])
+
+
+ADDRESSES = {
+    "router.control_address": "router.control_address=",
+    "prefill.nodes[0].peer_address": "prefill.nodes=[{name: p, peer_address: '",
+}
+
+
+@pytest.mark.parametrize(
+    "address", ["foo", "127.0.0.1:7000", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://h:70000", "udp://h:1"]
+)
+@pytest.mark.parametrize("path", ADDRESSES)
+def test_an_address_is_refused_by_its_form(tmp_path: Path, path: str, address: str) -> None:
+    """A node that connects to port 0 would wait for ever; without a scheme it is no question of keys."""
+    start = ADDRESSES[path]
+    error = refusal(tmp_path, overrides=[start + address + "'}]" * start.endswith("'")])
+    assert error.path == path
+    assert "write auto, ipc://PATH or tcp://HOST:PORT" in str(error)
+
+
+@pytest.mark.parametrize(
+    "address", ["auto", "ipc:///run/p q.sock", "tcp://10.0.0.1:7000", "tcp://[::1]:7000"]
+)
+@pytest.mark.parametrize("path", ADDRESSES)
+def test_known_addresses(tmp_path: Path, path: str, address: str) -> None:
+    start = ADDRESSES[path]
+    load(tmp_path, overrides=[start + address + "'}]" * start.endswith("'")])
+
+
 def test_a_wrong_value_names_the_variable_that_it_came_from(tmp_path: Path) -> None:
     """Nobody finds a forgotten variable by looking at the file. Kubernetes sets such ones by itself."""
     error = refusal(tmp_path, environ={"TANDEM_ROUTER_PORT": "tcp://10.0.0.1:8000"})

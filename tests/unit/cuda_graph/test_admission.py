@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from common.engine.cuda_graph.admission import Admission, BatchFacts, Fallback, admit
+from common.engine.cuda_graph.draft_prefill import draft_prefill_spec
+from common.engine.cuda_graph.prefill_extend import extend_spec
 from common.engine.cuda_graph.spec import CaptureSpec, Feature, ShapeKey, request_shapes, token_shapes
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 
@@ -47,6 +49,17 @@ def test_a_graph_serves_its_hidden_mode_and_those_below(
     found = admit(replace(SPEC, hidden=captured), replace(GOOD, hidden=wanted))
     assert (found.shape is not None) == (captured >= wanted)
     assert found.shape is not None or found.reason == Fallback.HIDDEN
+
+
+@pytest.mark.parametrize("spec", [extend_spec((8, 16), FULL), draft_prefill_spec((8, 16))])
+@pytest.mark.parametrize(
+    ("feature", "replays"),
+    [(Feature.INPUT_EMBEDS, True), (Feature.PROMPT_LOGPROBS, True), (Feature.REPLACE_EMBEDS, False)],
+)
+def test_what_prefill_graphs_have_a_place_for(spec: CaptureSpec, feature: Feature, replays: bool) -> None:
+    """Rows B4(a, d, e): given embeddings have a slot, prompt logprobs an eager LM head; replaced rows have neither."""
+    batch = BatchFacts(ForwardMode.EXTEND, ShapeKey(10, 3), LAST, features=frozenset((feature,)))
+    assert admit(spec, batch) == (Admission(ShapeKey(16)) if replays else Admission(None, feature))
 
 
 @pytest.mark.parametrize("feature", Feature)
