@@ -28,6 +28,7 @@ MAX_WAITING = 512  # images of prompts that wait; their pixels are in host memor
 MAX_WAITING_TOKENS = 1 << 19  # of those; a token is some kilobytes of pixels
 UNCLAIMED = 256  # images kept though no prompt here waits for them; the oldest give way
 UNCLAIMED_BYTES = 1 << 30  # of their pixels
+AT_ONCE = 4  # images taken in by one turn of the loop, which copies them: some milliseconds each
 DECODERS = 2  # threads; Pillow lets go of the interpreter while it decodes
 ARRIVAL_SECONDS = 30.0  # from the prompt to its last image; then it is placed again
 
@@ -182,7 +183,7 @@ class ImageIntake:
         return images
 
     def receive(self) -> None:
-        for frame in self._dealer.drain():
+        for frame in self._dealer.drain(AT_ONCE):
             try:
                 message = codec.decode(frame)
             except ProtocolError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from common.image_files import MEDIA_TYPES
 from common.vision_config import VisionConfig
 from router.openai_schema import Message, image_parts
 
+PIECE = 1 << 18  # characters, a multiple of 4
 _DATA_URL = re.compile(r"data:([a-z0-9/+.-]*)((?:;[a-z0-9=+.-]+)*?)(;base64)?,", re.IGNORECASE)
 
 
@@ -148,10 +148,20 @@ def _from_data_url(address: str, max_bytes: int) -> tuple[str, bytes]:
         )
     if (len(address) - found.end()) * 3 // 4 > max_bytes + 2:
         raise InvalidRequest(f"the image is larger than {max_bytes} bytes")
-    try:
-        data = base64.b64decode(address[found.end() :], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest("the image is not valid base64") from error
+    data = _from_base64(address, found.end())
     if len(data) > max_bytes:
         raise InvalidRequest(f"the image is larger than {max_bytes} bytes")
     return media_type, data
+
+
+def _from_base64(text: str, start: int) -> bytes:
+    """`text` from `start` on. In pieces: one of them holds the interpreter, and the event loop waits for it."""
+    data = bytearray()
+    try:
+        if text.find("=", start, -2) >= 0:  # at the end of a piece it would be taken for the end of all
+            raise ValueError("padding inside")
+        for at in range(start, len(text), PIECE):
+            data += base64.b64decode(text[at : at + PIECE], validate=True)
+    except ValueError as error:  # binascii.Error is one
+        raise InvalidRequest("the image is not valid base64") from error
+    return bytes(data)

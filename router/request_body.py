@@ -13,9 +13,10 @@ from common.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, Uns
 
 READ_TIMEOUT = 30.0  # seconds from the head of a request to the end of its body
 MAX_DEPTH = 64  # of arrays and objects in each other
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+PIECE = 1 << 16  # bytes looked at before others get their turn
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+_NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
+_QUOTE, _OPENS = b'"['
 T = TypeVar("T")
 
 
@@ -35,7 +36,7 @@ async def read_json(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T
         raise DeadlineExceeded(f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
     except web.HTTPRequestEntityTooLarge:
         raise RequestTooLarge(f"the body is larger than {request.client_max_size} bytes") from None
-    check_depth(raw)
+    await check_depth(raw)
     try:
         return decoder.decode(raw)
     except msgspec.MsgspecError as error:
@@ -44,17 +45,44 @@ async def read_json(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 
-def check_depth(raw: bytes) -> None:
-    """Raises InvalidRequest where JSON nests deeper than MAX_DEPTH. What is no JSON may pass: decoders refuse it."""
-    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+async def check_depth(raw: bytes) -> None:
+    """Raises InvalidRequest where JSON nests deeper than MAX_DEPTH. What is no JSON may pass: decoders refuse it.
+
+    One pass, whatever the body is made of, and others get their turn every PIECE bytes.
+    """
+    if not _many_brackets(raw):
         return
-    rest = _STRING.sub(b"", raw).translate(_ONE_KIND, _NO_BRACKET)
-    for _ in range(MAX_DEPTH):
-        if not rest:
-            return
-        rest = rest.replace(b"[]", b"")  # the innermost ones of every place
-    if b"[" in rest:
-        raise InvalidRequest(f"the body nests more than {MAX_DEPTH} arrays and objects in each other")
+    depth, inside, start = 0, False, 0
+    while start < len(raw):
+        end = start + PIECE
+        piece = raw[start:end]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # what it escapes belongs to it
+            piece, end = raw[start : end + 1], end + 1
+        start = end
+        marks = piece.replace(rb"\\", b"").replace(rb"\"", b"").translate(_ONE_KIND, _NO_MARK)
+        for mark in marks.replace(b'""', b""):  # two in a row change nothing, whatever they stand between
+            if mark == _QUOTE:
+                inside = not inside
+            elif not inside:
+                depth += 1 if mark == _OPENS else -1
+                if depth > MAX_DEPTH:
+                    raise InvalidRequest(
+                        f"the body nests more than {MAX_DEPTH} arrays and objects in each other"
+                    )
+        await asyncio.sleep(0)
+
+
+def _many_brackets(raw: bytes) -> bool:
+    """Whether so many open that they could nest too deep. Looks no further than that; a large image passes at once."""
+    for bracket in (b"[", b"{"):
+        place = -1
+        for _ in range(MAX_DEPTH // 2 + 1):
+            place = raw.find(bracket, place + 1)
+            if place < 0:
+                break
+        else:
+            return True
+    return False
 
 
 def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:

@@ -70,9 +70,9 @@ class _Channel:
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
 
-    def _receive(self) -> list[list[bytes]]:
+    def _receive(self, most: int = DRAIN_LIMIT) -> list[list[bytes]]:
         messages: list[list[bytes]] = []
-        while len(messages) < DRAIN_LIMIT:
+        while len(messages) < most:
             try:
                 messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
@@ -192,5 +192,6 @@ class Dealer(_Channel):
     def send(self, frame: bytes) -> bool:
         return self._send((frame,))
 
-    def drain(self) -> list[bytes]:
-        return [parts[0] for parts in self._receive() if len(parts) == 1]
+    def drain(self, most: int = DRAIN_LIMIT) -> list[bytes]:
+        """At most so many of what has arrived; malformed multiparts are dropped."""
+        return [parts[0] for parts in self._receive(most) if len(parts) == 1]

@@ -18,6 +18,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.image_files import decode_image
 from common.llava_config import LlavaVision
 from common.qwen_vl_config import QwenVision
+from router import images
 from router.image_inspector import ImageInspector
 from router.images import Image, ImageLimits, ImageLoader, NoImages
 from router.openai_schema import ContentPart, ImageUrl, Message
@@ -100,6 +101,40 @@ async def test_a_bad_image_is_a_400_that_names_its_part(loader: ImageLoader, cas
     assert error.value.param == "messages[1].content[1].image_url"
     assert str(error.value).startswith("messages[1].content[1].image_url: ")
     assert len(await loader.load(asking(url(file())))) == 1, "the next one is served"
+
+
+@pytest.mark.parametrize("piece", [4, 8, images.PIECE])
+def test_base64_is_decoded_piece_by_piece_as_in_one(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that decodes 20 MB at once holds the interpreter, and so the event loop, for a tenth of a second."""
+    monkeypatch.setattr(images, "PIECE", piece)
+    longest = []
+    decode = base64.b64decode
+    monkeypatch.setattr(
+        base64,
+        "b64decode",
+        lambda text, validate: (longest.append(len(text)), decode(text, validate=validate))[1],
+    )
+    for length in range(40):
+        data = os.urandom(length)
+        assert images._from_base64(f"xy{in_base64(data)}", 2) == data
+    assert max(longest) <= piece
+    for broken in (
+        "AAA",
+        "AA==AAAA",
+        "A===",
+        "AAA=AAA=",
+        "AAAA\nAAAA",
+        "AAAAAAA\u00e9",
+        "====",
+        "AAAA=A==",
+        "=AAA",
+    ):
+        with pytest.raises(InvalidRequest, match="not valid base64"):
+            images._from_base64(broken, 0)
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 QWEN = QwenVision("", "{}", 6, 7, 4, 2, 2, 256, 1920, 1 / 255, (0.5,) * 3, (0.5,) * 3)
