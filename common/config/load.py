@@ -130,14 +130,17 @@ def _check_names(cluster: Cluster) -> None:
 
 def _check_places(cluster: Cluster) -> None:
     """Devices and addresses are words of a form; whether they exist is seen where they are used."""
-    sections = {"prefill": cluster.prefill.nodes, "decode": cluster.decode.nodes}
-    for role, nodes in sections.items():
-        for index, node in enumerate(nodes):
-            if not DEVICE.fullmatch(node.device):
-                raise ConfigError(
-                    f"{role}.nodes[{index}].device",
-                    f"{node.device!r} is not a device; write cpu, cuda or cuda:N",
-                )
+    devices = {
+        f"{role}.nodes[{index}].device": device
+        for role, named in (
+            ("prefill", [node.device for node in cluster.prefill.nodes]),
+            ("decode", [node.device for node in cluster.decode.nodes]),
+        )
+        for index, device in enumerate(named)
+    }
+    for path, device in devices.items():
+        if not DEVICE.fullmatch(device):
+            raise ConfigError(path, f"{device!r} is not a device; write cpu, cuda or cuda:N")
     addresses = {
         f"prefill.nodes[{i}].peer_address": n.peer_address for i, n in enumerate(cluster.prefill.nodes)
     }
