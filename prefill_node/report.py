@@ -52,5 +52,6 @@ class Report:
             transfer_failures=self.transfer_failures,
             transferred_pages=sent.pages_written,
             refused_messages=refused_messages + sent.malformed + sent.invalid_slots,
+            late_messages=sent.stale_generation + sent.stale_incarnation,
             graphs=tuple(self._graphs()),
         )

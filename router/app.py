@@ -221,7 +221,8 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         incarnation,
     )
     view = ClusterView(router.not_ready, router.server_info, metrics.render, dispatcher.timelines.get)
-    OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.admitting, images, log).add_to(app)
+    most = cluster.router.max_requests
+    OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.admitting, images, most, log).add_to(app)
     StatusRoutes(view, router.served, tokenizer).add_to(app)
     return router
 

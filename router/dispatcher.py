@@ -133,7 +133,8 @@ class Dispatcher:
         finally:
             self._active -= 1
             if timeline.outcome == "running":
-                timeline.outcome = finished or "client gone"
+                ended = "sibling failed" if request.batch.failed else "client gone"
+                timeline.outcome = finished or ended
             timeline.mark("finished", time.monotonic())
             self._metrics.request_finished(timeline, len(request.token_ids), tokens)
             self._log.info("request finished", tokens=tokens, **timeline.report())

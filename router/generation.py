@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
@@ -17,6 +17,13 @@ class PromptImage:
     data: bytes
 
 
+@dataclass(slots=True)
+class Batch:
+    """What the prompts of one HTTP request share. Where one of them fails, the others end with it."""
+
+    failed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt, validated."""
@@ -26,6 +33,7 @@ class GenerationRequest:
     sampling: SamplingParams
     timeout_s: float | None = None
     images: tuple[PromptImage, ...] = ()
+    batch: Batch = field(default_factory=Batch)
 
 
 @dataclass(slots=True)
@@ -42,7 +50,7 @@ class AnswerComplete(Exception):
 
 
 class Generator(Protocol):
-    """Closing the generator means that the client is gone, `athrow(AnswerComplete())` that it has what it wants; both
-    nodes are freed then. Raises RequestError."""
+    """Closing the generator means that the client is gone, or that the request's batch has failed;
+    `athrow(AnswerComplete())` that the client has what it wants. Both nodes are freed then. Raises RequestError."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]: ...

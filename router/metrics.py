@@ -71,7 +71,11 @@ COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
     "tandem_kv_transferred_pages": ("Pages sent", lambda c: c.transferred_pages),
     "tandem_kv_checksum_failures": ("Pages whose checksum did not match", lambda c: c.checksum_failures),
     "tandem_kv_record_failures": ("Records refused", lambda c: c.record_failures),
-    "tandem_refused_messages": ("Messages refused", lambda c: c.refused_messages),
+    "tandem_refused_messages": (
+        "Messages refused: malformed, or against the protocol",
+        lambda c: c.refused_messages,
+    ),
+    "tandem_late_messages": ("Messages about requests that had ended", lambda c: c.late_messages),
 }
 
 

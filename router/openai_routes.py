@@ -14,7 +14,7 @@ from aiohttp import web
 from common.errors import ClientGone, InternalError, InvalidRequest, RequestError
 from common.observability.logs import Log
 from router.chat_template import ChatTemplate
-from router.generation import AnswerComplete, GenerationRequest, Generator, PromptImage
+from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
 from router.http_errors import body_of, defect, json_response, request_id_key
 from router.images import Images
 from router.openai_responses import (
@@ -63,15 +63,17 @@ class OpenAiRoutes:
         template: ChatTemplate,
         model: Callable[[], ServedModel],
         images: Images,
+        max_requests: int,
         log: Log,
         write_timeout: float = WRITE_TIMEOUT,
     ) -> None:
-        """`model` raises Unavailable while nothing new is taken."""
+        """`model` raises Unavailable while nothing new is taken. `max_requests`: prompts in flight, of all clients."""
         self._generator = generator
         self._tokenizer = tokenizer
         self._template = template
         self._model = model
         self._images = images
+        self._max_requests = max_requests
         self._log = log
         self._write_timeout = write_timeout
         self._decode_chat = msgspec.json.Decoder(ChatRequest)
@@ -107,15 +109,23 @@ class OpenAiRoutes:
         model = self._model()
         _check(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
-        choices = []
+        choices, batch = [], Batch()
         given = prompts(body, model.max_model_len)
+        if len(given) > self._max_requests:
+            raise InvalidRequest(
+                f"{len(given)} prompts in one request, this router takes {self._max_requests} at a time; send them in "
+                "several requests",
+                param="prompt",
+            )
         for index, prompt in enumerate(given):
             if isinstance(prompt, str):
                 ids = await self._tokenizer.encode(prompt, body.add_special_tokens is not False)
             else:
                 ids = prompt
             check_prompt(ids, model, "prompt" if len(given) == 1 else f"prompt[{index}]")
-            choices.append(self._choice(request, body, model, ids, index, "max_tokens", logprobs))
+            choices.append(
+                self._choice(request, body, model, ids, index, "max_tokens", logprobs, batch=batch)
+            )
             await asyncio.sleep(0)  # many prompts: others get their turn in between
         identity = f"cmpl-{request[request_id_key]}"
         form = CompletionFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
@@ -137,13 +147,15 @@ class OpenAiRoutes:
         max_field: str,
         logprobs: int | None,
         images: tuple[PromptImage, ...] = (),
+        batch: Batch | None = None,
     ) -> Choice:
         sampling = sampling_params(body, len(prompt), model, getattr(body, max_field), max_field, logprobs)
         identity = request[request_id_key] if index == 0 else f"{request[request_id_key]}-{index}"
         decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt)
         include_stop = bool(body.include_stop_str_in_output)
         text = TextStream(decoder, stop_strings(body), include_stop, sampling.min_tokens)
-        return Choice(GenerationRequest(identity, prompt, sampling, images=images), text)
+        asked = GenerationRequest(identity, prompt, sampling, images=images, batch=batch or Batch())
+        return Choice(asked, text)
 
     async def _answer(
         self, request: web.Request, body: SharedFields, form: Format, choices: Sequence[Choice]
@@ -216,6 +228,7 @@ class OpenAiRoutes:
             while running:
                 item = await queue.get()
                 if isinstance(item, Exception):
+                    choices[0].request.batch.failed = True
                     raise item
                 if item is None:
                     running -= 1

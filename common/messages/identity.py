@@ -74,7 +74,8 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     transferred_pages: int = 0
     checksum_failures: int = 0
     record_failures: int = 0
-    refused_messages: int = 0
+    refused_messages: int = 0  # that nobody who keeps the protocol sends
+    late_messages: int = 0  # about requests that have ended here, or of processes that were replaced
     spec_drafts: int = 0  # steps of one request that verified drafts
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0

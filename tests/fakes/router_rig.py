@@ -20,7 +20,7 @@ from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
 from router.control_plane import ControlPlane
 from router.dispatcher import Dispatcher, DispatchLimits
-from router.generation import GenerationRequest, TokenDelta
+from router.generation import Batch, GenerationRequest, TokenDelta
 from router.metrics import RouterMetrics
 from router.node_registry import Node, NodeRegistry
 from router.placement import RoundRobin
@@ -90,12 +90,15 @@ class RouterRig:
         return await self.node("prefill", f"prefill-{number}"), await self.node("decode", f"decode-{number}")
 
     def client(
-        self, prompt: list[int] | None = None, timeout_s: float | None = None, **sampling: Any
+        self,
+        prompt: list[int] | None = None,
+        timeout_s: float | None = None,
+        batch: Batch | None = None,
+        **sampling: Any,
     ) -> Client:
         params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, **sampling})
-        return Client(
-            self.dispatcher.generate(GenerationRequest("r1", prompt or [1, 2, 3], params, timeout_s))
-        )
+        asked = GenerationRequest("r1", prompt or [1, 2, 3], params, timeout_s, batch=batch or Batch())
+        return Client(self.dispatcher.generate(asked))
 
     def nothing_left(self) -> None:
         assert self.dispatcher.active == 0

@@ -12,6 +12,7 @@ from common.engine.kv_cache.pool import KvPool
 from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.router_inbox import Failed, FirstToken, Tokens
+from kv_transfer.messages import RecordWritten, encode
 from kv_transfer.transport.loopback import Fault
 from prefill_node.step import PrefillStep
 from tests.fakes.node_cluster import NodeCluster, Shape
@@ -312,6 +313,23 @@ def test_unknown_rooms_are_ignored() -> None:
         cluster.turn(3)
         assert not cluster.failures
         cluster.settle()
+
+
+def test_late_messages_are_not_counted_with_refused_ones() -> None:
+    """An operator is called for the second kind; the first comes wherever an abort and a transfer cross."""
+    with NodeCluster(SMALL) as cluster:
+        call = cluster.submit(prompt_of(30), 6)
+        cluster.run()
+        peer = cluster.prefill.ref.incarnation
+        late = encode(RecordWritten(call.room, 1, 100), peer)
+        cluster.decode.receiver.handle(peer, late)
+        cluster.decode.receiver.handle(peer, late)
+        cluster.decode.receiver.handle(peer, b"noise")
+        cluster.turn(2)
+        counters = cluster.decode.link.counters
+        assert (counters.late_messages, counters.refused_messages) == (2, 1)
+        counters = cluster.prefill.link.counters
+        assert (counters.late_messages, counters.refused_messages) == (0, 0)
 
 
 def test_a_room_twice_is_refused_and_the_first_goes_on() -> None:

@@ -88,6 +88,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         text: Tokenizer = tokenizer,
         served: ServedModel = SERVED,
         send_buffer: int | None = None,
+        max_requests: int = 64,
     ) -> Rig:
         log = Log("test")
         app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware(log)])
@@ -99,7 +100,9 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             return served
 
         generator = ScriptedGenerator()
-        OpenAiRoutes(generator, text, ChatTemplate(TINY), admit, NoImages(), log, write_timeout).add_to(app)
+        template = ChatTemplate(TINY)
+        routes = OpenAiRoutes(generator, text, template, admit, NoImages(), max_requests, log, write_timeout)
+        routes.add_to(app)
         view = ClusterView(
             lambda: rig.ready,
             lambda: {"model_path": served.path, "internal_states": []},

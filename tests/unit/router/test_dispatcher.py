@@ -21,7 +21,7 @@ from common.messages.generation import OutputToken
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
-from router.generation import AnswerComplete
+from router.generation import AnswerComplete, Batch
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import RouterRig, legs, router_rig
 from tests.fakes.waiting import PATIENCE, eventually
@@ -312,6 +312,22 @@ async def test_a_client_that_leaves(tokens: int) -> None:
         report = rig.dispatcher.timelines.get("r1")
         assert report is not None
         assert report["outcome"] == "client gone"
+
+
+async def test_a_prompt_whose_sibling_failed_is_counted_as_that() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        batch = Batch()
+        client = rig.client(batch=batch)
+        await legs(prefill, decode)
+        batch.failed = True
+        await client.leave()
+        report = rig.dispatcher.timelines.get("r1")
+        assert report is not None
+        assert report["outcome"] == "sibling failed"
+        shown = rig.metrics.render()
+        assert b'tandem_request_errors_total{code="sibling_failed"} 1.0' in shown
+        assert b"client_gone" not in shown
 
 
 async def test_closing_the_generator_between_two_tokens_frees_at_once() -> None:

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 from common.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, RequestError, Unavailable
 from common.messages.generation import SamplingParams
 from tests.fakes.waiting import PATIENCE
-from tests.unit.router.conftest import Rig
+from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
 
 TEXT = "The answer is 12 äöü."
@@ -144,6 +144,18 @@ async def test_one_failing_prompt_ends_the_others(rig: Rig, stream: bool) -> Non
         status, answer, _ = await rig.post("/v1/completions", body)
         assert (status, answer["error"]["message"]) == (503, "gone")
     await rig.settled(3)
+    assert [each.batch.failed for each in rig.generator.requests] == [True] * 3
+
+
+async def test_more_prompts_than_may_be_in_flight_are_refused_for_good(serve: Serve) -> None:
+    """Not with a 503: trying again would never help."""
+    rig = await serve(max_requests=2)
+    rig.generator.will(*one_by_one([10]))
+    status, answer, headers = await rig.post("/v1/completions", {"prompt": ["a", "b", "c"]})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert "takes 2 at a time; send them in several requests" in answer["error"]["message"]
+    assert "Retry-After" not in headers
+    assert (await rig.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}))[0] == 200
 
 
 async def test_errors_reach_the_client_as_its_own(rig: Rig) -> None:
