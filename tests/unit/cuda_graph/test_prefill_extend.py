@@ -16,13 +16,16 @@ from common.engine.cuda_graph.backends.breakable import BreakableGraphs
 from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.none import NoGraphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder
+from common.engine.cuda_graph.decode_graph import VARIANTS
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.prefill_extend import ExtendCall, PrefillExtend, extend_spec
+from common.engine.cuda_graph.rules import Decision, Phase
 from common.engine.cuda_graph.slots import SlotError
 from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.cuda_graph.static_extend import BROKEN
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode, ForwardOutput
-from tests.unit.cuda_graph.rig import AUX, extend_driver, model, piecewise, sequences
+from common.messages.generation import SamplingParams
+from tests.unit.cuda_graph.rig import AUX, BACKENDS, DecodeRig, extend_driver, model, piecewise, sequences
 from tests.unit.engine.paged_driver import Driver
 
 NULL, LAST, FULL = CaptureHiddenMode
@@ -207,6 +210,15 @@ def test_a_trial_captures_two_shapes_and_counts_for_all() -> None:
     shapes = graphs.spec.shapes
     assert [key.shape for key in graphs.captured] == [shapes[-1], shapes[-2]]
     assert nbytes == 1010 + 10 * (len(shapes) - 2) + node_graphs.GRAPH_BYTES * len(shapes)
+
+
+def test_a_trial_counts_all_families_shapes_and_variants() -> None:
+    """Row B8: memory is set aside for the graphs of every phase of a node, not for the first one's alone."""
+    prefill = node_graphs.prefill_graphs(Driver(model(), IDS, 4).runner, "breakable", 32, 8, NULL)
+    decode = DecodeRig(IDS[:1], [SamplingParams(max_tokens=9, seed=1)], BACKENDS["tape"](), (1, 2))
+    both = [prefill, node_graphs.NodeGraphs(decode.graphs, Decision(Phase.DECODE, "full"))]
+    graphs = len(prefill.forward.graphs.spec.shapes) + 2 * len(VARIANTS)
+    assert node_graphs.trial(lambda: both, lambda: 7) == node_graphs.GRAPH_BYTES * graphs
 
 
 def test_a_trial_without_graphs_takes_nothing() -> None:
