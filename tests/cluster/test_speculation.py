@@ -14,6 +14,7 @@ from deploy.models.drafts.features import load_target
 from deploy.models.prompts import few_shot_prompt
 from deploy.models.word_problems import take
 from tests.cluster.conftest import Reference
+from tests.cluster.graph_metrics import graph_series, replay_share
 from tests.cluster.harness import MODEL, Client, RunningCluster
 
 pytestmark = pytest.mark.timeout(400)  # two busy cores
@@ -137,7 +138,10 @@ def few_shot_prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", CASES)
 async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, tmp_path: Path) -> None:
-    """Rows B9, B10: the accept length from /server_info, the score that of transformers, whose tokens these are."""
+    """Rows B9, B10: the accept length from /server_info, the score that of transformers, whose tokens these are.
+
+    Rows E1, E4: where rounds have graphs, they run under them.
+    """
     config, least = CASES[name]
     prompts = few_shot_prompts(8)
     async with RunningCluster(tmp_path, config=config) as cluster:
@@ -154,6 +158,10 @@ async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, 
                 _total(text, f"vllm:spec_decode_num_{what}") for what in ("drafts", "accepted_tokens")
             )
             assert 0 < drafts < accepted + drafts
+            if config.get("decode", {}).get("graphs") == "full":
+                series = graph_series(text, "decode")
+                for phase, model in (("verify", "target"), ("draft_extend", "draft")):
+                    assert replay_share(series, phase, model) >= 0.95, series
             print(name, state["avg_spec_accept_length"], drafts, accepted)
 
 
