@@ -24,6 +24,7 @@ from common.engine.models.llama import BodyOutput, LlamaForCausalLM
 from common.engine.ops.triton_kernel import has_triton
 
 EAGER, INDUCTOR = "eager", "inductor"
+PACKAGE = __name__.partition(".")[0]
 LEAST_TOKENS = 2  # a trace takes a size of 1 for a constant
 
 
@@ -113,6 +114,7 @@ class CompiledBody:
     def _compile(self, embeds: Tensor, positions: Tensor) -> BodyOutput:
         started = time.perf_counter()
         from torch._dynamo import config, mark_dynamic
+        from torch._dynamo.exc import FailOnRecompileLimitHit
 
         model, marks = self._model, MarkedAttention()
 
@@ -143,10 +145,12 @@ class CompiledBody:
             # Else a width in which this model differs from one before would count as a size that varies.
             with config.patch(automatic_dynamic_shapes=False):
                 return _body_output(torch.compile(body, backend=backend, fullgraph=True)(*examples))
-        except RuntimeError as error:
+        except (RuntimeError, FailOnRecompileLimitHit) as error:
             if self._graph is not None:  # compiled: this run alone has failed
                 raise
             cause = getattr(error, "inner_exception", error)
+            if _is_defect(cause):
+                raise cause from error
             reason = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
             self._error = f"torch.compile with {self._compiler}: {reason}"
             raise CaptureError(self._error) from error
@@ -190,6 +194,15 @@ class CompiledBody:
                 raise CaptureError(
                     f"the compiled body takes {fact} for granted, which {tokens} tokens are not"
                 )
+
+
+def _is_defect(error: BaseException) -> bool:
+    """Whether it is ours: torch wraps whatever a compiler raises, also what our part of it gets wrong."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    ours = frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}.")
+    return ours and not isinstance(error, RuntimeError)
 
 
 def _body_output(tensors: Any) -> BodyOutput:

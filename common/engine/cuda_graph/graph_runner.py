@@ -21,6 +21,7 @@ from common.engine.cuda_graph.outputs import OutputSpec
 from common.engine.cuda_graph.report import CaptureRow, GraphCounters
 from common.engine.cuda_graph.slots import Inputs, StaticInputs
 from common.engine.cuda_graph.spec import CaptureSpec, GraphKey, ShapeKey
+from common.engine.ops.triton_kernel import COMPILE_ERRORS
 from common.messages.identity import GraphTotals
 
 Batch = TypeVar("Batch")
@@ -68,6 +69,7 @@ class GraphRunner(Generic[Batch, Output]):
         self._inputs = inputs
         self._outputs = outputs
         self._recordings: dict[GraphKey, Recording[Output]] = {}
+        self._missing: list[GraphKey] = []  # failed
 
     @property
     def captured(self) -> list[GraphKey]:
@@ -98,6 +100,14 @@ class GraphRunner(Generic[Batch, Output]):
             for variant in self.spec.variants:
                 self.rows.append(self._capture(GraphKey(shape, variant)))
 
+    def run_missing(self) -> None:
+        """What failed runs eagerly once, on padding: it compiles before serving, and what cannot run at all raises."""
+        with torch.inference_mode():
+            for key in self._missing:
+                inputs = self._inputs.idle(key.shape, key.variant)
+                self._program.plan(self._program.idle(key.shape), inputs)
+                self._program.run(inputs, key.variant)
+
     def _capture(self, key: GraphKey) -> CaptureRow:
         started, error, nbytes, breaks = time.perf_counter() - self._compiling(), "", 0, 0
         try:
@@ -108,7 +118,11 @@ class GraphRunner(Generic[Batch, Output]):
             self._outputs.narrow(recording.output, key.shape, key.shape)
             self._recordings[key] = recording
             nbytes, breaks = recording.nbytes, recording.breaks
-        except RuntimeError as failure:  # torch's, and CaptureError
+        except (
+            RuntimeError,
+            *COMPILE_ERRORS,
+        ) as failure:  # torch's, CaptureError, Triton's; no programming error
+            self._missing.append(key)
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         return CaptureRow(
             phase=self.spec.phase,

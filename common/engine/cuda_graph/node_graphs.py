@@ -151,9 +151,13 @@ def round_plans(
 
 
 def capture(node: NodeGraphs[Any], log: Log) -> None:
-    """Capture all shapes and log the table; a shape that failed runs eagerly and says why."""
+    """Capture all shapes and log the table; a shape that failed runs eagerly, for the first time here, and says why.
+
+    Under inductor nothing else has run our own kernels by then: they would compile at the first request.
+    """
     graphs: GraphRunner[Any, Any] = node.forward.graphs
     graphs.capture()
+    graphs.run_missing()
     compilation = graphs.compilation
     failed = {f"{row.tokens}/{row.requests} {row.variant}": row.error for row in graphs.rows if row.error}
     log.info("graphs", failed=failed, **describe(node))

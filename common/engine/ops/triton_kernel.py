@@ -20,6 +20,7 @@ except ImportError:  # CPU builds of torch come without it
     triton, tl = None, None
 
 __all__ = [
+    "COMPILE_ERRORS",
     "await_previous",
     "cdiv",
     "chained",
@@ -31,6 +32,12 @@ __all__ = [
     "report_compilations",
     "tl",
 ]
+
+
+# where a kernel does not compile or does not fit the GPU; Triton's are no RuntimeError, as torch's are
+COMPILE_ERRORS: tuple[type[Exception], ...] = (RuntimeError,)
+if triton is not None:
+    COMPILE_ERRORS = (RuntimeError, triton.TritonError)
 
 
 class _Missing:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from common.engine.cuda_graph.admission import BatchFacts, Fallback
-from common.engine.cuda_graph.backends.base import Backend, Recording
+from common.engine.cuda_graph.backends.base import Backend, CaptureError, Recording
 from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.none import NoGraphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder
@@ -160,6 +161,47 @@ def test_a_host_sync_fails_the_capture_and_the_batch_runs_eagerly_and_is_counted
     assert torch.equal(made(batch).hidden, batch.embeds)  # eager: three rows, not four
     assert made.counters.fallbacks == {Fallback.CAPTURE_FAILED: 1}
     assert made(batches([8])[0]).hidden.shape == (8, WIDTH)
+
+
+class DoesNotFit(triton.TritonError):  # type: ignore[misc]
+    """As Triton's OutOfResources, which is no RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [CaptureError, torch.AcceleratorError, torch.OutOfMemoryError, DoesNotFit])
+def test_what_torch_and_triton_raise_in_capture_costs_that_graph_alone(kind: type[Exception]) -> None:
+    """It runs eagerly once before serving, where its kernels would else compile at the first request."""
+    seen: list[int] = []
+    capturing = True
+
+    def body(toy: Toy, inputs: Inputs) -> Tensor:
+        rows = inputs["embeds"]
+        seen.append(len(rows))
+        if capturing and len(rows) == 4:
+            raise kind("no room")
+        return rows
+
+    made = runner(Toy(body))
+    assert [row.error for row in made.rows] == ["", f"{kind.__name__}: no room", ""]
+    capturing = False
+    seen.clear()
+    made.run_missing()
+    assert seen == [4]
+    assert not made.counters.fallbacks, "no request was served"
+
+
+def test_programming_errors_in_capture_are_no_fallback() -> None:
+    with pytest.raises(TypeError, match="ours"):
+        runner(Toy(lambda toy, inputs: _raise(TypeError("ours"))))
+
+    def body(toy: Toy, inputs: Inputs) -> Tensor:
+        raise CaptureError("also eagerly")
+
+    with pytest.raises(CaptureError, match="also eagerly"):  # nor what cannot run at all
+        runner(Toy(body)).run_missing()
+
+
+def _raise(error: Exception) -> Tensor:
+    raise error
 
 
 def test_an_output_of_other_rows_than_declared_ends_the_start() -> None:

@@ -177,6 +177,13 @@ def test_a_body_that_cannot_be_compiled_runs_eagerly_and_is_tried_once(
     assert extend.graphs.counters.fallbacks == {Fallback.CAPTURE_FAILED: len(STEPS)}
 
 
+def test_an_error_of_ours_while_torch_compiles_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch wraps it in an exception of its own, which would look like a body that cannot be compiled."""
+    monkeypatch.setattr(compiled_body, "form", lambda piece, missing: "")
+    with pytest.raises(TypeError, match="missing"):
+        drivers(model(), CompiledBodies())
+
+
 class Fussy(PagedAttention):
     refused = 0
 
