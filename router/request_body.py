@@ -29,13 +29,17 @@ async def read_json(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T
         raise UnsupportedMedia("compressed bodies are not taken; send the JSON as it is")
     if request.content_type != "application/json" or "Content-Type" not in request.headers:
         raise UnsupportedMedia("send the body as JSON, with the header Content-Type: application/json")
+    most = request.client_max_size
+    too_large = RequestTooLarge(f"the body is larger than {most} bytes")
+    if (request.content_length or 0) > most:
+        raise too_large
     try:
         async with asyncio.timeout(READ_TIMEOUT):
             raw = await request.read()
     except TimeoutError:
         raise DeadlineExceeded(f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
     except web.HTTPRequestEntityTooLarge:
-        raise RequestTooLarge(f"the body is larger than {request.client_max_size} bytes") from None
+        raise too_large from None
     await check_depth(raw)
     try:
         return decoder.decode(raw)

@@ -124,3 +124,12 @@ async def test_body_that_never_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     )
     assert b" 408 " in await asyncio.wait_for(reader.readline(), PATIENCE)
     await leave(writer)
+
+
+async def test_a_body_that_is_said_to_be_too_large_is_not_waited_for(rig: Rig) -> None:
+    """Its length stands in the head: the client need not send it all, nor hold a connection for READ_TIMEOUT."""
+    reader, writer = await asyncio.open_connection(rig.host, rig.port)
+    head = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"
+    writer.write("\r\n".join((*head, f"Content-Length: {10**12}", "", "{")).encode())
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), PATIENCE)
+    await leave(writer)
