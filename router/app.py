@@ -250,4 +250,5 @@ def _describe(node: Node) -> dict[str, Any]:
         "load": msgspec.to_builtins(node.load),
         "counters": msgspec.to_builtins(node.counters),
         "assigned": len(node.rooms),
+        "as_of": node.as_of,
     }

@@ -25,6 +25,7 @@ class Node:
     load: NodeLoad = field(default_factory=NodeLoad)
     counters: NodeCounters = field(default_factory=NodeCounters)
     loop_age: float = 0.0
+    as_of: float = 0.0  # Unix seconds of its host: when load and counters were so
     rooms: dict[int, int] = field(default_factory=dict)  # room -> prompt tokens not computed yet
 
     @property
@@ -106,7 +107,7 @@ class NodeRegistry:
         changed = node.state != message.state
         node.seen = self._clock()
         node.state, node.load, node.counters = message.state, message.load, message.counters
-        node.loop_age = message.loop_age_ms / 1000
+        node.loop_age, node.as_of = message.loop_age_ms / 1000, message.as_of
         if changed:
             self._on_change()
         return True

@@ -59,6 +59,7 @@ class Snapshot:
     load: NodeLoad
     counters: NodeCounters
     turned_at: float
+    as_of: float  # Unix seconds
 
 
 class RouterLink(Generic[M]):
@@ -92,7 +93,7 @@ class RouterLink(Generic[M]):
         self._given_up = False  # the router answers but does not know us: written by the thread
         self._sequence = 0
         self._registered_at = 0  # echoes of this sequence and before say nothing about the registration
-        self._snapshot = Snapshot("loading", NodeLoad(), NodeCounters(), clock())
+        self._snapshot = Snapshot("loading", NodeLoad(), NodeCounters(), clock(), time.time())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.refused_messages = 0
@@ -111,7 +112,7 @@ class RouterLink(Generic[M]):
 
     def publish(self, state: NodeState, load: NodeLoad, counters: NodeCounters) -> None:
         """Once per turn of the main loop: what the next heartbeat says, and that the loop turned."""
-        self._snapshot = Snapshot(state, load, counters, self._clock())
+        self._snapshot = Snapshot(state, load, counters, self._clock(), time.time())
 
     def send(self, message: RouterMessage) -> None:
         """Never blocks. A full queue means a router that does not read: counted, and fencing will follow."""
@@ -179,6 +180,7 @@ class RouterLink(Generic[M]):
                             sequence=self._sequence,
                             state=snapshot.state,
                             loop_age_ms=int((self._clock() - snapshot.turned_at) * 1000),
+                            as_of=snapshot.as_of,
                             load=snapshot.load,
                             counters=snapshot.counters,
                         )

@@ -38,6 +38,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sequence: int
     state: NodeState
     loop_age_ms: int
+    as_of: float  # Unix seconds of the node's host at which load and counters were so
     load: NodeLoad
     counters: NodeCounters
 

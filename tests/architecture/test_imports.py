@@ -214,7 +214,7 @@ def test_torch_is_not_loaded(entry: str) -> None:
     if entry not in MODULES:
         pytest.skip(f"{entry} does not exist")
     code = f"import {entry}, sys; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

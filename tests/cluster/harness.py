@@ -19,9 +19,16 @@ from typing import Any
 import aiohttp
 import yaml
 
+from tests.fakes.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "deploy" / "models" / "tiny-target"
-START_TIMEOUT = 150.0
+START_TIMEOUT = 600.0
+PATIENT = {
+    "node_timeout": 600.0,
+    "router_timeout": 600.0,
+    "loop_timeout": 600.0,
+}  # a stalled machine is no fault
 ENV = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
@@ -31,10 +38,12 @@ ENV = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def hold_port() -> socket.socket:
+    """Bound and not listening: nobody else is given its port, and a server that reuses addresses can have it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 @dataclass
@@ -46,9 +55,10 @@ class RunningCluster:
     decode: int = 1
     config: dict[str, Any] = field(default_factory=dict)  # sections, merged over the harness's
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    held: list[socket.socket] = field(default_factory=list)  # ports
 
     def __post_init__(self) -> None:
-        self.port = free_port()
+        self.port = self._port()
         self.file = self.directory / "cluster.yaml"
         tcp = self.config.get("transfer", {}).get("transport") == "tcp"
         base: dict[str, Any] = {
@@ -56,21 +66,25 @@ class RunningCluster:
             "router": {"port": self.port},
             "prefill": {"nodes": [self._prefill_node(i, tcp) for i in range(self.prefill)]},
             "decode": {"nodes": [{"name": f"decode-{i}"} for i in range(self.decode)]},
+            "health": {**PATIENT},
             # short: the path of an ipc socket is limited
             "process": {"run_dir": f"/tmp/tandem-test-{secrets.token_hex(4)}"},
         }
         if tcp:
-            base["router"]["control_address"] = f"tcp://127.0.0.1:{free_port()}"
+            base["router"]["control_address"] = f"tcp://127.0.0.1:{self._port()}"
         for section, values in self.config.items():
             base.setdefault(section, {}).update(values)
         self.run_dir = Path(base["process"]["run_dir"])
         self.file.write_text(yaml.safe_dump(base))
 
-    @staticmethod
-    def _prefill_node(index: int, tcp: bool) -> dict[str, Any]:
+    def _port(self) -> int:
+        self.held.append(hold_port())
+        return int(self.held[-1].getsockname()[1])
+
+    def _prefill_node(self, index: int, tcp: bool) -> dict[str, Any]:
         node: dict[str, Any] = {"name": f"prefill-{index}"}
         if tcp:
-            node["peer_address"] = f"tcp://127.0.0.1:{free_port()}"
+            node["peer_address"] = f"tcp://127.0.0.1:{self._port()}"
         return node
 
     @property
@@ -100,7 +114,7 @@ class RunningCluster:
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.processes[name].send_signal(number)
         if number == signal.SIGKILL:
-            self.processes[name].wait(10)
+            self.processes[name].wait(PATIENCE)
 
     def __enter__(self) -> RunningCluster:
         """For fixtures, outside of an event loop."""
@@ -127,16 +141,18 @@ class RunningCluster:
         await asyncio.to_thread(self._stop, error)
 
     def _stop(self, error: BaseException | None) -> None:
+        for held in self.held:
+            held.close()
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
         for name, process in self.processes.items():
             try:
-                process.wait(30)
+                process.wait(2 * PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(5)
+                process.wait(PATIENCE)
                 if error is None:
                     raise AssertionError(f"{name} did not drain:\n{self.log(name)[-3000:]}") from None
         if error is not None:
@@ -225,17 +241,27 @@ class Client:
         found: dict[str, Any] = next(node for node in info["nodes"] if node["name"] == name)
         return found
 
-    async def wait_idle(self, timeout: float = 10.0) -> None:
-        """Until every node is idle: free + cached = total, nothing in quarantine. AssertionError: pages leaked."""
-        deadline = time.monotonic() + timeout
-        await asyncio.sleep(0.6)  # what the router says of a node is as old as its last heartbeat
+    async def gone(self, name: str) -> None:
+        """Until the router has given the node up."""
+        deadline = time.monotonic() + PATIENCE
+        while name in {node["name"] for node in (await self.info())["nodes"]}:
+            assert time.monotonic() < deadline, f"{name} is still there"
+            await asyncio.sleep(0.02)
+
+    async def wait_idle(self, timeout: float = PATIENCE) -> None:
+        """Until every node is idle: free + cached = total, nothing in quarantine. AssertionError: pages leaked.
+
+        Counters are then those of now, too: what nodes said of the time before this call is not heard.
+        """
+        begun, deadline = time.time(), time.monotonic() + timeout
         while True:
             nodes = (await self.info())["nodes"]
-            loads = {node["name"]: node["load"] for node in nodes}
             leaked = {
-                name: load
-                for name, load in loads.items()
-                if load["free_pages"] + load["cached_pages"] != load["total_pages"]
+                node["name"]: (node["as_of"] - begun, load)
+                for node in nodes
+                for load in (node["load"],)
+                if node["as_of"] <= begun
+                or load["free_pages"] + load["cached_pages"] != load["total_pages"]
                 or load["quarantined_pages"]
                 or load["running"] + load["queued"] + load["transferring"]
             }
@@ -243,4 +269,4 @@ class Client:
                 return
             if time.monotonic() > deadline:
                 raise AssertionError(f"not idle after {timeout} s: {leaked}")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.cluster.harness import ENV, MODEL, ROOT, free_port
+from tests.cluster.harness import ENV, MODEL, PATIENT, ROOT, hold_port
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
-def cluster_file(tmp_path: Path) -> Path:
+def cluster_file(tmp_path: Path) -> Iterator[Path]:
     file = tmp_path / "mine.yaml"
     # short: the path of an ipc socket is limited
     run_dir = f"/tmp/tandem-deploy-{os.getpid()}-{time.monotonic_ns() % 100_000}"
-    file.write_text(
-        f"model: {{path: {MODEL}}}\nrouter: {{port: {free_port()}}}\nprocess: {{run_dir: {run_dir}}}\n"
-    )
-    return file
+    with hold_port() as held:
+        sections = {
+            "model": {"path": str(MODEL)},
+            "router": {"port": held.getsockname()[1]},
+            "health": PATIENT,
+            "process": {"run_dir": run_dir},
+        }
+        file.write_text(yaml.safe_dump(sections, sort_keys=False))
+        yield file
 
 
 def run_dir_of(file: Path) -> Path:
-    return Path(file.read_text().rpartition("run_dir: ")[2].strip(" }\n"))
+    return Path(re.findall(r"run_dir: (\S+)", file.read_text())[0])
 
 
 def deploy(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +49,7 @@ def deploy(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
     )
 
 
@@ -60,14 +68,15 @@ def left_behind(file: Path) -> dict[str, list[str]]:
     return {"processes": processes, "files": files}
 
 
-def pids_of(file: Path) -> set[int]:
+def pids_of(file: Path) -> set[tuple[int, int]]:
+    """And when they were started: pids come again."""
     table = json.loads((run_dir_of(file) / "cluster.json").read_text())
-    return {entry["pid"] for entry in table["processes"].values()}
+    return {(entry["pid"], entry["started"]) for entry in table["processes"].values()}
 
 
-def segments_of(pids: set[int]) -> set[str]:
+def segments_of(pids: set[tuple[int, int]]) -> set[str]:
     """Segments that these processes made: clusters of other tests run beside this one."""
-    return {path.name for pid in pids for path in Path("/dev/shm").glob(f"tandem.*.*.{pid}.*")}
+    return {path.name for pid, at in pids for path in Path("/dev/shm").glob(f"tandem.*.*.{pid}.{at}.*")}
 
 
 def test_up_detached_status_down(cluster_file: Path) -> None:
@@ -108,14 +117,14 @@ def test_ctrl_c_drains_and_a_killed_node_is_restarted(cluster_file: Path) -> Non
         table = json.loads((run_dir_of(cluster_file) / "cluster.json").read_text())
         pids = pids_of(cluster_file)
         os.kill(table["processes"]["decode-0"]["pid"], signal.SIGKILL)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             try:
                 body = json.dumps({"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}).encode()
                 request = urllib.request.Request(
                     f"{table['url']}/v1/completions", body, {"Content-Type": "application/json"}
                 )
-                with urllib.request.urlopen(request, timeout=30) as response:
+                with urllib.request.urlopen(request, timeout=120) as response:
                     if (
                         json.loads((run_dir_of(cluster_file) / "cluster.json").read_text())["processes"]
                         != table["processes"]
@@ -129,12 +138,12 @@ def test_ctrl_c_drains_and_a_killed_node_is_restarted(cluster_file: Path) -> Non
         pids |= pids_of(cluster_file)
         process.send_signal(signal.SIGINT)
         output = process.stdout.read()
-        assert process.wait(60) == 0, output
+        assert process.wait(300) == 0, output
         assert "stopped" in output
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
     assert left_behind(cluster_file) == {"processes": [], "files": []}
     assert not segments_of(pids)

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.conftest import OUTPUT_TOKENS, Reference
 from tests.cluster.harness import Answer, Client, RunningCluster
 
-pytestmark = pytest.mark.timeout(400)  # two busy cores
+pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,18 @@ async def test_every_way_of_cutting(
     chosen = prompts[:: case.every]
     async with RunningCluster(tmp_path, case.prefill, case.decode, case.config) as cluster:
         async with Client(cluster.url) as client:
-            answers = await client.complete_all(chosen, 32, case.max_tokens)
-            assert not differences(chosen, answers, reference, case.max_tokens)
-            await client.wait_idle()
-            nodes = (await client.info())["nodes"]
-            for name, least in case.counters.items():
-                total = sum(node["counters"][name] for node in nodes if node["role"] == "decode")
-                assert total >= least, f"{name}: {total}; this case did not show what it is for"
+            shown: dict[str, int] = {}
+            for _ in range(5):  # who meets whom depends on how fast the nodes are
+                answers = await client.complete_all(chosen, 32, case.max_tokens)
+                assert not differences(chosen, answers, reference, case.max_tokens)
+                await client.wait_idle()
+                nodes = (await client.info())["nodes"]
+                decodes = [node["counters"] for node in nodes if node["role"] == "decode"]
+                shown = {name: sum(each[name] for each in decodes) for name in case.counters}
+                if all(shown[name] >= least for name, least in case.counters.items()):
+                    break
+            else:
+                raise AssertionError(f"this case did not show what it is for: {shown}")
             assert all(node["counters"]["requests"] > 0 for node in nodes), "a node was never used"
 
 

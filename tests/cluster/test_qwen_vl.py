@@ -24,7 +24,7 @@ from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.fakes.qwen_vl import build, flatten, inputs_of, picture, rename, save
 from tests.unit.router.test_images import url
 
-pytestmark = pytest.mark.timeout(400)  # two busy cores
+pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 TOKENIZER = MODEL.parent / "tiny-vision"
 START, IMAGE, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"

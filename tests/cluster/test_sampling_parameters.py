@@ -11,7 +11,7 @@ import pytest
 from deploy.models.word_problems import take
 from tests.cluster.harness import MODEL, Client, RunningCluster
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 TREES = {
     "speculation": {

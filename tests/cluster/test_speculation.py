@@ -17,7 +17,7 @@ from tests.cluster.conftest import Reference
 from tests.cluster.graph_metrics import graph_series, replay_share
 from tests.cluster.harness import MODEL, Client, RunningCluster
 
-pytestmark = pytest.mark.timeout(400)  # two busy cores
+pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 MODELS = MODEL.parent
 CASES: dict[str, tuple[dict[str, Any], float]] = {

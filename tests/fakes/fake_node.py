@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import Any, TypeVar
 
@@ -90,6 +91,7 @@ class FakeNode:
                     sequence=self._sequence,
                     state=state,
                     loop_age_ms=loop_age_ms,
+                    as_of=time.time(),
                     load=load or NodeLoad(total_pages=100, free_pages=100),
                     counters=NodeCounters(),
                 )

@@ -7,6 +7,7 @@ and sleeps. `transfer_rig` is what starts it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -73,11 +74,13 @@ class SenderChild:
         return True
 
     def run(self) -> None:
+        """Until it is told to end, or its parent is gone."""
+        parent = os.getppid()
         self._reply({"up": True})
         poller = zmq.Poller()
         poller.register(self.frames, zmq.POLLIN)
         poller.register(self.commands, zmq.POLLIN)
-        while True:
+        while os.getppid() == parent:
             ready = dict(poller.poll(0 if self.sender.writing else 2))
             if self.frames in ready:
                 self.sender.handle(b"d", self.frames.recv())
@@ -136,8 +139,9 @@ class SenderChild:
     def flood(self, command: dict[str, Any]) -> None:
         """Post writes until killed, far more than the GPU can carry out at once."""
         (peer,) = self.sender._peers.all()
+        parent = os.getppid()
         self._reply({"flooding": True})
-        while True:
+        while os.getppid() == parent:
             self.endpoint.write_pages(
                 peer.memory, peer.hello.layout, command["src"], command["dst"], 0, False
             )

@@ -66,6 +66,7 @@ FOR_ROUTER = [
         effective_config={"device": "cpu", "pool_bytes": 2**40, "share": 0.5, "graphs": False, "tp": None},
     ),
     router_inbox.Heartbeat(
+        as_of=1.7e9,
         incarnation="a",
         sequence=2**40,
         state="draining",

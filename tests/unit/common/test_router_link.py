@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -277,13 +278,16 @@ def test_a_probe_on_the_main_socket_is_no_echo(rig: Rig) -> None:
 def test_heartbeats_go_on_while_the_main_loop_is_blocked(rig: Rig) -> None:
     """This thread is the main loop and does nothing for the link: the age of its last turn travels."""
     load = NodeLoad(queued=3, total_pages=9)
+    before = time.time()
     rig.link.publish("up", load, NodeCounters(steps=7))
     rig.link.start()
     first = rig.beat()
+    assert before <= first.as_of <= time.time()
     assert (first.state, first.load, first.counters.steps, first.loop_age_ms) == ("up", load, 7, 0)
     rig.clock.now += 5.0
     later = rig.beat()
     assert later.loop_age_ms == 5000
+    assert later.as_of == first.as_of
     assert later.sequence > first.sequence
     rig.link.publish("draining", load, NodeCounters())
     turned = rig.beat()

@@ -113,7 +113,7 @@ def test_layers_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler: g++"
 )
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore")
 def test_inductor_writes_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, products and activations are opened up for it: close to eager, tokens equal."""
     from torch._inductor import cpu_vec_isa

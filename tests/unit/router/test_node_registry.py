@@ -45,6 +45,7 @@ def register(role: Role, name: str, incarnation: str = "", **options: Any) -> Re
 
 def beat(name: str, state: NodeState = "up", age: int = 0) -> Heartbeat:
     return Heartbeat(
+        as_of=7.0,
         incarnation=f"i-{name}",
         sequence=1,
         state=state,
@@ -60,6 +61,7 @@ def test_states() -> None:
     assert registry.register(register("decode", "d")) is None
     assert (registry.count("decode"), registry.count("prefill"), rig.changes) == (1, 0, 1)
     assert registry.heartbeat(beat("d", "draining"))
+    assert [node.as_of for node in registry] == [7.0]
     assert (registry.count("decode"), rig.changes) == (0, 2)
     assert registry.choose("decode", RoundRobin()) is None
     assert registry.heartbeat(beat("d", "draining"))
