@@ -168,10 +168,9 @@ async def test_garbage_on_every_socket_is_refused_counted_and_survived(cluster: 
     """Random, truncated and oversized frames to the router's and the prefill node's sockets, from a stranger."""
     rng = random.Random(3)
     context = zmq.Context()
+    strangers = [context.socket(zmq.DEALER) for _ in range(2)]
     try:
-        for name in ("router", "prefill-0"):
-            stranger = context.socket(zmq.DEALER)
-            stranger.setsockopt(zmq.LINGER, 0)
+        for stranger, name in zip(strangers, ("router", "prefill-0"), strict=True):
             stranger.connect(f"ipc://{cluster.run_dir}/{name}.sock")
             for size in (0, 1, 20, 300, 70_000):
                 stranger.send(rng.randbytes(size))
