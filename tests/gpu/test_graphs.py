@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.cuda_graph.admission import Fallback
 from common.engine.cuda_graph.backends.breakable import BreakableGraphs
 from common.engine.cuda_graph.backends.cuda import Address, CudaRecorder, fork
 from common.engine.cuda_graph.backends.full import FullGraphs
@@ -20,17 +19,16 @@ from common.engine.cuda_graph.break_point import break_point
 from common.engine.cuda_graph.decode_graph import VARIANTS
 from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.cuda_graph.static_extend import BROKEN
-from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.sampling_plan import sampling_variant
 from common.messages.generation import SamplingParams
-from tests.unit.cuda_graph.rig import AUX, DecodeRig, DeviceDriver, extend_driver, model, sequences
+from tests.gpu.prompt_steps import CLOSE, IDS, check_prompt_replays
+from tests.unit.cuda_graph.rig import AUX, DecodeRig, extend_driver, sequences
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GPU = torch.device("cuda")
-CLOSE = {"atol": 1e-3, "rtol": 0.0}
 MIB = 2**20
 
 
@@ -166,15 +164,6 @@ def test_an_address_is_the_tensor_without_its_ownership(dtype: torch.dtype) -> N
     assert base[0, 0] == 1
 
 
-IDS = sequences([60, 41, 23, 9])
-STEPS = [
-    ([0, 1], [20, 7]),
-    ([0, 2, 1], [5, 3, 8]),
-    ([3], [8]),
-    ([0, 1, 2], [28, 17, 20]),
-    ([0], [7]),
-    ([1, 3], [9, 1]),
-]
 BUCKETS = (4, 8, 16, 32, 48)
 
 
@@ -183,19 +172,7 @@ BUCKETS = (4, 8, 16, 32, 48)
 @pytest.mark.parametrize("unbroken", [BROKEN, ShapeKey(16, 2), ShapeKey(48, 9)])
 def test_prefill_replay_equals_eager(poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey) -> None:
     """Rows A1, A6, C3: below, at and above the maximum, shrinking and growing, poison clean."""
-    eager = DeviceDriver(model(aux, device=GPU), IDS, 16)
-    driver, extend = extend_driver(
-        IDS, breakable(), BUCKETS, page_size=16, poisoned=poisoned, aux=aux, device=GPU, unbroken=unbroken
-    )
-    small = unbroken.tokens
-    assert all(row.breaks == (0 if row.tokens <= small else 2) for row in extend.graphs.rows)
-    for rows, lengths in STEPS:
-        expected = eager.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
-        actual = driver.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
-        torch.testing.assert_close(actual.logits, expected.logits, **CLOSE)
-        torch.testing.assert_close(actual.hidden, expected.hidden, **CLOSE)
-        assert torch.equal(actual.logits.argmax(-1), expected.logits.argmax(-1))
-    assert extend.graphs.counters.fallbacks == {Fallback.TOO_LARGE: 1}
+    check_prompt_replays(breakable(), BUCKETS, poisoned, aux, unbroken)
 
 
 PARAMS = [

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.cuda_graph.admission import Fallback
 from common.engine.cuda_graph.backends.breakable import BreakableGraphs
 from common.engine.cuda_graph.backends.cuda import CudaRecorder
 from common.engine.cuda_graph.backends.piecewise import PiecewiseGraphs
 from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.cuda_graph.static_extend import BROKEN
-from common.engine.forward.batch import CaptureHiddenMode
-from tests.unit.cuda_graph.rig import AUX, DeviceDriver, extend_driver, model, sequences
+from tests.gpu.prompt_steps import IDS, check_prompt_replays
+from tests.unit.cuda_graph.rig import AUX, extend_driver, sequences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,17 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # inductor's own
 ]
 GPU = torch.device("cuda")
-CLOSE = {"atol": 1e-3, "rtol": 0.0}
 MIB = 2**20
-IDS = sequences([60, 41, 23, 9])
-STEPS = [
-    ([0, 1], [20, 7]),
-    ([0, 2, 1], [5, 3, 8]),
-    ([3], [8]),
-    ([0, 1, 2], [28, 17, 20]),
-    ([0], [7]),
-    ([1, 3], [9, 1]),
-]
 BUCKETS = (2, 4, 8, 16, 32, 48)
 COMPILERS = ("eager", "inductor")
 BODIES = {compiler: CompiledBodies(compiler) for compiler in COMPILERS}
@@ -49,20 +38,7 @@ def test_prefill_replay_equals_eager(
     compiler: str, poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey
 ) -> None:
     """Rows A1, A6, C3: below, at and above the maximum, shrinking and growing, poison clean."""
-    eager = DeviceDriver(model(aux, device=GPU), IDS, 16)
-    backend = piecewise(compiler)
-    driver, extend = extend_driver(
-        IDS, backend, BUCKETS, page_size=16, poisoned=poisoned, aux=aux, device=GPU, unbroken=unbroken
-    )
-    small = unbroken.tokens
-    assert all(row.breaks == (0 if row.tokens <= small else 2) for row in extend.graphs.rows)
-    for rows, lengths in STEPS:
-        expected = eager.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
-        actual = driver.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
-        torch.testing.assert_close(actual.logits, expected.logits, **CLOSE)
-        torch.testing.assert_close(actual.hidden, expected.hidden, **CLOSE)
-        assert torch.equal(actual.logits.argmax(-1), expected.logits.argmax(-1))
-    assert extend.graphs.counters.fallbacks == {Fallback.TOO_LARGE: 1}
+    check_prompt_replays(piecewise(compiler), BUCKETS, poisoned, aux, unbroken)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -118,10 +118,7 @@ class GraphRunner(Generic[Batch, Output]):
             self._outputs.narrow(recording.output, key.shape, key.shape)
             self._recordings[key] = recording
             nbytes, breaks = recording.nbytes, recording.breaks
-        except (
-            RuntimeError,
-            *COMPILE_ERRORS,
-        ) as failure:  # torch's, CaptureError, Triton's; no programming error
+        except COMPILE_ERRORS as failure:  # torch's, Triton's and CaptureError; a TypeError is a defect
             self._missing.append(key)
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         return CaptureRow(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
-from common.engine.ops.triton_kernel import kernel_with_varying, next_power_of_2, tl
+from common.engine.ops.triton_kernel import kernel, kernel_with_varying, next_power_of_2, tl
 from common.rope_config import RopeConfig
 
 ANGLE_BLOCK = 1024  # elements per program
@@ -28,6 +28,18 @@ def rotary_angles_reference(
     angles = positions.to(torch.float32)[:, None, None] * inv_freq
     cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+@kernel
+def _store_angles(cos_ptr, sin_ptr, angle, factor, half, live):  # type: ignore[no-untyped-def]
+    """At pointers of the first halves; the second ones lie `half` behind. The first half of sines is negative."""
+    dtype = cos_ptr.dtype.element_ty
+    cos = (tl.cos(angle) * factor).to(dtype)
+    sin = (tl.sin(angle) * factor).to(dtype)
+    tl.store(cos_ptr, cos, mask=live)
+    tl.store(cos_ptr + half, cos, mask=live)
+    tl.store(sin_ptr, -sin, mask=live)
+    tl.store(sin_ptr + half, sin, mask=live)
 
 
 @kernel_with_varying("count")
@@ -47,14 +59,8 @@ def _angles_kernel(  # type: ignore[no-untyped-def]
     live = (token < count)[:, None] & (dim < half)[None, :]
     position = tl.load(positions_ptr + token, mask=token < count, other=0).to(tl.float32)
     angle = position[:, None] * tl.load(inv_freq_ptr + dim, mask=dim < half, other=0.0)[None, :]
-    dtype = cos_ptr.dtype.element_ty
-    cos = (tl.cos(angle) * factor).to(dtype)
-    sin = (tl.sin(angle) * factor).to(dtype)
     place = token[:, None] * (2 * half) + dim[None, :]
-    tl.store(cos_ptr + place, cos, mask=live)
-    tl.store(cos_ptr + place + half, cos, mask=live)
-    tl.store(sin_ptr + place, -sin, mask=live)
-    tl.store(sin_ptr + place + half, sin, mask=live)
+    _store_angles(cos_ptr + place, sin_ptr + place, angle, factor, half, live)
 
 
 @kernel_with_varying("count")
@@ -78,14 +84,8 @@ def _axis_angles_kernel(  # type: ignore[no-untyped-def]
     source = positions_ptr + token[:, None] * AXES + axis[None, :]
     position = tl.load(source, mask=live, other=0).to(tl.float32)
     angle = position * tl.load(inv_freq_ptr + dim, mask=dim < half, other=0.0)[None, :]
-    dtype = cos_ptr.dtype.element_ty
-    cos = (tl.cos(angle) * factor).to(dtype)
-    sin = (tl.sin(angle) * factor).to(dtype)
     place = token[:, None] * (2 * half) + dim[None, :]
-    tl.store(cos_ptr + place, cos, mask=live)
-    tl.store(cos_ptr + place + half, cos, mask=live)
-    tl.store(sin_ptr + place, -sin, mask=live)
-    tl.store(sin_ptr + place + half, sin, mask=live)
+    _store_angles(cos_ptr + place, sin_ptr + place, angle, factor, half, live)
 
 
 def _launch_angles(

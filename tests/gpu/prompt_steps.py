@@ -1,0 +1,42 @@
+"""Steps of prompts of four requests under graphs on a GPU, against the same eagerly: for every backend."""
+
+from __future__ import annotations
+
+import torch
+
+from common.engine.cuda_graph.admission import Fallback
+from common.engine.cuda_graph.backends.base import Backend
+from common.engine.cuda_graph.spec import ShapeKey
+from common.engine.forward.batch import CaptureHiddenMode
+from tests.unit.cuda_graph.rig import DeviceDriver, extend_driver, model, sequences
+
+CLOSE = {"atol": 1e-3, "rtol": 0.0}
+IDS = sequences([60, 41, 23, 9])
+STEPS = [
+    ([0, 1], [20, 7]),
+    ([0, 2, 1], [5, 3, 8]),
+    ([3], [8]),
+    ([0, 1, 2], [28, 17, 20]),
+    ([0], [7]),
+    ([1, 3], [9, 1]),
+]
+
+
+def check_prompt_replays(
+    backend: Backend, buckets: tuple[int, ...], poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey
+) -> None:
+    """Rows A1, A6, C3: below, at and above the maximum, shrinking and growing, poison clean."""
+    gpu = torch.device("cuda")
+    eager = DeviceDriver(model(aux, device=gpu), IDS, 16)
+    driver, extend = extend_driver(
+        IDS, backend, buckets, page_size=16, poisoned=poisoned, aux=aux, device=gpu, unbroken=unbroken
+    )
+    small = unbroken.tokens
+    assert all(row.breaks == (0 if row.tokens <= small else 2) for row in extend.graphs.rows)
+    for rows, lengths in STEPS:
+        expected = eager.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
+        actual = driver.run(rows, lengths, hidden_mode=CaptureHiddenMode.FULL)
+        torch.testing.assert_close(actual.logits, expected.logits, **CLOSE)
+        torch.testing.assert_close(actual.hidden, expected.hidden, **CLOSE)
+        assert torch.equal(actual.logits.argmax(-1), expected.logits.argmax(-1))
+    assert extend.graphs.counters.fallbacks == {Fallback.TOO_LARGE: 1}
