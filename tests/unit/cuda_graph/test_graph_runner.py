@@ -308,6 +308,14 @@ def test_counters_by_reason_and_padded_tokens() -> None:
     )
 
 
+def test_graphs_that_never_ran_are_told() -> None:
+    """They cost memory for nothing: the gauge that says so counts graphs, not replays."""
+    made = runner(Toy())
+    for batch in batches([3, 4, 3]):
+        made(batch)
+    assert (made.totals().replays, made.totals().captured, made.totals().unused) == (3, 3, 2)
+
+
 def test_a_mode_mismatch_is_a_fall_back_never_a_wrong_answer() -> None:
     """Row B6."""
     made, toy = runner(Toy()), Toy()

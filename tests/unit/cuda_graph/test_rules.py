@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from common.engine.cuda_graph.backends.breakable import BreakableGraphs
 from common.engine.cuda_graph.backends.choice import make_backend
 from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.none import NoGraphs
+from common.engine.cuda_graph.node_graphs import round_plans
 from common.engine.cuda_graph.rules import (
     PHASES,
     RULES,
@@ -81,6 +83,20 @@ def test_a_multimodal_model_on_the_allow_list_has_graphs(monkeypatch: pytest.Mon
     assert decide(Phase.PREFILL, facts, AUTO).backend == "none"
     monkeypatch.setattr(rules, "MULTIMODAL_ALLOWED", frozenset(("Seeing",)))
     assert decide(Phase.PREFILL, facts, AUTO).backend == "breakable"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "backend"), [("LlavaForConditionalGeneration", "full"), ("Unheard", "none")]
+)
+def test_a_model_that_sees_is_judged_by_its_own_name(architecture: str, backend: str) -> None:
+    """Row B3 (8): the language model inside is on no list of models that see."""
+    config = SimpleNamespace(
+        architecture="LlamaForCausalLM", vision=SimpleNamespace(architecture=architecture)
+    )
+    model: Any = SimpleNamespace(config=config, placement=SimpleNamespace(device=torch.device("cpu")))
+    decision = round_plans(SimpleNamespace(model=model), "full", 4)(Phase.VERIFY).decision  # type: ignore[arg-type]
+    assert decision.backend == backend
+    assert [reason.split(":")[0] for reason in decision.reasons] == ["multimodal"] * (backend == "none")
 
 
 def test_the_models_that_see_are_on_the_list() -> None:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from common.engine.kv_cache.page_space import PageSpace
+from common.engine.kv_cache.radix_cache import NoPrefixCache
+from common.engine.kv_cache.relay_state import RelayState
+from common.engine.kv_cache.request_table import RequestTable
+from common.engine.rotary_places import ImageAxes
 from common.errors import Overloaded, TransferFailed
+from common.messages.generation import ImageSpan, SamplingParams
 from common.messages.identity import NodeRef
 from decode_node import peers as module
+from decode_node.request import DecodeRequest
+from decode_node.retraction import Retraction
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import expect_reference, prompt_of
 
+CPU = torch.device("cpu")
 SMALL = Shape(page_size=4, decode_pool=96, reserved_tokens=4)
 
 
@@ -84,3 +94,30 @@ def test_backups_stay_within_their_memory() -> None:
         assert "preempted" in {failed.code for failed in cluster.failures}
         assert cluster.decode.link.counters.retractions > len(cluster.failures)
         cluster.settle()
+
+
+def test_a_row_has_the_rotary_delta_of_its_images_after_hand_over_and_resume() -> None:
+    """Positions run behind places by what the images fold up; the row is the only one to say so (row C3's model)."""
+    space = PageSpace(4, 9, NoPrefixCache())
+    table, relay = RequestTable(2, 4, CPU), RelayState.allocate(2, 32, CPU)
+    retraction = Retraction((), space, table, relay, ImageAxes(), 0)
+    request = DecodeRequest(
+        room=1,
+        request_id="r",
+        prompt=[3] * 10,
+        emitted=0,
+        sampling=SamplingParams(max_tokens=9, seed=1),
+        prefill=ref(7),
+        received=0.0,
+        deadline=9.0,
+        images=(ImageSpan(2, 6, bytes(32), rows=2),),  # six tokens, three columns
+        output=[5],
+        launched=1,
+    )
+    request.lease = space.lease(space.keys(request.contents), 3, max_cached_tokens=0)
+    retraction.occupy(request)
+    assert relay.rope_delta[request.row] == -3
+    assert retraction.save(request)
+    relay.rope_delta.zero_()
+    assert retraction.restore(request)
+    assert relay.rope_delta[request.row] == -3

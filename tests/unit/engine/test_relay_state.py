@@ -1,0 +1,69 @@
+"""The relay row: set whole, and by nobody else's batch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
+from common.messages.generation import SamplingParams
+
+SHAPE = DraftShape(topk=2, hidden=3, vocab=64)
+HIDDEN = torch.tensor([1.5, -2.25, 1e-3])
+DRAFT = DraftRow((0.5, 0.25), (7, 8), HIDDEN.view(torch.uint8).numpy().tobytes())
+SAMPLING = SamplingParams(max_tokens=9, temperature=0.5, top_p=0.75, top_k=11, min_p=0.125, seed=77)
+JUNK = 9
+
+
+def columns(relay: RelayState) -> dict[str, Tensor]:
+    return {field.name: getattr(relay, field.name) for field in fields(relay) if field.name != "adjustments"}
+
+
+def junk() -> RelayState:
+    relay = RelayState.allocate(2, 64, torch.device("cpu"), SHAPE)
+    for column in columns(relay).values():
+        column.fill_(JUNK)
+    return relay
+
+
+def test_a_row_is_set_whole() -> None:
+    """Whoever had the row before: hand-over, resume and migration rely on it. Other rows keep what they have."""
+    relay = junk()
+    relay.write_row(1, [3, 4, 5, 6], 1, SAMPLING, DRAFT, rope_delta=-2)
+    assert {name: column[1].tolist() for name, column in columns(relay).items()} == {
+        "last_token": 6,
+        "seq_len": 3,
+        "rope_delta": -2,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 11,
+        "min_p": 0.125,
+        "seed": 77,
+        "draft_p": [0.5, 0.25],
+        "draft_ids": [7, 8],
+        "draft_hidden": HIDDEN.tolist(),
+    }
+    for column in columns(relay).values():
+        assert (column[[0, 2]] == JUNK).all()
+
+
+def test_a_row_without_images_turns_as_it_stands() -> None:
+    relay = junk()
+    relay.write_row(2, [3, 4], 1, SAMPLING, DRAFT)
+    assert relay.rope_delta.tolist() == [JUNK, JUNK, 0]
+
+
+def test_padding_rows_stay_zero_whatever_a_batch_has_for_them() -> None:
+    """Row 0 is gathered as a request of no tokens: what a padded batch computed there is no draft state."""
+    relay = RelayState.allocate(2, 64, torch.device("cpu"), SHAPE)
+    state = EagleDraftInput.zeros(2, 2, 3, torch.float32, torch.device("cpu"))
+    for column in (state.probs, state.ids, state.hidden):
+        column.fill_(5)
+    relay.write_draft(torch.tensor([2, 0]), state)
+    for column in (relay.draft_p, relay.draft_ids, relay.draft_hidden):
+        assert not column[0].any()
+        assert not column[1].any()
+        assert (column[2] == 5).all()
