@@ -40,14 +40,14 @@ def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[Run]:
     return found
 
 
-def copies(src: KvLayout, dst: KvLayout, page_runs: Iterable[Run]) -> list[Copy]:
+def copies(src: KvLayout, dst: KvLayout, page_runs: Iterable[Run], planes: slice = slice(None)) -> list[Copy]:
     """Every copy that moves these runs, plane by plane; only the heads that both ranks hold.
 
     Equal head ranges give one copy per run and plane, others one piece per token (small: see `whole_rows`).
     """
     page_runs = list(page_runs)
     plan: list[Copy] = []
-    for a, b in zip(src.planes, dst.planes, strict=True):
+    for a, b in zip(src.planes[planes], dst.planes[planes], strict=True):
         if src.heads(a) == dst.heads(b):
             for run in page_runs:
                 plan.append(

@@ -11,6 +11,7 @@ class SenderCounters:
     delivered: int = 0  # rooms
     lost: int = 0  # rooms that ended any other way, cancelled ones included
     pages_written: int = 0
+    pages_by_layer: int = 0  # of these, sent while the forward that wrote them went on
     records_written: int = 0
     bytes_written: int = 0
     handshakes: int = 0

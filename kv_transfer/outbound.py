@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -16,17 +16,26 @@ from kv_transfer.handshake import Peer
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import AbortAck, PagesWritten, ReceiverInbox, RecordWritten, SenderFailed, Slots
 from kv_transfer.state import SendState, send_step
-from kv_transfer.transport.base import SenderEndpoint, Ticket, WriteState
+from kv_transfer.transport.base import PageWrite, SenderEndpoint, Ticket, WriteState
+from kv_transfer.transport.layers import PageList
 
 
-@dataclass(slots=True)
-class _Posted:
+@dataclass(slots=True, eq=False)
+class Posted:
     """A write that is not known to have settled."""
 
-    ticket: Ticket
     first: int  # logical page
     count: int  # pages; 0 for the record
-    nbytes: int
+    tickets: list[Ticket] = field(default_factory=list)
+    nbytes: int = 0
+    digests: Sequence[int] = ()  # to be read once it has landed
+    rest: Callable[[], PageWrite] | None = None  # of pages whose layers leave while a forward computes them
+    layered: bool = False  # some of their layers have left so
+    launching: bool = False  # the forward's: layers may leave whose tickets are not here yet
+
+    def add(self, write: PageWrite) -> None:
+        self.tickets.append(write.ticket)
+        self.nbytes, self.digests, self.rest = write.nbytes, write.digests, None
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +55,8 @@ class Outbound:
     next_page: int = 0  # logical; those below are posted, or held by the decode node
     failure: tuple[str, str] | None = None  # code, reason
     abort_asked: bool = False
-    _checksums: list[Sequence[int]] = field(default_factory=list)  # per write; read once all have landed
-    _posted: list[_Posted] = field(default_factory=list)
+    _checksums: list[Sequence[int]] = field(default_factory=list)  # per write that has landed
+    _posted: list[Posted] = field(default_factory=list)
     _record: HandoffRecord | None = None
     _moved: int = -1  # endpoint.progress when it last changed
     _moved_at: float = 0.0
@@ -93,8 +102,47 @@ class Outbound:
 
     def send_pages(self, src_pages: Sequence[int], first: int, now: float) -> None:
         """Post logical pages first.. ; they must follow the ones before without a gap."""
+        pages = self._next(src_pages, first)
+        if pages is None or self.peer is None:
+            return
+        write = self.endpoint.write_pages(
+            self.peer.memory,
+            self.peer.hello.layout,
+            pages.src_pages,
+            pages.dst_pages,
+            pages.generation,
+            self.limits.verify_checksums,
+        )
+        posted = Posted(first, len(src_pages))
+        posted.add(write)
+        self._post(posted, now)
+
+    def follow(self, src_pages: Sequence[int], first: int, now: float) -> tuple[PageList, Posted] | None:
+        """As `send_pages`, but a forward has begun to write these pages; the caller keeps what is returned up to date.
+
+        None where nothing is to be sent.
+        """
+        pages = self._next(src_pages, first)
+        if pages is None:
+            return None
+        posted = Posted(first, len(src_pages), launching=True)
+        self._post(posted, now)
+        return pages, posted
+
+    def complete(self, end: int, now: float) -> None:
+        """Forwards that wrote logical pages below `end` have ended: post what has not left with their layers."""
         if self.state is SendState.DRAINING:
-            return  # the loss is announced by an event that the node has not read yet
+            return
+        for posted in self._posted:
+            if posted.rest is not None and posted.first + posted.count <= end:
+                posted.add(posted.rest())
+                if posted is self._posted[0]:
+                    self._moved_at = now
+
+    def _next(self, src_pages: Sequence[int], first: int) -> PageList | None:
+        """These pages count as posted; None where there are none, or the room is lost."""
+        if self.state is SendState.DRAINING:
+            return None  # the loss is announced by an event that the node has not read yet
         slots, peer = self.slots, self.peer
         if self.state is not SendState.GRANTED or slots is None or peer is None:
             raise InternalError(
@@ -110,18 +158,9 @@ class Outbound:
                 f"{slots.held_pages + len(slots.pages)}"
             )
         if not src_pages:
-            return
+            return None
         self.next_page += len(src_pages)
-        write = self.endpoint.write_pages(
-            peer.memory,
-            peer.hello.layout,
-            src_pages,
-            dst_pages,
-            slots.generation,
-            self.limits.verify_checksums,
-        )
-        self._checksums.append(write.digests)
-        self._post(_Posted(write.ticket, first, len(src_pages), write.nbytes), now)
+        return PageList(src_pages, dst_pages, slots.generation)
 
     def finish(self, record: HandoffRecord) -> None:
         """The record goes behind all page writes; every granted page must have been sent."""
@@ -129,6 +168,8 @@ class Outbound:
             return
         if self.slots is None or self.next_page != self.slots.held_pages + len(self.slots.pages):
             raise InternalError(f"room {self.room}: finished after page {self.next_page} of {self.slots}")
+        if any(posted.rest is not None for posted in self._posted):
+            raise InternalError(f"room {self.room}: finished before its forwards were complete")
         self._go(SendState.FINISHING)
         self._record = record
 
@@ -139,7 +180,9 @@ class Outbound:
         self._go(SendState.DRAINING)
         self.failure = (code, reason)
         for posted in self._posted:
-            self.endpoint.cancel(posted.ticket)
+            if not posted.layered:  # else its ticket may be of other rooms, too
+                for ticket in posted.tickets:
+                    self.endpoint.cancel(ticket)
 
     def advance(self, now: float) -> list[ReceiverInbox]:
         said: list[ReceiverInbox] = []
@@ -159,7 +202,7 @@ class Outbound:
         """Announce what has landed, in order; a failed write turns the room to draining."""
         while self._posted and self.state is not SendState.DRAINING:
             head = self._posted[0]
-            outcome = self.endpoint.poll(head.ticket)
+            outcome = WriteState.PENDING if head.rest is not None else self._outcome(head)
             if outcome is WriteState.PENDING:
                 return
             self._posted.pop(0)
@@ -173,10 +216,12 @@ class Outbound:
             self.counters.bytes_written += head.nbytes
             said.append(self._landed(head))
 
-    def _landed(self, write: _Posted) -> ReceiverInbox:
+    def _landed(self, write: Posted) -> ReceiverInbox:
         assert self.slots is not None
         if write.count:
             self.counters.pages_written += write.count
+            self.counters.pages_by_layer += write.count if write.layered else 0
+            self._checksums.append(write.digests)
             return PagesWritten(self.room, self.slots.generation, write.first, write.count)
         self.counters.records_written += 1
         self._go(SendState.DELIVERED)
@@ -197,9 +242,15 @@ class Outbound:
         self._go(SendState.RECORDING)
         offset = self.slots.record_slot * slot_bytes
         ticket = self.endpoint.write_record(self.peer.memory, offset, data, self.slots.generation)
-        self._post(_Posted(ticket, 0, 0, len(data)), now)
+        self._post(Posted(0, 0, [ticket], len(data)), now)
 
-    def _post(self, write: _Posted, now: float) -> None:
+    def _outcome(self, write: Posted) -> WriteState:
+        states = {self.endpoint.poll(ticket) for ticket in write.tickets}
+        if WriteState.PENDING in states or write.launching:
+            return WriteState.PENDING
+        return WriteState.FAILED if WriteState.FAILED in states else WriteState.DONE
+
+    def _post(self, write: Posted, now: float) -> None:
         if not self._posted:
             self._moved_at = now
         self._posted.append(write)
@@ -212,7 +263,7 @@ class Outbound:
                 TransferFailed.code,
                 f"the decode node granted no slots within {self.limits.slots_timeout:g} s",
             )
-        elif self._posted and self.peer is not None:
+        elif self._posted and self._posted[0].rest is None and self.peer is not None:
             moved = self.endpoint.progress(self.peer.memory)
             if moved != self._moved:
                 self._moved, self._moved_at = moved, now
@@ -225,7 +276,7 @@ class Outbound:
 
     def _settle(self, said: list[ReceiverInbox]) -> None:
         """Say the end once no write is outstanding; one that never settles leaves the room poisoned."""
-        self._posted = [p for p in self._posted if self.endpoint.poll(p.ticket) is WriteState.PENDING]
+        self._posted = [each for each in self._posted if self._outcome(each) is WriteState.PENDING]
         if self._posted:
             return
         self._go(SendState.LOST)

@@ -22,6 +22,7 @@ from kv_transfer.events import Delivered, SenderEvent, SlotsGranted, TransferLos
 from kv_transfer.expiring import ExpiringMap
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import Peer, PeerTable, Refusal
+from kv_transfer.layer_send import LayerSend
 from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Abort, AbortAck, Hello, ReceiverInbox, Refused, SenderFailed, Slots, Welcome
@@ -29,6 +30,7 @@ from kv_transfer.outbound import Outbound
 from kv_transfer.state import SendState
 from kv_transfer.transport import process
 from kv_transfer.transport.base import SenderEndpoint
+from kv_transfer.transport.layers import LayerEndpoint
 
 __all__ = ["Delivered", "GrantedSlots", "Sender", "SenderEvent", "SlotsGranted", "TransferLost"]
 
@@ -146,6 +148,22 @@ class Sender:
         outbound = self._room(room)
         if outbound is not None:
             outbound.send_pages(src_pages, first, self._clock())
+            self._advance(outbound)
+
+    def follow(self) -> LayerSend:
+        """For a forward that is about to write pages of rooms; behind it, `complete` is to be told of each.
+
+        InternalError where the transport cannot take layers.
+        """
+        if not isinstance(self._endpoint, LayerEndpoint):
+            raise InternalError(f"{type(self._endpoint).__name__} takes whole pages alone")
+        return LayerSend(self._endpoint, self._room, self._limits.verify_checksums, self._clock)
+
+    def complete(self, room: int, end: int) -> None:
+        """Logical pages below `end` are complete: write the planes of followed ones that have not left."""
+        outbound = self._room(room)
+        if outbound is not None:
+            outbound.complete(end, self._clock())
             self._advance(outbound)
 
     def finish(self, room: int, record: HandoffRecord) -> None:

@@ -13,8 +13,9 @@ import zmq
 from common.config import Cluster, Resolved
 from common.config.run_directory import control_address, peer_address
 from common.config.schema import PrefillSection
-from common.config.transport_choice import choose_transport
+from common.config.transport_choice import choose_layers, choose_transport
 from common.engine.attention.paged import PagedAttention
+from common.engine.attention.signalled import SignalledAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import EAGER, CompiledBodies, missing_compiler
 from common.engine.cuda_graph.draft_prefill import DraftPrefill
@@ -56,6 +57,7 @@ from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.node import PrefillNode
+from prefill_node.page_sending import ByChunk, ByLayer, PageSending
 from prefill_node.seeing import load_seeing
 from prefill_node.step import PrefillStep
 from prefill_node.warm_up import warm_up
@@ -176,6 +178,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         sender,
         page_space(cluster, served, section.prefix_cache),
         step,
+        _sending(forwards.signalled, sender, peers, cluster.kv.page_size),
         seeing.images,
         PrefillLimits(
             chunk_tokens=section.chunk_tokens,
@@ -199,6 +202,7 @@ class Forwards:
     layout: KvLayout
     runner: ModelRunner
     attention: PagedAttention
+    signalled: SignalledAttention | None  # around it, where pages leave layer by layer
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
     draft_forwards: Sequence[DraftPrefill | PrefillExtend]  # one, or one per module
@@ -228,14 +232,15 @@ def _forwards(cluster: Cluster, served: ServingModel, bodies: CompiledBodies) ->
     )
     buckets = prefill_token_buckets(section.chunk_tokens)
     attention = PagedAttention(pool, served.config.sliding_windows, buckets)
-    runner = ModelRunner(served.model, pool, attention)
+    signalled = SignalledAttention(attention) if choose_layers(cluster) else None
+    runner = ModelRunner(served.model, pool, signalled or attention)
     drafting = _draft_graphs(served, runner, offsets, section)
     draft_forwards = [each.forward for each in drafting]
     draft = _prefill_draft(served, draft_forwards)
     target = node_graphs.prefill_graphs(
         runner, section.graphs, section.chunk_tokens, section.max_batch, draft.hidden_mode, bodies
     )
-    return Forwards(layout, runner, attention, target, draft, draft_forwards, [target, *drafting])
+    return Forwards(layout, runner, attention, signalled, target, draft, draft_forwards, [target, *drafting])
 
 
 def _draft_graphs(
@@ -259,6 +264,16 @@ def _prefill_draft(served: ServingModel, forwards: Sequence[DraftPrefill | Prefi
     if heads:
         return EaglePrefill(heads[0])
     return ModelPrefill(models[0]) if models else NoDraft()
+
+
+def _sending(
+    signalled: SignalledAttention | None, sender: Sender, peers: RouterSocket, page_size: int
+) -> PageSending:
+    def listen() -> None:
+        for peer, frame in peers.drain():
+            sender.handle(peer, frame)
+
+    return ByChunk() if signalled is None else ByLayer(signalled, sender, page_size, listen)
 
 
 def _endpoint(cluster: Cluster, incarnation: str, limits: TransferLimits) -> SenderEndpoint:

@@ -36,6 +36,7 @@ from common.observability.logs import Log
 from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost
 from prefill_node.images import ARRIVAL_SECONDS, Images
 from prefill_node.limits import PrefillLimits
+from prefill_node.page_sending import PageSending
 from prefill_node.queues import Queues
 from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
@@ -58,6 +59,7 @@ class PrefillNode:
         sender: Sender,
         space: PageSpace,
         step: PrefillStep,
+        sending: PageSending,
         images: Images,
         limits: PrefillLimits,
         draft: DraftShape,
@@ -70,6 +72,7 @@ class PrefillNode:
         self._sender = sender
         self._space = space
         self._step = step
+        self._sending = sending
         self._images = images
         self._limits = limits
         self._draft = draft
@@ -121,7 +124,8 @@ class PrefillNode:
             chunk.request.scheduled += chunk.length
             chunk.request.in_flight += 1
         self._report.steps += 1
-        return self._step.launch(chunks)
+        with self._sending.during(chunks):
+            return self._step.launch(chunks)
 
     def _finish(self, launched: LaunchedPrefill) -> None:
         """Pages written by this launch are complete: send them; finish the prompts that ended with it."""
@@ -291,14 +295,12 @@ class PrefillNode:
         if slots is None or request.ended:
             return
         assert request.lease is not None
-        complete = request.computed == request.num_tokens
-        settled = min(request.computed, request.keyed)
-        ready = len(request.lease.pages) if complete else settled // self._space.page_size
-        first = max(request.sent_pages, slots.held_pages)
-        if ready > first:
-            self._sender.send_pages(request.room, request.lease.pages[first:ready], first)
-        request.sent_pages = max(request.sent_pages, ready)
-        if complete and request.first_token is not None:
+        computed, page_size = request.computed, self._space.page_size
+        self._sender.complete(request.room, request.complete_pages(computed, page_size))
+        pages = request.take_pages(computed, slots.held_pages, page_size)
+        if pages.src_pages:
+            self._sender.send_pages(request.room, pages.src_pages, pages.first)
+        if computed == request.num_tokens and request.first_token is not None:
             request.mark("last_page_sent", self._clock())
             self._sender.finish(
                 request.room,

@@ -51,6 +51,7 @@ class Report:
             transfers=self.transfers,
             transfer_failures=self.transfer_failures,
             transferred_pages=sent.pages_written,
+            layered_pages=sent.pages_by_layer,
             refused_messages=refused_messages + sent.malformed + sent.invalid_slots,
             late_messages=sent.stale_generation + sent.stale_incarnation,
             graphs=tuple(self._graphs()),

@@ -12,6 +12,7 @@ from common.engine.kv_cache.radix_cache import Keys
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
 from common.messages.generation import OutputToken, SamplingParams
 from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
+from kv_transfer.layer_send import RoomPages
 from prefill_node.images import PromptImage
 
 
@@ -19,8 +20,9 @@ from prefill_node.images import PromptImage
 class PrefillRequest:
     """Lives in exactly one queue at a time (see queues.py).
 
-    Invariant: sent_pages * page_size <= min(computed, keyed) <= scheduled <= len(keys) until the last chunk, after
-    which sent_pages may count the last, partly filled page too.
+    Invariant: sent_pages * page_size <= min(scheduled, keyed) and computed <= scheduled <= len(keys) until the last
+    chunk, from which on sent_pages may count the last, partly filled page too. Pages behind `computed` are those that
+    leave layer by layer.
     """
 
     room: int
@@ -69,6 +71,21 @@ class PrefillRequest:
     @property
     def releasable(self) -> bool:
         return self.in_flight == 0 and self.settled
+
+    def complete_pages(self, computed: int, page_size: int) -> int:
+        """Logical pages that change no more once so many tokens are computed."""
+        assert self.lease is not None
+        if computed == self.num_tokens:
+            return len(self.lease.pages)
+        return min(computed, self.keyed) // page_size
+
+    def take_pages(self, computed: int, held_pages: int, page_size: int) -> RoomPages:
+        """Complete pages that were not sent and are not held by the peer; they count as sent from here on."""
+        assert self.lease is not None
+        first = max(self.sent_pages, held_pages)
+        ready = self.complete_pages(computed, page_size)
+        self.sent_pages = max(self.sent_pages, ready)
+        return RoomPages(self.room, self.lease.pages[first:ready], first)
 
     def record(self, hidden_dtype: HiddenDtype) -> HandoffRecord:
         """What ends the transfer, once the first token is drawn."""

@@ -69,6 +69,7 @@ COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
     "tandem_kv_transfers": ("Requests handed over or accepted", lambda c: c.transfers),
     "tandem_kv_transfer_failures": ("Transfers that failed", lambda c: c.transfer_failures),
     "tandem_kv_transferred_pages": ("Pages sent", lambda c: c.transferred_pages),
+    "tandem_kv_layered_pages": ("Pages sent layer by layer during their forward", lambda c: c.layered_pages),
     "tandem_kv_checksum_failures": ("Pages whose checksum did not match", lambda c: c.checksum_failures),
     "tandem_kv_record_failures": ("Records refused", lambda c: c.record_failures),
     "tandem_refused_messages": (

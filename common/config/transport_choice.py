@@ -1,4 +1,4 @@
-"""Which transport a cluster's pages take, and whether its nodes can use it."""
+"""Which transport a cluster's pages take and how, and whether its nodes can use it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ def choose_transport(cluster: Cluster) -> Transport:
     if chosen == "nixl":
         _allow_nixl(cluster, one_host)
     return chosen
+
+
+def choose_layers(cluster: Cluster) -> bool:
+    """Whether pages leave layer by layer during their forward. auto: where copies go on beside it.
+
+    Raises ConfigError where the transport takes whole pages alone, and as `choose_transport` does.
+    """
+    transport, wanted = choose_transport(cluster), cluster.transfer.layers
+    if wanted == "always" and transport not in ("cuda_ipc", "shm"):
+        raise ConfigError(
+            "transfer.layers",
+            f"{transport} takes whole pages; cuda_ipc and shm take them layer by layer: write auto or never",
+        )
+    return wanted == "always" or (wanted == "auto" and transport == "cuda_ipc")
 
 
 def _allow_nixl(cluster: Cluster, one_host: bool) -> None:

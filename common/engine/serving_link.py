@@ -10,7 +10,7 @@ import zmq
 
 from common.config import Resolved
 from common.config.run_directory import control_address
-from common.config.transport_choice import choose_transport
+from common.config.transport_choice import choose_layers, choose_transport
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.serving_model import ServingModel
@@ -54,6 +54,7 @@ def serving_link(
         total_pages=served.num_pages - 1,
         effective_config={
             **served.describe(pool_bytes, choose_transport(cluster), max_requests),
+            "transfer_layers": choose_layers(cluster),
             **node_graphs.describe(*graphs),
         },
     )

@@ -12,7 +12,7 @@ import torch
 
 from common.config import Cluster
 from common.config.schema import DecodeSection, PrefillSection
-from common.config.transport_choice import choose_transport
+from common.config.transport_choice import choose_layers
 from common.draft_config import DraftConfig, lookahead_for, with_steps
 from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.cuda_graph import node_graphs
@@ -152,7 +152,7 @@ def load_serving_model(
     Args:
         max_rows: requests in one step of this node, for what sampling keeps of each.
     """
-    choose_transport(cluster)  # raises where these nodes cannot give each other pages
+    choose_layers(cluster)  # raises where these nodes cannot give each other pages, or not in this way
     device = _device(device_name)
     draft_config = _draft_config(cluster, draft_path, path)
     beside = None if draft_config is None or draft_path is None else (draft_path, draft_config.model)

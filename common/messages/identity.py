@@ -72,6 +72,7 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     transfers: int = 0
     transfer_failures: int = 0
     transferred_pages: int = 0
+    layered_pages: int = 0  # of these, sent layer by layer while they were computed
     checksum_failures: int = 0
     record_failures: int = 0
     refused_messages: int = 0  # that nobody who keeps the protocol sends

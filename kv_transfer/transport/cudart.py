@@ -48,8 +48,8 @@ class Lane(Protocol):
         ...
 
     def mark(self) -> Mark: ...
-    def wait_for(self, event: Any) -> None:
-        """What is launched from here on starts after this torch.cuda.Event."""
+    def wait_for(self, mark: Mark) -> None:
+        """What is launched from here on starts behind this point of another stream."""
         ...
 
 
@@ -171,6 +171,10 @@ class CudaRuntime:
     def lane(self, device: int) -> Lane:
         return _StreamLane(device)
 
+    def now(self, device: int) -> Mark:
+        """Behind all that the current stream of this GPU has been given."""
+        return _EventMark(torch.cuda.current_stream(device))
+
     # ---- calling
 
     @contextmanager
@@ -212,14 +216,14 @@ class _Span:
 
 class _EventMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
 
     def ready(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class _StreamLane:
@@ -241,5 +245,6 @@ class _StreamLane:
     def mark(self) -> Mark:
         return _EventMark(self._stream)
 
-    def wait_for(self, event: Any) -> None:
-        self._stream.wait_event(event)
+    def wait_for(self, mark: Mark) -> None:
+        assert isinstance(mark, _EventMark)
+        self._stream.wait_event(mark.event)

@@ -16,13 +16,13 @@ from kv_transfer.transport.base import (
     PeerMemory,
     ReceiverEndpoint,
     Region,
-    SenderEndpoint,
     Target,
     Ticket,
     Window,
     WriteState,
 )
 from kv_transfer.transport.description import LoopbackDescription, TransportDescription, kind
+from kv_transfer.transport.layers import HostEndpoint
 
 Damage = Literal["none", "drop", "fail", "truncate", "corrupt", "duplicate", "stick"]
 
@@ -126,7 +126,7 @@ class Fabric:
         write.state = WriteState.FAILED if write.damage == "fail" else WriteState.DONE
 
 
-class LoopbackSender(SenderEndpoint):
+class LoopbackSender(HostEndpoint):
     def __init__(self, fabric: Fabric, incarnation: str) -> None:
         self.fabric = fabric
         self.incarnation = incarnation

@@ -16,13 +16,13 @@ from kv_transfer.transport.base import (
     PeerMemory,
     ReceiverEndpoint,
     Region,
-    SenderEndpoint,
     Target,
     Ticket,
     Window,
     WriteState,
 )
 from kv_transfer.transport.description import ShmDescription, TransportDescription, kind
+from kv_transfer.transport.layers import HostEndpoint
 from kv_transfer.transport.peer_watch import PeerWatches
 from kv_transfer.transport.process import ProcessIdentity
 from kv_transfer.transport.shm_segment import sweep_orphans
@@ -57,7 +57,7 @@ _DONE = _Settled(WriteState.DONE)
 _FAILED = _Settled(WriteState.FAILED)
 
 
-class ShmSender(SenderEndpoint):
+class ShmSender(HostEndpoint):
     """Copies from the own pool, wherever it is, into mapped segments."""
 
     def __init__(self) -> None:

@@ -11,6 +11,13 @@ token), random pages on both sides. Per transport and size, medians:
   sums     what checking the arrived pages costs the receiving loop
   room     send_pages to Arrived, record, both state machines and a ZMQ frame each way included
 
+and for cuda_ipc and shm, of a forward with the 8B shape's products (on a CPU next to none) whose pages leave layer by
+layer, against the same with the pages behind it, one run:
+
+  forward  from its launch to its end; "ratio" is layer over chunk: what the copies take from the products
+  launch   what the launch costs the sending loop
+  behind   from the forward's end to the last page's ticket
+
 The floors, measured in the same run: for two GPUs one contiguous copy of the driver, for one GPU half of what a
 contiguous device copy reads and writes, for the CPU a memcpy.
 """
@@ -73,6 +80,20 @@ def measure(rig: Rig, tokens: int, checksums: bool, rng: random.Random) -> dict[
     }
 
 
+def forwards(rig: Rig, name: str, tokens: int, checksums: bool, rng: random.Random) -> list[dict[str, Any]]:
+    """Medians in us, by chunk and then by layer; each is run once before."""
+    lists = page_lists(rig, -(-tokens // PAGE), rng)
+    rows: list[dict[str, Any]] = []
+    for by in ("chunk", "layer"):
+        rig.ask("forward", by=by, tokens=tokens, lists=lists[:2])
+        times = rig.ask("forward", by=by, tokens=tokens, lists=lists)
+        medians = {f"{what}_us": 1e6 * statistics.median(each) for what, each in times.items()}
+        rows.append({"transport": name, "tokens": tokens, "checksums": checksums, "by": by, **medians})
+    for row in rows:
+        row["ratio"] = row["forward_us"] / rows[0]["forward_us"]
+    return rows
+
+
 def run(name: str, devices: tuple[str, str], sizes: Sequence[int], checksums: bool) -> list[dict[str, Any]]:
     transport = name.partition(" ")[0]
     count = -(-max(sizes) // PAGE) + 8
@@ -82,6 +103,8 @@ def run(name: str, devices: tuple[str, str], sizes: Sequence[int], checksums: bo
         while not rig.send_room([1], [1])["arrived"]:
             pass
         found = [{"transport": name, **measure(rig, tokens, checksums, rng)} for tokens in sizes]
+        if transport in ("cuda_ipc", "shm"):
+            found += [row for tokens in sizes for row in forwards(rig, name, tokens, checksums, rng)]
         if transport == "cuda_ipc" and not checksums:
             for blocks in (16, 32, 64, 128, 264, 528, 1056, 4224):
                 rig.ask("blocks", blocks=blocks)
@@ -124,8 +147,15 @@ HEAD = (
 
 
 def line(row: dict[str, Any]) -> str:
+    sums = "yes" if row["checksums"] else "no"
+    if "by" in row:
+        return (
+            f"{row['transport'] + ', forward by ' + row['by']:<34}{row['tokens']:>7}{sums:>13}"
+            f"  forward us {row['forward_us']:.0f} (ratio {row['ratio']:.3f}), launch {row['launch_us']:.0f}, "
+            f"behind {row['behind_us']:.0f}"
+        )
     return (
-        f"{row['transport']:<34}{row['tokens']:>7}{row['mib']:>7.0f}{'yes' if row['checksums'] else 'no':>6}"
+        f"{row['transport']:<34}{row['tokens']:>7}{row['mib']:>7.0f}{sums:>6}"
         f"{row['write_us']:>10.0f}{row['gb_s']:>8.1f}{row['pages_s']:>10.0f}{row['many_gb_s']:>11.1f}"
         f"{row['call_us']:>9.0f}{row['sums_us']:>9.0f}{row['room_us']:>10.0f}"
     )

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
         },
         1.0,  # how many drafts pay is a matter of time
     ),
-    "eagle3-tree": (
+    "eagle3-tree-layers": (
         {
             "speculation": {
                 "algorithm": "eagle3",
@@ -86,6 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
             },
             "kv": {"page_size": 4},
             "decode": {"read_results": "one_behind", "graphs": "full", "max_running": 4},
+            "transfer": {"layers": "always"},
         },
         4.5,
     ),
@@ -152,6 +153,10 @@ async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, 
             await client.wait_idle()
             (state,) = (await client.info())["internal_states"]
             assert state["avg_spec_accept_length"] > least, state
+            node = await client.node("prefill-0")
+            layered = node["counters"]["layered_pages"]
+            assert node["config"]["transfer_layers"] is (layered > 0) is name.endswith("-layers")
+            assert layered <= node["counters"]["transferred_pages"]
             async with client.session.get("/metrics") as response:
                 text = await response.text()
             drafts, accepted = (

@@ -48,8 +48,8 @@ class FakeLane:
     def mark(self) -> FakeMark:
         return FakeMark(self)
 
-    def wait_for(self, event: Any) -> None:
-        self.events.append(event)
+    def wait_for(self, mark: Any) -> None:
+        self.events.append(mark)
 
 
 class FakeHost:
@@ -74,6 +74,7 @@ class FakeCuda:
         self.full = False
         self.ordered, self.flushes = False, True  # what a network card wrote is visible; can be made visible
         self.flushed: list[int] = []
+        self.events = 0
 
     def malloc(self, device: int, nbytes: int) -> int:
         if self.full:
@@ -124,6 +125,11 @@ class FakeCuda:
 
     def reaches(self, device: int, other: int) -> bool:
         return device == other or self.host.peer_access
+
+    def now(self, device: int) -> int:
+        """Events are counted from 1."""
+        self.events += 1
+        return self.events
 
     def lane(self, device: int) -> FakeLane:
         self.lanes.append(FakeLane())

@@ -17,6 +17,7 @@ import zmq
 import decode_node.node
 import prefill_node.node
 from common.engine.attention.paged import PagedAttention
+from common.engine.attention.signalled import SignalledAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.kv_cache.page_space import PageSpace, as_keys
@@ -54,6 +55,7 @@ from prefill_node.draft import NoDraft, PrefillDraft
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
 from prefill_node.node import PrefillNode
+from prefill_node.page_sending import ByChunk, ByLayer
 from prefill_node.seeing import Seeing
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
@@ -132,6 +134,7 @@ class Shape:
     completion: MakeCompletion = Immediate
     step: MakeStep = autoregressive
     prompt_graphs: str = "breakable"
+    layers: bool = False  # pages leave layer by layer
     draft: NoDraftModel = field(default_factory=NoDraftModel)
     seeing: MakeSeeing = lambda context, runner: Seeing(NoImages(), TextEmbeds())
     prefills: int = 1
@@ -484,11 +487,8 @@ class NodeCluster:
         sender = Sender(incarnation, name, endpoint, layout, peers.send, self.clock, shape.transfer)
         cache = RadixCache(shape.page_size) if shape.prefill_cache else NoPrefixCache()
         space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
-        runner = ModelRunner(
-            tiny_model(aux=shape.draft.aux_layers, config=shape.model),
-            pool,
-            PagedAttention(pool, CONFIG.sliding_windows),
-        )
+        attention = SignalledAttention(PagedAttention(pool, CONFIG.sliding_windows))
+        runner = ModelRunner(tiny_model(aux=shape.draft.aux_layers, config=shape.model), pool, attention)
         draft = shape.draft.prefill(shape.draft.pool(layout, storage, shape.page_size))
         graphs = node_graphs.prefill_graphs(runner, shape.prompt_graphs, 32, 8, draft.hidden_mode, BODIES)
         graphs.forward.graphs.capture()
@@ -499,6 +499,11 @@ class NodeCluster:
         seeing = shape.seeing(self.context, runner)
         step = PrefillStep(graphs.forward, seeing.embeds, draft, adjustments, *rest)
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
+
+        def listen() -> None:
+            for peer, frame in peers.drain():
+                sender.handle(peer, frame)
+
         node = PrefillNode(
             incarnation,
             link,  # type: ignore[arg-type]
@@ -506,6 +511,7 @@ class NodeCluster:
             sender,
             space,
             step,
+            ByLayer(attention, sender, shape.page_size, listen) if shape.layers else ByChunk(),
             seeing.images,
             PrefillLimits(
                 chunk_tokens=shape.chunk_tokens,

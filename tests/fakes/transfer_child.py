@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,11 +19,13 @@ import zmq
 
 from kv_transfer.events import Delivered, SlotsGranted, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
+from kv_transfer.layer_send import RoomPages
 from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region, SenderEndpoint, WriteState
 from kv_transfer.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
 from kv_transfer.transport.nixl import NixlSender
 from kv_transfer.transport.pool_memory import as_memory
 from kv_transfer.transport.shm import ShmSender
@@ -40,6 +43,32 @@ def pattern(nbytes: int, seed: int, device: torch.device | str) -> torch.Tensor:
 def build_layout(config: dict[str, Any], num_pages: int) -> KvLayout:
     layers = [tuple(layer) for layer in config["layers"]]
     return KvLayout.build("m", config["dtype"], config["page_size"], num_pages, layers)
+
+
+def _sends(write: LayerWrite) -> Callable[[int], None]:
+    return lambda layer: write.send(range(2 * layer, 2 * layer + 2))
+
+
+class Forward:
+    """As much work per layer as the 8B shape has on a GPU (218 M weights); next to nothing on a CPU."""
+
+    def __init__(self, device: torch.device, layers: int, tokens: int) -> None:
+        cuda = device.type == "cuda"
+        wide, deep = (53_248, 4_096) if cuda else (64, 64)
+        dtype = torch.bfloat16 if cuda else torch.float32
+        self._rows = torch.randn(tokens, deep, dtype=dtype, device=device)
+        self._weight = torch.randn(wide, deep, dtype=dtype, device=device)
+        self._out = torch.empty(tokens, wide, dtype=dtype, device=device)
+        self._layers = layers
+
+    def run(self, stored: Callable[[int], None]) -> None:
+        for layer in range(self._layers):
+            stored(layer)
+            torch.mm(self._rows, self._weight.T, out=self._out)
+
+    def wait(self) -> None:
+        if self._out.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
 
 class SenderChild:
@@ -63,6 +92,7 @@ class SenderChild:
             self.endpoint = NixlSender(config["sender"], "lo", limits)
         else:
             self.endpoint = ShmSender() if config["transport"] == "shm" else TcpSender(limits)
+        self.limits = limits
         self.endpoint.register(layout, as_memory(self.storage))
         self.sender = Sender(
             config["sender"], "prefill-0", self.endpoint, layout, self._send, time.monotonic, limits
@@ -100,7 +130,10 @@ class SenderChild:
         command = self.rooms[event.room]
         if isinstance(event, SlotsGranted):
             command["begun"] = time.monotonic()
-            self.sender.send_pages(event.room, command["src"], 0)
+            if "told" in command:
+                self._compute(event.room, command["src"], command["told"])
+            else:
+                self.sender.send_pages(event.room, command["src"], 0)
             command["posted"] = time.monotonic()
             self.sender.finish(event.room, HandoffRecord(first_token=7, num_tokens=9))
             return
@@ -108,6 +141,50 @@ class SenderChild:
         del command["src"]
         command["lost"] = event.reason if isinstance(event, TransferLost) else ""
         self._reply(command)
+
+    def _compute(self, room: int, src: list[int], told: int) -> None:
+        """A forward that stores the pool's bytes layer by layer, slowly, and tells of the first `told` layers."""
+        final, cuda = self.storage.clone(), self.storage.is_cuda
+        self.storage.zero_()
+        send = self.sender.follow()
+        send.add([RoomPages(room, src, 0)])
+        for layer in range(len(self.endpoint.layout.planes) // 2):
+            if cuda:
+                torch.cuda._sleep(20_000_000)  # 10 ms: a copy that did not wait would send zeros
+            for plane in self.endpoint.layout.planes[2 * layer : 2 * layer + 2]:
+                span = slice(plane.offset, plane.offset + self.endpoint.layout.plane_bytes(plane))
+                self.storage[span] = final[span]
+            if layer < told:
+                send.stored(layer)
+        send.close()
+        if cuda:
+            torch.cuda.current_stream().synchronize()
+        self.sender.complete(room, len(src))
+
+    def forward(self, command: dict[str, Any]) -> None:
+        """Times of a forward whose pages leave by layer or behind it: seconds, for each list of pages."""
+        forward = Forward(self.storage.device, len(self.endpoint.layout.planes) // 2, command["tokens"])
+        (peer,) = self.sender._peers.all()
+        took, launched, behind = [], [], []
+        for src, dst in command["lists"]:
+            pages = [PageList(src, dst, 0)]
+            began = time.perf_counter()
+            assert isinstance(self.endpoint, LayerEndpoint)
+            write = self.endpoint.write_layers(
+                peer.memory, peer.hello.layout, pages, self.limits.verify_checksums
+            )
+            forward.run((lambda layer: None) if command["by"] == "chunk" else _sends(write))
+            (tickets,) = write.close()
+            launched.append(time.perf_counter() - began)
+            forward.wait()
+            ended = time.perf_counter()
+            tickets = [*tickets, write.rest(0).ticket]
+            while any(self.endpoint.poll(ticket) is WriteState.PENDING for ticket in tickets):
+                time.sleep(0)
+            assert all(self.endpoint.poll(ticket) is WriteState.DONE for ticket in tickets)
+            took.append(ended - began)
+            behind.append(time.perf_counter() - ended)
+        self._reply({"forward": took, "launch": launched, "behind": behind})
 
     def burst(self, command: dict[str, Any]) -> None:
         """Raw writes: one at a time ("single") and then back to back ("many"); seconds."""
@@ -133,7 +210,7 @@ class SenderChild:
 
     def blocks(self, command: dict[str, Any]) -> None:
         assert isinstance(self.endpoint, CudaIpcSender)
-        self.endpoint._local_blocks = self.endpoint._remote_blocks = command["blocks"]
+        self.endpoint.writer.local_blocks = self.endpoint.writer.remote_blocks = command["blocks"]
         self._reply({})
 
     def flood(self, command: dict[str, Any]) -> None:

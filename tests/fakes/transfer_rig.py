@@ -143,11 +143,14 @@ class Rig:
         self.tell(do, **arguments)
         return self.reply()
 
-    def send_room(self, src: Sequence[int], dst: Sequence[int]) -> dict[str, Any]:
-        """One room from slots to Arrived (or its failure); the child's times, and "arrived" beside them."""
+    def send_room(self, src: Sequence[int], dst: Sequence[int], **how: Any) -> dict[str, Any]:
+        """One room from slots to Arrived (or its failure); the child's times, and "arrived" beside them.
+
+        `told`: layers of which the child tells while it computes these pages.
+        """
         room, self.next_room = self.next_room, self.next_room + 1
         self.receiver.open(room, self.config["sender"], dst, 0)
-        found = self.ask("room", room=room, src=list(src))
+        found = self.ask("room", room=room, src=list(src), **how)
         until = time.monotonic() + 30
         while room not in self.arrived and time.monotonic() < until and not found["lost"]:
             self.turn()

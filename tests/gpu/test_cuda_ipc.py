@@ -62,6 +62,20 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(rig: Rig) -> None:
         assert not pages_of(rig.storage, rig.dst, page).any()
 
 
+@pytest.mark.parametrize("told", [1, 2, 3])
+def test_layers_leave_while_a_forward_computes_them(rig: Rig, told: int) -> None:
+    """Every copy waits for its layer's event: the pool holds zeros until the computing stream has come so far."""
+    source = pattern(rig.src.total_bytes, SEED, "cpu")
+    src, dst = [5, 6, 7, 63, 1, 30], [90, 91, 95, 2, 40, 3]
+    reply = rig.send_room(src, dst, told=told)
+    assert (reply["lost"], len(rig.arrived)) == ("", 1)  # with the checksums of all planes
+    torch.cuda.synchronize()
+    for a, b in zip(src, dst, strict=True):
+        assert torch.equal(pages_of(rig.storage, rig.dst, b), pages_of(source, rig.src, a))
+    for page in set(range(rig.dst.num_pages)) - set(dst):
+        assert not pages_of(rig.storage, rig.dst, page).any()
+
+
 def test_many_rooms_one_after_another(rig: Rig) -> None:
     source = pattern(rig.src.total_bytes, SEED, "cpu")
     for turn in range(20):

@@ -25,6 +25,9 @@ date
 timeout 90 python3 -m deploy.models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
 test -n "${SKIP_TESTS:-}" || timeout 90 python3 -m pytest -q -x tests/gpu/test_cuda_ipc.py -o filterwarnings=default \
     -o asyncio_mode=auto -p no:cacheprovider 2>&1 | tail -3
+# among others: a forward whose pages leave layer by layer against one whose pages leave behind it
+timeout 150 python3 -m tests.bench.transfer --transports cuda_ipc --tokens 1024 2048 8192 \
+    --json "$out/transfer-layers.json" 2>&1 | tail -60
 for name in plain eagle3; do
     speculation="algorithm: none"
     test $name = plain || speculation="algorithm: eagle3, draft_model_path: /tmp/m8b-eagle3, steps: 3"

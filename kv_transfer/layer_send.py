@@ -1,0 +1,79 @@
+"""Pages of a forward's rooms, sent to their decode nodes as its layers are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kv_transfer.handshake import Peer
+from kv_transfer.outbound import Outbound, Posted
+from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
+
+
+@dataclass(frozen=True, slots=True)
+class RoomPages:
+    """Own pages that are logical pages first.. of a room."""
+
+    room: int
+    src_pages: Sequence[int]
+    first: int
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rooms of one peer that were added together."""
+
+    write: LayerWrite
+    posted: list[Posted]
+    sent: int = 0  # planes
+
+
+class LayerSend:
+    """Of one forward, from before its first layer until it is launched. Made by `Sender.follow`."""
+
+    def __init__(
+        self,
+        endpoint: LayerEndpoint,
+        find: Callable[[int], Outbound | None],
+        checksums: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._endpoint = endpoint
+        self._find = find
+        self._checksums = checksums
+        self._clock = clock
+        self._groups: list[_Group] = []
+
+    def add(self, pages: Sequence[RoomPages]) -> None:
+        """As `Sender.send_pages`, for pages that the forward completes. At any layer: those before follow at once."""
+        peers: dict[str, tuple[Peer, list[PageList], list[Posted]]] = {}
+        for each in pages:
+            outbound = self._find(each.room)
+            begun = outbound and outbound.follow(each.src_pages, each.first, self._clock())
+            if outbound and outbound.peer and begun:
+                _, lists, posted = peers.setdefault(outbound.peer.incarnation, (outbound.peer, [], []))
+                lists.append(begun[0])
+                posted.append(begun[1])
+        for peer, lists, posted in peers.values():
+            layout = peer.hello.layout
+            write = self._endpoint.write_layers(peer.memory, layout, lists, self._checksums)
+            for number, one in enumerate(posted):
+                one.rest = partial(write.rest, number)
+            self._groups.append(_Group(write, posted))
+
+    def stored(self, layer: int) -> None:
+        """The forward has got so far that this layer's keys and values are stored. Layers come in order."""
+        for group in self._groups:
+            planes = range(group.sent, 2 * layer + 2)
+            group.write.send(planes)
+            group.sent = planes.stop
+            for posted in group.posted:
+                posted.layered = True
+
+    def close(self) -> None:
+        """The forward is launched: what it has not told of goes with `Sender.complete`."""
+        for group in self._groups:
+            for posted, tickets in zip(group.posted, group.write.close(), strict=True):
+                posted.tickets.extend(tickets)
+                posted.launching = False

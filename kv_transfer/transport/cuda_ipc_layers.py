@@ -1,0 +1,109 @@
+"""CUDA IPC: pages that leave layer by layer, each layer by one kernel behind an event of the computing stream.
+
+Layers have a lane of their own: the next forward is launched before the results of this one are read, and what is
+complete by then must not stand behind a copy that waits for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport.base import PageWrite, Ticket, WriteState
+from kv_transfer.transport.cuda_ipc_writes import Mapped, PageWriter, Posted
+from kv_transfer.transport.cudart import Mark
+from kv_transfer.transport.gpu_digests import LaterDigests, to_host
+from kv_transfer.transport.layers import LayerWrite, PageList
+
+
+class CudaLayers(LayerWrite):
+    """All rooms of one peer in one launch per layer; the checksums of a page add up over its planes."""
+
+    def __init__(
+        self, writer: PageWriter, peer: Mapped, dst: KvLayout, lists: Sequence[PageList], checksums: bool
+    ) -> None:
+        self._writer = writer
+        self._peer = peer
+        self._dst = dst
+        self._lists = lists
+        self._checksums = checksums
+        self._bounds = list(accumulate((len(each.src_pages) for each in lists), initial=0))
+        self._sent = 0  # planes
+        self._all: tuple[list[int], list[int]] = [], []  # pages of all lists; filled with the first layer
+        self._index: Tensor | None = None  # the same on the device
+        self._sums: Tensor | None = None
+        self._closed: Mark | None = None  # behind the last layer that was sent
+        self._trouble = ""
+
+    @torch.inference_mode()
+    def send(self, planes: range) -> None:
+        """Returns when it is launched. Behind a launch that failed nothing more is."""
+        peer, writer = self._peer, self._writer
+        if not peer.attached:
+            self._trouble = self._trouble or "its memory was let go of"
+        if self._trouble:
+            return
+        try:
+            stored = writer.cuda.now(writer.pool.device)
+            with peer.layers.entered():
+                if self._index is None:
+                    self._all[0].extend(chain.from_iterable(each.src_pages for each in self._lists))
+                    self._all[1].extend(chain.from_iterable(each.dst_pages for each in self._lists))
+                    self._index = writer.page_list(*self._all)
+                    self._sums = writer.no_sums(self._bounds[-1]) if self._checksums else None
+                peer.layers.wait_for(stored)
+                writer.launch(peer, peer.layers, self._dst, self._all, self._index, self._sums, planes)
+        except RuntimeError as error:
+            self._trouble = str(error)
+            return
+        self._sent = planes.stop
+
+    def close(self) -> Sequence[Sequence[Ticket]]:
+        """One ticket for all."""
+        peer, nbytes = self._peer, self._bounds[-1] * self._page_bytes(range(self._sent))
+        try:
+            ticket = Posted.on(peer, peer.layers, nbytes, self._trouble)
+            self._closed = ticket.mark
+        except RuntimeError as error:
+            self._trouble = self._trouble or str(error)
+            ticket = Posted.failed(peer, peer.layers, nbytes, self._trouble)
+        return [[ticket] for _ in self._lists]
+
+    @torch.inference_mode()
+    def rest(self, number: int) -> PageWrite:
+        """One kernel, or none; returns when it is launched."""
+        peer, writer, each = self._peer, self._writer, self._lists[number]
+        planes = range(self._sent, len(writer.layout.planes))
+        nbytes = len(each.src_pages) * writer.layout.page_bytes
+        left = len(each.src_pages) * self._page_bytes(planes)
+        if not peer.attached or self._trouble:
+            return PageWrite(Posted.settled(peer, left, WriteState.FAILED), nbytes)
+        if not planes and not self._checksums:
+            return PageWrite(Posted.settled(peer, 0, WriteState.DONE), nbytes)
+        pages = each.src_pages, each.dst_pages
+        try:
+            with peer.lane.entered():
+                sums = self._sums_of(number)
+                if planes:
+                    writer.launch(peer, peer.lane, self._dst, pages, writer.page_list(*pages), sums, planes)
+                sums = None if sums is None else to_host(sums)
+            ticket = Posted.on(peer, peer.lane, left, keep=self._sums)
+        except RuntimeError as error:
+            return PageWrite(Posted.failed(peer, peer.lane, left, str(error), self._sums), nbytes)
+        return PageWrite(ticket, nbytes, () if sums is None else LaterDigests(sums))
+
+    def _sums_of(self, number: int) -> Tensor | None:
+        """A copy of what the layers have added, to go on with on the other lane."""
+        if not self._checksums:
+            return None
+        if self._sums is None or self._closed is None:
+            return self._writer.no_sums(len(self._lists[number].src_pages))
+        self._peer.lane.wait_for(self._closed)
+        return self._sums[self._bounds[number] : self._bounds[number + 1]].clone()
+
+    def _page_bytes(self, planes: range) -> int:
+        return sum(self._writer.layout.planes[plane].page_bytes for plane in planes)

@@ -1,0 +1,157 @@
+"""CUDA IPC: launches that write pages into a peer's pool, on the lane of the peer, and their tickets."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv_transfer.copy_plan import copies, runs
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport.base import DeviceMemory, PeerMemory, Target, Ticket, WriteState
+from kv_transfer.transport.cuda_pages import PagedMemory, move_pages, page_list
+from kv_transfer.transport.cudart import CudaRuntime, Lane, Mark
+
+
+class Mapped(PeerMemory):
+    """A peer's pool and records, mapped; and the lanes on which they are written."""
+
+    def __init__(
+        self,
+        target: Target,
+        device: int,
+        address: int,
+        remote: bool,
+        records: mmap.mmap,
+        lane: Lane,
+        layers: Lane,
+    ) -> None:
+        super().__init__(target)
+        self.device = device  # that the pool was opened for
+        self.remote = remote  # the pool is on another GPU than ours
+        self.address = address
+        self.records_map: mmap.mmap | None = records
+        self.records = memoryview(records)
+        self.lane = lane  # of what is complete
+        self.layers = layers  # of what waits for a forward: nothing else may stand behind it
+        self.memory: Tensor | None = None  # what kernels of the own GPU can write; None: the driver copies
+        self.pages: tuple[KvLayout, PagedMemory] | None = None
+        self.moved = 0
+        self.open: list[Posted] = []  # not known to have settled
+        self.trouble = ""
+
+    @property
+    def attached(self) -> bool:
+        return self.records_map is not None
+
+
+@dataclass(slots=True, eq=False)
+class Posted(Ticket):
+    peer: Mapped
+    nbytes: int
+    mark: Mark | None  # None once it is settled
+    state: WriteState = WriteState.PENDING
+    trouble: str = ""  # a launch failed: what was launched before it has yet to settle
+    keep: object = None  # memory of another lane that is read until then
+
+    @classmethod
+    def on(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str = "", keep: object = None) -> Posted:
+        """Of what has been launched on that lane of the peer. Raises RuntimeError where the GPU has failed."""
+        posted = cls(peer, nbytes, lane.mark(), trouble=trouble, keep=keep)
+        peer.open.append(posted)
+        return posted
+
+    @classmethod
+    def settled(cls, peer: Mapped, nbytes: int, state: WriteState) -> Posted:
+        """Of nothing."""
+        return cls(peer, nbytes, None, state)
+
+    @classmethod
+    def failed(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str, keep: object = None) -> Posted:
+        """A launch on that lane failed half way."""
+        peer.trouble = trouble
+        try:
+            return cls.on(peer, lane, nbytes, trouble, keep)
+        except RuntimeError as fatal:  # the GPU itself has failed: nothing runs on it any more
+            peer.trouble = f"{trouble}; {fatal}"
+            return cls.settled(peer, nbytes, WriteState.FAILED)
+
+    def look(self, wait: bool = False) -> WriteState:
+        """Settles it if it can be settled; with `wait` it always is."""
+        if self.mark is None:
+            return self.state
+        try:
+            if wait:
+                self.mark.wait()
+            elif not self.mark.ready():
+                return self.state
+            self._settle(WriteState.FAILED if self.trouble else WriteState.DONE)
+        except RuntimeError as error:
+            self.trouble = self.trouble or str(error)
+            self._settle(WriteState.FAILED)
+        return self.state
+
+    def _settle(self, state: WriteState) -> None:
+        self.state, self.mark, self.keep = state, None, None
+        self.peer.trouble = self.trouble or self.peer.trouble
+        self.peer.moved += self.nbytes if state is WriteState.DONE else 0
+        self.peer.open.remove(self)
+
+
+@dataclass(slots=True)
+class PageWriter:
+    """From the own pool into peers'. `source` is the own pool as kernels see it; blocks: at most, see move_pages."""
+
+    cuda: CudaRuntime
+    layout: KvLayout
+    pool: DeviceMemory
+    source: PagedMemory
+    local_blocks: int
+    remote_blocks: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.words.device
+
+    def page_list(self, *pages: Sequence[int]) -> Tensor:
+        return page_list(*pages, device=self.device)
+
+    def no_sums(self, count: int) -> Tensor:
+        """[count] int64, to add checksums to."""
+        return torch.zeros(count, dtype=torch.int64, device=self.device)
+
+    def sum_up(self, index: Tensor, sums: Tensor) -> None:
+        """On the current stream, over all planes."""
+        move_pages(self.source, None, index, sums, range(len(self.layout.planes)), self.local_blocks)
+
+    def launch(
+        self,
+        peer: Mapped,
+        lane: Lane,
+        dst: KvLayout,
+        pages: tuple[Sequence[int], Sequence[int]],
+        index: Tensor,
+        sums: Tensor | None,
+        planes: range,
+    ) -> None:
+        """On this lane, which is entered. `index`: `pages` by `page_list`; `sums` are added to."""
+        into = self._view(peer, dst)
+        if into is not None:
+            blocks = self.remote_blocks if peer.remote else self.local_blocks
+            move_pages(self.source, into, index, sums, planes, blocks)
+            return
+        if sums is not None:
+            move_pages(self.source, None, index, sums, planes, self.local_blocks)
+        for copy in copies(self.layout, dst, runs(*pages), slice(planes.start, planes.stop)):
+            self.cuda.copy(peer.address + copy.dst, self.pool.address + copy.src, copy.length, lane)
+
+    def _view(self, peer: Mapped, dst: KvLayout) -> PagedMemory | None:
+        """The peer's pool by its layout; made once, as a peer has one layout for its life."""
+        if peer.memory is None:
+            return None
+        if peer.pages is None or peer.pages[0] != dst:
+            peer.pages = (dst, PagedMemory(dst, peer.memory, self.device))
+        return peer.pages[1]

@@ -1,0 +1,100 @@
+"""Pages that leave layer by layer while a forward computes them: what a transport offers for it.
+
+    write_layers ──> send (planes of a layer, once they are stored) ... ──> close (the forward is launched)
+                                                      per room, when the forward has ended ──> rest
+
+Nothing here waits for the forward. A room that ends in between is left out of `rest`: the tickets of `close` say when
+its pages are not written any more.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.copy_plan import copies, runs
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport.base import PageWrite, PeerMemory, SenderEndpoint, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class PageList:
+    """Pages of one room: src_pages[i] of the own pool is dst_pages[i] of the peer's."""
+
+    src_pages: Sequence[int]
+    dst_pages: Sequence[int]
+    generation: int
+
+
+class LayerWrite(ABC):
+    """Pages of rooms of one peer. `number`: of a room's page list, in the order of `write_layers`."""
+
+    @abstractmethod
+    def send(self, planes: range) -> None:
+        """Start copying these planes, which follow those before: complete once the computing stream is here."""
+
+    @abstractmethod
+    def close(self) -> Sequence[Sequence[Ticket]]:
+        """No plane is sent ahead any more. For each page list the tickets of what was; some may be of several."""
+
+    @abstractmethod
+    def rest(self, number: int) -> PageWrite:
+        """Behind `close` and the forward: write the planes that are left. `nbytes`, `digests` are of all planes."""
+
+
+class LayerEndpoint(SenderEndpoint):
+    """A transport that can begin to send pages before they are complete."""
+
+    @abstractmethod
+    def write_layers(
+        self, peer: PeerMemory, dst: KvLayout, lists: Sequence[PageList], checksums: bool
+    ) -> LayerWrite:
+        """Copies nothing yet. A fault is a FAILED ticket of `close` or `rest`."""
+
+
+class HostEndpoint(LayerEndpoint):
+    """Copies from host memory by `write`: what a forward on the CPU has stored is there."""
+
+    def write_layers(
+        self, peer: PeerMemory, dst: KvLayout, lists: Sequence[PageList], checksums: bool
+    ) -> LayerWrite:
+        return _HostLayers(self, peer, dst, lists, checksums)
+
+
+class _HostLayers(LayerWrite):
+    def __init__(
+        self,
+        endpoint: SenderEndpoint,
+        peer: PeerMemory,
+        dst: KvLayout,
+        lists: Sequence[PageList],
+        checksums: bool,
+    ) -> None:
+        self._endpoint = endpoint
+        self._peer = peer
+        self._dst = dst
+        self._lists = lists
+        self._checksums = checksums
+        self._runs = [runs(each.src_pages, each.dst_pages) for each in lists]
+        self._tickets: list[list[Ticket]] = [[] for _ in lists]
+        self._nbytes = [0 for _ in lists]
+        self._sent = 0  # planes
+
+    def send(self, planes: range) -> None:
+        for number in range(len(self._lists)):
+            self._tickets[number].append(self._write(number, slice(planes.start, planes.stop)))
+        self._sent = planes.stop
+
+    def close(self) -> Sequence[Sequence[Ticket]]:
+        return self._tickets
+
+    def rest(self, number: int) -> PageWrite:
+        ticket = self._write(number, slice(self._sent, None))
+        digests = self._endpoint.digests(self._lists[number].src_pages) if self._checksums else ()
+        return PageWrite(ticket, self._nbytes[number], digests)
+
+    def _write(self, number: int, planes: slice) -> Ticket:
+        plan = copies(self._endpoint.layout, self._dst, self._runs[number], planes)
+        self._nbytes[number] += sum(copy.length for copy in plan)
+        return self._endpoint.write(self._peer, plan, self._lists[number].generation)
