@@ -163,7 +163,9 @@ def test_tokens_outlive_the_next_replay() -> None:
     first = graphs.step([0, 1])
     values = first.token_ids.clone()
     for _ in range(3):
-        graphs.step([0, 1])
+        later = graphs.step([0, 1])
+        assert later.token_ids.data_ptr() != first.token_ids.data_ptr()
+        assert later.invalid.data_ptr() != first.invalid.data_ptr()
     assert torch.equal(first.token_ids, values)
 
 

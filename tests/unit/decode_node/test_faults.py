@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from common.engine.kv_cache.pool import KvPool
 from common.engine.overlap import Completion, Deferred, Immediate
@@ -14,6 +15,7 @@ from common.messages.node_inbox import Abort, PeerLost
 from common.messages.router_inbox import Failed, FirstToken, Tokens
 from kv_transfer.messages import RecordWritten, encode
 from kv_transfer.transport.loopback import Fault
+from prefill_node.request import PrefillRequest
 from prefill_node.step import PrefillStep
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
@@ -39,6 +41,37 @@ def test_a_damaged_write(damage: Any, write: int) -> None:
         )
         if damage in ("corrupt", "drop", "truncate"):
             assert received.checksum_failures + received.record_failures == 1
+        cluster.settle()
+
+
+WRONG_RECORDS: dict[str, dict[str, Any]] = {
+    "another prompt length": {"num_tokens": 29},
+    "drafts where there is no draft model": {"draft_topk_p": (0.5,), "draft_topk_ids": (1,)},
+    "a hidden state where there is no draft model": {
+        "draft_hidden": bytes(4),
+        "draft_hidden_dtype": "float32",
+    },
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_RECORDS.values(), ids=list(WRONG_RECORDS))
+def test_a_whole_record_of_something_else_is_refused(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums cannot see it: a prefill node that is wrong about the prompt or the draft, and sure of it."""
+    record = PrefillRequest.record
+    monkeypatch.setattr(
+        PrefillRequest, "record", lambda request, dtype: structs.replace(record(request, dtype), **wrong)
+    )
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        call = cluster.submit(prompt_of(30), 6)
+        cluster.run()
+        assert call.error is not None
+        assert (call.error.code, len(call.ids)) == ("transfer_failed", 1)
+        monkeypatch.undo()
+        other = cluster.submit(prompt_of(30, 9), 6)
+        cluster.run()
+        expect_reference(other)
         cluster.settle()
 
 

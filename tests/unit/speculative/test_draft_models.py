@@ -7,10 +7,13 @@ rule). Rows D (widths), H (first verify after the hand-over), C (chunks, prefix 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from common.engine.overlap import Completion, Deferred, Immediate
+from prefill_node.request import PrefillRequest
 from tests.fakes.draft_models import drafting, eager_drafts, observed
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import (
@@ -53,6 +56,31 @@ def test_drafts_across_the_cut(name: str, chunk: int, page_size: int, completion
         cluster.settle()
         assert cluster.decode.link.counters.avg_spec_accept_length > 1.5
     expect_eager(name, seen, 3, least=14)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"draft_hidden_dtype": "float16"},
+        {"draft_topk_ids": (VOCAB,)},
+        {"draft_topk_p": (), "draft_topk_ids": ()},
+    ],
+    ids=["dtype", "id", "none"],
+)
+def test_a_draft_state_of_another_form_is_refused(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows D2, H1: as many bytes in another dtype would be drafted from, and nothing but acceptance would tell."""
+    record = PrefillRequest.record
+    monkeypatch.setattr(
+        PrefillRequest, "record", lambda request, dtype: structs.replace(record(request, dtype), **wrong)
+    )
+    with NodeCluster(shape_of("eagle3", 3, []), resubmit=False) as cluster:
+        call = cluster.submit(prompt_of(9), 6)
+        cluster.run()
+        assert call.error is not None
+        assert "draft state" in call.error.message
+        cluster.settle()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 7])
