@@ -49,7 +49,8 @@ def _resized(vision: QwenVision) -> Callable[[Image.Image], Pixels]:
 
 def _llava(path: Path, vision: LlavaVision) -> Callable[[Image.Image], Pixels]:
     """[3, size, size] float32, by the processor itself. Reads preprocessor_config.json."""
-    from transformers import AutoImageProcessor  # seconds, and nothing that text alone needs
+    # Seconds, and nothing that text alone needs. By its module: under its short name some versions ask for torchvision.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     try:
         untyped: Any = AutoImageProcessor

@@ -5,8 +5,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 date
 timeout 120 python3 -m pytest -q tests/gpu/test_vision.py -o filterwarnings=default -o asyncio_mode=auto \
-    -p no:cacheprovider 2>&1 | tail -3
-timeout 150 python3 -m tests.bench.vision_engine --json "$out/vision-engine-h200.json" 2>&1 | tail -16
+    -p no:cacheprovider 2>&1 | tail -30
+timeout 240 python3 -m tests.bench.vision_engine --json "$out/vision-engine-h200.json" 2>&1 | tail -16
 date
 for graphs in breakable none; do
     cat >/tmp/vision.yaml <<YAML
@@ -18,5 +18,6 @@ YAML
     timeout 60 python3 -m deploy.cli up /tmp/vision.yaml --detach 2>&1 | tail -2
     timeout 40 python3 -m tests.bench.vision http://127.0.0.1:8000 --json "$out/vision-$graphs-h200.json" 2>&1 | tail -1
     timeout 40 python3 -m deploy.cli down /tmp/vision.yaml 2>&1 | tail -1
+    grep -h '"warmed up"\|"error"\|"warning"\|Traceback\|Error' /tmp/run-vision/logs/*.log | cut -c1-300 | tail -6
 done
 date
