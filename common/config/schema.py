@@ -198,8 +198,7 @@ class Transfer(Section, frozen=True, kw_only=True):
     transport: TransportName = (
         "auto"  # auto: shm (CPUs) or cuda_ipc (GPUs) on one host, tcp (CPUs) or nixl (GPUs) between hosts
     )
-    # pages leave layer by layer during their forward; auto: where the transport copies beside it (cuda_ipc)
-    layers: Literal["auto", "always", "never"] = "auto"
+    layers: bool = False  # cuda_ipc and shm: pages leave layer by layer during their forward, not behind it
     nixl_devices: NetDevices = (
         "lo"  # transport nixl: what UCX_NET_DEVICES takes, as mlx5_0:1,mlx5_1:1 or eth0
     )

@@ -41,17 +41,17 @@ def choose_transport(cluster: Cluster) -> Transport:
 
 
 def choose_layers(cluster: Cluster) -> bool:
-    """Whether pages leave layer by layer during their forward. auto: where copies go on beside it.
+    """Whether pages leave layer by layer during their forward.
 
     Raises ConfigError where the transport takes whole pages alone, and as `choose_transport` does.
     """
     transport, wanted = choose_transport(cluster), cluster.transfer.layers
-    if wanted == "always" and transport not in ("cuda_ipc", "shm"):
+    if wanted and transport not in ("cuda_ipc", "shm"):
         raise ConfigError(
             "transfer.layers",
-            f"{transport} takes whole pages; cuda_ipc and shm take them layer by layer: write auto or never",
+            f"{transport} takes whole pages; cuda_ipc and shm take them layer by layer: write false",
         )
-    return wanted == "always" or (wanted == "auto" and transport == "cuda_ipc")
+    return wanted
 
 
 def _allow_nixl(cluster: Cluster, one_host: bool) -> None:

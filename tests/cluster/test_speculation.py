@@ -86,7 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
             },
             "kv": {"page_size": 4},
             "decode": {"read_results": "one_behind", "graphs": "full", "max_running": 4},
-            "transfer": {"layers": "always"},
+            "transfer": {"layers": True},
         },
         4.5,
     ),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with two H200s: pages over NVLink, then the 8B shape with prefill on one GPU and decode on the other.
-# Results go to $OUT.
+# Results go to $OUT. LAYERS=true: pages leave layer by layer.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 url=http://127.0.0.1:8000
 
@@ -10,6 +10,7 @@ model: {path: /tmp/m8b, served_name: m8b, dtype: bfloat16}
 prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 262144, chunk_tokens: 8192}
 decode: {nodes: [{name: decode-0, device: "cuda:1"}], pool_tokens: 524288, max_running: 128, max_transferring: 128}
 speculation: {$2}
+transfer: {layers: ${LAYERS:-false}}
 process: {run_dir: /tmp/run-$1}
 YAML
     timeout 120 python3 -m deploy.cli up "/tmp/$1.yaml" --detach 2>&1 | tail -3

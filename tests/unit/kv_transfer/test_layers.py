@@ -284,19 +284,14 @@ def test_every_plane_of_every_page_exactly_once(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "endpoint", "auto"),
-    [
-        ("shm", ShmSender, False),
-        ("cuda_ipc", CudaIpcSender, True),
-        ("tcp", TcpSender, False),
-        ("nixl", NixlSender, False),
-    ],
+    ("transport", "endpoint"),
+    [("shm", ShmSender), ("cuda_ipc", CudaIpcSender), ("tcp", TcpSender), ("nixl", NixlSender)],
 )
-def test_config_and_transports_agree(transport: TransportName, endpoint: type, auto: bool) -> None:
-    """`always` is refused by name where the endpoint has no verb for it; `auto` where copies run beside a forward."""
+def test_config_and_transports_agree(transport: TransportName, endpoint: type) -> None:
+    """Refused by name where the endpoint has no verb for it."""
 
-    def cluster(layers: str) -> Cluster:
-        made = Cluster(model=Model(path="m"), transfer=Transfer(transport=transport, layers=layers))  # type: ignore[arg-type]
+    def cluster(layers: bool) -> Cluster:
+        made = Cluster(model=Model(path="m"), transfer=Transfer(transport=transport, layers=layers))
         device = "cuda:0" if transport == "cuda_ipc" else "cpu"
         nodes = {
             part: msgspec.structs.replace(
@@ -307,10 +302,9 @@ def test_config_and_transports_agree(transport: TransportName, endpoint: type, a
         security = msgspec.structs.replace(made.security, isolated_network=True)
         return msgspec.structs.replace(made, security=security, **nodes)
 
-    assert choose_layers(cluster("auto")) is auto
-    assert not choose_layers(cluster("never"))
+    assert not choose_layers(cluster(False))
     if issubclass(endpoint, LayerEndpoint):
-        assert choose_layers(cluster("always"))
+        assert choose_layers(cluster(True))
     else:
         with pytest.raises(ConfigError, match=rf"transfer\.layers.*{transport} takes whole pages"):
-            choose_layers(cluster("always"))
+            choose_layers(cluster(True))
