@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+SHOWN = 12  # characters of a fingerprint, enough to tell two apart
 PLANE_ALIGN = 4096  # bytes; planes start on memory pages, which every transport can register
 
 ITEM_BYTES: dict[str, int] = {
@@ -146,10 +147,18 @@ def compatible(prefill: KvLayout, decode: KvLayout) -> str | None:
 
     Pool sizes, offsets and tensor-parallel sizes may differ; what gives bytes their meaning may not.
     """
+    ours_target, ours_draft = _models(prefill.model_fingerprint)
+    theirs_target, theirs_draft = _models(decode.model_fingerprint)
     for what, ours, theirs, remedy in (
-        ("model", prefill.model_fingerprint, decode.model_fingerprint, "serve the same weights on both"),
-        ("KV dtype", prefill.dtype, decode.dtype, "set the same kv_dtype on both"),
-        ("page size", prefill.page_size, decode.page_size, "set the same page_size on both"),
+        ("model", ours_target, theirs_target, "serve the same weights on both (model.path)"),
+        (
+            "draft model, or how it drafts,",
+            ours_draft,
+            theirs_draft,
+            "set algorithm, draft_model_path, steps and topk of speculation alike on both",
+        ),
+        ("KV dtype", prefill.dtype, decode.dtype, "set the same model.dtype on both"),
+        ("page size", prefill.page_size, decode.page_size, "set the same kv.page_size on both"),
         (
             "number of KV layers (target + draft)",
             len(prefill.planes) // 2,
@@ -158,7 +167,8 @@ def compatible(prefill: KvLayout, decode: KvLayout) -> str | None:
         ),
     ):
         if ours != theirs:
-            return f"{what} differs: prefill node has {ours}, decode node has {theirs}; {remedy}"
+            shown = [value[:SHOWN] if isinstance(value, str) else value for value in (ours, theirs)]
+            return f"{what} differs: prefill node has {shown[0]}, decode node has {shown[1]}; {remedy}"
     for a, b in zip(prefill.planes, decode.planes, strict=True):
         src = (a.layer, a.kind, a.total_kv_heads, a.head_dim)
         dst = (b.layer, b.kind, b.total_kv_heads, b.head_dim)
@@ -168,6 +178,12 @@ def compatible(prefill: KvLayout, decode: KvLayout) -> str | None:
                 f"decode node has {dst}; configure the same model and the same drafter on both"
             )
     return None
+
+
+def _models(fingerprint: str) -> tuple[str, str]:
+    """Of target and draft, which stands behind a plus sign; "none" without one."""
+    target, plus, draft = fingerprint.partition("+")
+    return target, draft if plus else "none"
 
 
 def _aligned(nbytes: int) -> int:

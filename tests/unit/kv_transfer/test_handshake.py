@@ -54,7 +54,7 @@ def refusal(decode: Decode, prefill: Prefill) -> str:
     ("shape", "cause", "words"),
     [
         (layout(fingerprint="other"), "layout", ["decode-0", "model differs", "tiny", "other"]),
-        (layout(page_size=4), "layout", ["page size differs", "set the same page_size"]),
+        (layout(page_size=4), "layout", ["page size differs", "set the same kv.page_size"]),
         (layout(dtype="bfloat16"), "layout", ["KV dtype differs"]),
         (
             KvLayout.build("tiny", "float32", 2, 16, [(2, 4), (2, 4)], 0, 2),

@@ -71,8 +71,12 @@ def test_a_layout_from_the_wire_must_agree_with_itself(field: str, value: int, s
     ("other", "words"),
     [
         (layout(fingerprint="large"), ["model", "tiny", "large", "same weights"]),
-        (layout(dtype="bfloat16"), ["KV dtype", "float32", "bfloat16", "kv_dtype"]),
-        (layout(page_size=4), ["page size", "2", "4", "page_size"]),
+        (
+            layout(fingerprint="tiny+abc"),
+            ["draft model", "has none", "has abc", "steps and topk of speculation"],
+        ),
+        (layout(dtype="bfloat16"), ["KV dtype", "float32", "bfloat16", "model.dtype"]),
+        (layout(page_size=4), ["page size", "2", "4", "kv.page_size"]),
         (layout(heads=4), ["layer 0", "'k', 2, 4", "'k', 4, 4", "same model"]),
         (
             KvLayout.build("tiny", "float32", 2, 16, [(2, 4)] * 3),
@@ -85,6 +89,18 @@ def test_incompatible_pairs_get_a_sentence_with_both_values(other: KvLayout, wor
     assert sentence is not None
     for word in words:
         assert word in sentence
+
+
+def test_a_long_fingerprint_is_compared_whole_and_shown_in_part() -> None:
+    """Two nodes that draft otherwise serve the same target: the sentence says so, and fits on a screen."""
+    ours, theirs = (layout(fingerprint=f"{'a' * 64}+{'b' * 63}{end}") for end in "cd")
+    sentence = compatible(ours, theirs)
+    assert sentence is not None
+    assert sentence.startswith("draft model")
+    assert "model.path" not in sentence
+    assert "b" * 12 in sentence
+    assert "b" * 13 not in sentence
+    assert compatible(ours, ours) is None
 
 
 def test_pool_sizes_and_ranks_may_differ() -> None:
