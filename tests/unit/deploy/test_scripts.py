@@ -49,6 +49,32 @@ def test_without_one_its_own_environment_is_set_up_first(checkout: Path, script:
     assert all(line.startswith("own ") for line in said[1:]), said
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_an_environment_of_another_checkout_is_left_alone(tmp_path: Path, there: bool) -> None:
+    """Of a worktree whose .venv is a link: an editable install would turn the other checkout's imports over to it.
+
+    Where that checkout is gone, moved with its environment for example, it is set up as ever.
+    """
+    deploy = tmp_path / "worktree" / "deploy"
+    deploy.mkdir(parents=True)
+    shutil.copy2(DEPLOY / "setup", deploy / "setup")
+    (deploy.parent / "pyproject.toml").touch()
+    environment = tmp_path / "environment"
+    _script(environment / "bin" / "python", f'echo "$@" >> "{tmp_path}/ran"')
+    packages = environment / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    other = tmp_path / "other"
+    (packages / "_editable_impl_tandem.pth").write_text(f"{other}\n{other}")
+    (deploy.parent / ".venv").symlink_to(environment)
+    if there:
+        other.mkdir()
+    ran = subprocess.run([deploy / "setup"], capture_output=True, text=True, check=False, timeout=20)
+    assert ran.returncode == (2 if there else 0)
+    assert (tmp_path / "ran").exists() is not there
+    assert (environment / ".tandem").exists() is not there
+    assert (f"TANDEM_PYTHON={other}/.venv/bin/python" in ran.stderr) is there
+
+
 def _script(path: Path, line: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/usr/bin/env bash\n{line}\n")
