@@ -161,6 +161,19 @@ def test_files_stay_small() -> None:
     assert not short, "short again, take it off LONGER: " + ", ".join(short)
 
 
+def test_no_test_is_decided_by_how_fast_something_was() -> None:
+    """Machines stall for seconds. `tests.fakes.waiting` waits for what happens; work is counted, or in thread_time."""
+    measured = re.compile(r"perf_counter|\btime\.time\(\) -|monotonic\(\) -")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in ("unit", "cluster")
+        for path in sorted((ROOT / "tests" / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if measured.search(line)
+    ]
+    assert not wrong, "measures wall time: " + ", ".join(wrong)
+
+
 def test_top_level_folders() -> None:
     """ARCHITECTURE.md fixes them: a new folder is a decision, not an accident."""
     folders = {

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.waiting import PATIENCE
+
 DEPLOY = Path(__file__).parents[3] / "deploy"
 SCRIPTS = sorted(
     path.name
@@ -89,6 +91,6 @@ def _run(script: Path, **named: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=20,
+        timeout=PATIENCE,
     )
     return ran.stdout.splitlines()
