@@ -23,7 +23,11 @@ def decode_image(data: bytes, max_pixels: int, media_type: str | None = None) ->
     """
     try:
         image = Image.open(io.BytesIO(data), formats=tuple(MEDIA_TYPES))
-    except Exception as error:  # decoders raise anything; Pillow's own limit on pixels is among it
+    except Image.DecompressionBombError as error:  # Pillow's own limit, which comes before ours
+        raise InvalidRequest(
+            f"the image has more than the {max_pixels} pixels that are taken in all"
+        ) from error
+    except Exception as error:  # decoders raise anything
         kinds = ", ".join(MEDIA_TYPES)
         raise InvalidRequest(f"the image cannot be read; it has to be a {kinds} file") from error
     with image:

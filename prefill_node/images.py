@@ -40,10 +40,16 @@ class PromptImage:
     span: ImageSpan
     pixels: Pixels | None = None
     rows: Tensor | None = None  # [span.length, H], on the device
+    over: bool = False  # all of it has been read: a prompt that goes on does not keep it
 
     @property
     def ready(self) -> bool:
-        return self.pixels is not None or self.rows is not None
+        return self.over or self.pixels is not None or self.rows is not None
+
+    def let_go(self, position: int) -> None:
+        """The prompt is read up to `position`. What others share of the rows stays in the cache."""
+        if self.span.offset + self.span.length <= position:
+            self.over, self.rows, self.pixels = True, None, None
 
     def fits(self, rows: int, columns: int) -> None:
         """Raises InvalidRequest where the prompt has another room for the image, which is so large."""

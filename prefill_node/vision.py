@@ -82,6 +82,8 @@ class VisionEmbeds:
         for chunk in chunks:
             _overlay(rows[first : first + chunk.length], chunk.request.images, chunk.start)
             first += chunk.length
+            for image in chunk.request.images:
+                image.let_go(chunk.start + chunk.length)
         return MergedEmbeds(rows, chunks, self._embed)
 
     def warm_up(self) -> int:

@@ -197,6 +197,29 @@ def test_the_encoder_runs_before_serving_where_there_is_one() -> None:
     assert TextEmbeds().warm_up() == 0
 
 
+def test_a_prompt_that_goes_on_keeps_no_rows_of_what_it_has_read() -> None:
+    """Else prompts in flight would hold the device's memory beside the cache, which is all that is counted."""
+    with seeing(chunk_tokens=3) as (cluster, vision):
+        vision.embeds[0]._cache._max_bytes = 0
+        vision.send(4, 5)
+        call = submit(cluster, TWO)
+        request = None
+        kept: set[tuple[int, int]] = set()
+        for _ in range(500):
+            cluster.turn()
+            request = next(iter(cluster.prefill.node.queues.computing.values()), request)
+            held = [] if request is None else [each for each in request.images if each.rows is not None]
+            if request is not None:
+                kept.add((request.scheduled, len(held)))
+                assert all(each.span.offset + each.span.length > request.scheduled for each in held)
+                assert all(each.ready for each in request.images), "no image is waited for again"
+            if call.over:
+                break
+        assert max(count for _, count in kept) == 1
+        assert call.ids == greedy(TWO, 6)
+        cluster.settle()
+
+
 def test_a_hit_that_holds_the_whole_image_needs_no_encoder() -> None:
     with seeing(page_size=1) as (cluster, vision):
         vision.embeds[0]._cache._max_bytes = 0  # nothing is kept: what is encoded again shows

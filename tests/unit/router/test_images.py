@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import signal
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -35,6 +36,14 @@ def file(kind: str = "PNG", size: tuple[int, int] = (8, 6), **options: object) -
     out = io.BytesIO()
     Pil.new("RGB", size, (200, 30, 30)).save(out, kind, **options)
     return out.getvalue()
+
+
+def huge() -> bytes:
+    """A few bytes that say they are 900 million pixels."""
+    head = bytearray(file())
+    head[16:24] = (30_000).to_bytes(4, "big") * 2
+    head[29:33] = zlib.crc32(head[12:29]).to_bytes(4, "big")
+    return bytes(head)
 
 
 def noise() -> bytes:
@@ -88,6 +97,7 @@ BAD = {
     "text": (url(b"<svg/>"), "cannot be read"),
     "truncated": (url(noise()[:1_500]), "broken"),
     "too many pixels": (url(file(size=(100, 11))), "100 x 11 pixels"),
+    "far too many pixels": (url(huge()), "more than the 1000 pixels"),
     "too many bytes": (url(os.urandom(5_001)), "larger than 5000 bytes"),
     "empty": ("data:image/png;base64,", "cannot be read"),
 }
