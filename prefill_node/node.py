@@ -125,7 +125,9 @@ class PrefillNode:
             chunk.request.in_flight += 1
         self._report.steps += 1
         with self._sending.during(chunks):
-            return self._step.launch(chunks)
+            launched = self._step.launch(chunks)
+        self._move_transfers()  # grants that came meanwhile are no news once results are read
+        return launched
 
     def _finish(self, launched: LaunchedPrefill) -> None:
         """Pages written by this launch are complete: send them; finish the prompts that ended with it."""

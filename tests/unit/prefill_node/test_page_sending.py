@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
-from common.engine.overlap import Completion, Immediate
+from common.engine.overlap import Completion, Deferred, Immediate
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback import Fault
 from tests.fakes.draft_models import eager_drafts, observed
@@ -196,6 +196,31 @@ def test_a_destination_that_comes_between_two_layers() -> None:
         expect_reference(call)
         sent = cluster.prefill.sender.counters
         assert sent.pages_by_layer == sent.pages_written == 2 + 6
+        cluster.settle()
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_a_destination_that_comes_while_the_last_chunk_is_launched(completion: type[Completion]) -> None:
+    """Results may be there before the node looks at its transfers again: the sender is given one record."""
+    with watched(replace(SHAPE, completion=completion)) as (cluster, diary):
+        submit(cluster, prompt_of(5))
+        cluster.run()
+        cluster.fabric.plan = lambda n: Fault(delay=0.002)  # pages are on their way for a turn or two
+        attends = diary.attends
+
+        def granting(layer: int) -> None:
+            attends(layer)
+            if layer == 0:
+                cluster.turn_one(cluster.decode)
+
+        with mock.patch.object(diary, "attends", granting):
+            call = cluster.submit(prompt_of(22))
+            cluster.turn_one(cluster.prefill)
+        cluster.run()
+        expect_reference(call)
+        stages = call.prefill_stages
+        assert stages is not None
+        assert stages["slots"] <= stages["last_page_sent"]
         cluster.settle()
 
 
