@@ -55,6 +55,7 @@ class CudaLayers(LayerWrite):
                     self._all[1].extend(chain.from_iterable(each.dst_pages for each in self._lists))
                     self._index = writer.page_list(*self._all)
                     self._sums = writer.no_sums(self._bounds[-1]) if self._checksums else None
+                    writer.view(peer, self._dst)  # made further down it would wait for the forward
                 peer.layers.wait_for(stored)
                 writer.launch(peer, peer.layers, self._dst, self._all, self._index, self._sums, planes)
         except RuntimeError as error:

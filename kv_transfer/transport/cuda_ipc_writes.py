@@ -138,7 +138,7 @@ class PageWriter:
         planes: range,
     ) -> None:
         """On this lane, which is entered. `index`: `pages` by `page_list`; `sums` are added to."""
-        into = self._view(peer, dst)
+        into = self.view(peer, dst)
         if into is not None:
             blocks = self.remote_blocks if peer.remote else self.local_blocks
             move_pages(self.source, into, index, sums, planes, blocks)
@@ -148,8 +148,8 @@ class PageWriter:
         for copy in copies(self.layout, dst, runs(*pages), slice(planes.start, planes.stop)):
             self.cuda.copy(peer.address + copy.dst, self.pool.address + copy.src, copy.length, lane)
 
-    def _view(self, peer: Mapped, dst: KvLayout) -> PagedMemory | None:
-        """The peer's pool by its layout; made once, as a peer has one layout for its life."""
+    def view(self, peer: Mapped, dst: KvLayout) -> PagedMemory | None:
+        """The peer's pool by its layout; made once, which waits for the current stream. None: the driver copies."""
         if peer.memory is None:
             return None
         if peer.pages is None or peer.pages[0] != dst:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kv_transfer.transport.base import WriteState
+from kv_transfer.transport.cuda_ipc_writes import Mapped
 from kv_transfer.transport.layers import PageList
 from tests.unit.kv_transfer.test_cuda_ipc import DST, SRC, Pair
 
@@ -112,6 +113,16 @@ def test_pages_that_are_complete_do_not_stand_behind_the_next_forward(pair: Pair
     assert pair.sending.poll(pending) is WriteState.PENDING
     layers.held = False
     assert pair.sending.poll(pending) is WriteState.DONE
+
+
+def test_a_first_layer_does_not_wait_for_the_forward(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a peer's layout becomes is copied to the GPU and waited for: before the lane stands behind the forward."""
+    peer = pair.sending.attach(pair.target())
+    assert isinstance(peer, Mapped)
+    made: list[bool] = []
+    monkeypatch.setattr(pair.cuda.lanes[-1], "wait_for", lambda _: made.append(peer.pages is not None))
+    pair.sending.write_layers(peer, DST, LISTS, True).send(range(2))
+    assert made == [True]
 
 
 def test_a_peer_that_is_let_go_of_during_a_launch(pair: Pair) -> None:
