@@ -144,9 +144,11 @@ def _check_places(cluster: Cluster) -> None:
     addresses = {
         f"prefill.nodes[{i}].peer_address": n.peer_address for i, n in enumerate(cluster.prefill.nodes)
     }
-    for path, address in {"router.control_address": cluster.router.control_address, **addresses}.items():
+    control = "router.control_address"
+    for path, address in {control: cluster.router.control_address, **addresses}.items():
         found = ADDRESS.fullmatch(address)
-        if found is None or not 0 < int(found["port"] or 1) <= 65_535:
+        least = 1 if path == control else 0  # 0 takes a free port: decode nodes are told which, nodes are not
+        if found is None or not least <= int(found["port"] or 1) <= 65_535:
             raise ConfigError(
                 path,
                 f"{address!r} is not an address; write auto, ipc://PATH or tcp://HOST:PORT, with the port that the "

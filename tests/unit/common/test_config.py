@@ -289,11 +289,12 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize(
-    "address", ["foo", "127.0.0.1:7000", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://h:70000", "udp://h:1"]
+    "address",
+    ["foo", "127.0.0.1:7000", "tcp://127.0.0.1", "tcp://127.0.0.1:-1", "tcp://h:70000", "udp://h:1"],
 )
 @pytest.mark.parametrize("path", ADDRESSES)
 def test_an_address_is_refused_by_its_form(tmp_path: Path, path: str, address: str) -> None:
-    """A node that connects to port 0 would wait for ever; without a scheme it is no question of keys."""
+    """Without a scheme it is no question of keys."""
     start = ADDRESSES[path]
     error = refusal(tmp_path, overrides=[start + address + "'}]" * start.endswith("'")])
     assert error.path == path
@@ -307,6 +308,13 @@ def test_an_address_is_refused_by_its_form(tmp_path: Path, path: str, address: s
 def test_known_addresses(tmp_path: Path, path: str, address: str) -> None:
     start = ADDRESSES[path]
     load(tmp_path, overrides=[start + address + "'}]" * start.endswith("'")])
+
+
+def test_port_0_takes_a_free_port_where_others_are_told_which(tmp_path: Path) -> None:
+    """Decode nodes learn the address that was bound; a node that connects to a router's port 0 would wait for ever."""
+    load(tmp_path, overrides=[ADDRESSES["prefill.nodes[0].peer_address"] + "tcp://127.0.0.1:0'}]"])
+    error = refusal(tmp_path, overrides=["router.control_address=tcp://127.0.0.1:0"])
+    assert error.path == "router.control_address"
 
 
 def test_a_wrong_value_names_the_variable_that_it_came_from(tmp_path: Path) -> None:
