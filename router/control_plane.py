@@ -31,12 +31,8 @@ from router.dispatcher import Dispatcher
 from router.node_registry import Node, NodeRegistry
 
 SWEEP_INTERVAL = 0.25
-PROBE_PAUSES = (
-    0.02,
-    0.2,
-    0.4,
-    2.0,
-)  # the pipe of a dead peer goes a moment after the event, later on a busy host
+# the pipe of a dead peer goes a moment after the event, later on a busy host
+PROBE_PAUSES = (0.02, 0.2, 0.4, 2.0)
 
 
 class ControlPlane:
@@ -209,9 +205,8 @@ class ControlPlane:
         while True:
             due = loop.time() + SWEEP_INTERVAL
             await asyncio.sleep(SWEEP_INTERVAL)
-            late = max(
-                loop.time() - due, 0.0
-            )  # a stall of this process, or of the whole host, is no node's silence
+            # a stall of this process, or of the whole host, is no node's silence
+            late = max(loop.time() - due, 0.0)
             try:
                 self._on_readable()
                 self._registry.sweep(late)

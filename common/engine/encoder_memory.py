@@ -42,9 +42,8 @@ def _llava(vision: LlavaVision, hidden: int, size: int) -> int:
     pixels = images * 3 * vision.image_size**2 * (FLOAT + size)
     states = (layers + 2) * width * size
     chosen = 2 * len(vision.feature_layers) * width * size  # side by side, and again without the first row
-    in_layer = (
-        max(7 * width, 2 * width + 4 * inner) * size
-    )  # attention; MLP, whose activation makes three of its own
+    # attention; MLP, whose activation makes three of its own
+    in_layer = max(7 * width, 2 * width + 4 * inner) * size
     return pixels + patches * (states + max(in_layer, chosen + 4 * hidden * size))
 
 
@@ -54,18 +53,16 @@ def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
     merged = vision.merge_size**2
     largest, padded = _largest_image(vision, window)
     patches, places = merged * max(ENCODER_TOKENS, largest), merged * max(ENCODER_TOKENS, padded)
-    values = (
-        3 * vision.patch_size**2
-    )  # of a patch: bytes as they come, numbers as the tower reads them, frame by frame
+    # of a patch: bytes as they come, numbers as the tower reads them, frame by frame
+    values = 3 * vision.patch_size**2
     read = vision.temporal_patch_size * values
     kept = width * size + 2 * width // heads * FLOAT + values + INDICES  # patches, their angles
     cut = (2 * values + 2 * read) * FLOAT + read * size
     turned = 4 * width * size + 4 * width * FLOAT  # qkv and the query; the key and what turns it
     mlp = (2 * width + 3 * inner) * size
     rows = 3 * width * size + 3 * hidden * size // merged
-    attended = (6 * width * size) * patches + (
-        6 * width * size + INDICES
-    ) * places  # qkv turned; the same by window
+    # qkv turned; the same by window
+    attended = 6 * width * size * patches + (6 * width * size + INDICES) * places
     return patches * kept + max(patches * max(cut, turned, mlp, rows), attended)
 
 

@@ -9,9 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 ENCODER_BATCH = 32  # images in one forward
-ENCODER_TOKENS = (
-    16_384  # in one forward, padding counted, unless a single image has more: see encoder_memory.py
-)
+# in one forward, padding counted, unless a single image has more: see encoder_memory.py
+ENCODER_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True, eq=False)
