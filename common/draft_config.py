@@ -32,11 +32,7 @@ ARCHITECTURES: Mapping[DraftAlgorithm, tuple[str, ...]] = {
     "mtp": tuple(MTP_ARCHITECTURES),
     "standalone": tuple(FAMILIES),  # any model that could be served, with the same vocabulary
 }
-REFUSED = (
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-)  # options of some EAGLE-3 heads that are not computed here
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # switches of EAGLE-3 heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +46,21 @@ class DraftConfig:
         int, ...
     ]  # boundaries of the target whose streams the draft reads; (): the normed output
     draft_vocab: int | None  # tokens that the draft can propose; None: all, by the target's head
-    norm_before_residual: bool
+    norm_before_residual: bool  # what goes past attention is the normed stream
     mtp: MtpFormat | None = None  # of a multi-layer draft: a module per step, model.num_layers of them
+    norm_before_fc: bool = False  # what the target gives is normed as a whole
+    fc_norm: bool = False  # the same, each boundary apart
+    norm_output: bool = False  # a draft step gives its normed output to the next
 
     @property
     def modules(self) -> int:
         """Of a multi-layer draft: those that run, one per step. 0: one layer stack runs again for every step."""
         return 0 if self.mtp is None else self.model.num_layers
+
+    @property
+    def norms_before_fc(self) -> int:
+        """Into how many equal parts what the target gives is cut to be normed; 0: it is not."""
+        return len(self.aux_layers) or 1 if self.fc_norm else int(self.norm_before_fc)
 
     @classmethod
     def load(cls, path: str | Path, algorithm: DraftAlgorithm, target: ModelConfig) -> DraftConfig:
@@ -83,11 +87,9 @@ class DraftConfig:
         _check_same(file, "target_hidden_size", width, target.hidden_size)
         if algorithm == "eagle":
             return cls(algorithm, model, width, (), None, False)
-        for option in REFUSED:
-            if raw.get(option):
-                raise ModelError(f"{file}: {option} is not supported")
-        if model.num_layers != 1:
-            raise ModelError(f"{file}: {model.num_layers} layers are not supported, an EAGLE-3 head has one")
+        norms = {name: _switch(raw, name, str(file)) for name in NORMS}
+        if norms["norm_before_fc"] and norms["fc_norm"]:
+            raise ModelError(f"{file}: norm_before_fc and fc_norm norm the same values: set one of them")
         vocab = raw.get("draft_vocab_size")
         return cls(
             algorithm,
@@ -95,7 +97,10 @@ class DraftConfig:
             width,
             _aux_layers(raw, target.num_layers, str(file)),
             int(vocab) if vocab is not None else None,
-            bool(raw.get("norm_before_residual", False)),
+            norms["norm_before_residual"],
+            norm_before_fc=norms["norm_before_fc"],
+            fc_norm=norms["fc_norm"],
+            norm_output=norms["norm_output"],
         )
 
 
@@ -181,14 +186,30 @@ def _known() -> str:
     return ", ".join(name for names in ARCHITECTURES.values() for name in names)
 
 
+def _switch(raw: Mapping[str, Any], name: str, where: str) -> bool:
+    value = raw.get(name) or False
+    if not isinstance(value, bool):
+        raise ModelError(f"{where}: {name} is {value!r}, not true or false")
+    return value
+
+
 def _aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-    """Boundaries: i is the stream entering layer i. Some files mean the output of layer i: aux_layer_convention."""
+    """Boundaries: i is the stream entering layer i. Some files mean the output of layer i: aux_layer_convention.
+
+    (): the head reads the target's normed output (row D4: aux states are used unless the file says no).
+    """
     section = raw.get("eagle_config") or {}
     if not section.get("use_aux_hidden_state", True):
-        raise ModelError(f"{where}: use_aux_hidden_state false is not supported")
+        return ()
     ids = section.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         ids = (2, num_layers // 2, num_layers - 3)
+    count = raw.get("num_aux_hidden_states") or section.get("num_aux_hidden_states") or len(ids)
+    if count != len(ids):
+        raise ModelError(
+            f"{where}: num_aux_hidden_states is {count}, but the aux layers are {list(ids)}; name them in "
+            "eagle_config.eagle_aux_hidden_state_layer_ids"
+        )
     convention = raw.get("aux_layer_convention", "auto")
     if convention not in ("boundary", "output", "auto"):
         raise ModelError(f"{where}: aux_layer_convention is {convention!r}; it is boundary, output or auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -13,12 +14,22 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.layers.placement import Placement
-from common.engine.models.eagle import DraftOutput, Eagle3Head, EagleHead, SplitHead
+from common.engine.models.eagle import (
+    EMBEDDING,
+    FC_BIAS,
+    LM_HEAD,
+    DraftOutput,
+    Eagle3Head,
+    EagleHead,
+    SplitHead,
+)
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.ops.top_tokens import top_tokens
 from common.engine.weights import load_weights
 from common.errors import ModelError
 from common.model_files import read_weight_files
+
+AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # older names of fc_norm.0, 1, 2
 
 
 class DraftRunner:
@@ -56,31 +67,61 @@ class DraftRunner:
 def load_draft(
     path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement
 ) -> Eagle3Head | EagleHead:
-    """Build a draft that shares the target's embedding and fill it. `ModelError` says what does not fit."""
-    if draft.model.hidden_size != target.config.hidden_size:
-        raise ModelError(
-            f"{path}: a hidden_size of {draft.model.hidden_size} cannot share the target's embedding of "
-            f"{target.config.hidden_size}"
-        )
+    """Build a draft that shares what it does not have with the target, and fill it.
+
+    `ModelError` says what does not fit.
+    """
     names = {name for file in read_weight_files(path) for name in file.tensors}
+    own = {part for part in (EMBEDDING, LM_HEAD, FC_BIAS) if _published(part, names) in names}
+    _check_shared(path, draft, target, own)
     if draft.algorithm == "eagle":
-        head: Eagle3Head | EagleHead = EagleHead(draft, target, placement)
+        head: Eagle3Head | EagleHead = EagleHead(draft, target, placement, own)
+        unused: tuple[str, ...] = (EMBEDDING, LM_HEAD)  # some files have copies of the target's
     else:
-        head = Eagle3Head(draft, target, placement)
+        head, unused = Eagle3Head(draft, target, placement, own), ()
         if draft.draft_vocab is not None:
             _read_d2t(path, head.d2t, draft)
-    layer = "midlayer" if any(name.startswith("midlayer.") for name in names) else "layers.0"
-    load_weights(path, head.checkpoint_tensors(layer), ignore=("d2t", "t2d"))
+    tensors = ((_published(name, names), view) for name, view in head.checkpoint_tensors())
+    load_weights(path, tensors, ignore=("d2t", "t2d", *unused))
     head = head.eval()
     _probe(head, draft, placement, path)
     return head
 
 
+def _published(name: str, found: Collection[str]) -> str:
+    """What a checkpoint calls a tensor of `checkpoint_tensors`; the same where it has none."""
+    part, _, rest = name.partition(".")
+    others = [f"layers.0.{rest}"] if part == "midlayer" else []
+    if part == "fc_norm" and int(rest[0]) < len(AUX_NORMS):
+        others.append(f"{AUX_NORMS[int(rest[0])]}{rest[1:]}")
+    names = [f"{prefix}{each}" for prefix in ("", "model.") for each in (name, *others)]
+    return next((each for each in names if each in found), name)
+
+
+def _check_shared(path: Path, draft: DraftConfig, target: LlamaForCausalLM, own: Collection[str]) -> None:
+    """Widths of what is shared are one, and behind images the embedding is."""
+    ours, theirs = draft.model.hidden_size, target.config.hidden_size
+    own_head = draft.draft_vocab is not None or LM_HEAD in own
+    parts = (("embedding", EMBEDDING in own), ("LM head", own_head))
+    for part, is_own in parts:
+        if ours != theirs and (draft.algorithm == "eagle" or not is_own):
+            raise ModelError(
+                f"{path}: a hidden_size of {ours} cannot share the target's {part} of {theirs}, and this draft "
+                "has none of its own"
+            )
+    if target.config.vision is not None and draft.algorithm == "eagle3" and EMBEDDING in own:
+        raise ModelError(
+            f"{path}: it has an embedding of its own, so it cannot read the images that the target embeds; use a "
+            "head that shares the target's"
+        )
+
+
 def _read_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
     for file in read_weight_files(path):
-        if "d2t" in file.tensors:
+        name = _published("d2t", file.tensors)
+        if name in file.tensors:
             with safe_open(str(file.path), framework="pt") as source:
-                offsets = source.get_tensor("d2t")
+                offsets = source.get_tensor(name)
             ids = offsets.long() + torch.arange(len(offsets))
             if offsets.shape != d2t.shape or ids.min() < 0 or ids.max() >= draft.model.vocab_size:
                 raise ModelError(
@@ -88,7 +129,8 @@ def _read_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
                 )
             d2t.copy_(offsets)
             return
-    raise ModelError(f"{path}: draft_vocab_size is set, but the checkpoint has no d2t")
+    if draft.draft_vocab != draft.model.vocab_size:  # else they are the target's ids
+        raise ModelError(f"{path}: draft_vocab_size is set, but the checkpoint has no d2t")
 
 
 @torch.inference_mode()

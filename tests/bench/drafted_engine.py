@@ -89,7 +89,7 @@ def constructed(shape: Shape, drafting: Drafting, seed: int, device: torch.devic
     head = Eagle3Head(draft, model, placement).eval()
     d2t = [("d2t", head.d2t)]
     weights = (pair for pair in head_tensors(shape, drafting, seed, device) if pair[0] != "t2d")
-    _fill([*head.checkpoint_tensors("midlayer"), *d2t], weights)
+    _fill([*head.checkpoint_tensors(), *d2t], weights)
     return Pair(model, head, draft, SPECIAL)
 
 

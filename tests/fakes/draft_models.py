@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace as replace_fields
 
 import torch
 
@@ -24,7 +25,7 @@ from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.radix_cache import Keys
 from common.engine.kv_cache.relay_state import DraftShape
 from common.engine.model_runner import ModelRunner, make_pool
-from common.engine.models.eagle import Eagle3Head, EagleHead
+from common.engine.models.eagle import EMBEDDING, LM_HEAD, Eagle3Head, EagleHead
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
 from decode_node.request import DecodeRequest
@@ -40,13 +41,27 @@ from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, reference, tiny_model
 
+ONE_LAYER = replace_fields(CONFIG, num_layers=1, sliding_windows=(None,))
+NARROW = replace_fields(CONFIG, hidden_size=24)  # two layers, narrower than the target
 DRAFTS = {
-    "eagle3": DraftConfig("eagle3", CONFIG, CONFIG.hidden_size, (0, 1, 2), 40, False),
-    "eagle3-full-vocabulary": DraftConfig("eagle3", CONFIG, CONFIG.hidden_size, (1,), None, True),
+    "eagle3": DraftConfig("eagle3", ONE_LAYER, CONFIG.hidden_size, (0, 1, 2), 40, False),
+    "eagle3-full-vocabulary": DraftConfig("eagle3", ONE_LAYER, CONFIG.hidden_size, (1,), None, True),
+    "eagle3-narrow": DraftConfig(
+        "eagle3", NARROW, CONFIG.hidden_size, (0, 2), 40, False, fc_norm=True, norm_output=True
+    ),
+    "eagle3-no-aux": DraftConfig("eagle3", NARROW, CONFIG.hidden_size, (), None, True, norm_before_fc=True),
     "eagle": DraftConfig("eagle", CONFIG, CONFIG.hidden_size, (), None, False),
 }
+OWN = {"eagle3-narrow": (EMBEDDING,), "eagle3-no-aux": (EMBEDDING, LM_HEAD)}  # what is not the target's
 ON_AXES = {  # for a target of AXES
-    "eagle3-axes": DraftConfig("eagle3", AXES, AXES.hidden_size, (0, 1, 2), 40, False),
+    "eagle3-axes": DraftConfig(
+        "eagle3",
+        replace_fields(AXES, num_layers=1, sliding_windows=(None,)),
+        AXES.hidden_size,
+        (0, 1, 2),
+        40,
+        False,
+    ),
     "eagle-axes": DraftConfig("eagle", AXES, AXES.hidden_size, (), None, False),
 }
 CONFIGS = {**DRAFTS, **ON_AXES}
@@ -57,7 +72,7 @@ def tiny_draft(name: str) -> Eagle3Head | EagleHead:
     config = CONFIGS[name]
     target = tiny_model(aux=config.aux_layers)
     made = Eagle3Head if config.algorithm == "eagle3" else EagleHead
-    head = made(config, target, PLACEMENT).eval()
+    head = made(config, target, PLACEMENT, OWN.get(name, ())).eval()
     generator = torch.Generator().manual_seed(5)
     shared = {parameter.data_ptr() for parameter in target.parameters()}
     with torch.no_grad():
@@ -88,7 +103,7 @@ class DraftModel(NoDraftModel):
 
     @property
     def layers(self) -> int:
-        return 1 if self.config.algorithm == "eagle3" else self.config.model.num_layers
+        return self.config.model.num_layers
 
     @staticmethod
     def keys(token_ids: Sequence[int] | Keys) -> Keys:

@@ -18,7 +18,7 @@ from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.pool import KvPool
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import Eagle3Head, EagleHead
-from tests.fakes.draft_models import DRAFTS
+from tests.fakes.draft_models import DRAFTS, OWN
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
 
 pytestmark = [
@@ -51,7 +51,7 @@ def compare(name: str, poisoned: bool, device: torch.device, backend: Backend) -
     target = model(config.aux_layers, device=device)
     placement = Placement(torch.float32, device)
     made = Eagle3Head if config.algorithm == "eagle3" else EagleHead
-    head = made(config, target, placement).eval()
+    head = made(config, target, placement, OWN.get(name, ())).eval()
     shared = {parameter.data_ptr() for parameter in target.parameters()}
     torch.manual_seed(5)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def compare(name: str, poisoned: bool, device: torch.device, backend: Backend) -
             if parameter.data_ptr() not in shared:
                 parameter.normal_(std=0.3)
     driver = DeviceDriver(target, sequences(LENGTHS), 4)
-    layers = 1 if config.algorithm == "eagle3" else config.model.num_layers
+    layers = config.model.num_layers
     pools = [
         KvPool(layers, config.model.num_kv_heads, 16, 4, driver.pool.num_pages, torch.float32, device)
         for _ in range(2)

@@ -8,7 +8,7 @@ Sources: arXiv 2401.15077, 2503.01840.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,7 +23,9 @@ from common.engine.layers.mlp import Mlp
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.placement import Placement, parameter
 from common.engine.layers.rotary import Rotary
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.llama import DecoderLayer, LlamaForCausalLM
+
+EMBEDDING, LM_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"  # what a checkpoint may have
 
 
 class DraftOutput(NamedTuple):
@@ -73,7 +75,7 @@ class DraftModule(nn.Module, ABC):
     """What heads have in common: they take the target's hidden states as they are, and draft in its vocabulary."""
 
     placement: Placement
-    embed_tokens: Embedding
+    embed_tokens: Embedding  # [V, H]
     lm_head: Tensor
 
     @abstractmethod
@@ -132,47 +134,81 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(DraftModule):
-    """EAGLE-3. Shares the target's embedding, and its LM head where the draft vocabulary is not reduced."""
+    """EAGLE-3. Shares the target's embedding and LM head where it has none of its own.
+
+    Args:
+        own: EMBEDDING and LM_HEAD where the checkpoint has them. With a reduced vocabulary the LM head is its own.
+    """
 
     d2t: Tensor  # [draft vocabulary] int64, target id - draft id
 
-    def __init__(self, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> None:
+    def __init__(
+        self,
+        draft: DraftConfig,
+        target: LlamaForCausalLM,
+        placement: Placement,
+        own: Collection[str] = (),
+    ) -> None:
         super().__init__()
         config = draft.model
+        size, norm = config.hidden_size, (config.rms_norm_eps, placement)
         self.placement = placement
-        self.embed_tokens = target.embed_tokens
-        self.rotary = Rotary(config.rope, config.head_dim, placement)
-        self.fc = Linear(
-            EagleDraftExtendInput.hidden_size_for(draft), {"fc": config.hidden_size}, False, placement
+        self._own_embedding, self._own_head = (
+            EMBEDDING in own,
+            draft.draft_vocab is not None or LM_HEAD in own,
         )
+        self.embed_tokens = target.embed_tokens
+        if self._own_embedding:
+            self.embed_tokens = Embedding(config.vocab_size, size, placement)
+        self.rotary = Rotary(config.rope, config.head_dim, placement)
+        width = EagleDraftExtendInput.hidden_size_for(draft)
+        norms = draft.norms_before_fc
+        self._norms_apart = draft.fc_norm
+        self.fc_norms = nn.ModuleList(RmsNorm(width // norms, *norm) for _ in range(norms))
+        self.fc = Linear(width, {"fc": size}, False, placement)
         self.midlayer = Eagle3Layer(draft, placement)
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, placement)
-        own_head = draft.draft_vocab is not None
+        self.layers = nn.ModuleList(DecoderLayer(config, i, placement) for i in range(1, config.num_layers))
+        self.norm = RmsNorm(size, *norm)
+        self._norm_output = draft.norm_output
         vocab = draft.draft_vocab or config.vocab_size
-        self._own_head = own_head
-        self.lm_head = parameter((vocab, config.hidden_size), placement) if own_head else target.lm_head
+        self.lm_head = parameter((vocab, size), placement) if self._own_head else target.lm_head
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64, device=placement.device))
 
     def project(self, target_hidden: Tensor) -> Tensor:
+        if self.fc_norms:
+            parts = target_hidden.chunk(len(self.fc_norms), dim=-1)
+            target_hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts)], dim=-1)
         projected: Tensor = self.fc(target_hidden)
         return projected
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
-        x, residual = self.midlayer(embeds, hidden, self.rotary(positions), attention)
-        return DraftOutput(*self.norm.add(x, residual))
+        angles = self.rotary(positions)
+        x, residual = self.midlayer(embeds, hidden, angles, attention)
+        for layer in self.layers:
+            x, residual, _ = layer(x, residual, angles, attention)
+        last, stream = self.norm.add(x, residual)
+        return DraftOutput(last, last if self._norm_output else stream)
 
     def target_ids(self, ids: Tensor) -> Tensor:
         return ids + self.d2t[ids]
 
-    def checkpoint_tensors(self, layer: str) -> Iterator[tuple[str, Tensor]]:
-        """`layer`: what the checkpoint calls the layer, midlayer or layers.0."""
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Some files have other names: draft_runner.py."""
         yield "fc.weight", self.fc.weight
-        yield from self.midlayer.checkpoint_tensors(layer)
+        for index, each in enumerate(self.fc_norms):
+            assert isinstance(each, RmsNorm)
+            yield from each.checkpoint_tensors(f"fc_norm.{index}" if self._norms_apart else "input_norm")
+        yield from self.midlayer.checkpoint_tensors("midlayer")
+        for index, each in enumerate(self.layers, start=1):
+            assert isinstance(each, DecoderLayer)
+            yield from each.checkpoint_tensors(f"layers.{index}")
         yield from self.norm.checkpoint_tensors("norm")
+        if self._own_embedding:
+            yield EMBEDDING, self.embed_tokens.weight
         if self._own_head:
-            yield "lm_head.weight", self.lm_head
+            yield LM_HEAD, self.lm_head
 
 
 class EagleLayer(nn.Module):
@@ -198,9 +234,19 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(DraftModule):
-    """EAGLE-1/2: regresses the target's normed hidden state, which the target's own head reads."""
+    """EAGLE-1/2: regresses the target's normed hidden state, which the target's own head reads.
 
-    def __init__(self, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> None:
+    Args:
+        own: FC_BIAS where the checkpoint has it.
+    """
+
+    def __init__(
+        self,
+        draft: DraftConfig,
+        target: LlamaForCausalLM,
+        placement: Placement,
+        own: Collection[str] = (),
+    ) -> None:
         super().__init__()
         config = draft.model
         self.placement = placement
@@ -208,7 +254,7 @@ class EagleHead(DraftModule):
         self.lm_head = target.lm_head
         self.rotary = Rotary(config.rope, config.head_dim, placement)
         width = config.hidden_size + EagleDraftExtendInput.hidden_size_for(draft)
-        self.fc = Linear(width, {"fc": config.hidden_size}, False, placement)
+        self.fc = Linear(width, {"fc": config.hidden_size}, FC_BIAS in own, placement)
         self.layers = nn.ModuleList(EagleLayer(draft, i, placement) for i in range(config.num_layers))
 
     def body(
@@ -220,9 +266,10 @@ class EagleHead(DraftModule):
             x = layer(x, angles, attention)
         return DraftOutput(x, x)
 
-    def checkpoint_tensors(self, layer: str) -> Iterator[tuple[str, Tensor]]:
-        """`layer` is not needed: EAGLE-1 checkpoints agree on layers.N."""
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "fc.weight", self.fc.weight
+        if self.fc.bias is not None:
+            yield FC_BIAS, self.fc.bias
         for index, each in enumerate(self.layers):
             assert isinstance(each, EagleLayer)
             yield from each.checkpoint_tensors(f"layers.{index}")

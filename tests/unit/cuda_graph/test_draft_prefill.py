@@ -50,8 +50,8 @@ def breakable() -> Backend:
 
 def runner(name: str, pages: int, page_size: int = 4) -> tuple[DraftRunner, KvPool]:
     head, config = tiny_draft(name), DRAFTS[name]
-    layers = 1 if config.algorithm == "eagle3" else config.model.num_layers
     model = config.model
+    layers = model.num_layers
     pool = KvPool(
         layers, model.num_kv_heads, model.head_dim, page_size, pages, PLACEMENT.dtype, PLACEMENT.device
     )

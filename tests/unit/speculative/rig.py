@@ -223,7 +223,7 @@ class RoundRig:
         if self.kind.name == "ngram":
             return None
         model = self.target.config
-        layers = 1 if config is not None and config.algorithm == "eagle3" else model.num_layers
+        layers = (model if config is None else config.model).num_layers
         place = Placement(torch.float32, self.device)
         self.draft_pool = KvPool(
             layers,

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from common.draft_config import DraftAlgorithm, DraftConfig, draft_fingerprint, hidden_size_for, target_width
 from common.engine.draft_runner import load_draft
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
+from common.engine.models.eagle import EMBEDDING, Eagle3Head
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
@@ -70,19 +75,24 @@ def test_the_shipped_heads() -> None:
             {"target_hidden_size": 512},
             "target_hidden_size is 512, the target has 256",
         ),
-        ("tiny-eagle3", "eagle3", {"norm_before_fc": True}, "norm_before_fc is not supported"),
-        ("tiny-eagle3", "eagle3", {"num_hidden_layers": 2}, "an EAGLE-3 head has one"),
+        ("tiny-eagle3", "eagle3", {"norm_before_fc": 1}, "norm_before_fc is 1, not true or false"),
+        (
+            "tiny-eagle3",
+            "eagle3",
+            {"norm_before_fc": True, "fc_norm": True},
+            "norm_before_fc and fc_norm norm the same values: set one of them",
+        ),
+        (
+            "tiny-eagle3",
+            "eagle3",
+            {"num_aux_hidden_states": 4},
+            r"num_aux_hidden_states is 4, but the aux layers are \[2, 4, 7\]",
+        ),
         (
             "tiny-eagle3",
             "eagle3",
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 2, 99]}},
             r"aux layers \[4, 2, 99\] are no ascending boundaries of 8 layers",
-        ),
-        (
-            "tiny-eagle3",
-            "eagle3",
-            {"eagle_config": {"use_aux_hidden_state": False}},
-            "use_aux_hidden_state false is not supported",
         ),
         ("tiny-eagle3", "eagle3", {"aux_layer_convention": "x"}, "it is boundary, output or auto"),
     ],
@@ -105,10 +115,14 @@ def test_what_does_not_fit_is_refused(
         ),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, (1, 3)),
         ({"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [3, 8]}, (3, 8)),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, ()),
     ],
 )
 def test_aux_layers(changes: dict[str, Any], layers: tuple[int, ...], tmp_path: Path) -> None:
-    """ECOSYSTEM.md: boundaries, unless the file says (or begins with 1 and lets us guess) that outputs are meant."""
+    """ECOSYSTEM.md: boundaries, unless the file says (or begins with 1 and lets us guess) that outputs are meant.
+
+    Row D4: aux states are read by default; a file may say that the target's output is read instead.
+    """
     assert config_of(copy_of(tmp_path, "tiny-eagle3", **changes)).aux_layers == layers
 
 
@@ -132,6 +146,101 @@ def test_weights_that_do_not_fit(target: Any, tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match="wrongly shaped tensors"):
         load_draft(path, config, target, PLACEMENT)
+
+
+def save_parts(path: Path, tensors: dict[str, Tensor], rename: Callable[[str], str] = str) -> None:
+    save_file(
+        {rename(name): value.contiguous() for name, value in tensors.items()}, path / "model.safetensors"
+    )
+
+
+def test_parts_of_its_own_and_those_of_the_target(target: Any, tmp_path: Path) -> None:
+    """ECOSYSTEM.md: a head may have an embedding and an LM head, which the published ones of 70B models do."""
+    path = copy_of(tmp_path, "tiny-eagle3", draft_vocab_size=None)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["lm_head.weight"], tensors["d2t"]
+    save_parts(path, tensors)
+    shared = load_draft(path, config_of(path), target, PLACEMENT)
+    assert shared.embed_tokens is target.embed_tokens
+    assert shared.lm_head is target.lm_head
+    own = {
+        "embed_tokens.weight": torch.randn(704, 256),
+        "lm_head.weight": torch.randn(704, 256),
+    }
+    save_parts(path, {**tensors, **own}, lambda name: f"model.{name}")  # with the prefix of some files
+    head = load_draft(path, config_of(path), target, PLACEMENT)
+    assert torch.equal(head.embed_tokens.weight, own["embed_tokens.weight"])
+    assert torch.equal(head.lm_head, own["lm_head.weight"])
+    ids = torch.tensor([5, 700])
+    assert torch.equal(head.target_ids(ids), ids)
+    assert torch.equal(head.fc.weight, shared.fc.weight)
+
+
+def test_a_narrower_head_needs_parts_of_its_own(target: Any, tmp_path: Path) -> None:
+    """Rows D3, D7 (known-failures H1): target_hidden_size unlike hidden_size."""
+    path = copy_of(tmp_path, "tiny-eagle3", hidden_size=128, num_attention_heads=4, head_dim=64)
+    config = config_of(path)
+    assert (target_width(config), hidden_size_for(config)) == (768, 128)
+    head = Eagle3Head(config, target, PLACEMENT, (EMBEDDING,))
+    tensors = {name: torch.randn(view.shape) for name, view in head.checkpoint_tensors()}
+    tensors["d2t"] = load_file(MODELS / "tiny-eagle3" / "model.safetensors")["d2t"]
+    save_parts(path, {name: value for name, value in tensors.items() if name != EMBEDDING})
+    with pytest.raises(ModelError, match="hidden_size of 128 cannot share the target's embedding of 256"):
+        load_draft(path, config, target, PLACEMENT)
+    save_parts(path, tensors)
+    loaded = load_draft(path, config, target, PLACEMENT)
+    assert loaded.project(torch.randn(3, 768)).shape == (3, 128)
+    assert loaded.embed(torch.tensor([7])).shape == (1, 128)
+
+
+def test_an_embedding_of_its_own_reads_no_images(target: Any, tmp_path: Path) -> None:
+    """Row C4: image rows come embedded by the target."""
+    path = copy_of(tmp_path, "tiny-eagle3")
+    save_parts(path, {**load_file(path / "model.safetensors"), EMBEDDING: torch.randn(704, 256)})
+    load_draft(path, config_of(path), target, PLACEMENT)
+    seeing = SimpleNamespace(config=SimpleNamespace(hidden_size=256, vision=object()))
+    with pytest.raises(ModelError, match="cannot read the images that the target embeds"):
+        load_draft(path, config_of(path), seeing, PLACEMENT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("switch", "names"),
+    [
+        ("norm_before_fc", ["input_norm.weight"]),
+        ("fc_norm", ["fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"]),
+        ("fc_norm", ["aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"]),
+    ],
+)
+def test_norms_before_fc(switch: str, names: list[str], target: Any, tmp_path: Path) -> None:
+    """known-failures H5: over the concatenation, or over each boundary; against plain torch."""
+    path = copy_of(tmp_path, "tiny-eagle3", **{switch: True})
+    tensors = load_file(path / "model.safetensors")
+    width = 768 // len(names)
+    norms = {name: torch.rand(width) + 0.5 for name in names}
+    save_parts(path, {**tensors, **norms})
+    head = load_draft(path, config_of(path), target, PLACEMENT)
+    given = torch.randn(5, 768) * torch.tensor([1.0, 5.0, 20.0]).repeat_interleave(256)
+    parts = given.split(width, dim=-1)
+    eps = config_of(path).model.rms_norm_eps
+    normed = [F.rms_norm(part, (width,), weight, eps) for part, weight in zip(parts, norms.values())]
+    expected = torch.cat(normed, dim=-1) @ tensors["fc.weight"].float().T
+    torch.testing.assert_close(head.project(given), expected, atol=1e-4, rtol=1e-4)
+    save_parts(path, tensors)
+    with pytest.raises(ModelError, match="missing tensors"):
+        load_draft(path, config_of(path), target, PLACEMENT)
+
+
+def test_copies_and_a_bias_in_an_eagle_file(target: Any, tmp_path: Path) -> None:
+    """EAGLE-1 shares embedding and LM head, whatever its file repeats of them; some files have a bias of fc."""
+    path = copy_of(tmp_path, "tiny-eagle")
+    tensors = load_file(path / "model.safetensors")
+    bias = torch.randn(256)
+    copies = {"embed_tokens.weight": torch.zeros(704, 256), "lm_head.weight": torch.zeros(704, 256)}
+    save_parts(path, {**tensors, **copies, "fc.bias": bias})
+    head = load_draft(path, config_of(path, "eagle"), target, PLACEMENT)
+    assert head.embed_tokens is target.embed_tokens
+    assert head.lm_head is target.lm_head
+    assert torch.equal(head.fc.bias, bias)
 
 
 def test_both_names_of_the_layer(target: Any, tmp_path: Path) -> None:

@@ -58,6 +58,21 @@ def test_drafts_across_the_cut(name: str, chunk: int, page_size: int, completion
     expect_eager(name, seen, 3, least=14)
 
 
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize("name", ["eagle3-narrow", "eagle3-no-aux"])
+def test_heads_of_other_forms_across_the_cut(name: str, completion: type[Completion]) -> None:
+    """Rows D1-D4: another width than the target's, more layers, no aux states, norms, an embedding of its own."""
+    seen: Seen = []
+    with NodeCluster(shape_of(name, 3, seen, chunk_tokens=7, page_size=4, completion=completion)) as cluster:
+        calls = [cluster.submit(prompt_of(n), 9) for n in (1, 17, 40)]
+        calls.append(cluster.submit(prompt_of(20), 9, seed=2, **SAMPLED))
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+        assert cluster.decode.link.counters.avg_spec_accept_length > 1.5
+    expect_eager(name, seen, 3, least=8)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
