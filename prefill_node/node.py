@@ -156,8 +156,9 @@ class PrefillNode:
                 self._on_transfer(event)
 
     def _watch_transfers(self) -> None:
-        """While a forward runs: pages that have landed are announced now, not when the forward ends."""
+        """While a forward runs: pages that have landed are announced, and images taken in, not when it ends."""
         self._move_transfers()
+        self._images.receive()
         time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:

@@ -55,6 +55,7 @@ class ControlPlane:
         self._dispatcher: Dispatcher
         self._sweeper: asyncio.Task[None] | None = None
         self._closed = False
+        self._probes_due = False
         self.refused_messages = 0
         self.address = self._socket.address
 
@@ -180,7 +181,8 @@ class ControlPlane:
                 closed = True
             except zmq.Again:
                 break
-        if closed:
+        if closed and not self._probes_due:  # however often sockets close, at most one begins at a time
+            self._probes_due = True
             self._probe_after(PROBE_PAUSES)
 
     def _probe_after(self, pauses: tuple[float, ...]) -> None:
@@ -191,6 +193,8 @@ class ControlPlane:
     def _probe(self, later: tuple[float, ...]) -> None:
         if self._closed:
             return
+        if len(later) == len(PROBE_PAUSES) - 1:
+            self._probes_due = False
         self._probe_after(later)
         ack = encode(self._ack(0, known=True))
         for node in self._registry:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import PageWrite, Ticket, WriteState
-from kv_transfer.transport.cuda_ipc_writes import Mapped, PageWriter, Posted
+from kv_transfer.transport.cuda_ipc_writes import LaneTicket, Mapped, PageWriter
 from kv_transfer.transport.cudart import Mark
 from kv_transfer.transport.gpu_digests import LaterDigests, to_host
 from kv_transfer.transport.layers import LayerWrite, PageList
@@ -67,11 +67,11 @@ class CudaLayers(LayerWrite):
         """One ticket for all."""
         peer, nbytes = self._peer, self._bounds[-1] * self._page_bytes(range(self._sent))
         try:
-            ticket = Posted.on(peer, peer.layers, nbytes, self._trouble)
+            ticket = LaneTicket.on(peer, peer.layers, nbytes, self._trouble)
             self._closed = ticket.mark
         except RuntimeError as error:
             self._trouble = self._trouble or str(error)
-            ticket = Posted.failed(peer, peer.layers, nbytes, self._trouble)
+            ticket = LaneTicket.failed(peer, peer.layers, nbytes, self._trouble)
         return [[ticket] for _ in self._lists]
 
     @torch.inference_mode()
@@ -82,9 +82,9 @@ class CudaLayers(LayerWrite):
         nbytes = len(each.src_pages) * writer.layout.page_bytes
         left = len(each.src_pages) * self._page_bytes(planes)
         if not peer.attached or self._trouble:
-            return PageWrite(Posted.settled(peer, left, WriteState.FAILED), nbytes)
+            return PageWrite(LaneTicket.settled(peer, left, WriteState.FAILED), nbytes)
         if not planes and not self._checksums:
-            return PageWrite(Posted.settled(peer, 0, WriteState.DONE), nbytes)
+            return PageWrite(LaneTicket.settled(peer, 0, WriteState.DONE), nbytes)
         pages = each.src_pages, each.dst_pages
         try:
             with peer.lane.entered():
@@ -92,9 +92,9 @@ class CudaLayers(LayerWrite):
                 if planes:
                     writer.launch(peer, peer.lane, self._dst, pages, writer.page_list(*pages), sums, planes)
                 sums = None if sums is None else to_host(sums)
-            ticket = Posted.on(peer, peer.lane, left, keep=self._sums)
+            ticket = LaneTicket.on(peer, peer.lane, left, keep=self._sums)
         except RuntimeError as error:
-            return PageWrite(Posted.failed(peer, peer.lane, left, str(error), self._sums), nbytes)
+            return PageWrite(LaneTicket.failed(peer, peer.lane, left, str(error), self._sums), nbytes)
         return PageWrite(ticket, nbytes, () if sums is None else LaterDigests(sums))
 
     def _sums_of(self, number: int) -> Tensor | None:

@@ -19,7 +19,7 @@ from kv_transfer.transport.base import (
     WriteState,
 )
 from kv_transfer.transport.cuda_ipc_layers import CudaLayers
-from kv_transfer.transport.cuda_ipc_writes import Mapped, PageWriter, Posted
+from kv_transfer.transport.cuda_ipc_writes import LaneTicket, Mapped, PageWriter
 from kv_transfer.transport.cuda_pages import PagedMemory, move_pages
 from kv_transfer.transport.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.description import CudaIpcDescription, kind
@@ -166,28 +166,28 @@ class CudaIpcSender(LayerEndpoint):
         assert isinstance(peer, Mapped)
         nbytes = sum(copy.length for copy in copies)
         if not peer.attached:
-            return Posted.settled(peer, nbytes, WriteState.FAILED)
+            return LaneTicket.settled(peer, nbytes, WriteState.FAILED)
         try:
             for copy in copies:
                 self._cuda.copy(
                     peer.address + copy.dst, self._pool.address + copy.src, copy.length, peer.lane
                 )
-            return Posted.on(peer, peer.lane, nbytes)
+            return LaneTicket.on(peer, peer.lane, nbytes)
         except RuntimeError as error:
-            return Posted.failed(peer, peer.lane, nbytes, str(error))
+            return LaneTicket.failed(peer, peer.lane, nbytes, str(error))
 
     def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:
         assert isinstance(peer, Mapped)
         if not peer.attached:
-            return Posted.settled(peer, len(data), WriteState.FAILED)
+            return LaneTicket.settled(peer, len(data), WriteState.FAILED)
         peer.records[offset : offset + len(data)] = data
         peer.moved += len(data)
-        return Posted.settled(peer, len(data), WriteState.DONE)
+        return LaneTicket.settled(peer, len(data), WriteState.DONE)
 
     # ---- completion
 
     def poll(self, ticket: Ticket) -> WriteState:
-        assert isinstance(ticket, Posted)
+        assert isinstance(ticket, LaneTicket)
         return ticket.look()
 
     def progress(self, peer: PeerMemory) -> int:

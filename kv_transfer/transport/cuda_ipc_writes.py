@@ -40,7 +40,7 @@ class Mapped(PeerMemory):
         self.memory: Tensor | None = None  # what kernels of the own GPU can write; None: the driver copies
         self.pages: tuple[KvLayout, PagedMemory] | None = None
         self.moved = 0
-        self.open: list[Posted] = []  # not known to have settled
+        self.open: list[LaneTicket] = []  # not known to have settled
         self.trouble = ""
 
     @property
@@ -49,7 +49,7 @@ class Mapped(PeerMemory):
 
 
 @dataclass(slots=True, eq=False)
-class Posted(Ticket):
+class LaneTicket(Ticket):
     peer: Mapped
     nbytes: int
     mark: Mark | None  # None once it is settled
@@ -58,19 +58,19 @@ class Posted(Ticket):
     keep: object = None  # memory of another lane that is read until then
 
     @classmethod
-    def on(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str = "", keep: object = None) -> Posted:
+    def on(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str = "", keep: object = None) -> LaneTicket:
         """Of what has been launched on that lane of the peer. Raises RuntimeError where the GPU has failed."""
         posted = cls(peer, nbytes, lane.mark(), trouble=trouble, keep=keep)
         peer.open.append(posted)
         return posted
 
     @classmethod
-    def settled(cls, peer: Mapped, nbytes: int, state: WriteState) -> Posted:
+    def settled(cls, peer: Mapped, nbytes: int, state: WriteState) -> LaneTicket:
         """Of nothing."""
         return cls(peer, nbytes, None, state)
 
     @classmethod
-    def failed(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str, keep: object = None) -> Posted:
+    def failed(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str, keep: object = None) -> LaneTicket:
         """A launch on that lane failed half way."""
         peer.trouble = trouble
         try:

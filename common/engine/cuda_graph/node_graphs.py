@@ -157,12 +157,12 @@ def capture(node: NodeGraphs[Any], log: Log) -> None:
     """
     graphs: GraphRunner[Any, Any] = node.forward.graphs
     graphs.capture()
-    graphs.run_missing()
     compilation = graphs.compilation
     failed = {f"{row.tokens}/{row.requests} {row.variant}": row.error for row in graphs.rows if row.error}
     log.info("graphs", failed=failed, **describe(node))
     if graphs.rows:
         log.debug("captured shapes", table=table(graphs.rows, compilation))
+    graphs.run_missing()  # behind the log: where the eager run fails too, the capture's error tells more
 
 
 def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[], int]) -> int:

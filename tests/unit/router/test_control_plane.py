@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -360,3 +361,30 @@ async def test_the_last_words_of_a_node_that_leaves_arrive(
         await asyncio.to_thread(lambda: (link.close(), context.term()))
         await client.done()
         assert (client.error, len(client.ids), client.finish) == (None, 3000, "length")
+
+
+async def test_many_sockets_that_close_cost_one_row_of_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who connects and leaves a thousand times a second must not fill the loop with timers."""
+    async with router_rig() as rig:
+        begun: list[tuple[float, ...]] = []
+        monkeypatch.setattr(rig.control, "_probe_after", begun.append)
+
+        def close_one() -> None:
+            events = iter([[b"closed"]])
+
+            def look(flags: int) -> list[bytes]:
+                for event in events:
+                    return event
+                raise zmq.Again
+
+            monkeypatch.setattr(rig.control, "_monitor", SimpleNamespace(recv_multipart=look))
+            rig.control._on_disconnect()
+
+        real = rig.control._monitor
+        for _ in range(50):
+            close_one()
+        assert begun == [control_plane.PROBE_PAUSES]
+        rig.control._probe(control_plane.PROBE_PAUSES[1:])
+        close_one()
+        assert begun[1:] == [control_plane.PROBE_PAUSES[1:], control_plane.PROBE_PAUSES]
+        monkeypatch.setattr(rig.control, "_monitor", real)
