@@ -23,15 +23,12 @@ from common.rope_config import SECTIONS, split_sections, with_sections
 DraftAlgorithm = Literal["eagle3", "eagle", "mtp", "standalone"]
 
 ARCHITECTURES: Mapping[DraftAlgorithm, tuple[str, ...]] = {
-    "eagle3": (
-        "LlamaForCausalLMEagle3",
-        "Eagle3LlamaForCausalLM",
-        "Eagle3Qwen3ForCausalLM",
-    ),
+    "eagle3": ("LlamaForCausalLMEagle3",),  # and whatever begins or ends with Eagle3: the tensors tell
     "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
     "mtp": tuple(MTP_ARCHITECTURES),
     "standalone": tuple(FAMILIES),  # any model that could be served, with the same vocabulary
 }
+EAGLE3 = "Eagle3"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # switches of EAGLE-3 heads
 
 
@@ -66,7 +63,7 @@ class DraftConfig:
     def load(cls, path: str | Path, algorithm: DraftAlgorithm, target: ModelConfig) -> DraftConfig:
         """`ModelError` says what does not fit the algorithm or the target."""
         file = Path(path) / "config.json"
-        raw = model_files.read_json(file)
+        raw = _flat(model_files.read_json(file), str(file))
         _check_architecture(raw, algorithm, str(file))
         if algorithm == "standalone":
             model = ModelConfig.load(path)
@@ -175,11 +172,38 @@ def _check_same(file: Path, what: str, ours: int, theirs: int) -> None:
 def _check_architecture(raw: Mapping[str, Any], algorithm: DraftAlgorithm, where: str) -> None:
     found = raw.get("architectures")
     name = found[0] if isinstance(found, list) and found else None
-    if name in ARCHITECTURES[algorithm] or (algorithm == "mtp" and name is not None and has_modules(raw)):
+    if _is_of(name, algorithm) or (algorithm == "mtp" and name is not None and has_modules(raw)):
         return
-    fits = [other for other, names in ARCHITECTURES.items() if name in names]
+    fits = [other for other in ARCHITECTURES if _is_of(name, other)]
     remedy = f"set speculation.algorithm to {fits[0]}" if fits else f"known are {_known()}"
     raise ModelError(f"{where}: architecture {name} is no {algorithm} draft; {remedy}")
+
+
+def _is_of(name: object, algorithm: DraftAlgorithm) -> bool:
+    if not isinstance(name, str):
+        return False
+    named = algorithm == "eagle3" and (name.startswith(EAGLE3) or name.endswith(EAGLE3))
+    return named or name in ARCHITECTURES[algorithm]
+
+
+def _flat(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """config.json of the speculators library as others write it: its layer's settings stand in a part of their own.
+
+    Source: https://github.com/vllm-project/speculators (config of eagle3).
+    """
+    kind = raw.get("speculators_model_type")
+    if kind is None:
+        return raw
+    layer = raw.get("transformer_layer_config")
+    if kind != "eagle3" or not isinstance(layer, dict):
+        raise ModelError(
+            f"{where}: speculators_model_type is {kind!r}; eagle3 is supported, with a transformer_layer_config"
+        )
+    if "norm_before_residual" not in raw:
+        raise ModelError(
+            f"{where}: norm_before_residual is missing, and libraries differ in what that means; write true or false"
+        )
+    return {**layer, **raw, "architectures": list(ARCHITECTURES["eagle3"])}
 
 
 def _known() -> str:

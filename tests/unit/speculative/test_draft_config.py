@@ -243,6 +243,46 @@ def test_copies_and_a_bias_in_an_eagle_file(target: Any, tmp_path: Path) -> None
     assert torch.equal(head.fc.bias, bias)
 
 
+@pytest.mark.parametrize(
+    "name", ["Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM", "Qwen2ForCausalLMEagle3"]
+)
+def test_names_of_eagle3(name: str, tmp_path: Path) -> None:
+    path = copy_of(tmp_path, "tiny-eagle3", architectures=[name])
+    assert config_of(path) == config_of(MODELS / "tiny-eagle3")
+    with pytest.raises(ModelError, match="is no eagle draft; set speculation.algorithm to eagle3"):
+        config_of(path, "eagle")
+
+
+def test_the_form_of_the_speculators_library(target: Any, tmp_path: Path) -> None:
+    """ECOSYSTEM.md: the layer's settings stand in a part of their own, tensors have no prefix."""
+    path = copy_of(tmp_path, "tiny-eagle3")
+    flat = json.loads((path / "config.json").read_text())
+    whole = {"draft_vocab_size", "norm_before_residual", "eagle_config", "aux_layer_convention", "dtype"}
+    form = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "x"}},
+        "norm_before_residual": False,
+        "transformer_layer_config": {name: value for name, value in flat.items() if name not in whole},
+        **{name: flat[name] for name in whole if name in flat},
+    }
+    del form["transformer_layer_config"]["architectures"]
+    (path / "config.json").write_text(json.dumps(form))
+    assert config_of(path) == config_of(MODELS / "tiny-eagle3")
+    load_draft(path, config_of(path), target, PLACEMENT)
+    for changes, sentence in (
+        ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; eagle3 is supported"),
+        ({"transformer_layer_config": 3}, "with a transformer_layer_config"),
+    ):
+        (path / "config.json").write_text(json.dumps({**form, **changes}))
+        with pytest.raises(ModelError, match=sentence):
+            config_of(path)
+    del form["norm_before_residual"]
+    (path / "config.json").write_text(json.dumps(form))
+    with pytest.raises(ModelError, match="norm_before_residual is missing"):
+        config_of(path)
+
+
 def test_both_names_of_the_layer(target: Any, tmp_path: Path) -> None:
     path = copy_of(tmp_path, "tiny-eagle3")
     tensors = load_file(path / "model.safetensors")
