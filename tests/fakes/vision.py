@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import zmq
@@ -197,7 +198,7 @@ def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: i
     embeds = embeddings(parts, told)
     pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
     target = ModelRunner(
-        tiny_model(aux=config.aux_layers, config=config.model),
+        tiny_model(aux=config.aux_layers, config=replace(CONFIG, rope=config.model.rope)),
         pool,
         PagedAttention(pool, CONFIG.sliding_windows),
     )
