@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from common.engine.attention.around import AroundAttention
 from common.engine.attention.backend import AttentionBackend
-from common.engine.forward.batch import ForwardBatch
 
 
-class SignalledAttention:
-    """An `AttentionBackend` around another one. Where a graph has no breaks, replay says nothing."""
+class SignalledAttention(AroundAttention):
+    """Where a graph has no breaks, replay says nothing."""
 
     def __init__(self, inner: AttentionBackend) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._listener: Callable[[int], None] | None = None
 
     @contextmanager
@@ -27,21 +27,7 @@ class SignalledAttention:
         finally:
             self._listener = None
 
-    def plan(self, batch: ForwardBatch) -> None:
-        self._inner.plan(batch)
-
-    def store(
-        self,
-        layer: int,
-        qkv: Tensor,
-        angles: tuple[Tensor, Tensor],
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-    ) -> None:
-        self._inner.store(layer, qkv, angles, q_weight, k_weight, eps)
-
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._listener is not None:
             self._listener(layer)
-        return self._inner.forward(layer, query, key, value)
+        return super().forward(layer, query, key, value)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.engine.attention.backend import AttentionBackend
+from common.engine.attention.around import AroundAttention
 from common.engine.cuda_graph.admission import BatchFacts
 from common.engine.cuda_graph.backends.base import Backend
 from common.engine.cuda_graph.body_point import run_body
@@ -31,29 +31,12 @@ MAX_PADDING = 2.0  # beyond it eager is the cheaper one (spec 6.9)
 OUTPUTS = OutputSpec(BodyOutput, {"last": OutField(Axis.TOKEN), "aux": OutField(Axis.TOKEN)})
 
 
-class BreakableAttention:
-    """An attention backend whose `forward` is a break point. Composition: the inner one knows nothing of graphs."""
-
-    def __init__(self, inner: AttentionBackend) -> None:
-        self._inner = inner
-
-    def plan(self, batch: ForwardBatch) -> None:
-        self._inner.plan(batch)
-
-    def store(
-        self,
-        layer: int,
-        qkv: Tensor,
-        angles: tuple[Tensor, Tensor],
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-    ) -> None:
-        self._inner.store(layer, qkv, angles, q_weight, k_weight, eps)
+class BreakableAttention(AroundAttention):
+    """An attention backend whose `forward` is a break point."""
 
     @break_point
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self._inner.forward(layer, query, key, value)
+        return super().forward(layer, query, key, value)
 
 
 @dataclass(frozen=True, slots=True)

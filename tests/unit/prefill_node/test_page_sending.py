@@ -175,22 +175,28 @@ def test_a_destination_that_comes_late() -> None:
         cluster.settle()
 
 
+def submit_granted_behind_the_first_layer(cluster: NodeCluster, diary: Diary) -> Call:
+    """22 tokens, computed at once; the decode node's turn comes while they are."""
+    attends = diary.attends
+
+    def granting(layer: int) -> None:
+        attends(layer)
+        if layer == 0:
+            cluster.turn_one(cluster.decode)
+
+    with mock.patch.object(diary, "attends", granting):
+        call = cluster.submit(prompt_of(22))
+        cluster.turn_one(cluster.prefill)
+    return call
+
+
 def test_a_destination_that_comes_between_two_layers() -> None:
     """The usual case: prompt and reservation are sent together, and the grant takes one way more."""
     with watched(SHAPE) as (cluster, diary):
         submit(cluster, prompt_of(5))
         cluster.run()
         diary.lines.clear()
-        attends = diary.attends
-
-        def granting(layer: int) -> None:
-            attends(layer)
-            if layer == 0:
-                cluster.turn_one(cluster.decode)
-
-        with mock.patch.object(diary, "attends", granting):
-            call = cluster.submit(prompt_of(22))
-            cluster.turn_one(cluster.prefill)
+        call = submit_granted_behind_the_first_layer(cluster, diary)
         assert diary.lines[:6] == [("attends", 0), *(("lands", plane) for plane in range(4)), ("attends", 1)]
         cluster.run()
         expect_reference(call)
@@ -206,16 +212,7 @@ def test_a_destination_that_comes_while_the_last_chunk_is_launched(completion: t
         submit(cluster, prompt_of(5))
         cluster.run()
         cluster.fabric.plan = lambda n: Fault(delay=0.002)  # pages are on their way for a turn or two
-        attends = diary.attends
-
-        def granting(layer: int) -> None:
-            attends(layer)
-            if layer == 0:
-                cluster.turn_one(cluster.decode)
-
-        with mock.patch.object(diary, "attends", granting):
-            call = cluster.submit(prompt_of(22))
-            cluster.turn_one(cluster.prefill)
+        call = submit_granted_behind_the_first_layer(cluster, diary)
         cluster.run()
         expect_reference(call)
         stages = call.prefill_stages

@@ -1,0 +1,32 @@
+"""An attention backend around another one, for those that change what `forward` does and nothing else."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.engine.attention.backend import AttentionBackend
+from common.engine.forward.batch import ForwardBatch
+
+
+class AroundAttention:
+    """An `AttentionBackend`. The inner one knows nothing of it."""
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self._inner = inner
+
+    def plan(self, batch: ForwardBatch) -> None:
+        self._inner.plan(batch)
+
+    def store(
+        self,
+        layer: int,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+    ) -> None:
+        self._inner.store(layer, qkv, angles, q_weight, k_weight, eps)
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._inner.forward(layer, query, key, value)
