@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# On a machine with one or more H200s: every test of this folder, a process for each file. With .whl/nixl.zip
+# (tests/gpu/nixl_wheel.py; git ignores it: carry .whl) NIXL's, too. Logs go to $OUT/checks.
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+mkdir -p "$out/checks" /tmp/nixl
+if test -e .whl/nixl.zip; then
+    python3 -m zipfile -e .whl/nixl.zip /tmp/nixl
+    export PYTHONPATH="$PYTHONPATH:/tmp/nixl"
+fi
+date
+for file in tests/gpu/test_*.py; do
+    timeout "${SECONDS_EACH:-240}" python3 -m pytest -q "$file" -o filterwarnings=default -o asyncio_mode=auto \
+        -p no:cacheprovider --durations=3 >"/tmp/$(basename "$file" .py).log" 2>&1 &
+done
+wait
+for file in tests/gpu/test_*.py; do
+    name="$(basename "$file" .py)"
+    echo "== $name: $(tail -1 "/tmp/$name.log")"
+    grep -h '^FAILED\|^ERROR\|^E  ' "/tmp/$name.log" | cut -c1-200 | head -12
+done
+tail -n 400 /tmp/test_*.log >"$out/checks/logs.txt" # one file: few may come back
+date
