@@ -14,6 +14,7 @@ from aiohttp import web
 from common.config import Resolved
 from common.config.run_directory import control_address
 from common.config.schema import Router
+from common.config.unread import refuse_unread, unread_by_text_models
 from common.errors import ConfigError, ModelError, Unavailable
 from common.ipc import LinkSecurity, check_bind, link_security
 from common.messages.identity import new_incarnation
@@ -150,6 +151,8 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     address = control_address(resolved)
     path = resolved.model_path
     config = ModelConfig.load(path)
+    if config.vision is None:
+        refuse_unread(unread_by_text_models(cluster), resolved.origins)
     tokenizer = Tokenizer(path)
     placeholder = -1 if config.vision is None else config.vision.image_token_id  # has no embedding of its own
     if tokenizer.vocab_size > max(config.vocab_size, placeholder + 1):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from common.config.schema import Algorithm, Cluster, Section, Speculation
+from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 
@@ -92,17 +93,15 @@ def load_cluster(
     except msgspec.ValidationError as error:
         _refuse_other_names(data)
         raise _readable(error, given) from error
+    origins = {path: _origin(path, given, f"file:{file.name}") for path, _ in _leaves(data, "")}
     _check_names(cluster)
     _check_places(cluster)
+    refuse_unread(unread_keys(cluster), origins)
     _check_health(cluster)
     _check_speculation(cluster)
     _check_image_hosts(cluster)
     _check_compiler(cluster)
-    return Resolved(
-        cluster,
-        file,
-        {path: _origin(path, given, f"file:{file.name}") for path, _ in _leaves(data, "")},
-    )
+    return Resolved(cluster, file, origins)
 
 
 def _origin(path: str, given: Mapping[str, str], default: str) -> str:

@@ -18,12 +18,7 @@ def choose_transport(cluster: Cluster) -> Transport:
     By the file alone, never by what is installed: both ends read the same file, and so agree. Raises ConfigError
     where nodes are on CPUs and on GPUs, where the transport cannot reach their pages, and where it is not allowed.
     """
-    gpu, one_host = _on_gpu(cluster), _one_host(cluster)
-    named = cluster.transfer.transport
-    if named == "auto":
-        chosen: Transport = ("cuda_ipc" if gpu else "shm") if one_host else ("nixl" if gpu else "tcp")
-    else:
-        chosen = named
+    gpu, chosen = _on_gpu(cluster), named_transport(cluster)
     if gpu and chosen not in ("cuda_ipc", "nixl"):
         raise ConfigError(
             "transfer.transport",
@@ -36,8 +31,23 @@ def choose_transport(cluster: Cluster) -> Transport:
             "cuda_ipc moves pages between GPUs, and these nodes are on the CPU; write auto, shm, tcp or nixl",
         )
     if chosen == "nixl":
-        _allow_nixl(cluster, one_host)
+        _allow_nixl(cluster)
     return chosen
+
+
+def named_transport(cluster: Cluster) -> Transport:
+    """As `choose_transport`, whether or not these nodes can use it."""
+    named = cluster.transfer.transport
+    if named != "auto":
+        return named
+    gpu = any(node.device.startswith("cuda") for node in nodes_of(cluster))
+    if _one_host(cluster):
+        return "cuda_ipc" if gpu else "shm"
+    return "nixl" if gpu else "tcp"
+
+
+def nodes_of(cluster: Cluster) -> tuple[PrefillNode | DecodeNode, ...]:
+    return *cluster.prefill.nodes, *cluster.decode.nodes
 
 
 def choose_layers(cluster: Cluster) -> bool:
@@ -54,7 +64,7 @@ def choose_layers(cluster: Cluster) -> bool:
     return wanted
 
 
-def _allow_nixl(cluster: Cluster, one_host: bool) -> None:
+def _allow_nixl(cluster: Cluster) -> None:
     """UCX listens, and knows no keys: whoever reaches it can write into a node's memory."""
     devices = cluster.transfer.nixl_devices
     if not cluster.security.isolated_network:
@@ -64,7 +74,7 @@ def _allow_nixl(cluster: Cluster, one_host: bool) -> None:
             "since UCX authenticates nobody and encrypts nothing: say true if only these nodes reach them "
             "(for lo: if no other user is on this host), or take another transport",
         )
-    if not one_host and devices == "lo":
+    if devices == "lo" and not _one_host(cluster):
         raise ConfigError(
             "transfer.nixl_devices",
             "lo reaches no other host: name the network devices that nixl may use, as mlx5_0:1,mlx5_1:1 or eth0",
@@ -73,7 +83,7 @@ def _allow_nixl(cluster: Cluster, one_host: bool) -> None:
 
 def _on_gpu(cluster: Cluster) -> bool:
     """True if all nodes are on GPUs, False if all are on CPUs."""
-    nodes: tuple[PrefillNode | DecodeNode, ...] = (*cluster.prefill.nodes, *cluster.decode.nodes)
+    nodes = nodes_of(cluster)
     gpus = [node for node in nodes if node.device.startswith("cuda")]
     if gpus and len(gpus) < len(nodes):
         other = next(node for node in nodes if node not in gpus)

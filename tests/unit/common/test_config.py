@@ -629,7 +629,6 @@ def test_defaults_leave_room_for_heartbeats() -> None:
         ("{steps: 0}", "speculation.steps: Expected `int` >= 1"),
         ("{algorithm: null}", "speculation.algorithm: Expected `str`, got `null`"),
         ("{algorithm: ngram, adaptive: auto}", "speculation.adaptive: chains of a draft model"),
-        ("{algorithm: none, adaptive: auto}", "speculation.adaptive: chains of a draft model"),
         (
             "{algorithm: eagle, draft_model_path: x, topk: 2, draft_tokens: 5, adaptive: auto}",
             "speculation.adaptive: chains of a draft model",

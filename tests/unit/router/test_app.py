@@ -138,3 +138,13 @@ async def test_a_port_that_is_taken_is_named(cluster: Path) -> None:
     await app.drain()
     server.close()
     await server.wait_closed()
+
+
+@pytest.mark.parametrize("key", ["router.images.fetch_hosts=[a.example]", "prefill.image_cache_mib=1"])
+def test_settings_of_images_are_refused_where_the_model_takes_none(cluster: Path, key: str) -> None:
+    """Issue 3 part 2: no option is read and then ignored; more likely the model is not the one that was meant."""
+    path, _, _ = key.partition("=")
+    with pytest.raises(
+        ConfigError, match=rf"{path}: .* would have no effect: this model takes no images; .*--set"
+    ):
+        build(load_cluster(cluster, [key]), Log("test"))

@@ -1,0 +1,109 @@
+"""Values that nothing reads beside the others: refused, since whoever wrote one expects it to do something.
+
+A value that equals its default says what is so without it, and stays. So do limits that are never reached, placement
+among one node, `decode.read_results: one_behind` on GPUs (which is what they do), and statements and keys that make
+nothing happen: `security.isolated_network` and `security.keys`. What contradicts another value instead of being left
+unread is refused by load.py and transport_choice.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from common.config.schema import Cluster, DecodeNode, DecodeSection, PrefillSection, Section
+from common.config.transport_choice import LOOPBACK, named_transport, nodes_of
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Keys of a section that nothing reads in this cluster."""
+
+    path: str  # of the section
+    section: Section
+    keys: tuple[str, ...]
+    reason: str  # and what to write instead
+
+    def changed(self) -> Iterator[tuple[str, object]]:
+        """(path, value) of those that are not at their defaults."""
+        for field in msgspec.structs.fields(self.section):
+            value = getattr(self.section, field.name)
+            if field.name in self.keys and value != field.default:
+                yield f"{self.path}.{field.name}", value
+
+
+def refuse_unread(unread: Iterable[Unread], origins: Mapping[str, str]) -> None:
+    """Raises ConfigError for the first key that is not at its default. `origins`: those of Resolved."""
+    for each in unread:
+        for path, value in each.changed():
+            shown = list(value) if isinstance(value, tuple) else value
+            origin = f" (from {origins[path]})" if path in origins else ""
+            raise ConfigError(path, f"{shown} would have no effect: {each.reason}{origin}")
+
+
+def unread_keys(cluster: Cluster) -> Iterator[Unread]:
+    """By the cluster file alone."""
+    if cluster.speculation.algorithm == "none":
+        yield Unread(
+            "speculation",
+            cluster.speculation,
+            ("steps", "topk", "adaptive", "draft_tokens"),
+            "speculation.algorithm is none, which drafts nothing; name an algorithm, or leave it out",
+        )
+    images = cluster.router.images
+    if not images.fetch_hosts:
+        yield Unread(
+            "router.images",
+            images,
+            ("fetch_timeout",),
+            "without router.images.fetch_hosts no image is fetched; name hosts, or leave it out",
+        )
+    yield from _of_devices(cluster)
+    yield from _of_transports(cluster)
+
+
+def unread_by_text_models(cluster: Cluster) -> Iterator[Unread]:
+    """What a model without a vision part leaves unread."""
+    reason = "this model takes no images; serve one that does, or leave it out"
+    images = cluster.router.images
+    yield Unread("router.images", images, images.__struct_fields__, reason)
+    yield Unread("prefill", cluster.prefill, ("image_cache_mib",), reason)
+
+
+def _of_devices(cluster: Cluster) -> Iterator[Unread]:
+    yield from _of_memory("prefill", cluster.prefill)
+    yield from _of_memory("decode", cluster.decode)
+    if all(node.device != "cpu" for node in nodes_of(cluster)):
+        reason = "it is of nodes on the CPU, and there are none; leave it out"
+        yield Unread("process", cluster.process, ("threads",), reason)
+
+
+def _of_memory(name: str, section: PrefillSection | DecodeSection) -> Iterator[Unread]:
+    if section.pool_tokens != "auto":
+        reason = f"{name}.pool_tokens gives the size of the pool; leave one of the two out"
+    elif all(node.device == "cpu" for node in section.nodes):
+        reason = f"it is of a GPU, and these nodes are on the CPU; write {name}.pool_tokens, or leave it out"
+    else:
+        return
+    yield Unread(name, section, ("memory_fraction",), reason)
+
+
+def _of_transports(cluster: Cluster) -> Iterator[Unread]:
+    transport = named_transport(cluster)
+    moved = f"pages move by {transport} here"
+    if transport != "nixl":
+        keys = ("nixl_devices",) if transport == "tcp" else ("nixl_devices", "max_inflight_mib")
+        reason = f"{moved}; it is for another transport: leave it out, or see transfer.transport"
+        yield Unread("transfer", cluster.transfer, keys, reason)
+    if transport in ("shm", "cuda_ipc"):
+        reason = f"{moved}, for which a decode node binds no socket; leave it out, or see transfer.transport"
+        for index, node in enumerate(cluster.decode.nodes):
+            yield Unread(f"decode.nodes[{index}]", node, _of_socket(node), reason)
+
+
+def _of_socket(node: DecodeNode) -> tuple[str, ...]:
+    """A host on loopback says that the node is on this one, which `transport: auto` goes by."""
+    return ("bulk_port",) if node.host in LOOPBACK else ("host", "bulk_port")

@@ -1,0 +1,93 @@
+"""Values that would have no effect beside the others are refused; what equals a default is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from common.config import Resolved, load_cluster
+from common.errors import ConfigError
+
+GPUS = ("prefill.nodes=[{name: p, device: cuda}]", "decode.nodes=[{name: d, device: cuda}]")
+REMOTE = "prefill.nodes=[{name: p, peer_address: 'tcp://10.0.0.1:7110'}]"
+
+
+def load(
+    tmp_path: Path, text: str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Resolved:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("model: {path: m}\n" + text)
+    return load_cluster(file, overrides, environ or {})
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("speculation.steps=5", "speculation.algorithm is none, which drafts nothing; name an algorithm"),
+        ("speculation.topk=2", "speculation.algorithm is none"),
+        ("speculation.draft_tokens=4", "speculation.algorithm is none"),
+        ("speculation.adaptive=auto", "speculation.algorithm is none"),
+        (
+            "router.images.fetch_timeout=5",
+            "without router.images.fetch_hosts no image is fetched; name hosts",
+        ),
+        ("prefill.memory_fraction=0.5", "these nodes are on the CPU; write prefill.pool_tokens"),
+        ("decode.memory_fraction=0.5", "these nodes are on the CPU; write decode.pool_tokens"),
+        ("transfer.nixl_devices=eth0", "pages move by shm here; it is for another transport: leave it out"),
+        ("transfer.max_inflight_mib=8", "pages move by shm here; it is for another transport: leave it out"),
+        ("decode.nodes=[{name: d, bulk_port: 7}]", "pages move by shm here, for which .* binds no socket"),
+    ],
+)
+def test_what_nothing_reads_is_refused(tmp_path: Path, override: str, reason: str) -> None:
+    """Issue 2: no option that is parsed and ignored."""
+    with pytest.raises(ConfigError, match=rf"would have no effect: .*{reason}.* \(from --set\)") as caught:
+        load(tmp_path, "", [override])
+    assert caught.value.path.startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        ((*GPUS, "decode.memory_fraction=0.5", "decode.pool_tokens=64"), "decode.memory_fraction"),
+        ((*GPUS, "process.threads=4"), "process.threads"),
+        ((*GPUS, "transfer.max_inflight_mib=8"), "transfer.max_inflight_mib"),
+        (("transfer.transport=tcp", "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
+        ((REMOTE, "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
+        (("transfer.transport=shm", "decode.nodes=[{name: d, host: 10.0.0.1}]"), "decode.nodes[0].host"),
+    ],
+)
+def test_what_another_value_leaves_unread_is_refused(
+    tmp_path: Path, overrides: Sequence[str], path: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "", overrides)
+    assert caught.value.path == path
+    assert "would have no effect" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("speculation.algorithm=ngram", "speculation.steps=5"),
+        ("router.images.fetch_hosts=[a.example]", "router.images.fetch_timeout=5"),
+        (*GPUS, "decode.memory_fraction=0.5", "prefill.memory_fraction=0.4"),
+        ("process.threads=4",),
+        ("transfer.transport=tcp", "transfer.max_inflight_mib=8", "decode.nodes=[{name: d, bulk_port: 7}]"),
+        (REMOTE, "decode.nodes=[{name: d, host: 10.0.0.1, bulk_port: 7}]"),
+        ("transfer.transport=nixl", "transfer.nixl_devices=eth0", "transfer.max_inflight_mib=8"),
+        ("security.isolated_network=true",),
+        ("speculation.steps=3", "transfer.nixl_devices=lo", "process.threads=1"),
+        ("decode.nodes=[{name: d, host: localhost}]",),
+    ],
+)
+def test_what_is_read_or_says_what_is_so_stays(tmp_path: Path, overrides: Sequence[str]) -> None:
+    load(tmp_path, "", overrides)
+
+
+def test_the_refusal_says_where_the_value_comes_from(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"5 would .* \(from file:cluster.yaml\)"):
+        load(tmp_path, "speculation: {steps: 5}\n")
+    with pytest.raises(ConfigError, match=r"7 would .* \(from env:TANDEM_SPECULATION_STEPS\)"):
+        load(tmp_path, "", environ={"TANDEM_SPECULATION_STEPS": "7"})
