@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common import model_files
+from common.aux_layers import AuxLayers, aux_layers
 from common.errors import ModelError
 from common.model_config import FAMILIES, ModelConfig
 from common.mtp_format import ARCHITECTURES as MTP_ARCHITECTURES
@@ -29,7 +30,6 @@ ARCHITECTURES: Mapping[DraftAlgorithm, tuple[str, ...]] = {
     "standalone": tuple(FAMILIES),  # any model that could be served, with the same vocabulary
 }
 EAGLE3 = "Eagle3"
-NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # switches of EAGLE-3 heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,11 @@ class DraftConfig:
     algorithm: DraftAlgorithm
     model: ModelConfig  # shapes of the draft's own layers
     target_hidden: int  # 0: the draft reads nothing of the target
-    aux_layers: tuple[
-        int, ...
-    ]  # boundaries of the target whose streams the draft reads; (): the normed output
+    aux: AuxLayers  # streams of the target that the draft reads
     draft_vocab: int | None  # tokens that the draft can propose; None: all, by the target's head
     norm_before_residual: bool  # what goes past attention is the normed stream
     mtp: MtpFormat | None = None  # of a multi-layer draft: a module per step, model.num_layers of them
-    norm_before_fc: bool = False  # what the target gives is normed as a whole
-    fc_norm: bool = False  # the same, each boundary apart
+    fc_norms: tuple[str, ...] = ()  # norms of what the target gives, one for each equal part of it
     norm_output: bool = False  # a draft step gives its normed output to the next
 
     @property
@@ -55,9 +52,9 @@ class DraftConfig:
         return 0 if self.mtp is None else self.model.num_layers
 
     @property
-    def norms_before_fc(self) -> int:
-        """Into how many equal parts what the target gives is cut to be normed; 0: it is not."""
-        return len(self.aux_layers) or 1 if self.fc_norm else int(self.norm_before_fc)
+    def aux_layers(self) -> tuple[int, ...]:
+        """Boundaries of the target whose streams the draft reads; (): the normed output."""
+        return self.aux.boundaries
 
     @classmethod
     def load(cls, path: str | Path, algorithm: DraftAlgorithm, target: ModelConfig) -> DraftConfig:
@@ -68,7 +65,7 @@ class DraftConfig:
         if algorithm == "standalone":
             model = ModelConfig.load(path)
             _check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
-            return cls(algorithm, model, 0, (), None, False)
+            return cls(algorithm, model, 0, AuxLayers(), None, False)
         if algorithm == "mtp":
             return _load_mtp(raw, file, target)
         plain, sections = split_sections(raw, str(file))
@@ -83,21 +80,18 @@ class DraftConfig:
         _check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
         _check_same(file, "target_hidden_size", width, target.hidden_size)
         if algorithm == "eagle":
-            return cls(algorithm, model, width, (), None, False)
-        norms = {name: _switch(raw, name, str(file)) for name in NORMS}
-        if norms["norm_before_fc"] and norms["fc_norm"]:
-            raise ModelError(f"{file}: norm_before_fc and fc_norm norm the same values: set one of them")
+            return cls(algorithm, model, width, AuxLayers(), None, False)
+        aux = aux_layers(raw, target.num_layers, str(file))
         vocab = raw.get("draft_vocab_size")
         return cls(
             algorithm,
             model,
             width,
-            _aux_layers(raw, target.num_layers, str(file)),
+            aux,
             int(vocab) if vocab is not None else None,
-            norms["norm_before_residual"],
-            norm_before_fc=norms["norm_before_fc"],
-            fc_norm=norms["fc_norm"],
-            norm_output=norms["norm_output"],
+            _switch(raw, "norm_before_residual", str(file)),
+            fc_norms=_fc_norms(raw, len(aux.boundaries) or 1, str(file)),
+            norm_output=_switch(raw, "norm_output", str(file)),
         )
 
 
@@ -159,7 +153,7 @@ def _load_mtp(raw: Mapping[str, Any], file: Path, target: ModelConfig) -> DraftC
     _check_same(file, "hidden_size", model.hidden_size, target.hidden_size)
     width = raw.get("target_hidden_size") or target.hidden_size
     _check_same(file, "target_hidden_size", width, target.hidden_size)
-    return DraftConfig("mtp", model, width, (), None, False, mtp_format(raw, str(file)))
+    return DraftConfig("mtp", model, width, AuxLayers(), None, False, mtp_format(raw, str(file)))
 
 
 def _check_same(file: Path, what: str, ours: int, theirs: int) -> None:
@@ -210,37 +204,18 @@ def _known() -> str:
     return ", ".join(name for names in ARCHITECTURES.values() for name in names)
 
 
+def _fc_norms(raw: Mapping[str, Any], parts: int, where: str) -> tuple[str, ...]:
+    """Names of their tensors: one norm over all that the target gives, or one over each of its parts."""
+    whole, apart = _switch(raw, "norm_before_fc", where), _switch(raw, "fc_norm", where)
+    if whole and apart:
+        raise ModelError(f"{where}: norm_before_fc and fc_norm norm the same values: set one of them")
+    if apart:
+        return tuple(f"fc_norm.{index}" for index in range(parts))
+    return ("input_norm",) if whole else ()
+
+
 def _switch(raw: Mapping[str, Any], name: str, where: str) -> bool:
     value = raw.get(name) or False
     if not isinstance(value, bool):
         raise ModelError(f"{where}: {name} is {value!r}, not true or false")
     return value
-
-
-def _aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-    """Boundaries: i is the stream entering layer i. Some files mean the output of layer i: aux_layer_convention.
-
-    (): the head reads the target's normed output (row D4: aux states are used unless the file says no).
-    """
-    section = raw.get("eagle_config") or {}
-    if not section.get("use_aux_hidden_state", True):
-        return ()
-    ids = section.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
-        ids = (2, num_layers // 2, num_layers - 3)
-    count = raw.get("num_aux_hidden_states") or section.get("num_aux_hidden_states") or len(ids)
-    if count != len(ids):
-        raise ModelError(
-            f"{where}: num_aux_hidden_states is {count}, but the aux layers are {list(ids)}; name them in "
-            "eagle_config.eagle_aux_hidden_state_layer_ids"
-        )
-    convention = raw.get("aux_layer_convention", "auto")
-    if convention not in ("boundary", "output", "auto"):
-        raise ModelError(f"{where}: aux_layer_convention is {convention!r}; it is boundary, output or auto")
-    if convention == "output" or (convention == "auto" and ids[0] == 1):
-        ids = [layer + 1 for layer in ids]
-    if list(ids) != sorted(set(ids)) or not all(0 <= layer <= num_layers for layer in ids):
-        raise ModelError(
-            f"{where}: aux layers {list(ids)} are no ascending boundaries of {num_layers} layers"
-        )
-    return tuple(ids)

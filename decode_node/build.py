@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from common.messages.identity import NodeRef, new_incarnation
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node import node as decode
+from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
 from decode_node.limits import DecodeLimits
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
@@ -109,6 +111,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         pool_wish("decode", section, own.device),
         section.max_running,
         reporter,
+        log,
         resolved.draft_path,
     )
     reporter.report("allocating")
@@ -173,9 +176,16 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         ),
         carried,
         node_graphs.totals(*forwards.graphs),
+        _draft_watch(served, resolved.draft_path, log),
         log,
     )
     return BuiltDecodeNode(node, link, peers, receiver, security, context)
+
+
+def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatch:
+    if served.draft is None or path is None:
+        return NoWatch()
+    return FirstDraftWatch(causes_of(path, served.draft.config), log)
 
 
 @dataclass(frozen=True, slots=True)

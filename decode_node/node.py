@@ -33,6 +33,7 @@ from common.messages.identity import GraphTotals
 from common.messages.router_inbox import Failed, TokenRun, Tokens
 from common.node_life import NodeLife
 from common.observability.logs import Log
+from decode_node.draft_watch import DraftWatch
 from decode_node.limits import DecodeLimits
 from decode_node.occupancy import Occupancy
 from decode_node.peers import PeerConnections
@@ -67,6 +68,7 @@ class DecodeNode:
         limits: DecodeLimits,
         draft: DraftShape,
         graphs: Callable[[], Sequence[GraphTotals]],
+        drafts: DraftWatch,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,6 +80,7 @@ class DecodeNode:
         self._step = step
         self._limits = limits
         self._draft = draft
+        self._drafts = drafts
         self._log = log
         self._clock = clock
         self.queues = Queues()  # for tests, too: what is where
@@ -145,6 +148,7 @@ class DecodeNode:
                 self._occupancy.leave(emission.request)
         if runs:
             self._link.send(Tokens(runs=runs))
+        self._drafts.look(self._report.speculation)
 
     def _move_transfers(self, now: float) -> None:
         self._peers.pump()

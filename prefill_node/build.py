@@ -111,6 +111,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         pool_wish("prefill", section, own.device),
         section.max_batch,
         reporter,
+        log,
         resolved.draft_path,
     )
     incarnation = new_incarnation()

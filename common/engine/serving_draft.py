@@ -39,6 +39,11 @@ class ServingDraft:
         model = self.config.model
         return [(model.num_kv_heads, model.head_dim)] * model.num_layers
 
+    def describe(self) -> dict[str, str]:
+        """For the log and /server_info."""
+        aux = {f"draft_{name}": value for name, value in self.config.aux.describe().items()}
+        return {"draft": self.config.algorithm, **aux}
+
     def runner(self, pool: KvPool) -> AnyDraftRunner:
         """A head or modules that continue the target's hidden states, or a model of its own."""
         attention = PagedAttention(pool, self.config.model.sliding_windows)

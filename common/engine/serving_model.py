@@ -41,6 +41,7 @@ from common.errors import ConfigError
 from common.messages.router_inbox import ConfigValue
 from common.model_config import ModelConfig, model_fingerprint
 from common.model_files import read_weight_files
+from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 
 TRIAL_PAGES = 2  # the padding page, where graphs are captured, and one more
@@ -134,7 +135,8 @@ class ServingModel:
             "sampling_bytes": adjustment_bytes(max_rows, self.config.vocab_size),
             "max_model_len": self.max_model_len,
             "transport": transport,
-            "draft": "none" if self.draft is None else self.draft.config.algorithm,
+            "draft": "none",
+            **({} if self.draft is None else self.draft.describe()),
         }
 
 
@@ -145,6 +147,7 @@ def load_serving_model(
     wish: PoolWish,
     max_rows: int,
     reporter: StartupReporter,
+    log: Log,
     draft_path: Path | None = None,
 ) -> ServingModel:
     """Load weights with progress. Raises ModelError, or ConfigError where the config does not fit the model.
@@ -190,6 +193,7 @@ def load_serving_model(
         draft = load_serving_draft(
             draft_path, draft_config, cluster.speculation.steps, cluster.speculation.topk, model, placement
         )
+        log.info("draft loaded", path=str(draft_path), **draft.describe())
     return ServingModel(
         model, config, placement, fingerprint, num_pages, page_size, longest, wish, plan, draft
     )

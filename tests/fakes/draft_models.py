@@ -9,6 +9,7 @@ from dataclasses import replace as replace_fields
 
 import torch
 
+from common.aux_layers import AuxLayers
 from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph.backends.breakable import BreakableGraphs
@@ -44,13 +45,24 @@ from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, refe
 ONE_LAYER = replace_fields(CONFIG, num_layers=1, sliding_windows=(None,))
 NARROW = replace_fields(CONFIG, hidden_size=24)  # two layers, narrower than the target
 DRAFTS = {
-    "eagle3": DraftConfig("eagle3", ONE_LAYER, CONFIG.hidden_size, (0, 1, 2), 40, False),
-    "eagle3-full-vocabulary": DraftConfig("eagle3", ONE_LAYER, CONFIG.hidden_size, (1,), None, True),
-    "eagle3-narrow": DraftConfig(
-        "eagle3", NARROW, CONFIG.hidden_size, (0, 2), 40, False, fc_norm=True, norm_output=True
+    "eagle3": DraftConfig("eagle3", ONE_LAYER, CONFIG.hidden_size, AuxLayers((0, 1, 2)), 40, False),
+    "eagle3-full-vocabulary": DraftConfig(
+        "eagle3", ONE_LAYER, CONFIG.hidden_size, AuxLayers((1,)), None, True
     ),
-    "eagle3-no-aux": DraftConfig("eagle3", NARROW, CONFIG.hidden_size, (), None, True, norm_before_fc=True),
-    "eagle": DraftConfig("eagle", CONFIG, CONFIG.hidden_size, (), None, False),
+    "eagle3-narrow": DraftConfig(
+        "eagle3",
+        NARROW,
+        CONFIG.hidden_size,
+        AuxLayers((0, 2)),
+        40,
+        False,
+        fc_norms=("fc_norm.0", "fc_norm.1"),
+        norm_output=True,
+    ),
+    "eagle3-no-aux": DraftConfig(
+        "eagle3", NARROW, CONFIG.hidden_size, AuxLayers(), None, True, fc_norms=("input_norm",)
+    ),
+    "eagle": DraftConfig("eagle", CONFIG, CONFIG.hidden_size, AuxLayers(), None, False),
 }
 OWN = {"eagle3-narrow": (EMBEDDING,), "eagle3-no-aux": (EMBEDDING, LM_HEAD)}  # what is not the target's
 ON_AXES = {  # for a target of AXES
@@ -58,11 +70,11 @@ ON_AXES = {  # for a target of AXES
         "eagle3",
         replace_fields(AXES, num_layers=1, sliding_windows=(None,)),
         AXES.hidden_size,
-        (0, 1, 2),
+        AuxLayers((0, 1, 2)),
         40,
         False,
     ),
-    "eagle-axes": DraftConfig("eagle", AXES, AXES.hidden_size, (), None, False),
+    "eagle-axes": DraftConfig("eagle", AXES, AXES.hidden_size, AuxLayers(), None, False),
 }
 CONFIGS = {**DRAFTS, **ON_AXES}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from common.aux_layers import AuxLayers
 from common.draft_config import DraftConfig, lookahead_for, with_steps
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph.backends.breakable import BreakableGraphs
@@ -45,7 +46,9 @@ FORMATS = {"mtp": FORMAT, "mtp-no-chain": replace(FORMAT, embedding_first=False,
 
 def mtp_config(name: str, steps: int) -> DraftConfig:
     model = replace(CONFIG, num_layers=MODULES, sliding_windows=(None,) * MODULES)
-    return with_steps(DraftConfig("mtp", model, CONFIG.hidden_size, (), None, False, FORMATS[name]), steps)
+    return with_steps(
+        DraftConfig("mtp", model, CONFIG.hidden_size, AuxLayers(), None, False, FORMATS[name]), steps
+    )
 
 
 @functools.cache

@@ -39,6 +39,7 @@ from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone, Tokens
 from common.model_config import ModelConfig
 from common.observability.logs import Log
+from decode_node.draft_watch import DraftWatch, NoWatch
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.peers import PeerConnections
@@ -133,6 +134,7 @@ class Shape:
     decode_cache: bool = True
     completion: MakeCompletion = Immediate
     step: MakeStep = autoregressive
+    watch: DraftWatch = field(default_factory=NoWatch)
     prompt_graphs: str = "breakable"
     layers: bool = False  # pages leave layer by layer
     draft: NoDraftModel = field(default_factory=NoDraftModel)
@@ -583,6 +585,7 @@ class NodeCluster:
             ),
             shape.draft.shape,
             lambda: (),
+            shape.watch,
             Log(name),
             self.clock,
         )

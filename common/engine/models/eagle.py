@@ -162,9 +162,9 @@ class Eagle3Head(DraftModule):
             self.embed_tokens = Embedding(config.vocab_size, size, placement)
         self.rotary = Rotary(config.rope, config.head_dim, placement)
         width = EagleDraftExtendInput.hidden_size_for(draft)
-        norms = draft.norms_before_fc
-        self._norms_apart = draft.fc_norm
-        self.fc_norms = nn.ModuleList(RmsNorm(width // norms, *norm) for _ in range(norms))
+        parts = draft.fc_norms
+        self._fc_norm_names = parts
+        self.fc_norms = nn.ModuleList(RmsNorm(width // len(parts), *norm) for _ in parts)
         self.fc = Linear(width, {"fc": size}, False, placement)
         self.midlayer = Eagle3Layer(draft, placement)
         self.layers = nn.ModuleList(DecoderLayer(config, i, placement) for i in range(1, config.num_layers))
@@ -197,9 +197,9 @@ class Eagle3Head(DraftModule):
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Some files have other names: draft_runner.py."""
         yield "fc.weight", self.fc.weight
-        for index, each in enumerate(self.fc_norms):
+        for name, each in zip(self._fc_norm_names, self.fc_norms, strict=True):
             assert isinstance(each, RmsNorm)
-            yield from each.checkpoint_tensors(f"fc_norm.{index}" if self._norms_apart else "input_norm")
+            yield from each.checkpoint_tensors(name)
         yield from self.midlayer.checkpoint_tensors("midlayer")
         for index, each in enumerate(self.layers, start=1):
             assert isinstance(each, DecoderLayer)

@@ -18,6 +18,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from common.aux_layers import AuxLayers
 from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.layers.placement import Placement
@@ -210,7 +211,7 @@ def test_a_draft_that_reads_ids_alone_is_refused_at_start_up(tmp_path: Path) -> 
     """A7: with the remedy, before anything is loaded."""
     save(tmp_path, **CASES["clip"])
     target, config = load_model(tmp_path, "float32")
-    draft = DraftConfig("standalone", config, 0, (), None, False)
+    draft = DraftConfig("standalone", config, 0, AuxLayers(), None, False)
     with pytest.raises(
         ModelError, match="cannot take the embeddings of the images .* set speculation.algorithm to"
     ):

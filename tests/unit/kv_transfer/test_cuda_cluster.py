@@ -118,6 +118,7 @@ def load(given: Cluster, device: str = "cpu") -> serving_model.ServingModel:
         pool_wish("decode", given.decode, device),
         given.decode.max_running,
         StartupReporter(None, Log("test")),
+        Log("test"),
     )
 
 

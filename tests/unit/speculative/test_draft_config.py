@@ -18,15 +18,21 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.aux_layers import AuxLayers
+from common.config import Cluster
+from common.config.schema import Model, Speculation
 from common.draft_config import DraftAlgorithm, DraftConfig, draft_fingerprint, hidden_size_for, target_width
 from common.engine.draft_runner import load_draft
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.eagle import EMBEDDING, Eagle3Head
+from common.engine.serving_model import load_serving_model, pool_wish
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
+from common.observability.logs import Log
+from common.observability.startup import StartupReporter
 
 MODELS = Path(__file__).resolve().parents[3] / "deploy" / "models"
 TARGET = MODELS / "tiny-target"
@@ -108,22 +114,49 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
-        ({"eagle_config": None, "aux_layer_convention": "auto"}, (2, 4, 5)),
+        (
+            {"eagle_config": None, "aux_layer_convention": "auto"},
+            AuxLayers((2, 4, 5), "boundary", "default"),
+        ),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, "aux_layer_convention": "auto"},
-            (2, 4, 6),
+            AuxLayers((2, 4, 6), "output", "guessed"),
         ),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, (1, 3)),
-        ({"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [3, 8]}, (3, 8)),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, ()),
+        ({"aux_layer_convention": "auto"}, AuxLayers((2, 4, 7), "boundary", "guessed")),
+        ({"aux_layer_convention": "output"}, AuxLayers((3, 5, 8), "output", "stated")),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, AuxLayers((1, 3))),
+        ({"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [3, 8]}, AuxLayers((3, 8))),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, AuxLayers()),
     ],
 )
-def test_aux_layers(changes: dict[str, Any], layers: tuple[int, ...], tmp_path: Path) -> None:
+def test_aux_layers(changes: dict[str, Any], layers: AuxLayers, tmp_path: Path) -> None:
     """ECOSYSTEM.md: boundaries, unless the file says (or begins with 1 and lets us guess) that outputs are meant.
 
     Row D4: aux states are read by default; a file may say that the target's output is read instead.
     """
-    assert config_of(copy_of(tmp_path, "tiny-eagle3", **changes)).aux_layers == layers
+    assert config_of(copy_of(tmp_path, "tiny-eagle3", **changes)).aux == layers
+
+
+def test_the_aux_layers_stand_in_the_log_and_in_server_info(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ECOSYSTEM.md: which convention was taken, and whether it was guessed."""
+    path = copy_of(tmp_path, "tiny-eagle3", aux_layer_convention="auto")
+    speculation = Speculation(algorithm="eagle3", draft_model_path=str(path))
+    cluster = Cluster(model=Model(path=str(TARGET)), speculation=speculation)
+    wish, log = pool_wish("decode", cluster.decode, "cpu"), Log("test")
+    with caplog.at_level("INFO", "tandem.test"):
+        served = load_serving_model(TARGET, cluster, "cpu", wish, 4, StartupReporter(None, log), log, path)
+    told = {
+        "draft": "eagle3",
+        "draft_aux_layers": "2, 4, 7",
+        "draft_aux_layer_convention": "boundary",
+        "draft_aux_layer_source": "guessed",
+    }
+    (line,) = (record for record in caplog.records if record.message == "draft loaded")
+    assert line.fields == {"path": str(path), **told}  # type: ignore[attr-defined]
+    described = served.describe(0, "shm", 4)
+    assert told.items() <= described.items()
 
 
 @pytest.fixture(scope="module")
