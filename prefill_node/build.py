@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ from prefill_node.limits import PrefillLimits
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.node import PrefillNode
 from prefill_node.page_sending import ByChunk, ByLayer, PageSending
-from prefill_node.seeing import load_seeing
+from prefill_node.seeing import Seeing, load_seeing
 from prefill_node.step import PrefillStep
 from prefill_node.warm_up import warm_up
 
@@ -116,7 +116,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     incarnation = new_incarnation()
     images = f"{incarnation}{image_inbox.SUFFIX}".encode()
-    seeing = load_seeing(
+    sight = load_seeing(
         resolved.model_path,
         served.model,
         served.placement,
@@ -127,9 +127,10 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     reporter.report("allocating")
     if not served.sized:
-        served = served.with_pool(graph_trial(lambda: _forwards(cluster, served, bodies).graphs))
+        served = served.with_pool(graph_trial(lambda: _forwards(cluster, served, sight, bodies).graphs))
     device = served.placement.device
-    forwards = _forwards(cluster, served, bodies)
+    forwards = _forwards(cluster, served, sight, bodies)
+    seeing = forwards.seeing
     layout, carried = forwards.layout, served.draft_shape
     limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
     endpoint = _endpoint(cluster, incarnation, limits)
@@ -207,7 +208,8 @@ class Forwards:
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
     draft_forwards: Sequence[DraftPrefill | PrefillExtend]  # one, or one per module
-    graphs: Sequence[NodeGraphs[Any]]
+    seeing: Seeing
+    graphs: Sequence[NodeGraphs[Any]]  # of all of them
 
 
 def _bodies(section: PrefillSection, device_name: str) -> CompiledBodies:
@@ -218,7 +220,9 @@ def _bodies(section: PrefillSection, device_name: str) -> CompiledBodies:
     return CompiledBodies(compiler)
 
 
-def _forwards(cluster: Cluster, served: ServingModel, bodies: CompiledBodies) -> Forwards:
+def _forwards(
+    cluster: Cluster, served: ServingModel, sight: Callable[[str], Seeing], bodies: CompiledBodies
+) -> Forwards:
     """With a pool of `served.num_pages`."""
     section = cluster.prefill
     layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
@@ -241,7 +245,9 @@ def _forwards(cluster: Cluster, served: ServingModel, bodies: CompiledBodies) ->
     target = node_graphs.prefill_graphs(
         runner, section.graphs, section.chunk_tokens, section.max_batch, draft.hidden_mode, bodies
     )
-    return Forwards(layout, runner, attention, signalled, target, draft, draft_forwards, [target, *drafting])
+    seeing = sight(section.graphs)
+    graphs = [target, *drafting, *seeing.graphs]
+    return Forwards(layout, runner, attention, signalled, target, draft, draft_forwards, seeing, graphs)
 
 
 def _draft_graphs(

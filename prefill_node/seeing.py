@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.image_encoder import EncoderGraphs
+from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.layers.placement import Placement
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.llava import load_llava
@@ -26,6 +29,7 @@ class Seeing:
 
     images: Images
     embeds: PromptEmbeds
+    graphs: Sequence[NodeGraphs[EncoderGraphs]] = ()  # of the encoder within `embeds`, not captured yet
 
 
 def load_seeing(
@@ -36,16 +40,26 @@ def load_seeing(
     cache_bytes: int,
     max_pixels: int,
     log: Log,
-) -> Seeing:
-    """Load the vision part of the model in `path`, if it has one. Raises ModelError. `connect`: the image socket."""
+) -> Callable[[str], Seeing]:
+    """Load the vision part of the model in `path`, if it has one. Raises ModelError. `connect`: the image socket.
+
+    What it returns makes the halves with graphs as prefill.graphs says: once for a trial of them, once to serve.
+    """
     vision = model.config.vision
     if vision is None:
-        return Seeing(NoImages(), TextEmbeds())
+        blind = Seeing(NoImages(), TextEmbeds())
+        return lambda wanted: blind
     reader = load_pixel_reader(path, vision, max_pixels)
     part = load_vision(path, model.config, placement)
     cache = RowCache(cache_bytes)
     intake = ImageIntake(connect(), reader, cache, log)
-    return Seeing(intake, VisionEmbeds(model.embed, part, cache))
+
+    def seeing(wanted: str) -> Seeing:
+        graphs = node_graphs.encoder_graphs(part, model, wanted)
+        encode = graphs[0].forward if graphs else part
+        return Seeing(intake, VisionEmbeds(model.embed, encode, cache), graphs)
+
+    return seeing
 
 
 def load_vision(path: Path, config: ModelConfig, placement: Placement) -> VisionPart:

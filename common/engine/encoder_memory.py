@@ -12,15 +12,15 @@ from collections.abc import Mapping
 
 import torch
 
-from common.engine.models.vision_part import ENCODER_BATCH, ENCODER_TOKENS
+from common.engine.models.vision_part import ENCODER_TOKENS, largest_batch
 from common.json_fields import positive
 from common.llava_config import LlavaVision
 from common.qwen_vl_config import MAX_RATIO, QwenVision
 from common.vision_config import VisionConfig
 
 DEFAULTS: Mapping[str, Mapping[str, int]] = {  # of transformers' config classes, for what a file leaves out
-    "clip_vision_model": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
-    "siglip_vision_model": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
+    "clip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
+    "siglip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
     "qwen2_5_vl": {"hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "window_size": 112},
 }
 FLOAT = 4  # bytes, whatever the model's dtype is
@@ -35,12 +35,12 @@ def encoder_bytes(vision: VisionConfig, hidden: int, dtype: torch.dtype) -> int:
 
 
 def _llava(vision: LlavaVision, hidden: int, size: int) -> int:
-    """The tower hands out the states of all layers, of which the projector takes some."""
-    width, inner, layers = _dimensions(vision.tower, vision.tower_options)
-    images = max(1, min(ENCODER_BATCH, ENCODER_TOKENS // vision.tokens_per_image))
+    """Of the states between layers those that the projector takes are kept."""
+    width, inner = _dimensions(vision.tower, vision.tower_options)
+    images = largest_batch(vision.tokens_per_image)
     patches = images * (vision.tokens_per_image + 1)  # the class token among them
     pixels = images * 3 * vision.image_size**2 * (FLOAT + size)
-    states = (layers + 2) * width * size
+    states = (len(vision.feature_layers) + 1) * width * size
     chosen = 2 * len(vision.feature_layers) * width * size  # side by side, and again without the first row
     # attention; MLP, whose activation makes three of its own
     in_layer = max(7 * width, 2 * width + 4 * inner) * size

@@ -97,7 +97,8 @@ async def test_the_answers_are_those_of_transformers(
         if CASES[case].get("prefill", {}).get("graphs") == "breakable":
             (prefill,) = (node for node in info["nodes"] if node["role"] == "prefill")
             totals = prefill["counters"]["graphs"]
-            assert {each["model"] for each in totals} == {"target", "draft"}
+            captured = {(each["phase"], each["model"]) for each in totals}
+            assert captured == {("prefill", "target"), ("prefill", "draft"), ("encoder", "target")}
             assert all(each["replays"] and not each["fallbacks"] for each in totals), (
                 "pictures stay in the graphs"
             )

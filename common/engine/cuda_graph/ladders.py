@@ -17,6 +17,8 @@ PREFILL: Ladder = (
     (4608, None, 512),
 )
 DECODE: Ladder = ((1, 2, 1), (4, 12, 4), (16, 256, 8), (272, 512, 16), (544, None, 32))
+IMAGES: Ladder = ((1, 4, 1), (6, None, 2))
+MOST_IMAGES = 8  # of a tower's graph: the arithmetic of more takes about as long as their launches
 VERIFY: Ladder = ((1, 8, 1), (10, 32, 2), (40, 64, 4), (72, 256, 8), (272, None, 16))
 
 
@@ -37,6 +39,11 @@ def decode_request_buckets(max_requests: int) -> tuple[int, ...]:
 def verify_request_buckets(max_requests: int) -> tuple[int, ...]:
     """Several tokens per request (speculation): finer, since a padded request costs its whole width."""
     return climb(VERIFY, max_requests)
+
+
+def image_buckets(max_images: int) -> tuple[int, ...]:
+    """Images of one size in one forward of their tower, of a node that gives it at most `max_images`."""
+    return climb(IMAGES, min(max_images, MOST_IMAGES))
 
 
 def climb(ladder: Ladder, top: int) -> tuple[int, ...]:

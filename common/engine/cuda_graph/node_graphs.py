@@ -16,8 +16,10 @@ from common.engine.cuda_graph.compiled_body import LEAST_TOKENS, CompiledBodies
 from common.engine.cuda_graph.decode_graph import DecodeGraphs, decode_spec
 from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
 from common.engine.cuda_graph.graph_runner import GraphRunner
+from common.engine.cuda_graph.image_encoder import EncoderGraphs, encoder_spec
 from common.engine.cuda_graph.ladders import (
     decode_request_buckets,
+    image_buckets,
     prefill_token_buckets,
     verify_request_buckets,
 )
@@ -31,6 +33,9 @@ from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
+from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.llava import LlavaPart
+from common.engine.models.vision_part import VisionPart, largest_batch
 from common.engine.mtp_runner import MultiLayerRunner
 from common.messages.identity import GraphTotals
 from common.observability.logs import Log
@@ -68,7 +73,7 @@ def prefill_graphs(
     Args:
         bodies: where piecewise graphs find the model compiled, or leave it for the next ones.
     """
-    decision = _decide(Phase.PREFILL, "prefill", runner, wanted)
+    decision = _decide(Phase.PREFILL, "prefill", runner.model, wanted)
     on = decision.backend != NONE
     backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device, bodies)
     unbroken = ShapeKey(UNBROKEN_TOKENS, max_batch) if on else BROKEN
@@ -87,7 +92,7 @@ def draft_prefill_graphs(
     chunk_tokens: int,
 ) -> list[NodeGraphs[DraftPrefill | PrefillExtend]]:
     """The draft's prompt forwards, not captured yet: of a head, of each module, or of a language model."""
-    decision = _decide(Phase.DRAFT_PREFILL, "prefill", target, wanted)
+    decision = _decide(Phase.DRAFT_PREFILL, "prefill", target.model, wanted)
     on = decision.backend != NONE
     kind = decision.backend if on else BREAKABLE, target.model.placement.device
     buckets = prefill_token_buckets(chunk_tokens) if on else ()
@@ -105,6 +110,17 @@ def draft_prefill_graphs(
     return [NodeGraphs(module, decision) for module in modules]
 
 
+def encoder_graphs(part: VisionPart, model: LlamaForCausalLM, wanted: str) -> list[NodeGraphs[EncoderGraphs]]:
+    """The vision part of `model`, not captured yet; none where its images have any size, which no graph holds."""
+    if not isinstance(part, LlavaPart):
+        return []
+    decision = _decide(Phase.ENCODER, "prefill", model, wanted)
+    tokens = part.config.tokens_per_image
+    spec = encoder_spec(image_buckets(largest_batch(tokens)) if decision.backend != NONE else (), tokens)
+    backend = make_backend(decision.backend, part.placement.device)
+    return [NodeGraphs(EncoderGraphs(part, spec, backend), decision)]
+
+
 def decode_graphs(
     runner: ModelRunner,
     relay: RelayState,
@@ -114,7 +130,7 @@ def decode_graphs(
     max_model_len: int,
 ) -> NodeGraphs[DecodeGraphs]:
     """The target's decode step, not captured yet."""
-    decision = _decide(Phase.DECODE, "decode", runner, wanted)
+    decision = _decide(Phase.DECODE, "decode", runner.model, wanted)
     spec = decode_spec(decode_request_buckets(max_running) if decision.backend != NONE else ())
     backend = make_backend(decision.backend, runner.model.placement.device)
     return NodeGraphs(DecodeGraphs(runner, relay, request_table, spec, backend, max_model_len), decision)
@@ -142,7 +158,7 @@ def round_plans(
     """
 
     def plan(phase: Phase) -> PhasePlan:
-        decision = _decide(phase, "decode", runner, wanted)
+        decision = _decide(phase, "decode", runner.model, wanted)
         ladder = verify_request_buckets(max_running) if decision.backend != NONE else ()
         buckets = tuple(count for count in ladder if count >= min_running)
         return PhasePlan(decision, buckets, runner.model.placement.device)
@@ -216,10 +232,15 @@ def _both(one: GraphTotals, other: GraphTotals) -> GraphTotals:
 
 
 def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
-    """For the log and /server_info: the phases of one node, one backend and one ladder for all."""
+    """For the log and /server_info: the phases of one node, one ladder for all but the encoder."""
     rows = [row for node in nodes for row in node.forward.graphs.rows]
     compiled = [made for node in nodes if (made := node.forward.graphs.compilation) is not None]
-    sizes = sorted({size for node in nodes for size in node.forward.graphs.captured_sizes})
+
+    def sizes(encoder: bool) -> str:
+        some = [node for node in nodes if (node.decision.phase is Phase.ENCODER) == encoder]
+        return " ".join(
+            map(str, sorted({size for node in some for size in node.forward.graphs.captured_sizes}))
+        )
 
     def each(values: Iterable[str]) -> Iterable[str]:
         return dict.fromkeys(value for value in values if value)
@@ -228,7 +249,8 @@ def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
         "graph_phase": " ".join(each(node.decision.phase.value for node in nodes)),
         "graph_backend": " ".join(each(node.decision.backend for node in nodes)),
         "graph_reasons": "; ".join(each(reason for node in nodes for reason in node.decision.reasons)),
-        "graph_sizes": " ".join(map(str, sizes)),
+        "graph_sizes": sizes(encoder=False),
+        "graph_images": sizes(encoder=True),
         "graphs_captured": sum(not row.error for row in rows),
         "graphs_failed": sum(bool(row.error) for row in rows),
         "graph_seconds": round(sum(row.seconds for row in rows), 2),
@@ -239,12 +261,12 @@ def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
     }
 
 
-def _decide(phase: Phase, role: str, runner: ModelRunner, wanted: str) -> Decision:
+def _decide(phase: Phase, role: str, model: LlamaForCausalLM, wanted: str) -> Decision:
     """`auto` means no graphs on a CPU: its tape is for tests, it makes nothing faster."""
-    device = runner.model.placement.device.type
+    device = model.placement.device.type
     if wanted == AUTO and device == "cpu":
         return Decision(phase, NONE, ("auto is off on a CPU, which gains nothing from its tape",))
-    config = runner.model.config
+    config = model.config
     name = config.architecture if config.vision is None else config.vision.architecture
     facts = StartupFacts(role=role, device=device, architecture=name, multimodal=config.vision is not None)
     return decide(phase, facts, PhaseSwitch(wanted))

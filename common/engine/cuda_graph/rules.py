@@ -7,7 +7,8 @@ Order, the first that applies decides:
     3. the switch of this phase: `none` is off; each phase has its own (X8)
     4. the sixteen rules: any one that applies is off, with its reason
 
-A draft is never captured piecewise, whatever is enforced: it keeps breakable graphs (B5, X2).
+A draft is never captured piecewise, whatever is enforced: it keeps breakable graphs (B5, X2). The encoder of images is
+captured full or not at all.
 
 Rules about things that tandem does not have are in the table too: `unsupported` names what a config asks for in vain.
 """
@@ -26,6 +27,7 @@ class Phase(StrEnum):
 
     PREFILL = "prefill"
     DRAFT_PREFILL = "draft_prefill"
+    ENCODER = "encoder"  # of images, in front of a prompt
     DECODE = "decode"
     VERIFY = "verify"
     DRAFT = "draft"
@@ -34,7 +36,7 @@ class Phase(StrEnum):
 
 # role of a node, as NodeRef spells it -> the phases that exist there
 PHASES = {
-    "prefill": frozenset((Phase.PREFILL, Phase.DRAFT_PREFILL)),
+    "prefill": frozenset((Phase.PREFILL, Phase.DRAFT_PREFILL, Phase.ENCODER)),
     "decode": frozenset((Phase.DECODE, Phase.VERIFY, Phase.DRAFT, Phase.DRAFT_EXTEND)),
 }
 DENIED_ARCHITECTURES: frozenset[str] = frozenset()  # whose forward cannot be captured
@@ -164,6 +166,8 @@ def decide(phase: Phase, facts: StartupFacts, switch: PhaseSwitch) -> Decision:
         return Decision(phase, NONE, (f"a {facts.role} node has no {phase.value} phase",), exists=False)
     wanted = switch.backend if switch.backend not in (AUTO, NONE) else default_backend(phase)
     instead: tuple[str, ...] = ()
+    if phase is Phase.ENCODER:  # images of one size have no lengths for a break to read
+        wanted = FULL
     if wanted == PIECEWISE and phase is not Phase.PREFILL:
         wanted, instead = default_backend(phase), (f"{PIECEWISE}: of the target's prompts alone",)
     if switch.enforce:
@@ -175,8 +179,8 @@ def decide(phase: Phase, facts: StartupFacts, switch: PhaseSwitch) -> Decision:
 
 
 def default_backend(phase: Phase) -> str:
-    """Prompts are any mix of lengths, so attention is a break; a decode step has fixed widths."""
-    return BREAKABLE if phase in PHASES["prefill"] else FULL
+    """Prompts are any mix of lengths, so attention is a break; a decode step has fixed widths, and so have images."""
+    return BREAKABLE if phase in (Phase.PREFILL, Phase.DRAFT_PREFILL) else FULL
 
 
 def unsupported(facts: StartupFacts) -> list[Rule]:

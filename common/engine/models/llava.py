@@ -1,12 +1,14 @@
 """LLaVA's vision part: a tower of transformers (CLIP or SigLIP) and the projector into the language model's width.
 
-The language model is one of `registry.BUILDERS`. transformers is imported where a tower is built: nodes that serve text
-alone start seconds sooner without it.
+Of the tower only the layers up to the deepest feature layer are built and run. The language model is one of
+`registry.BUILDERS`. transformers is imported where a tower is built: nodes that serve text alone start seconds sooner
+without it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from common.model_config import ModelConfig
 from common.model_files import read_weight_files
 
 UNUSED = ("embeddings.position_ids",)  # a constant that older files hold
+LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
+BEHIND = ("post_layernorm.", "head.")
 
 
 class Projector(nn.Module):
@@ -47,7 +51,7 @@ class Projector(nn.Module):
 
 
 class LlavaPart(nn.Module):
-    """A `VisionPart` for pixels [3, image_size, image_size] float32."""
+    """A `VisionPart` for pixels [3, image_size, image_size] float32. All images have one size: graphs can hold it."""
 
     def __init__(self, vision: LlavaVision, hidden: int, placement: Placement) -> None:
         super().__init__()
@@ -55,21 +59,39 @@ class LlavaPart(nn.Module):
         self.hidden = hidden
         self.placement = placement
         with torch.device(placement.device):
-            self.tower = _tower(vision)
+            self.tower, self._features = _tower(vision)
             self.projector = Projector(self.tower.config.hidden_size, hidden, vision)
         self.to(placement.dtype)
 
-    @torch.inference_mode()
     def forward(self, images: Sequence[Pixels]) -> list[Tensor]:
         """[1, tokens_per_image, hidden] each."""
-        placement = self.placement
-        pixels = torch.stack([image.values for image in images])
-        pinned = pixels.pin_memory() if placement.device.type == "cuda" else pixels
-        given = pinned.to(placement.device, non_blocking=True).to(placement.dtype)
-        states = self.tower(given, output_hidden_states=True).hidden_states
-        chosen = torch.cat([states[layer] for layer in self.config.feature_layers], dim=-1)
+        return list(self.encode(self.pixels(images))[:, None])
+
+    @torch.inference_mode()
+    def pixels(self, images: Sequence[Pixels]) -> Tensor:
+        """[I, 3, image_size, image_size] on the device, in the model's dtype."""
+        device, dtype = self.placement.device, self.placement.dtype
+        shape = (len(images), *images[0].values.shape)
+        gathered = torch.empty(shape, pin_memory=device.type == "cuda")
+        torch.stack([image.values for image in images], out=gathered)
+        return gathered.to(device, non_blocking=True).to(dtype)
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """What `pixels` returns -> [I, tokens_per_image, hidden]."""
+        tower = self.tower
+        state: Tensor = tower.embeddings(pixels)
+        if hasattr(tower, "pre_layrnorm"):  # CLIP's, by the name that its checkpoints have
+            state = tower.pre_layrnorm(state)
+        states = {}
+        for depth in range(1 + len(tower.encoder.layers)):
+            if depth:
+                state = tower.encoder.layers[depth - 1](state, None)
+            if depth in self._features:
+                states[depth] = state
+        chosen = torch.cat([states[depth] for depth in self._features], dim=-1)
         rows: Tensor = self.projector(chosen[:, 1:] if self.config.drop_first else chosen)
-        return list(rows[:, None])
+        return rows
 
     def padded_tokens(self, image: Pixels) -> int:
         return image.tokens
@@ -86,22 +108,34 @@ def load_llava(path: str | Path, config: ModelConfig, placement: Placement) -> L
     layout = checkpoint_layout(config, path)
     names = _by_module_name(Path(path), layout)
     load_weights(
-        path, _checkpoint_tensors(part, names, layout), ignore=UNUSED, aside=layout.language_prefixes
+        path,
+        _checkpoint_tensors(part, names, layout),
+        ignore=(*UNUSED, *_behind_the_features(part, names)),
+        aside=layout.language_prefixes,
     )
     return part
 
 
-def _tower(vision: LlavaVision) -> Any:
+def _tower(vision: LlavaVision) -> tuple[Any, tuple[int, ...]]:
+    """As much of it as is used, and how many layers lie before each of the states that the projector takes."""
     from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
     options = {key: value for key, value in json.loads(vision.tower_options).items() if key != "model_type"}
-    if vision.tower == "clip_vision_model":
-        return CLIPVisionModel(CLIPVisionConfig(**options))
-    return SiglipVisionModel(SiglipVisionConfig(**options))
+    clip = vision.tower == "clip_vision_model"
+    config = (
+        CLIPVisionConfig(**options) if clip else SiglipVisionConfig(**{**options, "vision_use_head": False})
+    )
+    states = range(config.num_hidden_layers + 1)
+    features = tuple(states[layer] for layer in vision.feature_layers)
+    config.num_hidden_layers = max(features)
+    model = CLIPVisionModel(config) if clip else SiglipVisionModel(config)
+    tower: Any = getattr(model, "vision_model", model)  # versions of transformers differ in this level
+    del tower.post_layernorm
+    return tower, features
 
 
 def _by_module_name(path: Path, layout: CheckpointLayout) -> Mapping[str, str]:
-    """Name within the tower -> name in the checkpoint. Versions of transformers differ in a level `vision_model`."""
+    """Name within the tower -> name in the checkpoint, with or without a level `vision_model`."""
     tower, _ = layout.vision_prefixes
     return {
         name.removeprefix(tower).removeprefix("vision_model."): name
@@ -111,12 +145,19 @@ def _by_module_name(path: Path, layout: CheckpointLayout) -> Mapping[str, str]:
     }
 
 
+def _behind_the_features(part: LlavaPart, names: Mapping[str, str]) -> Iterator[str]:
+    """Names in the checkpoint of what no feature depends on: later layers, the norm and the head behind all."""
+    for within, name in names.items():
+        layer = LAYER.match(within)
+        if within.startswith(BEHIND) or (layer and int(layer[1]) >= part.tower.config.num_hidden_layers):
+            yield name
+
+
 def _checkpoint_tensors(
     part: LlavaPart, names: Mapping[str, str], layout: CheckpointLayout
 ) -> Iterator[tuple[str, Tensor]]:
     tower, projector = layout.vision_prefixes
     for name, tensor in part.tower.named_parameters():
-        within = name.removeprefix("vision_model.")
-        yield names.get(within, f"{tower}{within}"), tensor.data
+        yield names.get(name, f"{tower}{name}"), tensor.data
     for name, tensor in part.projector.named_parameters():
         yield f"{projector}{name}", tensor.data

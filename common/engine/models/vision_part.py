@@ -13,6 +13,11 @@ ENCODER_BATCH = 32  # images in one forward
 ENCODER_TOKENS = 16_384
 
 
+def largest_batch(tokens_per_image: int) -> int:
+    """Images in one forward at most, where all have one size."""
+    return max(1, min(ENCODER_BATCH, ENCODER_TOKENS // tokens_per_image))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:
     """One decoded image on the host, as its family's encoder reads it."""
@@ -30,7 +35,7 @@ class VisionPart(Protocol):
     """The tower, and what leads from it into the language model's width H."""
 
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
-        """[rows, columns, H] on the device for each image. Nothing waits for the device."""
+        """[rows, columns, H] on the device for each image, until the next call. Nothing waits for the device."""
         ...
 
     def padded_tokens(self, image: Pixels) -> int:

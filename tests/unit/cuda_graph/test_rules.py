@@ -18,6 +18,7 @@ from common.engine.cuda_graph.node_graphs import round_plans
 from common.engine.cuda_graph.rules import (
     PHASES,
     RULES,
+    Decision,
     Phase,
     PhaseSwitch,
     StartupFacts,
@@ -150,6 +151,15 @@ def test_a_draft_is_never_captured_piecewise(enforce: bool) -> None:
     assert draft.reasons[-1] == "piecewise: of the target's prompts alone"
     lora = decide(Phase.DRAFT_PREFILL, replace(PLAIN, lora=True), PhaseSwitch("piecewise"))
     assert lora.backend == "none"
+
+
+@pytest.mark.parametrize("wanted", ["auto", "full", "breakable", "piecewise"])
+def test_images_are_captured_full_or_not_at_all(wanted: str) -> None:
+    """Rows B5, X4: one size has no lengths for a break to read; `none` of prompts is none here."""
+    assert decide(Phase.ENCODER, PLAIN, PhaseSwitch(wanted)) == Decision(Phase.ENCODER, "full")
+    denied = replace(PLAIN, multimodal=True, architecture="Unheard")
+    assert decide(Phase.ENCODER, denied, PhaseSwitch(wanted)).backend == "none"
+    assert decide(Phase.ENCODER, PLAIN, PhaseSwitch("none")).backend == "none"
 
 
 def test_switches_are_per_phase_and_the_legacy_flag_means_decode() -> None:
