@@ -23,17 +23,16 @@ ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
 MAX_RATIO = 200  # of an image's longer side to its shorter one
 MAX_IMAGE_TOKENS = 65_536
 BICUBIC = 3  # Pillow's number
-TOWER_KEYS = (  # of vision_config, for transformers' config class
-    "depth",
-    "hidden_size",
-    "hidden_act",
-    "intermediate_size",
-    "num_heads",
-    "out_hidden_size",
-    "window_size",
-    "fullatt_block_indexes",
-    "rope_parameters",
-)
+TOWER_DEFAULTS: Mapping[str, Any] = {  # what the tower is built from, and transformers' defaults
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "window_size": 112,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+    "rope_parameters": None,
+}
 LANGUAGE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # transformers'
 PROCESSORS = (None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 USUAL: Mapping[str, Any] = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": BICUBIC}
@@ -46,7 +45,7 @@ class QwenVision:
     """A tower over patches of images of any size, `merge_size` squared of which make one token."""
 
     architecture: str
-    tower_options: str  # vision_config as JSON, for transformers' config class
+    tower_options: str  # of vision_config, as JSON: keys of TOWER_DEFAULTS
     image_token_id: int  # stands in a tokenized prompt where an image goes
     video_token_id: int
     patch_size: int  # pixels, both sides
@@ -137,7 +136,9 @@ def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
         )
     return QwenVision(
         architecture=raw["architectures"][0],
-        tower_options=json.dumps({key: options[key] for key in TOWER_KEYS if key in options}, sort_keys=True),
+        tower_options=json.dumps(
+            {key: options[key] for key in TOWER_DEFAULTS if key in options}, sort_keys=True
+        ),
         image_token_id=token_id(raw, ("image_token_id",), where),
         video_token_id=token_id(raw, ("video_token_id",), where),
         patch_size=patch,

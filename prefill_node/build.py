@@ -246,7 +246,7 @@ def _forwards(
         runner, section.graphs, section.chunk_tokens, section.max_batch, draft.hidden_mode, bodies
     )
     seeing = sight(section.graphs)
-    graphs = [target, *drafting, *seeing.graphs]
+    graphs: list[NodeGraphs[Any]] = [target, *drafting, *seeing.graphs]
     return Forwards(layout, runner, attention, signalled, target, draft, draft_forwards, seeing, graphs)
 
 

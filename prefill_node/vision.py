@@ -102,7 +102,7 @@ class VisionEmbeds:
                 assert image.pixels is not None, "a prompt is admitted once its images are decoded"
                 missing[image.span.digest] = image.pixels
         made: dict[bytes, Tensor] = {}
-        for some in _batches(missing, self._encode.padded_tokens):
+        for some in _batches(missing):
             encoded = self._encode([missing[digest] for digest in some])
             # copies: a slice would keep the whole batch alive
             made |= {digest: rows.clone() for digest, rows in zip(some, encoded, strict=True)}
@@ -115,17 +115,16 @@ class VisionEmbeds:
             image.pixels = None
 
 
-def _batches(images: Mapping[bytes, Pixels], load: Callable[[Pixels], int]) -> Iterator[list[bytes]]:
-    """Digests of images that go through the encoder together. `load`: tokens that one counts for."""
+def _batches(images: Mapping[bytes, Pixels]) -> Iterator[list[bytes]]:
+    """Digests of images that go through the encoder together."""
     batch: list[bytes] = []
     tokens = 0
     for digest, pixels in images.items():
-        more = load(pixels)
-        if batch and (len(batch) == ENCODER_BATCH or tokens + more > ENCODER_TOKENS):
+        if batch and (len(batch) == ENCODER_BATCH or tokens + pixels.tokens > ENCODER_TOKENS):
             yield batch
             batch, tokens = [], 0
         batch.append(digest)
-        tokens += more
+        tokens += pixels.tokens
     if batch:
         yield batch
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from common.engine.models.qwen_tower import rounded_up
 from common.engine.models.vision_part import ENCODER_TOKENS, largest_batch
 from common.json_fields import positive
 from common.llava_config import LlavaVision
@@ -21,7 +22,7 @@ from common.vision_config import VisionConfig
 DEFAULTS: Mapping[str, Mapping[str, int]] = {  # of transformers' config classes, for what a file leaves out
     "clip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
     "siglip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
-    "qwen2_5_vl": {"hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "window_size": 112},
+    "qwen2_5_vl": {"hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16},
 }
 FLOAT = 4  # bytes, whatever the model's dtype is
 INDICES = 64  # bytes per patch: where it stands, in its image and in its window
@@ -48,31 +49,26 @@ def _llava(vision: LlavaVision, hidden: int, size: int) -> int:
 
 
 def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
-    """See models/qwen_vl.py: patches of all images in a row, attention over padded windows."""
-    width, inner, heads, window = _dimensions("qwen2_5_vl", vision.tower_options)
+    """See models/qwen_vl.py: patches of all images in a row."""
+    width, inner, heads = _dimensions("qwen2_5_vl", vision.tower_options)
     merged = vision.merge_size**2
-    largest, padded = _largest_image(vision, window)
-    patches, places = merged * max(ENCODER_TOKENS, largest), merged * max(ENCODER_TOKENS, padded)
+    patches = merged * max(ENCODER_TOKENS, _largest_image(vision))
     # of a patch: bytes as they come, numbers as the tower reads them, frame by frame
     values = 3 * vision.patch_size**2
     read = vision.temporal_patch_size * values
-    kept = width * size + 2 * width // heads * FLOAT + values + INDICES  # patches, their angles
+    kept = 2 * width * size + 2 * width // heads * FLOAT + values + INDICES  # what enters a block, angles
     cut = (2 * values + 2 * read) * FLOAT + read * size
-    turned = 4 * width * size + 4 * width * FLOAT  # qkv and the query; the key and what turns it
-    mlp = (2 * width + 3 * inner) * size
-    rows = 3 * width * size + 3 * hidden * size // merged
-    # qkv turned; the same by window
-    attended = 6 * width * size * patches + (6 * width * size + INDICES) * places
-    return patches * kept + max(patches * max(cut, turned, mlp, rows), attended)
+    attended = 9 * width * size  # normed, summed; qkv; what attention gives, its copies; the product behind
+    mlp = (3 * width + 3 * rounded_up(inner)) * size
+    rows = 4 * width * size + 3 * hidden * size // merged
+    return patches * (kept + max(cut, attended, mlp, rows))
 
 
-def _largest_image(vision: QwenVision, window: int) -> tuple[int, int]:
-    """Tokens of one image at most, and with its windows padded. Sides are rounded up by less than one."""
-    unit = vision.patch_size * vision.merge_size
-    side = max(1, window // unit)
-    tokens = vision.max_pixels / unit**2
+def _largest_image(vision: QwenVision) -> int:
+    """Tokens of one image at most. Sides are rounded up by less than one."""
+    tokens = vision.max_pixels / (vision.patch_size * vision.merge_size) ** 2
     sides = math.sqrt(tokens / MAX_RATIO) + math.sqrt(tokens * MAX_RATIO)  # of the longest image, in tokens
-    return math.ceil(tokens + sides + 1), math.ceil(tokens + side * sides + side**2)
+    return math.ceil(tokens + sides + 1)
 
 
 def _dimensions(tower: str, options: str) -> list[int]:

@@ -87,7 +87,7 @@ def llava(hidden: int, placement: Placement) -> tuple[VisionPart, Pixels]:
 def qwen(hidden: int, placement: Placement) -> tuple[VisionPart, Pixels]:
     vision = QwenVision(
         architecture="Qwen2_5_VLForConditionalGeneration",
-        tower_options=json.dumps({**QWEN, "out_hidden_size": hidden}),
+        tower_options=json.dumps(QWEN),
         image_token_id=0,
         video_token_id=1,
         patch_size=14,

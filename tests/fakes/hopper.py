@@ -31,7 +31,7 @@ from common.engine.ops.linear import choose_tiles, linear_triton
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
 from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
-from common.engine.ops.rotary_kv_write import rotary_kv_write_triton
+from common.engine.ops.rotary_kv_write import rotary_kv_write_triton, rotary_qk_triton
 from common.engine.ops.round_inputs import gather_rows_triton, window_places_triton
 from common.engine.ops.sample_tokens import sample_tokens_triton
 from common.engine.ops.silu_mul import silu_mul_triton
@@ -109,6 +109,8 @@ def body(dtype: torch.dtype) -> None:
         angles = torch.zeros(4, 1, 128, dtype=dtype)
         slots = torch.zeros(4, dtype=torch.int64)
         rotary_kv_write_triton(qkv, angles, angles, norm, norm, 1e-5, plane, plane, slots)
+    wide = torch.zeros(4, 1, 80)
+    rotary_qk_triton(torch.zeros(4, 3, 16, 80, dtype=dtype), wide, wide)  # Qwen2.5-VL's tower
     frequencies = torch.zeros(64)
     rotary_angles_triton(torch.zeros(4, dtype=torch.int64), frequencies, 1.0, dtype)
     places, axes = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)

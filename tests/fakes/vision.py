@@ -82,9 +82,6 @@ class TinyPart:
             for each, rows in zip(images, every, strict=True)
         ]
 
-    def padded_tokens(self, image: Pixels) -> int:
-        return image.tokens
-
     def examples(self) -> Sequence[Sequence[Pixels]]:
         return [[read(file_of(1))], [read(file_of(100)), read(file_of(101))]]
 

@@ -94,8 +94,5 @@ class EncoderGraphs:
         encoded = self.graphs(EncoderCall(self._part.pixels(images)))
         return list(encoded.rows[:, None])
 
-    def padded_tokens(self, image: Pixels) -> int:
-        return self._part.padded_tokens(image)
-
     def examples(self) -> Sequence[Sequence[Pixels]]:
         return self._part.examples()

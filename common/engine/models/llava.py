@@ -93,9 +93,6 @@ class LlavaPart(nn.Module):
         rows: Tensor = self.projector(chosen[:, 1:] if self.config.drop_first else chosen)
         return rows
 
-    def padded_tokens(self, image: Pixels) -> int:
-        return image.tokens
-
     def examples(self) -> Sequence[Sequence[Pixels]]:
         size = self.config.image_size
         return [[Pixels(torch.zeros(3, size, size), *self.config.grid(size, size))]]
@@ -121,14 +118,14 @@ def _tower(vision: LlavaVision) -> tuple[Any, tuple[int, ...]]:
     from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
     options = {key: value for key, value in json.loads(vision.tower_options).items() if key != "model_type"}
-    clip = vision.tower == "clip_vision_model"
-    config = (
-        CLIPVisionConfig(**options) if clip else SiglipVisionConfig(**{**options, "vision_use_head": False})
-    )
+    kinds: tuple[Any, Any] = CLIPVisionConfig, CLIPVisionModel
+    if vision.tower != "clip_vision_model":
+        kinds, options["vision_use_head"] = (SiglipVisionConfig, SiglipVisionModel), False
+    config = kinds[0](**options)
     states = range(config.num_hidden_layers + 1)
     features = tuple(states[layer] for layer in vision.feature_layers)
     config.num_hidden_layers = max(features)
-    model = CLIPVisionModel(config) if clip else SiglipVisionModel(config)
+    model = kinds[1](config)
     tower: Any = getattr(model, "vision_model", model)  # versions of transformers differ in this level
     del tower.post_layernorm
     return tower, features

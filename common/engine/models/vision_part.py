@@ -9,8 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 ENCODER_BATCH = 32  # images in one forward
-# in one forward, padding counted, unless a single image has more: see encoder_memory.py
-ENCODER_TOKENS = 16_384
+ENCODER_TOKENS = 16_384  # in one forward, unless a single image has more: see encoder_memory.py
 
 
 def largest_batch(tokens_per_image: int) -> int:
@@ -36,10 +35,6 @@ class VisionPart(Protocol):
 
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
         """[rows, columns, H] on the device for each image, until the next call. Nothing waits for the device."""
-        ...
-
-    def padded_tokens(self, image: Pixels) -> int:
-        """What an image counts for in a batch: its tokens, and as many as its padding is like."""
         ...
 
     def examples(self) -> Sequence[Sequence[Pixels]]:

@@ -1,4 +1,7 @@
-"""What lies between the merged QKV product and attention: q/k norm, rotation, and the write to the paged cache."""
+"""What lies between the merged QKV product and attention: q/k norm, rotation, and the write to the paged cache.
+
+`rotary_qk` is the rotation alone, of a tower that keeps no cache.
+"""
 
 from __future__ import annotations
 
@@ -189,4 +192,57 @@ rotary_kv_write = register_op(
     mutates=("qkv", "key_plane", "value_plane"),
     fake=_fake,
     cuda=rotary_kv_write_triton,
+)
+
+
+def rotary_qk_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate queries and keys in place, in float32 where the angles are.
+
+    Args:
+        qkv: [T, 3, heads, D], queries, keys and values of each row, mutated.
+        cos, sin: [T, 1, D] of `rotary_angles`.
+    """
+    rotated = qkv[:, :2].flatten(1, 2)
+    qkv[:, :2] = rotary(rotated.to(cos.dtype), cos, sin).to(qkv.dtype).view_as(qkv[:, :2])
+
+
+def rotary_qk_triton(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    count, three, heads, head_dim = qkv.shape
+    assert three == 3, "queries, keys and values"
+    assert qkv.stride()[1:] == (heads * head_dim, head_dim, 1), "heads of a row must be adjacent"
+    assert cos.shape == sin.shape == (count, 1, head_dim), f"angles {tuple(cos.shape)} for {count} rows"
+    assert cos.is_contiguous() and sin.is_contiguous(), "angles must be contiguous"  # noqa: PT018
+    if count == 0:
+        return
+    unused, slots = cos, qkv.new_empty(0, dtype=torch.int64)  # without slots nothing is stored
+    _rotary_kv_write_kernel[(count, cdiv(2 * heads, BLOCK_HEADS))](
+        qkv,
+        cos,
+        sin,
+        unused,
+        unused,
+        unused,
+        unused,
+        slots,
+        0,
+        qkv.stride(0),
+        0.0,
+        PAGE_SIZE=1,
+        HEADS=heads,
+        KV_HEADS=heads,
+        HALF=head_dim // 2,
+        BLOCK_HALF=next_power_of_2(head_dim // 2),
+        BLOCK_HEADS=BLOCK_HEADS,
+        NORM=False,
+        num_warps=4,
+        **chained(qkv.device),
+    )
+
+
+def _fake_qk(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    return None
+
+
+rotary_qk = register_op(
+    "rotary_qk", rotary_qk_reference, mutates=("qkv",), fake=_fake_qk, cuda=rotary_qk_triton
 )

@@ -63,7 +63,6 @@ def qwen(max_pixels: int = 64 * 64, **options: Any) -> QwenVision:
         "num_heads": 2,
         "window_size": 32,
         "fullatt_block_indexes": [1],
-        "out_hidden_size": HIDDEN,
     }
     tower = json.dumps(raw | options)
     return QwenVision("", tower, 0, 1, 4, 2, 2, 64, max_pixels, 1 / 255, CLIP_MEAN, CLIP_STD)
@@ -120,7 +119,7 @@ def test_llava_takes_no_more_and_not_much_less(
     [
         (qwen(), [(4, 8), (4, 8)]),
         (qwen(intermediate_size=400), [(8, 8)]),
-        (qwen(intermediate_size=16), [(1, 9), (4, 4)]),  # windows cut to a quarter
+        (qwen(intermediate_size=16), [(1, 16), (6, 8)]),  # windows cut to a quarter and to a half
     ],
 )
 def test_qwen_takes_no_more_and_not_much_less(
@@ -128,27 +127,25 @@ def test_qwen_takes_no_more_and_not_much_less(
 ) -> None:
     """In a full batch, no image of which is larger than that."""
     monkeypatch.setattr(encoder_memory, "ENCODER_TOKENS", 64)
-    monkeypatch.setattr(encoder_memory, "_largest_image", lambda *given: (0, 0))
+    monkeypatch.setattr(encoder_memory, "_largest_image", lambda vision: 0)
     part = QwenPart(tower, HIDDEN, Placement(dtype, CPU)).eval()
     images = [
         Pixels(torch.zeros(8 * rows, 8 * columns, 3, dtype=torch.uint8), rows, columns)
         for rows, columns in grids
     ]
-    assert sum(map(part.padded_tokens, images)) == 64
+    assert sum(image.tokens for image in images) == 64
     most, bound = most_alive(part, [images]), encoder_bytes(tower, HIDDEN, dtype)
     assert most <= bound < 2.5 * most
 
 
 @given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([(16, 200), (4, 4000), (900, 1000)]))
 def test_no_image_is_larger_than_the_largest(width: int, height: int, tokens: tuple[int, int]) -> None:
-    """Also with its windows padded, whatever its proportions are."""
+    """Whatever its proportions are."""
     least, most = (64 * each for each in tokens)
     vision = QwenVision("", "{}", 0, 1, 4, 2, 2, least, most, 1 / 255, CLIP_MEAN, CLIP_STD)
     assume(max(width, height) <= MAX_RATIO * min(width, height))
     rows, columns = vision.grid(width, height)
-    bound, padded = encoder_memory._largest_image(vision, 32)
-    assert rows * columns <= bound
-    assert -(-rows // 4) * -(-columns // 4) * 16 <= padded
+    assert rows * columns <= encoder_memory._largest_image(vision)
 
 
 def test_the_published_models() -> None:

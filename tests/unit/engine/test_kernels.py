@@ -14,7 +14,12 @@ from common.engine.ops.rms_norm import (
     rms_norm_triton,
 )
 from common.engine.ops.rotary import rotary_angles_reference, rotary_angles_triton
-from common.engine.ops.rotary_kv_write import rotary_kv_write_reference, rotary_kv_write_triton
+from common.engine.ops.rotary_kv_write import (
+    rotary_kv_write_reference,
+    rotary_kv_write_triton,
+    rotary_qk_reference,
+    rotary_qk_triton,
+)
 from common.engine.ops.silu_mul import silu_mul_reference, silu_mul_triton
 from common.engine.ops.triton_kernel import tl
 
@@ -99,6 +104,21 @@ def test_rotary_kv_write(
     close(planes, expected_planes)
     assert not planes[:, 0].any()
     assert int(planes[0].any(-1).any(-1).sum()) == 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (11, 40)])
+def test_rotary_qk(dtype: torch.dtype, heads: int, head_dim: int) -> None:
+    """Angles are wider than what they turn; values stay as they are."""
+    qkv = torch.randn(5, 3, heads, head_dim, dtype=dtype)
+    inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = rotary_angles_reference(torch.arange(5), inv_freq, 1.0, torch.float32)
+    expected, actual = qkv.clone(), qkv.clone()
+    rotary_qk_reference(expected, *angles)
+    rotary_qk_triton(actual, *angles)
+    close(actual, expected)
+    assert torch.equal(actual[:, 2], qkv[:, 2])
+    assert not torch.equal(actual[1:, :2], qkv[1:, :2])
 
 
 def test_the_pages_may_have_another_dtype() -> None:
