@@ -27,6 +27,7 @@ from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
+from common.engine.ops.key_parts import arrivals_of
 from common.engine.ops.linear import choose_tiles, linear_triton
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -93,9 +94,11 @@ def attention(dim: int, dtype: torch.dtype, window: int | None, tokens: int, req
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     query = torch.zeros(tokens, HEADS, dim, dtype=dtype)
     extend_triton(query, plane, plane, table, starts, lens, window, 0.1)
-    decode_triton(query[:requests], plane, plane, table, lens, 1024, window, 0.1)
     mask = torch.ones(requests, 4, 4, dtype=torch.bool)
-    verify_triton(query[: 4 * requests], plane, plane, table, lens, mask, 1024, window, 0.1)
+    for arrivals in (None, arrivals_of("cpu")):
+        tail = 1024, window, 0.1
+        decode_triton(query[:requests], plane, plane, table, lens, *tail, arrivals=arrivals)
+        verify_triton(query[: 4 * requests], plane, plane, table, lens, mask, *tail, arrivals=arrivals)
 
 
 def body(dtype: torch.dtype) -> None:
