@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,6 +116,12 @@ def rename(path: Path, published: bool) -> None:
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     rng = np.random.default_rng([width, height, seed])
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def as_png(made: Image.Image) -> bytes:
+    out = io.BytesIO()
+    made.save(out, "PNG")
+    return out.getvalue()
 
 
 def processed(pictures: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,17 +8,22 @@ import numpy as np
 import pytest
 import torch
 
+from common.engine.attention.segments import Segments, attend_within, attend_within_reference
+from common.engine.cuda_graph.backends.choice import make_backend
+from common.engine.cuda_graph.image_encoder import EncoderGraphs, encoder_spec
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
+from common.engine.models.llava import LlavaPart
 from common.engine.models.vision_part import Pixels
 from common.messages.generation import ImageSpan, SamplingParams
 from common.model_config import ModelConfig
 from prefill_node.images import PromptImage, RowCache
+from prefill_node.pixel_reader import load_pixel_reader
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from prefill_node.seeing import load_vision
 from prefill_node.vision import MergedEmbeds, VisionEmbeds
-from tests.fakes.qwen_vl import build, save
+from tests.fakes.qwen_vl import as_png, build, picture, processed, save
 from tests.fakes.vision import one_prompt
 
 pytestmark = [
@@ -58,14 +63,15 @@ def merged(dtype: torch.dtype, device: torch.device) -> tuple[MergedEmbeds, torc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_images_of_any_size_without_a_wait_for_the_device(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Qwen2.5-VL's tower: windows that are full and cut, several images at once."""
-    config = ModelConfig.load(save(build(), tmp_path))
-    grids = [(3, 5), (1, 1), (2, 2), (4, 4)]
-    images = [
-        Pixels(torch.randint(256, (8 * rows, 8 * columns, 3), dtype=torch.uint8), rows, columns)
-        for rows, columns in grids
-    ]
-    wanted = load_vision(tmp_path, config, Placement(torch.float32, torch.device("cpu")))(images)
+    """Qwen2.5-VL's tower against transformers': windows that are full and cut, several images at once."""
+    model = build()
+    config = ModelConfig.load(save(model, tmp_path))
+    assert config.vision is not None
+    read = load_pixel_reader(tmp_path, config.vision, 1_000_000)
+    pictures = [picture(*size) for size in ((40, 24), (9, 9), (16, 16), (48, 40))]
+    images = [read(as_png(each)) for each in pictures]
+    with torch.inference_mode():
+        wanted = model.model.get_image_features(*processed(pictures)).pooler_output
     part = load_vision(tmp_path, config, Placement(dtype, DEVICE))
     part(images)  # kernels are chosen, pinned memory is there
     torch.cuda.synchronize()
@@ -76,8 +82,49 @@ def test_images_of_any_size_without_a_wait_for_the_device(dtype: torch.dtype, tm
         torch.cuda.set_sync_debug_mode("default")
     tolerance = 1e-3 if dtype is torch.float32 else 0.05
     for rows, expected in zip(found, wanted, strict=True):
-        assert rows.shape == expected.shape
-        assert (rows.float().cpu() - expected).norm() / expected.norm() < tolerance
+        assert rows.flatten(0, 1).shape == expected.shape
+        assert (rows.flatten(0, 1).float().cpu() - expected).norm() / expected.norm() < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(64,) * 9, (64, 64, 16, 32, 8, 4), (577,), (1, 700, 3)])
+@torch.inference_mode()
+def test_runs_of_rows_in_one_launch(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Heads of 80 values, as the published tower has; queries, keys and values lie side by side."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    qkv = torch.randn(sum(lengths), 3, 16, 80, device=DEVICE, dtype=dtype, generator=generator)
+    segments = Segments(lengths, torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int())
+    query, key, value = qkv.unbind(1)
+    found = attend_within(query, key, value, segments)
+    wanted = attend_within_reference(query.float(), key.float(), value.float(), segments)
+    assert found.is_contiguous()
+    assert (found.float() - wanted).norm() / wanted.norm() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_of_one_size_replay_what_the_tower_says(dtype: torch.dtype) -> None:
+    """Rows X3, X4: any number of them, with poisoned padding, without a wait for the device."""
+    part = load_vision(MODEL, ModelConfig.load(MODEL), Placement(dtype, DEVICE))
+    assert isinstance(part, LlavaPart)
+    spec = encoder_spec((1, 2, 4), part.config.tokens_per_image)
+    encoder = EncoderGraphs(part, spec, make_backend("full", DEVICE), poisoned=True)
+    encoder.graphs.capture()
+    assert not any(row.error for row in encoder.graphs.rows)
+    generator = torch.Generator().manual_seed(1)
+    tolerance = 1e-3 if dtype is torch.float32 else 0.05
+    for count in (1, 3, 2, 4, 1, 5):
+        images = [Pixels(torch.rand(3, 32, 32, generator=generator), 1, 16) for _ in range(count)]
+        wanted = torch.cat(part(images)).clone()
+        encoder(images)  # pinned memory is there, and the graph has other images than before
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = torch.cat(encoder(images))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert (found - wanted).float().norm() / wanted.float().norm() < tolerance
+    totals = encoder.graphs.totals()
+    assert (totals.replays, totals.fallbacks, totals.unused) == (10, {"too_large": 2}, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

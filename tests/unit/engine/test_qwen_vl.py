@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
 from dataclasses import replace
@@ -33,6 +32,7 @@ from tests.fakes.qwen_vl import (
     PATCH,
     PROCESSOR,
     WINDOW,
+    as_png,
     build,
     flatten,
     picture,
@@ -63,12 +63,7 @@ def vision_of(path: Path) -> QwenVision:
 
 def pixels(path: Path, pictures: list[Image.Image]) -> list[Pixels]:
     read = load_pixel_reader(path, vision_of(path), 1_000_000)
-    found = []
-    for each in pictures:
-        out = io.BytesIO()
-        each.save(out, "PNG")
-        found.append(read(out.getvalue()))
-    return found
+    return [read(as_png(each)) for each in pictures]
 
 
 @given(

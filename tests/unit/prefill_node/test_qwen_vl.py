@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from prefill_node.seeing import load_vision
 from prefill_node.vision import VisionEmbeds
-from tests.fakes.qwen_vl import IMAGE, build, picture, reference_logits, save
+from tests.fakes.qwen_vl import IMAGE, as_png, build, picture, reference_logits, save
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 PAGE = 4
@@ -78,10 +77,8 @@ class Rig:
                 continue
             rows, columns = self.vision.grid(*part)
             pictures.append(picture(*part))
-            out = io.BytesIO()
-            pictures[-1].save(out, "PNG")
             span = ImageSpan(len(ids), rows * columns, bytes([*part, *bytes(30)]), rows)
-            images.append(PromptImage(span, self.read(out.getvalue())))
+            images.append(PromptImage(span, self.read(as_png(pictures[-1]))))
             ids += [IMAGE] * (rows * columns)
         greedy = SamplingParams(max_tokens=1, temperature=0.0)
         request = PrefillRequest(0, "", as_keys(ids), 0, greedy, "", 0.0, 0.0, images=tuple(images))
