@@ -123,6 +123,7 @@ class RouterApp:
             "ready": self.not_ready() is None,
             "incarnation": self.incarnation,
             "active_requests": self.dispatcher.active,
+            "refused_messages": self.control.refused_messages,
             "parameters": {
                 "/v1/chat/completions": honoured(ChatRequest),
                 "/v1/completions": honoured(CompletionRequest),
@@ -189,7 +190,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         on_lost,
         lambda: dispatcher.nodes_changed(),
     )
-    metrics = RouterMetrics(model.name, lambda: registry)
+    metrics = RouterMetrics(model.name, lambda: registry, lambda: control.refused_messages)
     dispatcher = Dispatcher(
         registry,
         {

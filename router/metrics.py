@@ -55,6 +55,7 @@ GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
     "tandem_total_pages": ("KV pages in all, padding page left out", lambda load: load.total_pages),
 }
 
+REFUSED = "tandem_refused_messages"  # the router counts its own, too
 COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
     "vllm:prompt_tokens": ("Prompt tokens taken in", lambda c: c.prompt_tokens),
     "vllm:generation_tokens": ("Tokens drawn", lambda c: c.generated_tokens),
@@ -72,7 +73,7 @@ COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
     "tandem_kv_layered_pages": ("Pages sent layer by layer during their forward", lambda c: c.layered_pages),
     "tandem_kv_checksum_failures": ("Pages whose checksum did not match", lambda c: c.checksum_failures),
     "tandem_kv_record_failures": ("Records refused", lambda c: c.record_failures),
-    "tandem_refused_messages": (
+    REFUSED: (
         "Messages refused: malformed, or against the protocol",
         lambda c: c.refused_messages,
     ),
@@ -94,8 +95,12 @@ GRAPH_GAUGES: dict[str, tuple[str, Callable[[GraphTotals], float]]] = {
 class RouterMetrics(Collector):
     """The router's registry; `nodes` yields the nodes of the moment."""
 
-    def __init__(self, model_name: str, nodes: Callable[[], Iterable[Node]]) -> None:
+    def __init__(
+        self, model_name: str, nodes: Callable[[], Iterable[Node]], refused: Callable[[], int]
+    ) -> None:
+        """`refused`: messages from nodes that the router itself has refused so far."""
         self._nodes = nodes
+        self._refused = refused
         self._model = model_name
         self._registry = CollectorRegistry()
         labels = ("model_name",)
@@ -152,6 +157,8 @@ class RouterMetrics(Collector):
             counter = CounterMetricFamily(name, text, labels=names)
             for node in nodes:
                 counter.add_metric((self._model, node.name, node.role), of_counters(node.counters))
+            if name == REFUSED:
+                counter.add_metric((self._model, "router", "router"), self._refused())
             yield counter
         yield from self._speculation(nodes, names)
         yield from self._graphs(nodes, names)

@@ -49,7 +49,7 @@ class RouterRig:
         sweep = self.registry.sweep
         # real seconds in which this process stalls are none of the registry's clock, which is the test's
         self.registry.sweep = lambda stalled=0.0: sweep()  # type: ignore[method-assign]
-        self.metrics = RouterMetrics("tiny", lambda: self.registry)
+        self.metrics = RouterMetrics("tiny", lambda: self.registry, lambda: self.control.refused_messages)
         values = {
             "max_attempts": 3,
             "max_requests": 100,

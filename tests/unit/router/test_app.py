@@ -65,6 +65,7 @@ decode: {{nodes: [{{name: d0}}]}}
 async def test_without_nodes_and_while_draining(cluster: Path) -> None:
     app = build(load_cluster(cluster, []), Log("test"))
     await app.start()
+    app.control.refused_messages = 3  # as test_control_plane.py counts them
     host, port = app.runner.addresses[0][:2]
     body = {"messages": [{"role": "user", "content": "hi"}]}
     async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
@@ -76,6 +77,13 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
             info = await response.json()
             assert (info["ready"], info["nodes"], info["internal_states"]) == (False, [], [])
             assert info["config"]["model.path"]["origin"]
+            assert info["refused_messages"] == 3
+        async with session.get("/metrics") as response:
+            said = await response.text()
+            assert (
+                'tandem_refused_messages_total{engine="router",model_name="tiny-target",role="router"} 3'
+                in said
+            )
             for path, own in (("/v1/chat/completions", "top_logprobs"), ("/v1/completions", "prompt")):
                 assert {"min_p", "logit_bias", "min_tokens", own} < set(info["parameters"][path])
                 assert not {"n", "best_of", "echo", "user"} & set(info["parameters"][path])

@@ -29,6 +29,7 @@ def node(**load: int) -> Node:
     made.counters = NodeCounters(
         generated_tokens=41,
         retractions=2,
+        refused_messages=5,
         spec_accepted_at=(9, 4),
         phase_seconds={"draft": 0.5, "verify": 2.0},
         graphs=(totals,),
@@ -52,7 +53,7 @@ def series(metrics: RouterMetrics) -> dict[str, float]:
 
 def test_nodes_are_read_at_scrape_time() -> None:
     nodes = [node(running=3, queued=1, free_pages=10, cached_pages=30, total_pages=100)]
-    metrics = RouterMetrics("tiny", lambda: nodes)
+    metrics = RouterMetrics("tiny", lambda: nodes, lambda: 7)
     labels = '{engine="decode-0",model_name="tiny",role="decode"}'
     got = series(metrics)
     assert got[f"vllm:num_requests_running{labels}"] == 3
@@ -60,6 +61,8 @@ def test_nodes_are_read_at_scrape_time() -> None:
     assert got[f"vllm:generation_tokens_total{labels}"] == 41
     assert got[f"vllm:num_preemptions_total{labels}"] == 2
     assert got[f"tandem_node_up{labels}"] == 1
+    assert got[f"tandem_refused_messages_total{labels}"] == 5
+    assert got['tandem_refused_messages_total{engine="router",model_name="tiny",role="router"}'] == 7
     nodes[0].state = "draining"
     assert series(metrics)[f"tandem_node_up{labels}"] == 0
     nodes.clear()
@@ -68,7 +71,7 @@ def test_nodes_are_read_at_scrape_time() -> None:
 
 def test_graphs_by_phase_model_and_reason() -> None:
     """spec/algorithms.md 6.18."""
-    got = series(RouterMetrics("tiny", lambda: [node()]))
+    got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
     labels = 'engine="decode-0",model="target",model_name="tiny",phase="decode"'
     assert got[f'graph_replays_total{{{labels},role="decode"}}'] == 19
     assert got[f'graph_fallbacks_total{{{labels},reason="too_large",role="decode"}}'] == 1
@@ -78,7 +81,7 @@ def test_graphs_by_phase_model_and_reason() -> None:
 
 def test_speculation_by_place_and_by_phase() -> None:
     """spec/algorithms.md 6.18: how often each draft in a row was accepted, and where the time of a round goes."""
-    got = series(RouterMetrics("tiny", lambda: [node()]))
+    got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
     labels = 'engine="decode-0",model_name="tiny"'
     for place, count in enumerate((9, 4)):
         name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
@@ -88,12 +91,12 @@ def test_speculation_by_place_and_by_phase() -> None:
 
 
 def test_a_node_that_has_not_said_how_full_it_is() -> None:
-    metrics = RouterMetrics("tiny", lambda: [node()])
+    metrics = RouterMetrics("tiny", lambda: [node()], lambda: 0)
     assert series(metrics)['vllm:kv_cache_usage_perc{engine="decode-0",model_name="tiny",role="decode"}'] == 0
 
 
 def test_requests_by_outcome() -> None:
-    metrics = RouterMetrics("tiny", list)
+    metrics = RouterMetrics("tiny", list, lambda: 0)
     for outcome in ("stop", "length", "stop"):
         finished(metrics, outcome)
     finished(metrics, "error: node_lost", first=None)
@@ -109,6 +112,6 @@ def test_requests_by_outcome() -> None:
 
 
 def test_every_name_is_given_once() -> None:
-    metrics = RouterMetrics("tiny", lambda: [node(total_pages=1)])
+    metrics = RouterMetrics("tiny", lambda: [node(total_pages=1)], lambda: 0)
     names = [line.split()[2] for line in metrics.render().decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
