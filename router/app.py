@@ -175,7 +175,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     security = link_security(context, resolved.keys_path, "router")
     check_bind(address, "router.control_address", security)
     incarnation = new_incarnation()
-    control = ControlPlane(context, address, incarnation, security, log)
+    control = ControlPlane(context, address, incarnation, security, log, cluster.router.max_queued_mib << 20)
 
     def on_lost(node: Node, reason: str) -> None:
         dispatcher.node_lost(node, reason)

@@ -45,8 +45,10 @@ class ControlPlane:
         incarnation: str,
         security: LinkSecurity,
         log: Log,
+        queued_bytes: int,
     ) -> None:
-        self._socket = RouterSocket(context, address, security)
+        """At most `queued_bytes` wait for one node."""
+        self._socket = RouterSocket(context, address, security, queued_bytes)
         self._monitor = self._socket.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._incarnation = incarnation

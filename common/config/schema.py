@@ -81,6 +81,7 @@ class Router(Section, frozen=True, kw_only=True):
     )
     max_requests: Positive = 4096  # in flight; more are answered 503 with Retry-After
     max_body_bytes: Positive = 10 * 1024 * 1024
+    max_queued_mib: Positive = 512  # of messages that wait for one node, which then counts as out of reach
     images: Images = Images()
     request_timeout: Seconds = 600.0
     placement_wait: Seconds = 10.0  # how long a request waits for a node of each role before 503

@@ -16,10 +16,12 @@ from pathlib import Path
 import zmq
 
 from common.errors import ConfigError
+from common.ipc.backlog import LARGE, Backlog
 from common.ipc.curve import LinkSecurity, LoopbackOnly
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
-HIGH_WATER_MARK = 10_000
+HIGH_WATER_MARK = 10_000  # messages
+QUEUED_BYTES = 512 << 20  # of large messages, for one peer
 DRAIN_LIMIT = 1_000
 LINGER_MS = 500  # after close: without it a Goodbye behind a burst of tokens is dropped half of the time
 
@@ -79,7 +81,7 @@ class _Channel:
                 break
         return messages
 
-    def _send(self, frames: Sequence[bytes]) -> bool:
+    def _send(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
         if len(frames[-1]) > MAX_MESSAGE_BYTES:  # the peer would close the connection over it
             return False
         try:
@@ -103,10 +105,18 @@ class RouterSocket(_Channel):
     """Bound socket with many peers. A peer's identity is what its Dealer chose."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, security: LinkSecurity | None = None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        security: LinkSecurity | None = None,
+        queued_bytes: int = QUEUED_BYTES,
     ) -> None:
-        """Raises ConfigError when the address cannot be bound, or another process serves it."""
+        """At most `queued_bytes` wait for one peer.
+
+        Raises ConfigError when the address cannot be bound, or another process serves it.
+        """
         super().__init__(context, zmq.ROUTER)
+        self._backlog = Backlog(queued_bytes)
         try:
             (security or LoopbackOnly()).secure_server(self._socket)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
@@ -137,7 +147,16 @@ class RouterSocket(_Channel):
         self._bound_file = file
 
     def send(self, peer: bytes, frame: bytes) -> bool:
-        return self._send((peer, frame))
+        nbytes = len(frame)
+        if nbytes < LARGE:
+            return self._send((peer, frame))
+        if not self._backlog.admits(peer, nbytes):
+            return False
+        tracked = zmq.Frame(frame, track=True, copy=False)
+        sent = self._send((peer, tracked))
+        if sent:
+            self._backlog.add(peer, tracked.tracker, nbytes)
+        return sent
 
     def drain(self) -> list[tuple[bytes, bytes]]:
         """(peer identity, frame) of everything that has arrived; malformed multiparts are dropped."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from common.ipc.channel import QUEUED_BYTES
 from common.ipc.curve import LoopbackOnly
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import SamplingParams
@@ -41,7 +42,12 @@ class RouterRig:
         self.log = Log("router")
         self.directory = tempfile.mkdtemp(prefix="tandem-test-")
         self.control = ControlPlane(
-            context, f"ipc://{self.directory}/control", "router-incarnation", LoopbackOnly(), self.log
+            context,
+            f"ipc://{self.directory}/control",
+            "router-incarnation",
+            LoopbackOnly(),
+            self.log,
+            limits.pop("queued_bytes", QUEUED_BYTES),
         )
         self.registry = NodeRegistry(
             FINGERPRINT, 3.0, 5.0, clock, self.log, self._on_lost, lambda: self.dispatcher.nodes_changed()

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import zmq
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, NodeLost, Unavailable
 from common.ipc import Dealer
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.decode_inbox import Reserve
-from common.messages.generation import OutputToken
+from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad
+from common.messages.image_inbox import SUFFIX
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Rejected
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone, TokenRun, Tokens
 from common.messages.wire import encode
 from router import control_plane
+from router.generation import GenerationRequest, PromptImage
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import registration
-from tests.fakes.router_rig import legs, router_rig
+from tests.fakes.router_rig import Client, legs, router_rig
 from tests.fakes.waiting import PATIENCE, eventually
 
 
@@ -388,3 +392,31 @@ async def test_many_sockets_that_close_cost_one_row_of_probes(monkeypatch: pytes
         close_one()
         assert begun[1:] == [control_plane.PROBE_PAUSES[1:], control_plane.PROBE_PAUSES]
         monkeypatch.setattr(rig.control, "_monitor", real)
+
+
+async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
+    """ARCHITECTURE.md: whoever asks and leaves cannot fill the router's memory. As where too many messages wait."""
+    data = b"x" * (1 << 20)
+    image = PromptImage(ImageSpan(0, 1, hashlib.sha256(data).digest()), data)
+    asked = GenerationRequest("r", [1, 2, 3], SamplingParams(max_tokens=9), images=(image,))
+    async with router_rig(queued_bytes=4 << 20) as rig:
+        prefill, _ = await rig.pair()
+        identity = f"{prefill.ref.incarnation}{SUFFIX}"
+        with closing(Dealer(rig.context, rig.control.address, identity.encode(), received=1)) as stalled:
+            await eventually(lambda: rig.control.send(identity, Drain()))
+
+            async def place() -> BaseException | None:
+                client = Client(rig.dispatcher.generate(asked))
+                await eventually(lambda: client.task.done() or rig.dispatcher._attempts)
+                await asyncio.sleep(0.01)
+                await client.leave()
+                return client.error
+
+            failures = [await place() for _ in range(10)]
+            assert failures[:4] == [None] * 4
+            assert isinstance(failures[-1], NodeLost | Unavailable)
+            assert rig.registry.count("prefill") == 1
+            async with asyncio.timeout(PATIENCE):
+                while await place() is not None:  # until the node takes them again
+                    stalled.drain()
+        rig.nothing_left()
