@@ -34,10 +34,10 @@ class LaunchedWidth:
         return self.launched.requests
 
     def read(self) -> list[Emission]:
-        emissions = self.launched.read()
+        emissions, seconds = self.launched.read_timed()
         # what is drafted behind the end of a text says nothing of texts
         accepted = [len(emission.tokens) - 1 for emission in emissions if not emission.request.ended]
-        self.policy.observe(len(emissions), self.width, accepted, sum(self.launched.watch.seconds()))
+        self.policy.observe(len(emissions), self.width, accepted, seconds)
         return emissions
 
 

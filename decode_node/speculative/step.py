@@ -41,16 +41,23 @@ class LaunchedRound:
     phase_seconds: dict[str, float]  # of the step, which this round is added to
 
     def read(self) -> list[Emission]:
-        for phase, seconds in zip(PHASES, self.watch.seconds(), strict=True):
+        emissions, _ = self.read_timed()
+        return emissions
+
+    def read_timed(self) -> tuple[list[Emission], float]:
+        """With the seconds that the round took on the device."""
+        laps = self.watch.seconds()
+        for phase, seconds in zip(PHASES, laps, strict=True):
             self.phase_seconds[phase] += seconds
         sampled, counts = self.emitted.read()
         depth = len(sampled.token_ids) // max(len(self.requests), 1)
         params = [request.sampling for request in self.requests for _ in range(depth)]
         drawn = read_tokens(sampled, params)
-        return [
+        emissions = [
             Emission(request, drawn[row * depth : row * depth + counts[row]], self.drafted[row])
             for row, request in enumerate(self.requests)
         ]
+        return emissions, sum(laps)
 
 
 class SpeculativeStep:

@@ -9,6 +9,7 @@ import pytest
 
 from common.engine.cuda_graph import node_graphs
 from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.stopwatch import HostStopwatch
 from decode_node.speculative.adaptive import AdaptiveStep
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.width_policy import WidthPolicy, slots_up_to
@@ -85,8 +86,11 @@ class Timed(WidthPolicy):
         super().observe(batch, width, accepted, 1 + 0.1 * width)
 
 
-def test_the_step_learns_from_what_it_reads() -> None:
-    """Random heads are hardly ever right: soon fewer drafts are verified."""
+def test_the_step_learns_from_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random heads are hardly ever right: soon fewer drafts are verified. The watch of a round is read once."""
+    watches: list[HostStopwatch] = []
+    seconds = HostStopwatch.seconds
+    monkeypatch.setattr(HostStopwatch, "seconds", lambda watch: watches.append(watch) or seconds(watch))
     made = {width: observed("eagle3", width, 0.0, [])[1] for width in (1, 3, 5)}
     policy = Timed(slots_up_to(5))
 
@@ -99,6 +103,7 @@ def test_the_step_learns_from_what_it_reads() -> None:
         assert call.ids == reference(tuple(call.prompt), call.sampling)[0]
         counters = cluster.decode.link.counters
     assert policy.choose(1) == 1
+    assert len(watches) == len(set(watches)) > 0
     assert counters.spec_draft_tokens < 3 * counters.spec_drafts
 
 
