@@ -28,9 +28,10 @@ from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import arrivals_of
-from common.engine.ops.linear import choose_tiles, linear_triton
+from common.engine.ops.linear import choose_tiles, linear_parts, linear_triton
+from common.engine.ops.linear_norm import choose_division
 from common.engine.ops.penalise import penalise_triton
-from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
+from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm_triton, rms_norm_triton
 from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
 from common.engine.ops.rotary_kv_write import rotary_kv_write_triton, rotary_qk_triton
 from common.engine.ops.round_inputs import gather_rows_triton, window_places_triton
@@ -127,6 +128,12 @@ def body(dtype: torch.dtype) -> None:
             linear_triton(x, weights, weights[:, 0].contiguous(), tiles)
             if size == 2 * INNER:
                 linear_triton(x, weights, None, tiles, gated=True)
+        for depth in (HIDDEN, INNER):
+            division = choose_division(HIDDEN, depth, 132)
+            assert division is not None
+            wide = torch.zeros(4, depth, dtype=dtype)
+            parts = linear_parts(wide, torch.empty(HIDDEN, depth, dtype=dtype), division)
+            add_parts_rms_norm_triton(parts, x, weight, 1e-5)
 
 
 def drawing() -> None:

@@ -17,6 +17,7 @@ from common.engine.ops.filter_floor import filter_floor, filter_floor_reference
 from common.engine.ops.keep_hidden import keep_hidden, keep_hidden_reference
 from common.engine.ops.key_parts import Division, arrivals_of
 from common.engine.ops.linear import gated_linear, linear, linear_reference
+from common.engine.ops.linear_norm import linear_add_rms_norm, linear_add_rms_norm_reference
 from common.engine.ops.penalise import penalise, penalise_reference
 from common.engine.ops.rms_norm import (
     add_rms_norm,
@@ -132,10 +133,28 @@ def test_gated_linear(rows: int) -> None:
     close(gated_linear(x, weight, None), silu_mul_reference(x @ weight.T))
 
 
+@pytest.mark.parametrize("rows", [1, 7, 16, 17])
+@pytest.mark.parametrize(("size", "depth"), [(4096, 4096), (4096, 14336), (2048, 8192)])
+def test_a_product_and_the_norm_behind_it(rows: int, size: int, depth: int) -> None:
+    x, weight = (
+        normal(rows, depth, dtype=torch.bfloat16),
+        normal(size, depth, dtype=torch.bfloat16) / depth**0.5,
+    )
+    stream, gain = normal(rows, size, dtype=torch.bfloat16), normal(size, dtype=torch.bfloat16)
+    expected = linear_add_rms_norm_reference(
+        x.double(), weight.double(), None, stream.double(), gain.double(), 1e-5
+    )
+    for actual, wanted in zip(
+        linear_add_rms_norm(x, weight, None, stream, gain, 1e-5), expected, strict=True
+    ):
+        close(actual, wanted)
+
+
 def test_chained_kernels_wait_for_each_other() -> None:
     """Each kernel may be launched while the one before runs. Rows go round through all of them in a graph; any that
     read too early, or wrote into memory that is still read, would give another result than one at a time."""
     weights = [normal(16384, 1024, dtype=torch.bfloat16) / 32 for _ in range(4)]
+    narrow = normal(1024, 16384, dtype=torch.bfloat16) / 128
     gain, start = torch.ones(1024, dtype=torch.bfloat16, device=CUDA), normal(4, 1024, dtype=torch.bfloat16)
 
     def around(x: Tensor, settle: Callable[[], None]) -> Tensor:
@@ -149,7 +168,9 @@ def test_chained_kernels_wait_for_each_other() -> None:
                 settle()
                 x, total = add_rms_norm(halves[:, :1024], gated[:, -1024:], gain, 1e-5)
                 settle()
-                x, _ = add_rms_norm(x, total, gain, 1e-5)
+                x, total = add_rms_norm(x, total, gain, 1e-5)
+                settle()
+                x, _ = linear_add_rms_norm(wide, narrow, None, total, gain, 1e-5)
                 settle()
         return x
 

@@ -1,4 +1,4 @@
-"""The attention block of a decoder layer: projections; rotary, cache and attention are the backend's."""
+"""The attention block of a decoder layer up to its output projection; rotary, cache and attention are the backend's."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(*norm) if config.qk_norm else None
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
-        """x [T, H] -> [T, H]; angles are (cos, sin) of `layers/rotary`."""
+        """x [T, H] -> [T, heads * D], what `o_proj` reads; angles are (cos, sin) of `layers/rotary`."""
         qkv: Tensor = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 * kv_heads, D]
         attention.store(self.layer, qkv, angles, *self._norm_weights())
         query, new = qkv[:, : self.heads], qkv[:, self.heads :]
         key, value = new.chunk(2, dim=1)
-        out = attention.forward(self.layer, query, key, value)
-        result: Tensor = self.o_proj(out.flatten(-2))
-        return result
+        return attention.forward(self.layer, query, key, value).flatten(-2)
 
     def _norm_weights(self) -> tuple[Tensor | None, Tensor | None, float]:
         if self.q_norm is None or self.k_norm is None:

@@ -20,9 +20,12 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        gated = gated_linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
-        result: Tensor = self.down_proj(gated)
+        result: Tensor = self.down_proj(self.gated(x))
         return result
+
+    def gated(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, intermediate]: what `down_proj` reads."""
+        return gated_linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.gate_up_proj.checkpoint_tensors(prefix)

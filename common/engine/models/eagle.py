@@ -116,14 +116,20 @@ class Eagle3Layer(nn.Module):
         self._norm_before_residual = draft.norm_before_residual
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attention: AttentionBackend,
+        following: RmsNorm,
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual), to be added."""
+        """(the stream behind the layer normed by `following`, the stream)."""
         normed = self.hidden_norm(hidden)
         both = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
-        residual = normed if self._norm_before_residual else hidden
-        x, residual = self.post_attention_layernorm.add(self.self_attn(both, angles, attention), residual)
-        return self.mlp(x), residual
+        stream = normed if self._norm_before_residual else hidden
+        heads = self.self_attn(both, angles, attention)
+        normed, stream = self.post_attention_layernorm.behind(self.self_attn.o_proj, heads, stream)
+        return following.behind(self.mlp.down_proj, self.mlp.gated(normed), stream)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.input_layernorm.checkpoint_tensors(f"{prefix}.input_layernorm")
@@ -185,11 +191,11 @@ class Eagle3Head(DraftModule):
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
         angles = self.rotary(positions)
-        x, residual = self.midlayer(embeds, hidden, angles, attention)
-        for layer in self.layers:
-            x, residual, _ = layer(x, residual, angles, attention)
-        last, stream = self.norm.add(x, residual)
-        return DraftOutput(last, last if self._norm_output else stream)
+        norms = [each.input_layernorm for each in self.layers if isinstance(each, DecoderLayer)] + [self.norm]
+        normed, stream = self.midlayer(embeds, hidden, angles, attention, norms[0])
+        for layer, following in zip(self.layers, norms[1:], strict=True):
+            normed, stream = layer(normed, stream, angles, attention, following)
+        return DraftOutput(normed, normed if self._norm_output else stream)
 
     def target_ids(self, ids: Tensor) -> Tensor:
         return ids + self.d2t[ids]
@@ -222,10 +228,10 @@ class EagleLayer(nn.Module):
         self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias, placement)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
-        attended = self.self_attn(x, angles, attention)
-        normed, residual = self.post_attention_layernorm.add(attended, x)
+        heads = self.self_attn(x, angles, attention)
+        normed, stream = self.post_attention_layernorm.behind(self.self_attn.o_proj, heads, x)
         mixed: Tensor = self.mlp(normed)
-        return mixed + residual
+        return mixed + stream
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.self_attn.checkpoint_tensors(f"{prefix}.self_attn")

@@ -42,16 +42,21 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias, placement)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], attention: AttentionBackend
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The stream is x + residual (None: x alone) [T, H]; returns (x, residual, the stream before)."""
-        if residual is None:
-            normed, entered = self.input_layernorm(x), x
-        else:
-            normed, entered = self.input_layernorm.add(x, residual)
-        x = self.self_attn(normed, angles, attention)
-        normed, residual = self.post_attention_layernorm.add(x, entered)
-        return self.mlp(normed), residual, entered
+        self,
+        normed: Tensor,
+        stream: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attention: AttentionBackend,
+        following: RmsNorm,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream [T, H] and, `normed` by `input_layernorm`, what attention reads of it.
+
+        Returns the same of the stream behind the layer, normed by `following`: a product, what it is added to and the
+        norm of the sum are one operation.
+        """
+        heads = self.self_attn(normed, angles, attention)
+        normed, stream = self.post_attention_layernorm.behind(self.self_attn.o_proj, heads, stream)
+        return following.behind(self.mlp.down_proj, self.mlp.gated(normed), stream)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.input_layernorm.checkpoint_tensors(f"{prefix}.input_layernorm")
@@ -94,17 +99,16 @@ class LlamaForCausalLM(nn.Module):
     def forward(self, embeds: Tensor, positions: Tensor, attention: AttentionBackend) -> BodyOutput:
         """The body: embeds [T, H], positions as in ForwardBatch. `attention` has planned the batch."""
         angles = self.rotary(positions)
-        x, residual = embeds, None
+        norms = [each.input_layernorm for each in self.layers if isinstance(each, DecoderLayer)] + [self.norm]
+        stream, normed = embeds, norms[0](embeds)
         aux: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            x, residual, entered = layer(x, residual, angles, attention)
             if index in self.aux_layers:
-                aux.append(entered)
-        assert residual is not None  # a model has at least one layer
-        last, left = self.norm.add(x, residual)
+                aux.append(stream)
+            normed, stream = layer(normed, stream, angles, attention, norms[index + 1])
         if self.config.num_layers in self.aux_layers:
-            aux.append(left)
-        return BodyOutput(last, torch.cat(aux, dim=-1) if aux else None)
+            aux.append(stream)
+        return BodyOutput(normed, torch.cat(aux, dim=-1) if aux else None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of `BodyOutput.last` [R, H] -> [R, V] float32."""

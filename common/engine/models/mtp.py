@@ -69,8 +69,8 @@ class MtpModule(DraftModule):
         """`hidden` of the output is what the next module reads in the same row."""
         inputs = self.enorm(embeds), self.hnorm(hidden)
         x = self.eh_proj(torch.cat(inputs if self._format.embedding_first else inputs[::-1], dim=-1))
-        x, residual, _ = self.layer(x, None, self.rotary(positions), attention)
-        last, _ = self.norm.add(x, residual)
+        normed = self.layer.input_layernorm(x)
+        last, _ = self.layer(normed, x, self.rotary(positions), attention, self.norm)
         return DraftOutput(last, last if self._format.chain else hidden)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:

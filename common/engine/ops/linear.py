@@ -27,7 +27,9 @@ class Tiles(NamedTuple):
     depth: int  # of a step
     warps: int
     stages: int
-    ahead: int  # inputs whose weights are asked for before x is there
+    ahead: int = 0  # inputs whose weights are asked for before x is there
+    parts: int = 1  # of the depth, a program each
+    rows: int = MAX_ROWS  # of x, at most
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,11 +42,12 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [rows, DEPTH]
     weight_ptr,  # [size, DEPTH], or where GATED [2 * size, DEPTH]: gates, then what they are multiplied with
     bias_ptr,  # [size]; read where BIAS
-    out_ptr,  # [rows, size]
+    out_ptr,  # [rows, size], or float32 [parts, rows, size], to be added up
     rows,
     size,  # of the output
     x_stride,
     DEPTH: tl.constexpr,
+    PART: tl.constexpr,  # of the depth, a multiple of BLOCK_K
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # at least `rows`
     BLOCK_N: tl.constexpr,
@@ -53,13 +56,14 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """A program has BLOCK_N columns of all rows."""
+    """A program has BLOCK_N columns of all rows, and one part of the depth."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = column < size
+    begin = tl.program_id(1) * PART
     weights = weight_ptr + column.to(tl.int64)[:, None] * DEPTH
     if CHAINED and AHEAD > 0:
         line = tl.arange(0, AHEAD // 64) * 64  # 128 bytes of 2 bytes each
-        wanted = weight_ptr + tl.where(real, column, 0).to(tl.int64)[:, None] * DEPTH + line[None, :]
+        wanted = weight_ptr + tl.where(real, column, 0).to(tl.int64)[:, None] * DEPTH + begin + line[None, :]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [wanted], tl.int32, False, 1
         )
@@ -68,10 +72,10 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     inputs = x_ptr + row.to(tl.int64)[:, None] * x_stride
     out = tl.zeros((ROWS, BLOCK_N), tl.float32)
     up = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for start in range(0, DEPTH, BLOCK_K):
-        k = start + depth
+    for start in range(0, PART, BLOCK_K):
+        k = begin + start + depth
         read_x, read_weight = (row < rows)[:, None], real[:, None]
-        if DEPTH % BLOCK_K:
+        if DEPTH % PART:  # of the last part
             inside = (k < DEPTH)[None, :]
             read_x, read_weight = read_x & inside, read_weight & inside
         x = tl.load(inputs + k[None, :], mask=read_x, other=0.0)
@@ -87,7 +91,8 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     if GATED:  # rounded where two kernels would round
         gate = out.to(dtype).to(tl.float32)
         out = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
-    place = out_ptr + row.to(tl.int64)[:, None] * size + column[None, :]
+    line = tl.program_id(1) * rows + row
+    place = out_ptr + line.to(tl.int64)[:, None] * size + column[None, :]
     tl.store(place, out.to(dtype), mask=(row < rows)[:, None] & real[None, :])
 
 
@@ -101,10 +106,33 @@ def choose_tiles(size: int) -> Tiles | None:
 def linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, gated: bool = False
 ) -> Tensor:
-    """At most MAX_ROWS rows. `gated`: see `gated_linear`."""
+    """At most `tiles.rows` rows. `gated`: see `gated_linear`. Of one part: see `linear_parts`."""
+    assert tiles.parts == 1, "the parts of a product are added up by what reads it"
+    size = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty((*x.shape[:-1], size))
+    _launch(x, weight, bias, out, tiles, gated)
+    return out
+
+
+def linear_parts(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
+    """The depth divided among programs: [parts, rows, size] float32, to be added up; see `linear_add_norm`."""
+    rows = x.numel() // x.shape[-1]
+    out = x.new_empty((tiles.parts, rows, weight.shape[0]), dtype=torch.float32)
+    _launch(x, weight, None, out, tiles, gated=False)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    gated: bool,
+) -> None:
     size, depth = weight.shape
     rows = x.reshape(-1, depth)
-    assert rows.shape[0] <= MAX_ROWS, f"{rows.shape[0]} rows, a tile has {MAX_ROWS}"
+    assert rows.shape[0] <= tiles.rows, f"{rows.shape[0]} rows, a tile has {tiles.rows}"
     assert rows.dtype == weight.dtype, f"{rows.dtype} times {weight.dtype}"
     assert rows.stride(1) == 1, "the elements of a row must be adjacent"
     assert weight.is_contiguous(), "the weight must be contiguous"
@@ -112,10 +140,9 @@ def linear_triton(
     if gated:
         assert bias is None and size % 2 == 0, "gate and up have one width and no bias"  # noqa: PT018
         size //= 2
-    out = x.new_empty((*x.shape[:-1], size))
     if out.numel() == 0:
-        return out
-    _linear_kernel[(cdiv(size, tiles.columns),)](
+        return
+    _linear_kernel[(cdiv(size, tiles.columns), tiles.parts)](
         rows,
         weight,
         weight if bias is None else bias,
@@ -124,8 +151,9 @@ def linear_triton(
         size,
         rows.stride(0),
         DEPTH=depth,
+        PART=cdiv(cdiv(depth, tiles.depth), tiles.parts) * tiles.depth,
         BIAS=bias is not None,
-        ROWS=MAX_ROWS,
+        ROWS=tiles.rows,
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.depth,
         AHEAD=min(tiles.ahead, 1 << (depth.bit_length() - 1)),
@@ -134,10 +162,9 @@ def linear_triton(
         num_stages=tiles.stages,
         **chained(x.device),
     )
-    return out
 
 
-def _few_rows(x: Tensor, weight: Tensor) -> bool:
+def few_rows(x: Tensor, weight: Tensor) -> bool:
     return (
         x.numel() <= MAX_ROWS * x.shape[-1]
         and x.dtype in (torch.float16, torch.bfloat16)
@@ -147,7 +174,7 @@ def _few_rows(x: Tensor, weight: Tensor) -> bool:
 
 def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tiles = choose_tiles(weight.shape[0])
-    if tiles is not None and _few_rows(x, weight):
+    if tiles is not None and few_rows(x, weight):
         return linear_triton(x, weight, bias, tiles)
     return F.linear(x, weight, bias)
 
@@ -166,7 +193,7 @@ def gated_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 def _gated_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tiles = choose_tiles(weight.shape[0])
-    if tiles is not None and bias is None and _few_rows(x, weight):
+    if tiles is not None and bias is None and few_rows(x, weight):
         return linear_triton(x, weight, None, tiles, gated=True)
     return silu_mul_triton(F.linear(x, weight, bias))
 

@@ -28,16 +28,18 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 @kernel
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [rows, size]
-    residual_ptr,  # the same; read where ADD
+    x_ptr,  # [rows, size], or where there are PARTS float32 [PARTS, rows, size]
+    residual_ptr,  # [rows, size]; read where ADD
     weight_ptr,  # [size]
     out_ptr,  # [rows, size]
     total_ptr,  # the same; written where ADD
     x_stride,
+    part_stride,
     residual_stride,
     size,
     eps,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,  # 0: x is whole
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -47,6 +49,9 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     live = column < size
     x = tl.load(x_ptr + row * x_stride + column, mask=live, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * part_stride + row * x_stride + column, mask=live, other=0.0)
+    x = x.to(out_ptr.dtype.element_ty)  # rounded where a product rounds
     weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=live, other=0.0)
@@ -74,8 +79,28 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     return out, total
 
 
+def add_parts_rms_norm_triton(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of x in parts [parts, rows, H] float32, whose sum is rounded to the dtype of `residual`."""
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
+    stream = residual.flatten(0, -2)
+    assert parts.shape[1:] == stream.shape, f"parts {tuple(parts.shape)} + {tuple(stream.shape)}"
+    assert parts.is_contiguous(), "the parts must be contiguous"
+    _launch(parts[0], stream, weight, out, total, eps, add=True, parts=len(parts))
+    return out, total
+
+
 def _launch(
-    rows: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, add: bool
+    rows: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor,
+    eps: float,
+    add: bool,
+    parts: int = 0,
 ) -> None:
     count, size = rows.shape
     assert rows.stride(1) == 1, "the elements of a row must be adjacent"
@@ -92,10 +117,12 @@ def _launch(
         out,
         total,
         rows.stride(0),
+        rows.numel(),
         residual.stride(0),
         size,
         eps,
         ADD=add,
+        PARTS=parts,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
         **chained(rows.device),

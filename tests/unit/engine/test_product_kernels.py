@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.ops.linear import MAX_ROWS, Tiles, choose_tiles, gated_linear, linear, linear_triton
+from common.engine.ops.linear import (
+    MAX_ROWS,
+    Tiles,
+    choose_tiles,
+    gated_linear,
+    linear,
+    linear_parts,
+    linear_triton,
+)
+from common.engine.ops.linear_norm import choose_division, linear_add_rms_norm
+from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm
 from common.engine.ops.silu_mul import silu_mul
 from common.engine.ops.top_tokens import top_tokens, top_tokens_triton
 from common.engine.ops.triton_kernel import tl
@@ -67,6 +77,54 @@ def test_gated_linear(dtype: torch.dtype, rows: int, width: int, depth: int) -> 
     assert torch.equal(gated_linear(x, weight, None), silu_mul(linear(x, weight, None)))
     with pytest.raises(AssertionError, match="no bias"):
         linear_triton(x, weight, weight[:, 0].contiguous(), TILES, gated=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])  # of 5 and a rest, so that parts are uneven, cut and empty
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 40), (0, 16)])
+def test_a_product_in_parts_and_the_norm_that_adds_them_up(
+    dtype: torch.dtype, parts: int, rows: int, size: int
+) -> None:
+    depth = 5 * 32 + 7
+    x, weight = torch.randn(rows, depth, dtype=dtype), torch.randn(size, depth, dtype=dtype) / depth**0.5
+    residual, gain = torch.randn(rows, size, dtype=dtype), torch.randn(size, dtype=dtype)
+    made = linear_parts(x, weight, Tiles(16, 32, 4, 2, parts=parts))
+    assert made.shape == (parts, rows, size)
+    limit = 4e-3 if dtype == torch.float16 else 5e-6
+    torch.testing.assert_close(made.double().sum(0), x.double() @ weight.double().T, atol=limit, rtol=limit)
+    normed, total = add_parts_rms_norm_triton(made, residual, gain, 1e-5)
+    summed = made[0].clone()
+    for part in made[1:]:
+        summed += part
+    expected = add_rms_norm(summed.to(dtype), residual, gain, 1e-5)
+    assert torch.equal(total, expected[1])
+    torch.testing.assert_close(normed, expected[0], atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_reference_of_a_product_with_its_norm_is_one_after_the_other(bias: bool) -> None:
+    x, weight, residual, gain = torch.randn(3, 24), torch.randn(8, 24), torch.randn(3, 8), torch.randn(8)
+    offset = torch.randn(8) if bias else None
+    found = linear_add_rms_norm(x, weight, offset, residual, gain, 1e-5)
+    expected = add_rms_norm(linear(x, weight, offset), residual, gain, 1e-5)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("size", "depth"), [(4096, 4096), (4096, 14336), (3584, 18944), (2048, 8192), (8192, 28672)]
+)
+def test_what_ends_a_block_is_divided(size: int, depth: int) -> None:
+    """Into as many programs as run at once, and hardly fewer: all of the memory is busy, and none comes last."""
+    tiles = choose_division(size, depth, 132)
+    assert tiles is not None
+    assert 132 < tiles.parts * -(-size // tiles.columns) <= 264
+    assert tiles.depth * tiles.parts <= depth
+
+
+def test_what_is_wide_or_shallow_is_not_divided() -> None:
+    assert choose_division(16384, 4096, 132) is None
+    assert choose_division(4096, 1024, 132) is None
 
 
 @pytest.mark.parametrize("size", [16384, 28672, 128256])

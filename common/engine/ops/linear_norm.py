@@ -1,0 +1,66 @@
+"""A product, what it is added to, and the norm behind the sum: the end of attention and of the feed-forward block.
+
+For few rows the depth of the product is divided among programs, since such a matrix has too few columns to keep the
+memory busy, and the norm adds the parts up: a library's sum of them is a launch of its own, twice in every layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.ops.linear import Tiles, few_rows, linear, linear_parts
+from common.engine.ops.registration import register_op
+from common.engine.ops.rms_norm import (
+    add_parts_rms_norm_triton,
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+)
+from common.engine.ops.triton_kernel import cdiv, multiprocessors
+
+
+def linear_add_rms_norm_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(y + residual), y + residual), y = x W^T + b; x [..., in], weight [H, in], residual [..., H].
+
+    y is rounded to the dtype of x before it is added.
+    """
+    return add_rms_norm_reference(F.linear(x, weight, bias), residual, norm_weight, eps)
+
+
+def choose_division(size: int, depth: int, processors: int) -> Tiles | None:
+    """For a weight [size, depth]: two programs for each multiprocessor. None where cuBLAS is left alone.
+
+    Measured with the 8B shape on an H200 (tests/bench/NOTES.md); other shapes follow from its two.
+    """
+    columns = 64 if depth >= 8192 else 32
+    parts = 2 * processors // cdiv(size, columns)
+    if parts < 2 or depth < 2048:
+        return None
+    return Tiles(columns, 256, 4, 3, parts=min(1 << (parts.bit_length() - 1), 8))
+
+
+def _cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    size, depth = weight.shape
+    division = choose_division(size, depth, multiprocessors(x.device))
+    if division is None or bias is not None or not few_rows(x, weight):
+        return add_rms_norm_triton(linear(x, weight, bias), residual, norm_weight, eps)
+    return add_parts_rms_norm_triton(linear_parts(x, weight, division), residual, norm_weight, eps)
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(residual, memory_format=torch.contiguous_format),
+        torch.empty_like(residual, memory_format=torch.contiguous_format),
+    )
+
+
+linear_add_rms_norm = register_op(
+    "linear_add_rms_norm", linear_add_rms_norm_reference, mutates=(), fake=_fake, cuda=_cuda
+)
