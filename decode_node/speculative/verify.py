@@ -26,6 +26,7 @@ from common.engine.forward.batch import ForwardMode
 from common.engine.forward.draft_inputs import EagleVerifyInput
 from common.engine.host_copies import on_host
 from common.engine.model_runner import ModelRunner
+from common.engine.ops.step_rows import advance_rows
 from common.engine.relay_sampling import sampling_batch
 from common.engine.sampler import SampleOutput, sample
 from common.engine.sampling_plan import SamplingVariant
@@ -146,10 +147,8 @@ class Verify:
         said = accepted.drafts + 1
         if sampling.adjust is not None and sampling.adjust.penalties:
             self._relay.adjustments.count(batch.rows, ids, batch.index[: ids.shape[1]] < said[:, None])
-        last, live = ids.gather(1, accepted.drafts[:, None])[:, 0], batch.live
-        self._relay.last_token.index_copy_(0, batch.rows, torch.where(live, last, 0))
-        lengths = torch.where(live, batch.seq_len + said, 0)
-        self._relay.seq_len.index_copy_(0, batch.rows, lengths.to(torch.int32))
+        last, lengths = ids.gather(1, accepted.drafts[:, None])[:, 0], (batch.seq_len + said).to(torch.int32)
+        advance_rows(batch.rows, last, lengths, self._relay.last_token, self._relay.seq_len)
         packed = torch.cat((ids, invalid.to(torch.int64), said[:, None]), dim=1)
         if sampling.num_logprobs is None:
             return Emitted(packed)

@@ -29,7 +29,7 @@ from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import arrivals_of
 from common.engine.ops.linear import choose_tiles, linear_parts, linear_triton
-from common.engine.ops.linear_norm import choose_division
+from common.engine.ops.linear_norm import divide_depth
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm_triton, rms_norm_triton
 from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
@@ -37,6 +37,7 @@ from common.engine.ops.rotary_kv_write import rotary_kv_write_triton, rotary_qk_
 from common.engine.ops.round_inputs import gather_rows_triton, window_places_triton
 from common.engine.ops.sample_tokens import sample_tokens_triton
 from common.engine.ops.silu_mul import silu_mul_triton
+from common.engine.ops.step_rows import advance_rows_triton, step_rows_triton
 from common.engine.ops.top_tokens import top_tokens_triton
 from common.engine.ops.verify_attention import verify_triton
 from kv_transfer.layout import KvLayout
@@ -129,7 +130,7 @@ def body(dtype: torch.dtype) -> None:
             if size == 2 * INNER:
                 linear_triton(x, weights, None, tiles, gated=True)
         for depth in (HIDDEN, INNER):
-            division = choose_division(HIDDEN, depth, 132)
+            division = divide_depth(HIDDEN, depth, 132)
             assert division is not None
             wide = torch.zeros(4, depth, dtype=dtype)
             parts = linear_parts(wide, torch.empty(HIDDEN, depth, dtype=dtype), division)
@@ -156,6 +157,9 @@ def drawing() -> None:
     placed = torch.zeros(rows, 2, dtype=torch.int64)
     column = torch.zeros(9, dtype=torch.int64)
     gather_rows_triton(placed, column, column, column, table)
+    lengths = torch.zeros(9, dtype=torch.int32)
+    step_rows_triton(ids, column, lengths, column, table, PAGE)
+    advance_rows_triton(placed[:, 0], ids, lengths[:rows], column, lengths)
     depth = torch.arange(4).expand(rows, -1)
     window_places_triton(ids, ids, table[:rows].contiguous(), depth, 0, PAGE)
 

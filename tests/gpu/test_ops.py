@@ -40,6 +40,12 @@ from common.engine.ops.round_inputs import (
 )
 from common.engine.ops.sample_tokens import sample_tokens, sample_tokens_reference
 from common.engine.ops.silu_mul import silu_mul, silu_mul_reference
+from common.engine.ops.step_rows import (
+    advance_rows,
+    advance_rows_reference,
+    step_rows,
+    step_rows_reference,
+)
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
 from common.engine.ops.verify_attention import verify_attention, verify_reference, verify_triton
 
@@ -203,6 +209,26 @@ def test_the_integers_of_a_round() -> None:
         args = lengths, delta, table, depth, 4, 16
         for actual, expected in zip(window_places(*args), window_places_reference(*args)):
             assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
+
+
+def test_both_ends_of_a_decode_step() -> None:
+    """Equal to the reference, over a long page table and more rows than a program has."""
+    rows, width = 1500, 1030
+    last, delta = torch.randint(1 << 40, (rows,), device=CUDA), -torch.randint(900, (rows,), device=CUDA)
+    seq_len = torch.randint(16 * width, (rows,), device=CUDA).int()
+    pages = torch.randint(1, 1 << 30, (rows, width), device=CUDA).int()
+    chosen = torch.randperm(rows, device=CUDA)[: rows - 200]
+    for count in (1, 33, len(chosen)):
+        args = chosen[:count].contiguous(), last, seq_len, delta, pages, 16
+        for actual, expected in zip(step_rows(*args), step_rows_reference(*args), strict=True):
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
+        tokens, lengths = (torch.randint(900, (count,), device=CUDA) for _ in range(2))
+        ours, theirs = (last.clone(), seq_len.clone()), (last.clone(), seq_len.clone())
+        advance_rows(chosen[:count], tokens, lengths.int(), *ours)
+        advance_rows_reference(chosen[:count], tokens, lengths.int(), *theirs)
+        for actual, expected in zip(ours, theirs, strict=True):
             assert torch.equal(actual, expected)
 
 

@@ -33,6 +33,7 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, Forward
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
+from common.engine.ops.step_rows import advance_rows, step_rows
 from common.engine.relay_sampling import sampling_batch
 from common.engine.sampler import SampleOutput, sample
 from common.engine.sampling_plan import SamplingVariant
@@ -97,25 +98,9 @@ class DecodeProgram:
         self._runner = runner
         self._relay = relay
         self._pages = table.pages
-        self._page_size = runner.pool.page_size
-        device, width = relay.seq_len.device, table.pages.shape[1]
-        steps = torch.arange(max_rows + 1, device=device)
-        self._static = ForwardBatch(
-            mode=ForwardMode.DECODE,
-            input_ids=torch.zeros(max_rows, dtype=torch.int64, device=device),
-            positions=torch.zeros(max_rows, dtype=torch.int64, device=device),
-            kv_slots=torch.zeros(max_rows, dtype=torch.int64, device=device),
-            page_table=torch.zeros(max_rows, width, dtype=torch.int32, device=device),
-            seq_lens=torch.zeros(max_rows, dtype=torch.int32, device=device),
-            query_start=steps.to(torch.int32),
-            logits_rows=steps[:max_rows],
-            max_seq_len=max_seq_len,
-        )
-        # of one token each, where its KV goes; the rotary positions too, unless they have gaps (rotary_places.py)
-        self._places = self._static.positions
-        self._turned = bool(runner.model.config.rope.axes)
-        if self._turned:
-            self._places = torch.zeros_like(self._static.positions)
+        self._max_seq_len = max_seq_len
+        self._steps = torch.arange(max_rows + 1, device=relay.seq_len.device)
+        self._steps32 = self._steps.to(torch.int32)
 
     def slots(self) -> list[Slot[DecodeCall]]:
         return [Slot("rows", Axis.REQUEST, (), torch.int64, lambda call: call.rows, ROW0, poison="keep")]
@@ -131,60 +116,51 @@ class DecodeProgram:
         return DecodeCall(rows, SamplingVariant(all_greedy=True, any_filter=False, num_logprobs=None))
 
     def plan(self, call: DecodeCall, inputs: Inputs) -> None:
-        """Attention reads static tensors that `run` fills: no host data."""
-        self._runner.attention.plan(self._view(inputs["rows"].shape[0]))
+        """Attention reads what `run` gathers: no host data."""
 
     def run(self, inputs: Inputs, variant: str) -> DecodeResult:
         rows = inputs["rows"]
         batch = self._gather(rows)
-        body = self._runner.body(self._runner.model.embed(batch.input_ids), batch.positions)
-        logits = self._runner.finish(batch, body).logits
+        logits = self._runner(batch).logits
         if variant == LOGITS:
             return DecodeResult(logits=logits)
         facts = SamplingVariant(variant == GREEDY, variant == FILTERED, None)
-        sampled = self.draw(rows, logits, facts)
+        sampled = self._draw(rows, batch.seq_lens, logits, facts)
         return DecodeResult(sampled.token_ids, sampled.invalid)
 
     def draw(self, rows: Tensor, logits: Tensor, sampling: SamplingVariant) -> SampleOutput:
-        """Draw from logits [R, V] and write tokens and lengths to the relay rows; row 0 stays zero."""
+        """Draw from the logits [R, V] of a step that ended with them."""
+        seq_lens = self._relay.seq_len.index_select(0, rows) + 1  # with the token whose KV this step wrote
+        return self._draw(rows, seq_lens, logits, sampling)
+
+    def _draw(
+        self, rows: Tensor, seq_lens: Tensor, logits: Tensor, sampling: SamplingVariant
+    ) -> SampleOutput:
+        """Draw, and write tokens and lengths to the relay rows; row 0 stays zero."""
         relay = self._relay
-        seq_lens = relay.seq_len.index_select(0, rows) + 1  # with the token whose KV this step wrote
         sampled = sample(logits, sampling_batch(relay, rows, seq_lens.to(torch.int64), sampling))
         if sampling.adjust is not None and sampling.adjust.penalties:
             relay.adjustments.count(rows, sampled.token_ids[:, None])
-        live = rows > 0
-        relay.last_token.index_copy_(0, rows, torch.where(live, sampled.token_ids, 0))
-        relay.seq_len.index_copy_(0, rows, torch.where(live, seq_lens, 0))
+        advance_rows(rows, sampled.token_ids, seq_lens, relay.last_token, relay.seq_len)
         return sampled
 
     def _gather(self, rows: Tensor) -> ForwardBatch:
-        """Fill the static batch of R rows from the relay: a padding row is a request of one token in page 0."""
-        batch, relay = self._view(rows.shape[0]), self._relay
-        torch.index_select(relay.last_token, 0, rows, out=batch.input_ids)
-        torch.index_select(relay.seq_len, 0, rows, out=batch.seq_lens)
-        torch.index_select(self._pages, 0, rows, out=batch.page_table)
-        places = self._places[: rows.shape[0]]
-        places.copy_(batch.seq_lens)
-        batch.seq_lens.add_(1)
-        entry = torch.div(places, self._page_size, rounding_mode="floor")
-        page = batch.page_table.gather(1, entry[:, None])[:, 0].to(torch.int64)
-        torch.add(places % self._page_size, page, alpha=self._page_size, out=batch.kv_slots)
-        if self._turned:
-            torch.add(places, relay.rope_delta.index_select(0, rows), out=batch.positions)
-        return batch
-
-    def _view(self, count: int) -> ForwardBatch:
-        static = self._static
+        """A padding row is a request of one token in page 0."""
+        relay, count = self._relay, rows.shape[0]
+        columns = relay.last_token, relay.seq_len, relay.rope_delta
+        ids, positions, slots, lengths, table = step_rows(
+            rows, *columns, self._pages, self._runner.pool.page_size
+        )
         return ForwardBatch(
-            mode=static.mode,
-            input_ids=static.input_ids[:count],
-            positions=static.positions[:count],
-            kv_slots=static.kv_slots[:count],
-            page_table=static.page_table[:count],
-            seq_lens=static.seq_lens[:count],
-            query_start=static.query_start[: count + 1],
-            logits_rows=static.logits_rows[:count],
-            max_seq_len=static.max_seq_len,
+            mode=ForwardMode.DECODE,
+            input_ids=ids,
+            positions=positions,
+            kv_slots=slots,
+            page_table=table,
+            seq_lens=lengths,
+            query_start=self._steps32[: count + 1],
+            logits_rows=self._steps[:count],
+            max_seq_len=self._max_seq_len,
             hidden_mode=CaptureHiddenMode.NULL,
         )
 

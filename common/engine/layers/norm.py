@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from common.engine.layers.linear import Linear
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.linear_norm import linear_add_rms_norm
-from common.engine.ops.rms_norm import rms_norm
+from common.engine.ops.rms_norm import add_rms_norm, rms_norm
 
 
 class RmsNorm(nn.Module):
@@ -21,6 +21,10 @@ class RmsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
         return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
     def behind(self, product: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(y + residual), y + residual) of y = product(x)."""

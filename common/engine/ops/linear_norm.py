@@ -30,7 +30,7 @@ def linear_add_rms_norm_reference(
     return add_rms_norm_reference(F.linear(x, weight, bias), residual, norm_weight, eps)
 
 
-def choose_division(size: int, depth: int, processors: int) -> Tiles | None:
+def divide_depth(size: int, depth: int, processors: int) -> Tiles | None:
     """For a weight [size, depth]: two programs for each multiprocessor. None where cuBLAS is left alone.
 
     Measured with the 8B shape on an H200 (tests/bench/NOTES.md); other shapes follow from its two.
@@ -46,7 +46,7 @@ def _cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     size, depth = weight.shape
-    division = choose_division(size, depth, multiprocessors(x.device))
+    division = divide_depth(size, depth, multiprocessors(x.device))
     if division is None or bias is not None or not few_rows(x, weight):
         return add_rms_norm_triton(linear(x, weight, bias), residual, norm_weight, eps)
     return add_parts_rms_norm_triton(linear_parts(x, weight, division), residual, norm_weight, eps)

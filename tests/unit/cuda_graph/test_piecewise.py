@@ -138,7 +138,7 @@ class Choosy(nn.Module):
 
 
 def choosy(model: LlamaForCausalLM) -> None:
-    model.layers[0].mlp = Choosy(model.layers[0].mlp)
+    model.layers[0].input_layernorm = Choosy(model.layers[0].input_layernorm)
 
 
 def test_sizes_that_the_trace_is_not_of_run_eagerly() -> None:
@@ -160,7 +160,7 @@ class Asking(nn.Module):
 
 
 def asking(model: LlamaForCausalLM) -> None:
-    model.layers[0].mlp = Asking()
+    model.layers[0].input_layernorm = Asking()
 
 
 def test_a_body_that_cannot_be_compiled_runs_eagerly_and_is_tried_once(

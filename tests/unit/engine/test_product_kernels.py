@@ -14,7 +14,7 @@ from common.engine.ops.linear import (
     linear_parts,
     linear_triton,
 )
-from common.engine.ops.linear_norm import choose_division, linear_add_rms_norm
+from common.engine.ops.linear_norm import divide_depth, linear_add_rms_norm
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm
 from common.engine.ops.silu_mul import silu_mul
 from common.engine.ops.top_tokens import top_tokens, top_tokens_triton
@@ -116,15 +116,15 @@ def test_the_reference_of_a_product_with_its_norm_is_one_after_the_other(bias: b
 )
 def test_what_ends_a_block_is_divided(size: int, depth: int) -> None:
     """Into as many programs as run at once, and hardly fewer: all of the memory is busy, and none comes last."""
-    tiles = choose_division(size, depth, 132)
+    tiles = divide_depth(size, depth, 132)
     assert tiles is not None
     assert 132 < tiles.parts * -(-size // tiles.columns) <= 264
     assert tiles.depth * tiles.parts <= depth
 
 
 def test_what_is_wide_or_shallow_is_not_divided() -> None:
-    assert choose_division(16384, 4096, 132) is None
-    assert choose_division(4096, 1024, 132) is None
+    assert divide_depth(16384, 4096, 132) is None
+    assert divide_depth(4096, 1024, 132) is None
 
 
 @pytest.mark.parametrize("size", [16384, 28672, 128256])
