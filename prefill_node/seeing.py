@@ -9,11 +9,11 @@ from pathlib import Path
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.image_encoder import EncoderGraphs
 from common.engine.cuda_graph.node_graphs import NodeGraphs
+from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs
 from common.engine.layers.placement import Placement
 from common.engine.models.llama import LlamaForCausalLM
-from common.engine.models.llava import load_llava
-from common.engine.models.qwen_vl import load_qwen
-from common.engine.models.vision_part import VisionPart
+from common.engine.models.llava import LlavaPart, load_llava
+from common.engine.models.qwen_vl import QwenPart, load_qwen
 from common.ipc import Dealer
 from common.model_config import ModelConfig
 from common.observability.logs import Log
@@ -29,7 +29,9 @@ class Seeing:
 
     images: Images
     embeds: PromptEmbeds
-    graphs: Sequence[NodeGraphs[EncoderGraphs]] = ()  # of the encoder within `embeds`, not captured yet
+    graphs: Sequence[
+        NodeGraphs[EncoderGraphs | PatchEncoderGraphs]
+    ] = ()  # of the encoder within `embeds`, not captured yet
 
 
 def load_seeing(
@@ -55,14 +57,13 @@ def load_seeing(
     intake = ImageIntake(connect(), reader, cache, log)
 
     def seeing(wanted: str) -> Seeing:
-        graphs = node_graphs.encoder_graphs(part, model, wanted)
-        encode = graphs[0].forward if graphs else part
-        return Seeing(intake, VisionEmbeds(model.embed, encode, cache), graphs)
+        encoder = node_graphs.encoder_graphs(part, model, wanted)
+        return Seeing(intake, VisionEmbeds(model.embed, encoder.forward, cache), (encoder,))
 
     return seeing
 
 
-def load_vision(path: Path, config: ModelConfig, placement: Placement) -> VisionPart:
+def load_vision(path: Path, config: ModelConfig, placement: Placement) -> LlavaPart | QwenPart:
     """The vision part of whichever family. Raises ModelError."""
     if isinstance(config.vision, QwenVision):
         return load_qwen(path, config, placement)

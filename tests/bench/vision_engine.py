@@ -3,8 +3,8 @@
     python -m tests.bench.vision_engine [--json FILE] [--text 64 448 1472]
 
 Language model: the constructed 8B shape. Towers, of random weights: LLaVA-1.5's (CLIP ViT-L/14 at 336 pixels, 576
-tokens) and Qwen2.5-VL's (32 blocks, windows of 112 pixels; here 672 x 672 pixels, 576 tokens); the former's graphs go
-with those of prompts. Beside each prompt stands one of as many tokens of text alone: the rest is encoder and merging.
+tokens) and Qwen2.5-VL's (32 blocks, windows of 112 pixels; here 672 x 672 pixels, 576 tokens); their graphs go with
+those of prompts. Beside each prompt stands one of as many tokens of text alone: the rest is encoder and merging.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Row:
     encoder_ms: float  # by itself, from pixels on the host to rows that are there
 
 
-def llava(hidden: int, placement: Placement) -> tuple[VisionPart, Pixels]:
+def llava(hidden: int, placement: Placement) -> tuple[LlavaPart | QwenPart, Pixels]:
     vision = LlavaVision(
         architecture="LlavaForConditionalGeneration",
         tower="clip_vision_model",
@@ -87,7 +87,7 @@ def llava(hidden: int, placement: Placement) -> tuple[VisionPart, Pixels]:
     return LlavaPart(vision, hidden, placement).eval(), Pixels(torch.rand(3, 336, 336), 1, 576)
 
 
-def qwen(hidden: int, placement: Placement) -> tuple[VisionPart, Pixels]:
+def qwen(hidden: int, placement: Placement) -> tuple[LlavaPart | QwenPart, Pixels]:
     vision = QwenVision(
         architecture="Qwen2_5_VLForConditionalGeneration",
         tower_options=json.dumps(QWEN),
@@ -116,14 +116,13 @@ def new_images(pixels: Pixels) -> Iterator[tuple[PromptImage, ...]]:
         yield (PromptImage(ImageSpan(BEFORE, pixels.tokens, digest, pixels.rows), pixels),)
 
 
-def encoder_of(part: VisionPart, model: LlamaForCausalLM, wanted: str) -> VisionPart:
+def encoder_of(part: LlavaPart | QwenPart, model: LlamaForCausalLM, wanted: str) -> VisionPart:
     """As a prefill node has it. Raises RuntimeError where a graph was not captured."""
-    graphs = node_graphs.encoder_graphs(part, model, wanted)
-    for each in graphs:
-        node_graphs.capture(each, Log("bench"))
-        if failed := [row.error for row in each.forward.graphs.rows if row.error]:
-            raise RuntimeError(f"not captured: {failed}")
-    return graphs[0].forward if graphs else part
+    encoder = node_graphs.encoder_graphs(part, model, wanted)
+    node_graphs.capture(encoder, Log("bench"))
+    if failed := [row.error for row in encoder.forward.graphs.rows if row.error]:
+        raise RuntimeError(f"not captured: {failed}")
+    return encoder.forward
 
 
 def encoder_ms(part: VisionPart, pixels: Pixels, device: torch.device) -> float:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.attention.segments import Segments, attend_within, attend_within_reference
+from common.engine.attention.segments import attend_by_length, attend_within, segments_of
 from common.engine.cuda_graph.backends.choice import make_backend
 from common.engine.cuda_graph.image_encoder import EncoderGraphs, encoder_spec
+from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs, patch_spec
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.llava import LlavaPart
+from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
 from common.messages.generation import ImageSpan, SamplingParams
 from common.model_config import ModelConfig
@@ -93,10 +95,10 @@ def test_runs_of_rows_in_one_launch(lengths: tuple[int, ...], dtype: torch.dtype
     """Heads of 80 values, as the published tower has; queries, keys and values lie side by side."""
     generator = torch.Generator(DEVICE).manual_seed(1)
     qkv = torch.randn(sum(lengths), 3, 16, 80, device=DEVICE, dtype=dtype, generator=generator)
-    segments = Segments(lengths, torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int())
+    segments = segments_of(lengths, torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int())
     query, key, value = qkv.unbind(1)
     found = attend_within(query, key, value, segments)
-    wanted = attend_within_reference(query.float(), key.float(), value.float(), segments)
+    wanted = attend_by_length(query.float(), key.float(), value.float(), lengths)
     assert found.is_contiguous()
     assert (found.float() - wanted).norm() / wanted.norm() < 0.01
 
@@ -123,6 +125,40 @@ def test_images_of_one_size_replay_what_the_tower_says(dtype: torch.dtype) -> No
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert (found - wanted).float().norm() / wanted.float().norm() < tolerance
+    totals = encoder.graphs.totals()
+    assert (totals.replays, totals.fallbacks, totals.unused) == (10, {"too_large": 2}, 0)
+
+
+def test_images_of_any_size_replay_what_the_tower_says(tmp_path: Path) -> None:
+    """Rows X3, X4: windows and images are found on the device; padding is poisoned."""
+    config = ModelConfig.load(save(build(), tmp_path))
+    part = load_vision(tmp_path, config, Placement(torch.bfloat16, DEVICE))
+    assert isinstance(part, QwenPart)
+    encoder = PatchEncoderGraphs(part, patch_spec((4, 16, 32)), make_backend("full", DEVICE), poisoned=True)
+    encoder.graphs.capture()
+    assert not any(row.error for row in encoder.graphs.rows)
+    generator = torch.Generator().manual_seed(1)
+    batches = (((2, 2),), ((4, 8),), ((3, 5),), ((2, 2), (1, 1), (2, 4)), ((4, 6),), ((6, 6),))
+    for grids in batches:
+        images = [
+            Pixels(
+                torch.randint(256, (8 * rows, 8 * columns, 3), dtype=torch.uint8, generator=generator),
+                rows,
+                columns,
+            )
+            for rows, columns in grids
+        ]
+        wanted = part(images)
+        encoder(images)  # pinned memory is there
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = encoder(images)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for rows, expected in zip(found, wanted, strict=True):
+            assert rows.shape == expected.shape
+            assert (rows - expected).float().norm() / expected.float().norm() < 0.05
     totals = encoder.graphs.totals()
     assert (totals.replays, totals.fallbacks, totals.unused) == (10, {"too_large": 2}, 0)
 

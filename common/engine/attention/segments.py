@@ -1,6 +1,6 @@
 """Attention without a mask within runs of rows, such as the windows of images or whole images: no cache, no causality.
 
-On a GPU one launch of the flash kernel that torch brings, which finds the runs by itself; nothing is padded.
+On a GPU one launch of the flash kernel that torch brings, which finds the runs on the device; nothing is padded.
 """
 
 from __future__ import annotations
@@ -20,32 +20,40 @@ MAX_HEAD_DIM = 256  # of the flash kernel, which takes multiples of 8
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """S runs of rows, one behind the other."""
+    """S runs of rows, one behind the other. Rows behind the last belong to none: what they get is undefined."""
 
-    lengths: tuple[int, ...]  # [S], on the host
-    starts: Tensor  # [S + 1] int32 on the device: the first row of each, and the number of rows
+    starts: Tensor  # [S + 1] int32 on the device: the first row of each, and the end of the last
+    longest: int  # rows of one, at most
+    lengths: tuple[int, ...] | None = None  # [S], on the host; None in a graph, where runs change
+
+
+def segments_of(lengths: tuple[int, ...], starts: Tensor) -> Segments:
+    """Runs that the host knows."""
+    return Segments(starts, max(lengths), lengths)
+
+
+def takes_flash(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether `attend_within` is one launch, which finds the runs on the device."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and half and head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
 
 
 def attend_within(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
     """[N, heads, D] each, D adjacent: every row attends to all rows of its run. Nothing waits for the device."""
-    head_dim = query.shape[-1]
-    if (
-        query.device.type == "cuda"
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and head_dim % 8 == 0
-        and head_dim <= MAX_HEAD_DIM
-    ):
-        longest, starts = max(segments.lengths), segments.starts
+    if takes_flash(query.dtype, query.shape[-1], query.device):
+        starts, longest = segments.starts, segments.longest
         out: Tensor = torch.ops.aten._flash_attention_forward(
             query, key, value, starts, starts, longest, longest, 0.0, False, False
         )[0]
         return out
-    return attend_within_reference(query, key, value, segments)
+    if segments.lengths is None:
+        return attend_masked(query, key, value, segments.starts)
+    return attend_by_length(query, key, value, segments.lengths)
 
 
-def attend_within_reference(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+def attend_by_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """The same in torch; runs of one length that follow each other are one product."""
-    equal = [(length, len(list(run))) for length, run in itertools.groupby(segments.lengths)]
+    equal = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
     split = (torch.split(each, [length * count for length, count in equal]) for each in (query, key, value))
     parts = []
     with sdpa_kernel(KERNELS):
@@ -54,3 +62,14 @@ def attend_within_reference(query: Tensor, key: Tensor, value: Tensor, segments:
             attended = F.scaled_dot_product_attention(q, k, v)  # [count, heads, length, D]
             parts.append(attended.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
+    """The same with runs read on the device, for a tape: N by N, whatever they are."""
+    row = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
+    owner = torch.bucketize(row, starts, right=True)
+    real = (row < starts[-1])[:, None, None]  # the rest may hold anything, and 0 * NaN is NaN
+    key, value = torch.where(real, key, 0.0), torch.where(real, value, 0.0)
+    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+    attended = F.scaled_dot_product_attention(q, k, v, owner[:, None] == owner)
+    return attended[0].transpose(0, 1)

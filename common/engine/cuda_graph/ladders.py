@@ -19,6 +19,8 @@ PREFILL: Ladder = (
 DECODE: Ladder = ((1, 2, 1), (4, 12, 4), (16, 256, 8), (272, 512, 16), (544, None, 32))
 IMAGES: Ladder = ((1, 4, 1), (6, None, 2))
 MOST_IMAGES = 8  # of a tower's graph: the arithmetic of more takes about as long as their launches
+IMAGE_TOKENS: Ladder = ((16, 64, 16), (96, 256, 32), (320, None, 64))
+MOST_IMAGE_TOKENS = 1024  # as for MOST_IMAGES
 VERIFY: Ladder = ((1, 8, 1), (10, 32, 2), (40, 64, 4), (72, 256, 8), (272, None, 16))
 
 
@@ -44,6 +46,11 @@ def verify_request_buckets(max_requests: int) -> tuple[int, ...]:
 def image_buckets(max_images: int) -> tuple[int, ...]:
     """Images of one size in one forward of their tower, of a node that gives it at most `max_images`."""
     return climb(IMAGES, min(max_images, MOST_IMAGES))
+
+
+def image_token_buckets() -> tuple[int, ...]:
+    """Tokens of the images, which have any size, in one forward of their tower."""
+    return climb(IMAGE_TOKENS, MOST_IMAGE_TOKENS)
 
 
 def climb(ladder: Ladder, top: int) -> tuple[int, ...]:

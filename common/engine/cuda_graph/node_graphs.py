@@ -20,9 +20,11 @@ from common.engine.cuda_graph.image_encoder import EncoderGraphs, encoder_spec
 from common.engine.cuda_graph.ladders import (
     decode_request_buckets,
     image_buckets,
+    image_token_buckets,
     prefill_token_buckets,
     verify_request_buckets,
 )
+from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs, patch_spec
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.report import table
 from common.engine.cuda_graph.rules import AUTO, Decision, Phase, PhaseSwitch, StartupFacts, decide
@@ -35,7 +37,8 @@ from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.llava import LlavaPart
-from common.engine.models.vision_part import VisionPart, largest_batch
+from common.engine.models.qwen_vl import QwenPart
+from common.engine.models.vision_part import largest_batch
 from common.engine.mtp_runner import MultiLayerRunner
 from common.messages.identity import GraphTotals
 from common.observability.logs import Log
@@ -110,15 +113,21 @@ def draft_prefill_graphs(
     return [NodeGraphs(module, decision) for module in modules]
 
 
-def encoder_graphs(part: VisionPart, model: LlamaForCausalLM, wanted: str) -> list[NodeGraphs[EncoderGraphs]]:
-    """The vision part of `model`, not captured yet; none where its images have any size, which no graph holds."""
-    if not isinstance(part, LlavaPart):
-        return []
+def encoder_graphs(
+    part: LlavaPart | QwenPart, model: LlamaForCausalLM, wanted: str
+) -> NodeGraphs[EncoderGraphs | PatchEncoderGraphs]:
+    """The vision part of `model`, not captured yet."""
     decision = _decide(Phase.ENCODER, "prefill", model, wanted)
-    tokens = part.config.tokens_per_image
-    spec = encoder_spec(image_buckets(largest_batch(tokens)) if decision.backend != NONE else (), tokens)
+    if isinstance(part, QwenPart) and not part.runs_on_device:
+        decision = Decision(Phase.ENCODER, NONE, (f"{part.placement.dtype}: its attention needs the host",))
+    on = decision.backend != NONE
     backend = make_backend(decision.backend, part.placement.device)
-    return [NodeGraphs(EncoderGraphs(part, spec, backend), decision)]
+    if isinstance(part, QwenPart):
+        patches = patch_spec(image_token_buckets() if on else ())
+        return NodeGraphs(PatchEncoderGraphs(part, patches, backend), decision)
+    tokens = part.config.tokens_per_image
+    spec = encoder_spec(image_buckets(largest_batch(tokens)) if on else (), tokens)
+    return NodeGraphs(EncoderGraphs(part, spec, backend), decision)
 
 
 def decode_graphs(
@@ -250,7 +259,7 @@ def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
         "graph_backend": " ".join(each(node.decision.backend for node in nodes)),
         "graph_reasons": "; ".join(each(reason for node in nodes for reason in node.decision.reasons)),
         "graph_sizes": sizes(encoder=False),
-        "graph_images": sizes(encoder=True),
+        "graph_encoder_sizes": sizes(encoder=True),
         "graphs_captured": sum(not row.error for row in rows),
         "graphs_failed": sum(bool(row.error) for row in rows),
         "graph_seconds": round(sum(row.seconds for row in rows), 2),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.engine.attention.segments import Segments
+from common.engine.attention.segments import Segments, segments_of, takes_flash
 from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.host_copies import send
 from common.engine.layers.placement import Placement
@@ -64,6 +64,17 @@ class PatchOrder:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PatchBatch:
+    """T groups of patches, sorted by window, on the device."""
+
+    groups: Tensor  # [T, merge ** 2 * C] embedded
+    places: Tensor  # [T, merge ** 2 * 2] int64, row and column of each patch
+    back: Tensor  # [T] int64: where each group stands that the processor gives
+    windows: Segments  # of patches
+    whole: Segments  # of the patches of each image
+
+
 class QwenPart(nn.Module):
     """A `VisionPart` for pixels [height, width, 3] uint8, resized."""
 
@@ -79,7 +90,10 @@ class QwenPart(nn.Module):
         self.placement = placement
         options = {**TOWER_DEFAULTS, **json.loads(vision.tower_options)}
         width, heads = options["hidden_size"], options["num_heads"]
+        self.group = vision.merge_size**2
+        self.width, self.head_dim = width, width // heads
         self._window = options["window_size"] // vision.merge_size // vision.patch_size
+        self.window = (self._window * vision.merge_size) ** 2  # patches of one at most
         self._whole = frozenset(options["fullatt_block_indexes"])
         dim = width // heads
         if self._window < 1 or width % heads or dim % 4:
@@ -112,26 +126,53 @@ class QwenPart(nn.Module):
         axes = torch.arange(2, device=device).repeat_interleave(dim // 4)
         self.register_buffer("axes", axes, persistent=False)
 
-    @torch.inference_mode()
+    @property
+    def runs_on_device(self) -> bool:
+        """Whether `encode` asks the host for nothing of a batch, or runs on the host itself."""
+        placement = self.placement
+        on_host = placement.device.type == "cpu"
+        return on_host or takes_flash(placement.dtype, self.head_dim, placement.device)
+
     def forward(self, images: Sequence[Pixels]) -> list[Tensor]:
+        batch = self.batch(images)
+        rows = self.encode(batch.groups, batch.places, batch.windows, batch.whole)
+        return self.rows(rows, batch, images)
+
+    @torch.inference_mode()
+    def batch(self, images: Sequence[Pixels]) -> PatchBatch:
+        """What the blocks read of images, on the device."""
         merge, device = self.config.merge_size, self.placement.device
         order = PatchOrder.of([(image.rows, image.columns) for image in images], merge, self._window)
         counts = np.array([image.tokens * merge * merge for image in images])
         host = (order.places, order.merged, order.back, _starts(order.windows), _starts(counts))
         *arrays, raw = send((*host, self._bytes(images)), device)
         places, merged, back, window_starts, image_starts = arrays
-        windows = Segments(tuple(order.windows.tolist()), window_starts)
-        # patches of an image stay together: its windows follow each other
-        whole = Segments(tuple(counts.tolist()), image_starts)
-        patches = self._patches(raw, images).to(self.placement.dtype)
-        x, residual = _grouped(self.tower.embedded(patches), merged, merge), None
-        del patches
-        turn = rotary_angles_by_axis(places, self.axes, self.inv_freq, 1.0, torch.float32)
+        embedded = self.tower.embedded(self._patches(raw, images).to(self.placement.dtype))
+        return PatchBatch(
+            groups=embedded.view(len(merged), -1)[merged],
+            places=places.view(len(merged), -1),
+            back=back,
+            windows=segments_of(tuple(order.windows.tolist()), window_starts),
+            # patches of an image stay together: its windows follow each other
+            whole=segments_of(tuple(counts.tolist()), image_starts),
+        )
+
+    @torch.inference_mode()
+    def encode(self, groups: Tensor, places: Tensor, windows: Segments, whole: Segments) -> Tensor:
+        """The blocks and the merger: [T, H], as sorted. Rows behind the last run are anything."""
+        patches = places.view(-1, 2)
+        x, residual = groups.view(len(patches), -1), None
+        turn = rotary_angles_by_axis(patches, self.axes, self.inv_freq, 1.0, torch.float32)
         for index, block in enumerate(self.tower.blocks):
             x, residual = block(x, residual, turn, whole if index in self._whole else windows)
         assert residual is not None  # a tower has at least one block
-        rows = self.tower.merged(x, residual).index_select(0, back)
-        split = torch.split(rows, [image.tokens for image in images])
+        rows: Tensor = self.tower.merged(x, residual)
+        return rows
+
+    @torch.inference_mode()
+    def rows(self, encoded: Tensor, batch: PatchBatch, images: Sequence[Pixels]) -> list[Tensor]:
+        """Copies of what `encode` returned for a batch, by image."""
+        split = torch.split(encoded.index_select(0, batch.back), [image.tokens for image in images])
         return [each.view(image.rows, image.columns, -1) for each, image in zip(split, images, strict=True)]
 
     def examples(self) -> Sequence[Sequence[Pixels]]:
@@ -164,11 +205,6 @@ def load_qwen(path: str | Path, config: ModelConfig, placement: Placement) -> Qw
     layout = checkpoint_layout(config, path)
     load_weights(path, part.tower.checkpoint_tensors(*layout.vision_prefixes), aside=layout.language_prefixes)
     return part
-
-
-def _grouped(values: Tensor, merged: Tensor, merge: int) -> Tensor:
-    """[N, C] in another order of groups of merge ** 2."""
-    return values.view(len(merged), merge * merge * values.shape[1])[merged].view(values.shape)
 
 
 def _starts(lengths: Ints) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:

@@ -82,18 +82,18 @@ def test_what_the_config_says_of_prompts_holds_for_images(part: LlavaPart) -> No
     """Row A10: on a CPU `auto` is no graphs, a tape is for tests; what is not captured is counted as such."""
     images = pictures(1, 0)
     for wanted in ("auto", "none"):
-        (eager,) = node_graphs.encoder_graphs(part, served(), wanted)
+        eager = node_graphs.encoder_graphs(part, served(), wanted)
         node_graphs.capture(eager, Log("test"))
         torch.testing.assert_close(eager.forward(images)[0], part(images)[0], atol=0, rtol=0)
         assert eager.forward.graphs.totals().fallbacks == {"no_graphs": 1}
         assert node_graphs.trial(lambda: [eager], lambda: 7) == 0  # noqa: B023
-    (taped,) = node_graphs.encoder_graphs(part, served(), "breakable")
+    taped = node_graphs.encoder_graphs(part, served(), "breakable")
     node_graphs.capture(taped, Log("test"))
     told = node_graphs.describe(taped)
     assert (told["graph_phase"], told["graph_backend"], told["graph_sizes"]) == ("encoder", "full", "")
-    assert told["graph_images"] == "1 2 3 4 6 8"
+    assert told["graph_encoder_sizes"] == "1 2 3 4 6 8"
     assert node_graphs.trial(lambda: [taped], lambda: 7) == 6 * node_graphs.GRAPH_BYTES
-    (denied,) = node_graphs.encoder_graphs(part, served("Unheard"), "full")
+    denied = node_graphs.encoder_graphs(part, served("Unheard"), "full")
     assert "multimodal" in denied.decision.reasons[0]
     assert not denied.forward.graphs.spec.shapes
 

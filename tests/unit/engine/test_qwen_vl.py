@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from common.draft_config import DraftConfig
-from common.engine.attention.segments import Segments, attend_within
+from common.engine.attention.segments import attend_within, segments_of
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.qwen_vl import PatchOrder, QwenPart, load_qwen
@@ -169,14 +169,14 @@ def test_the_tower_has_few_launches(path: Path) -> None:
 def test_rows_attend_to_their_run(lengths: tuple[int, ...], products: int) -> None:
     query, key, value = torch.randn(3, sum(lengths), 2, 8)
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    found = attend_within(query, key, value, Segments(lengths, starts))
+    found = attend_within(query, key, value, segments_of(lengths, starts))
     owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     scores = torch.einsum("qhd,khd->hqk", query, key) / 8**0.5
     scores.masked_fill_(owner[:, None] != owner, -torch.inf)
     wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     with torch.inference_mode(), Operations() as counted:
-        attend_within(query, key, value, Segments(lengths, starts))
+        attend_within(query, key, value, segments_of(lengths, starts))
     assert counted.names.count("scaled_dot_product_attention") == products
 
 

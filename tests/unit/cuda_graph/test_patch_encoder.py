@@ -1,0 +1,112 @@
+"""Images of any size under graphs: rows X3, X4; replays are held against the eager tower, with padding poisoned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.backends.full import FullGraphs
+from common.engine.cuda_graph.backends.tape import TapeRecorder
+from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs, patch_spec
+from common.engine.layers.placement import Placement
+from common.engine.models.qwen_vl import QwenPart
+from common.engine.models.vision_part import Pixels
+from common.observability.logs import Log
+from common.qwen_vl_config import CLIP_MEAN, CLIP_STD, QwenVision
+
+CPU = Placement(torch.float32, torch.device("cpu"))
+TOWER = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
+
+
+@pytest.fixture(scope="module")
+def part() -> QwenPart:
+    vision = QwenVision("", json.dumps(TOWER), 0, 1, 4, 2, 2, 64, 64 * 64, 1 / 255, CLIP_MEAN, CLIP_STD)
+    made = QwenPart(vision, 24, CPU).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in made.parameters():
+        parameter.normal_(std=0.3, generator=generator)
+    return made
+
+
+def pictures(seed: int, *grids: tuple[int, int]) -> list[Pixels]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Pixels(
+            torch.randint(256, (8 * rows, 8 * columns, 3), dtype=torch.uint8, generator=generator),
+            rows,
+            columns,
+        )
+        for rows, columns in grids
+    ]
+
+
+def test_a_replay_says_what_the_eager_tower_says(part: QwenPart) -> None:
+    """Rows X3, X4: sizes and numbers of images change from replay to replay of a graph; padding reaches nothing."""
+    spec = patch_spec((4, 24))
+    assert [(shape.tokens, shape.requests) for shape in spec.shapes] == [(4, 1), (24, 6)]
+    encoder = PatchEncoderGraphs(part, spec, FullGraphs(TapeRecorder()), poisoned=True)
+    encoder.graphs.capture()
+    assert [row.error for row in encoder.graphs.rows] == ["", ""]
+    for seed, grids in enumerate(
+        (
+            ((2, 2),),
+            ((4, 6),),
+            ((3, 5),),
+            ((2, 2), (1, 1), (2, 4)),
+            ((1, 1),),
+            ((5, 5),),
+            ((1, 3), (1, 3), (1, 3), (1, 3)),
+        )
+    ):
+        images = pictures(seed, *grids)
+        for rows, wanted, grid in zip(encoder(images), part(images), grids, strict=True):
+            assert rows.shape == (*grid, 24)
+            torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=1e-5)
+    totals = encoder.graphs.totals()
+    assert (totals.replays, totals.fallbacks) == (5, {"too_large": 2}), "too many tokens, too many windows"
+    assert (totals.live_tokens, totals.padded_tokens) == (4 + 24 + 15 + 13 + 1, 0 + 0 + 9 + 11 + 3)
+
+
+def test_it_is_captured_where_attention_needs_no_host(
+    part: QwenPart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(
+        architecture="Qwen2ForCausalLM",
+        vision=SimpleNamespace(architecture="Qwen2_5_VLForConditionalGeneration"),
+    )
+    model: Any = SimpleNamespace(config=config, placement=CPU)
+    images = pictures(0, (2, 3))
+    none = node_graphs.encoder_graphs(part, model, "none")
+    node_graphs.capture(none, Log("test"))
+    torch.testing.assert_close(none.forward(images)[0], part(images)[0], atol=0, rtol=0)
+    assert none.forward.graphs.totals().fallbacks == {"no_graphs": 1}
+    taped = node_graphs.encoder_graphs(part, model, "full")
+    shapes = taped.forward.graphs.spec.shapes
+    assert (taped.decision.backend, len(shapes), shapes[-1].tokens) == ("full", 22, 1024)
+    assert any(shape.tokens == 576 for shape in shapes), "of 672 x 672 pixels: no padding"
+    on_gpu = Placement(torch.float32, torch.device("cuda"))
+    monkeypatch.setattr(part, "placement", on_gpu)
+    told = node_graphs.encoder_graphs
+    with monkeypatch.context() as patched:
+        patched.setattr(node_graphs, "make_backend", lambda *given: FullGraphs(TapeRecorder()))
+        patched.setattr(
+            node_graphs, "PatchEncoderGraphs", lambda part, spec, backend: SimpleNamespace(spec=spec)
+        )
+        refused = told(part, SimpleNamespace(config=config, placement=on_gpu), "full")  # type: ignore[arg-type]
+        assert (refused.decision.backend, refused.forward.spec.shapes) == ("none", ())  # type: ignore[attr-defined]
+        assert "float32" in refused.decision.reasons[0]
+        monkeypatch.setattr(part, "placement", replace(on_gpu, dtype=torch.bfloat16))
+        assert told(part, model, "full").decision.backend == "full"
