@@ -39,6 +39,7 @@ from decode_node.speculative.verifier import TreeAcceptor
 from kv_transfer.layout import KvLayout
 from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
 from tests.fakes.drafters import Bench, speculative
+from tests.fakes.late_graphs import capture_late
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, reference, tiny_model
 
@@ -135,8 +136,7 @@ class DraftModel(NoDraftModel):
         backend = BreakableGraphs(TapeRecorder())
         spec = draft_prefill_spec(prefill_token_buckets(32))
         forward = DraftPrefill(self.runner(pool), self.config, pool.page_size, spec, backend)
-        forward.graphs.capture()
-        assert not [row for row in forward.graphs.rows if row.error]
+        capture_late(forward.graphs)
         return EaglePrefill(forward)
 
 
@@ -158,8 +158,7 @@ class StandaloneModel(NoDraftModel):
         backend = BreakableGraphs(TapeRecorder())
         spec = extend_spec(prefill_token_buckets(32), CaptureHiddenMode.NULL, model="draft")
         forward = PrefillExtend(self.runner(pool), spec, backend)
-        forward.graphs.capture()
-        assert not [row for row in forward.graphs.rows if row.error]
+        capture_late(forward.graphs)
         return ModelPrefill(forward)
 
 
@@ -306,11 +305,16 @@ class ObservedTrees(Watched):
 @torch.inference_mode()
 def eager_model_drafts(text: Sequence[int], steps: int) -> list[int]:
     """What the standalone model says behind `text`."""
-    ids = list(text)
+    ids = tuple(text)
     for _ in range(steps):
-        pool = make_pool(StandaloneModel.config, MAX_LEN, 2, PLACEMENT)
-        ids.append(int(StandaloneModel().runner(pool)(_one(ids)).logits[-1].argmax()))
-    return ids[len(text) :]
+        ids = (*ids, _model_next(ids))
+    return list(ids[len(text) :])
+
+
+@functools.lru_cache(maxsize=8192)  # many tests ask for what follows the same texts
+def _model_next(ids: tuple[int, ...]) -> int:
+    pool = make_pool(StandaloneModel.config, MAX_LEN, 2, PLACEMENT)
+    return int(StandaloneModel().runner(pool)(_one(list(ids))).logits[-1].argmax())
 
 
 @torch.inference_mode()
@@ -327,28 +331,35 @@ def eager_drafts(name: str, text: Sequence[int], steps: int) -> list[int]:
 @torch.inference_mode()
 def eager_branches(name: str, text: Sequence[int], path: Sequence[int], topk: int) -> list[tuple[float, int]]:
     """(probability, token) of the head's likeliest tokens behind `text` and the drafts `path`."""
-    config, head = DRAFTS[name], tiny_draft(name)
-    pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
-    target = ModelRunner(
-        tiny_model(aux=config.aux_layers), pool, PagedAttention(pool, CONFIG.sliding_windows)
-    )
-    aux = target(_one(list(text[:-1]))).hidden
-    assert aux is not None
-    hidden, known = head.project(aux), [*text[1:], *path]
-    layers = DraftModel(name).layers
-    while True:
-        draft_pool = KvPool(
-            layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device
-        )
-        attention = PagedAttention(draft_pool, (None,) * layers)
-        batch = _one(known[: len(hidden)])
-        attention.plan(batch)
-        output = head(batch.input_ids, hidden, batch.positions, attention)
-        if len(hidden) == len(known):
-            break
-        hidden = torch.cat((hidden, output.hidden[-1:]))
-    probs, ids = head.compute_logits(output.last[-1:])[0].softmax(-1).topk(topk)
+    head = tiny_draft(name)
+    last = _head_reads(name, tuple(text), tuple(path))[1]
+    probs, ids = head.compute_logits(last)[0].softmax(-1).topk(topk)
     return list(zip(probs.tolist(), head.target_ids(ids).tolist()))
+
+
+@functools.lru_cache(maxsize=8192)
+def _head_reads(name: str, text: tuple[int, ...], path: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows of `text` and `path` at once, over a pool of their own: (hidden states that the head reads with them,
+    [n, H]; what it has made of the last one, [1, H], for its LM head)."""
+    hidden = _head_reads(name, text, path[:-1])[0] if path else _projected(name, text[:-1])
+    layers = DraftModel(name).layers
+    pool = KvPool(layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device)
+    attention = PagedAttention(pool, (None,) * layers)
+    batch = _one([*text[1:], *path])
+    attention.plan(batch)
+    output = tiny_draft(name)(batch.input_ids, hidden, batch.positions, attention)
+    return torch.cat((hidden, output.hidden[-1:])), output.last[-1:]
+
+
+@functools.lru_cache(maxsize=8192)
+def _projected(name: str, ids: tuple[int, ...]) -> torch.Tensor:
+    """[n, H], of the target's hidden states."""
+    config = DRAFTS[name]
+    pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
+    model = tiny_model(aux=config.aux_layers)
+    aux = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))(_one(list(ids))).hidden
+    assert aux is not None
+    return tiny_draft(name).project(aux)
 
 
 def _one(ids: list[int]) -> ForwardBatch:

@@ -34,6 +34,7 @@ from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from tests.fakes.draft_models import Watched
 from tests.fakes.drafters import Bench, speculative
+from tests.fakes.late_graphs import capture_late
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, hidden_states, one_page, tiny_model
 
@@ -96,8 +97,7 @@ class MtpModel(NoDraftModel):
         for runner in self.runner(pool).modules:
             backend, spec = BreakableGraphs(TapeRecorder()), draft_prefill_spec(prefill_token_buckets(32))
             modules.append(DraftPrefill(runner, self.config, pool.page_size, spec, backend))
-            modules[-1].graphs.capture()
-            assert not [row for row in modules[-1].graphs.rows if row.error]
+            capture_late(modules[-1].graphs)
         return MultiLayerPrefill(modules, pool.page_size)
 
 

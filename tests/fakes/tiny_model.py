@@ -82,7 +82,7 @@ def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 
             num_logprobs=None,
         )
         logits = adjusted(
-            _logits(ids), prompt[: len(prompt) - emitted], ids[len(prompt) - emitted :], sampling
+            _logits(tuple(ids)), prompt[: len(prompt) - emitted], ids[len(prompt) - emitted :], sampling
         )
         token = read_tokens(sample(logits, batch), [replace(sampling, logprobs=None)])[0]
         assert token is not None
@@ -98,7 +98,7 @@ def adjusted(
 ) -> torch.Tensor:
     """What SamplingParams says of the logits [1, V] behind prompt and output, token by token."""
     out, times = logits[0].clone(), Counter(output)
-    for token in {*prompt, *output}:
+    for token in {*prompt, *output} if sampling.repetition_penalty != 1.0 else ():
         value = out[token] / sampling.repetition_penalty
         out[token] = value if out[token] > 0 else out[token] * sampling.repetition_penalty
     for token, count in times.items():
@@ -111,9 +111,10 @@ def adjusted(
     return out[None]
 
 
-def _logits(ids: list[int]) -> torch.Tensor:
+@functools.lru_cache(maxsize=1 << 15)  # other parameters, the same beginning
+def _logits(ids: tuple[int, ...]) -> torch.Tensor:
     """[1, V] after the last of `ids`."""
-    return _runner()(one_page(ids)).logits
+    return _runner()(one_page(list(ids))).logits
 
 
 def hidden_states(ids: list[int]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.engine.overlap import Completion, Deferred, Immediate
+from tests.fakes.covering import pairs
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, lose_decode, prompt_of
 from tests.fakes.tiny_model import VOCAB
@@ -100,9 +101,9 @@ def test_sampled_output_does_not_depend_on_company(completion: type[Completion])
         cluster.settle()
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("decode_cache", [True, False])
+@pytest.mark.parametrize(
+    ("completion", "page_size", "decode_cache"), pairs((Immediate, Deferred), (1, 4, 16), (True, False))
+)
 def test_retracted_requests_resume_with_the_same_tokens(
     completion: type[Completion], page_size: int, decode_cache: bool
 ) -> None:

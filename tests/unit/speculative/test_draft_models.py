@@ -14,6 +14,7 @@ from msgspec import structs
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from prefill_node.request import PrefillRequest
+from tests.fakes.covering import pairs
 from tests.fakes.draft_models import drafting, eager_drafts, observed
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import (
@@ -41,10 +42,10 @@ def shape_of(name: str, steps: int, seen: Seen, **rest: object) -> Shape:
     return replace(Shape(), draft=model, step=step, **rest)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "chunk", "page_size", "completion"),
+    pairs(NAMES, (1, 7, 64), (1, 16, 64), (Immediate, Deferred)),
+)
 def test_drafts_across_the_cut(name: str, chunk: int, page_size: int, completion: type[Completion]) -> None:
     seen: Seen = []
     shape = shape_of(name, 3, seen, chunk_tokens=chunk, page_size=page_size, completion=completion)
@@ -136,9 +137,10 @@ def test_prefix_hits_at_every_boundary(page_size: int, prefill_cache: bool) -> N
     expect_eager("eagle3", seen, 2, least=30)
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("name", ["eagle3", "standalone"])
+@pytest.mark.parametrize(
+    ("name", "completion", "page_size"),
+    pairs(("eagle3", "standalone"), (Immediate, Deferred), (1, 4, 16)),
+)
 def test_retraction_keeps_draft_state_and_draft_kv(
     name: str, completion: type[Completion], page_size: int
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.generation import SamplingParams
+from tests.fakes.covering import pairs
 from tests.fakes.drafters import foresight, ngram
 from tests.fakes.node_cluster import MakeStep, NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
@@ -29,13 +30,14 @@ def step(request: pytest.FixtureRequest) -> MakeStep:
     return made
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize(
+    ("name", "chunk", "page_size", "completion"),
+    pairs(tuple(STEPS), (7, 64), (1, 16, 64), (Immediate, Deferred)),
+)
 def test_tokens_equal_plain_decoding(
-    step: MakeStep, chunk: int, page_size: int, completion: type[Completion]
+    name: str, chunk: int, page_size: int, completion: type[Completion]
 ) -> None:
-    shape = Shape(chunk_tokens=chunk, page_size=page_size, completion=completion, step=step)
+    shape = Shape(chunk_tokens=chunk, page_size=page_size, completion=completion, step=STEPS[name])
     with NodeCluster(shape) as cluster:
         calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 15, 16, 17, 64, 65)]
         calls += [cluster.submit(prompt_of(n), 9, seed=n, **SAMPLED) for n in (3, 50)]
@@ -57,10 +59,11 @@ def test_stops_inside_a_round(step: MakeStep) -> None:
         cluster.settle()
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("name", "completion", "page_size"), pairs(tuple(STEPS), (Immediate, Deferred), (1, 4, 16))
+)
 def test_retracted_requests_resume_with_the_same_tokens(
-    step: MakeStep, completion: type[Completion], page_size: int
+    name: str, completion: type[Completion], page_size: int
 ) -> None:
     """Row F9: a pool too small for the batch."""
     shape = Shape(
@@ -69,7 +72,7 @@ def test_retracted_requests_resume_with_the_same_tokens(
         reserved_tokens=4,
         completion=completion,
         max_running=4,
-        step=step,
+        step=STEPS[name],
     )
     with NodeCluster(shape) as cluster:
         calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from decode_node.speculative.tree import select_nodes, tree
+from tests.fakes.covering import pairs
 from tests.fakes.draft_models import branching, drafting, eager_branches
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
@@ -49,14 +50,17 @@ def test_a_child_is_never_kept_without_its_parent(k: int, steps: int, seed: int,
         assert flats[above[0, node]] == parent
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("page_size", [1, 4, 64])
-@pytest.mark.parametrize(("steps", "topk", "nodes"), [(1, 4, 5), (2, 2, 4), (3, 4, 8), (5, 3, 3), (7, 8, 20)])
-@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+FORMS = ((1, 4, 5), (2, 2, 4), (3, 4, 8), (5, 3, 3), (7, 8, 20))  # steps, topk, nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "page_size", "completion"),
+    pairs(("eagle3", "eagle"), FORMS, (1, 4, 64), (Immediate, Deferred)),
+)
 def test_tokens_equal_plain_decoding(
-    name: str, steps: int, topk: int, nodes: int, page_size: int, completion: type[Completion]
+    name: str, form: tuple[int, int, int], page_size: int, completion: type[Completion]
 ) -> None:
-    model, step = branching(name, steps, topk, nodes)
+    model, step = branching(name, *form)
     shape = Shape(draft=model, step=step, page_size=page_size, completion=completion, chunk_tokens=7)
     with NodeCluster(shape) as cluster:
         calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 17)]

@@ -1,0 +1,28 @@
+"""Graphs that are captured when a batch first wants them: a test of ten turns needs few of a node's many.
+
+What a node captures at its start, all of it, is tested in tests/unit/cuda_graph, in tests/unit/speculative where graphs
+are what is tested, and by the clusters of real processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.engine.cuda_graph.admission import BatchFacts, admit
+from common.engine.cuda_graph.graph_runner import GraphRunner
+from common.engine.cuda_graph.spec import GraphKey
+
+
+def capture_late(graphs: GraphRunner[Any, Any]) -> None:
+    """The same choice as if everything had been captured: the first variant that serves the batch."""
+    choose, made = graphs._choose, set[GraphKey]()
+
+    def capture_and_choose(facts: BatchFacts) -> Any:
+        shape = admit(graphs.spec, facts).shape
+        if shape is not None and (key := GraphKey(shape, facts.variants[0])) not in made:
+            made.add(key)
+            row = graphs._capture(key)
+            assert not row.error, row
+        return choose(facts)
+
+    graphs._choose = capture_and_choose  # type: ignore[method-assign]
