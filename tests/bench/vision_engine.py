@@ -161,6 +161,8 @@ def main() -> None:
     )
     for name in options.towers:
         part, pixels = TOWERS[name](hidden, placement)
+        for parameter in part.parameters():
+            parameter.data.normal_(std=0.02)
         for wanted in ("breakable", "none"):
             encode = encoder_of(part, runner.model, wanted)
             encoder = encoder_ms(encode, pixels, device)
