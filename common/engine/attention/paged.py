@@ -34,8 +34,9 @@ class PagedAttention:
         self.pool = pool
         self._windows = tuple(windows)
         self._scale = pool.head_dim**-0.5
-        # arrivals_of(pool.device) here: the parts of a call are put together in its own launch
-        self._arrivals: Tensor | None = None
+        self._arrivals: Tensor | None = (
+            None  # `arrivals_of(pool.device)`: parts are put together in one launch
+        )
         able = (
             pool.device.type == "cuda"
             and pool.dtype in (torch.float16, torch.bfloat16)

@@ -43,9 +43,9 @@ def trees(batch: int, width: int, new: int) -> Tensor:
     ("dtype", "heads", "kv_heads", "dim", "window", "splits"),
     [
         (torch.float32, 2, 2, 16, None, 1),
-        (torch.float32, 2, 1, 16, None, 8),
+        (torch.float32, 4, 2, 16, None, 8),
         (torch.float16, 3, 1, 24, 40, 3),
-        (torch.float32, 17, 1, 256, None, 3),  # more lines and parts than are put together at once
+        (torch.float32, 17, 1, 128, None, 5),  # more lines and parts than are put together at once
     ],
 )
 def test_decode(
@@ -74,9 +74,9 @@ def test_decode(
     ("dtype", "heads", "kv_heads", "dim", "window", "new", "width", "splits"),
     [
         (torch.float32, 2, 2, 16, None, 2, 2, 1),
-        (torch.float32, 2, 2, 16, None, 2, 4, 3),
+        (torch.float32, 4, 2, 16, None, 2, 4, 3),
         (torch.float16, 3, 1, 24, 3, 3, 8, 2),
-        (torch.float16, 1, 1, 16, None, 66, 66, 2),  # two tiles of rows
+        (torch.float16, 1, 1, 16, 9, 66, 66, 2),  # two tiles of rows
     ],
 )
 def test_verify(
