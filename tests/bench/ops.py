@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,6 @@ from common.engine.attention.whole_prompt import attend_whole_prompt
 from common.engine.logit_adjustments import AdjustmentFacts, AdjustmentRows, Adjustments
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
-from common.engine.ops.key_parts import Division, arrivals_of
 from common.engine.ops.linear import Tiles, gated_linear, linear, linear_triton
 from common.engine.ops.rms_norm import add_rms_norm, rms_norm
 from common.engine.ops.rotary import rotary_angles
@@ -34,7 +32,7 @@ from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.ops.sample_tokens import sample_tokens
 from common.engine.ops.silu_mul import silu_mul
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
-from common.engine.ops.verify_attention import verify_triton
+from common.engine.ops.verify_attention import Division, verify_triton
 from common.engine.sampler import SamplingBatch, sample
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, matmul_rate, sets_for
@@ -42,7 +40,6 @@ from tests.bench.timing import copy_bandwidth, graph_us, matmul_rate, sets_for
 HIDDEN, HEADS, KV_HEADS, DIM, INTER, VOCAB, PAGE = 4096, 32, 8, 128, 14336, 128256, 16
 SCALE = DIM**-0.5
 TOKENS = (1, 16, 128, 512, 2048, 8192)
-LAYERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +88,11 @@ def elementwise() -> Iterator[Result]:
 class Pages:
     """B requests of `length` tokens over shuffled pages, as many copies of the planes as defeat the L2."""
 
-    def __init__(self, batch: int, length: int, most: int = 8) -> None:
+    def __init__(self, batch: int, length: int) -> None:
         per_request = -(-length // PAGE)
         count = batch * per_request + 1
         self.nbytes = 2 * batch * length * KV_HEADS * DIM * 2
-        self.planes = [bf16(2, count, PAGE, KV_HEADS, DIM) for _ in range(sets_for(self.nbytes, most))]
+        self.planes = [bf16(2, count, PAGE, KV_HEADS, DIM) for _ in range(sets_for(self.nbytes))]
         order = torch.randperm(count - 1, device="cuda") + 1
         self.table = order.view(batch, per_request).to(torch.int32)
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
@@ -136,52 +133,6 @@ def verify() -> Iterator[Result]:
     ):
         calls, pages = verify_calls(batch, length, new)
         yield measure("verify_attention", f"{batch} x {new} at {length}", calls, pages.nbytes)
-
-
-def layer_calls(
-    batch: int, new: int, pages: Pages
-) -> Callable[[bool, Tensor | None], list[Callable[[], object]]]:
-    """Rotary, attention (or none) and norm, as in a layer, for one or several new tokens a request."""
-    length = int(pages.lengths[0])
-    mask = torch.ones(new, new, dtype=torch.bool, device="cuda").tril().expand(batch, -1, -1)
-    places = torch.arange(length - new, length, device="cuda")
-    slots = (pages.table[:, places // PAGE].long() * PAGE + places % PAGE).view(-1)
-    inv_freq = 500000.0 ** (-torch.arange(0, DIM, 2, device="cuda") / DIM)
-    angles = rotary_angles(places.repeat(batch), inv_freq, 1.0, torch.bfloat16)
-    qkv, residual = bf16(batch * new, HEADS + 2 * KV_HEADS, DIM), bf16(batch * new, HIDDEN)
-    weight, query, bounds = bf16(HIDDEN), qkv[:, :HEADS], (8192, None, SCALE)
-
-    def layer(planes: Tensor, attend: bool, arrivals: Tensor | None) -> None:
-        rotary_kv_write(qkv, *angles, None, None, 1e-6, *planes, slots)
-        out, cached = residual, (*planes, pages.table, pages.lengths)
-        if attend and new == 1:
-            out = decode_triton(query, *cached, *bounds, arrivals=arrivals)
-        elif attend:
-            out = verify_triton(query, *cached, mask, *bounds, arrivals=arrivals)
-        add_rms_norm(out.view(-1, HIDDEN), residual, weight, 1e-5)
-
-    return lambda attend, arrivals: [partial(layer, planes, attend, arrivals) for planes in pages.planes]
-
-
-def combine() -> Iterator[Result]:
-    """Attention within layers, its parts put together in a launch of their own or in attention's.
-
-    Medians of three graphs each, in turn. At one part a request both do the same.
-    """
-    counts = arrivals_of("cuda")
-    ways = {"no attention": (False, None), "two launches": (True, None), "one launch": (True, counts)}
-    for (name, new), batch in itertools.product((("decode", 1), ("verify", 4)), (1, 4, 16, 32, 64)):
-        pages = Pages(batch, 1152, most=LAYERS)
-        calls = layer_calls(batch, new, pages)
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(3):
-            for way, options in ways.items():
-                times[way].append(graph_us(calls(*options), LAYERS))
-        assert not counts.any(), "counts are left behind"
-        for way, measured in times.items():
-            nbytes = 0.0 if way == "no attention" else pages.nbytes
-            shape = f"{batch} x {new} at 1152"
-            yield Result(f"{name}, {way}", shape, statistics.median(measured), nbytes / 1e9, 0.0)
 
 
 MATRICES = {
@@ -391,7 +342,6 @@ SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {
         elementwise,
         decode,
         verify,
-        combine,
         extend,
         whole_prompt,
         first_calls,

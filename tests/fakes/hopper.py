@@ -27,7 +27,6 @@ from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
-from common.engine.ops.key_parts import arrivals_of
 from common.engine.ops.linear import choose_tiles, linear_parts, linear_triton
 from common.engine.ops.linear_norm import divide_depth
 from common.engine.ops.penalise import penalise_triton
@@ -100,11 +99,9 @@ def attention(
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     query = torch.zeros(tokens, HEADS, dim, dtype=dtype)
     extend_triton(query, plane, plane, table, starts, lens, window, 0.1)
+    decode_triton(query[:requests], plane, plane, table, lens, 1024, window, 0.1)
     mask = torch.ones(requests, 4, 4, dtype=torch.bool)
-    for arrivals in (None, arrivals_of("cpu")) if alone else (arrivals_of("cpu"),):
-        tail = 1024, window, 0.1
-        decode_triton(query[:requests], plane, plane, table, lens, *tail, arrivals=arrivals)
-        verify_triton(query[: 4 * requests], plane, plane, table, lens, mask, *tail, arrivals=arrivals)
+    verify_triton(query[: 4 * requests], plane, plane, table, lens, mask, 1024, window, 0.1)
 
 
 def body(dtype: torch.dtype) -> None:

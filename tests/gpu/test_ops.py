@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from common.engine.ops.decode_attention import decode_attention, decode_triton
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.filter_floor import filter_floor, filter_floor_reference
 from common.engine.ops.keep_hidden import keep_hidden, keep_hidden_reference
-from common.engine.ops.key_parts import Division, arrivals_of
 from common.engine.ops.linear import gated_linear, linear, linear_reference
 from common.engine.ops.linear_norm import linear_add_rms_norm, linear_add_rms_norm_reference
 from common.engine.ops.penalise import penalise, penalise_reference
@@ -47,7 +46,7 @@ from common.engine.ops.step_rows import (
     step_rows_reference,
 )
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
-from common.engine.ops.verify_attention import verify_attention, verify_reference, verify_triton
+from common.engine.ops.verify_attention import Division, verify_attention, verify_reference, verify_triton
 
 pytestmark = [
     pytest.mark.gpu,
@@ -357,91 +356,6 @@ def test_verify_attention(
     ):
         close(out[:-new], expected)
         assert not out[-new:].any()
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """What torch hands out is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads", "dim", "window", "splits"),
-    [
-        (torch.bfloat16, 32, 8, 128, None, 2),
-        (torch.bfloat16, 32, 8, 128, None, 32),
-        (torch.bfloat16, 32, 8, 128, 100, 7),
-        (torch.bfloat16, 14, 2, 64, None, 16),
-        (torch.float16, 8, 8, 64, 3, 5),
-        (torch.float32, 40, 2, 24, None, 18),
-    ],
-)
-def test_parts_are_the_same_in_one_launch_and_in_two(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, splits: int
-) -> None:
-    """200 times each, bit for bit: a part that is read before it is there would differ in one of them."""
-    lengths = [8, 63, 700, 2000, 130, 1152, 1153, 16]
-    cache, batch = Cache(lengths, 16, kv_heads, dim, dtype), len(lengths) + 1
-    table = torch.cat((cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)))
-    padded = torch.cat((cache.lengths, torch.zeros_like(cache.lengths[:1])))
-    arrivals, wrong = arrivals_of(CUDA), torch.zeros((), dtype=torch.int64, device=CUDA)
-    bounds = 2048, window, dim**-0.5
-    query = normal(batch, heads, dim, dtype=dtype)
-    calls: list[Callable[[Tensor | None], Tensor]] = [
-        lambda given: decode_triton(
-            query, *cache.planes, table, padded, *bounds, splits=splits, arrivals=given
-        )
-    ]
-    for new, width in ((4, 4), (3, 8)):
-        masks, division = tree_masks(batch, width, new), Division(splits, 64, 2)
-        queries = normal(batch * new, heads, dim, dtype=dtype)
-        calls.append(
-            lambda given, queries=queries, masks=masks, division=division: verify_triton(
-                queries, *cache.planes, table, padded, masks, *bounds, division, arrivals=given
-            )
-        )
-    expected = [call(None) for call in calls]
-    for call, out in zip(calls * 200, expected * 200):
-        wrong += (call(arrivals) != out).any()
-    assert not any(out.isnan().any() for out in expected)
-    assert not expected[0][-1].any()
-    assert int(wrong) == 0
-    assert not arrivals.any()
-
-
-def test_a_graph_leaves_its_counts_as_it_found_them() -> None:
-    """Calls of different shapes share counts, one after another; replays follow each other without a pause."""
-    heads, kv_heads, dim, new = 32, 8, 128, 4
-    cache = Cache([1152, 700, 20], 16, kv_heads, dim, torch.bfloat16)
-    lengths, arrivals, masks = cache.lengths.clone(), arrivals_of(CUDA), tree_masks(3, new, new)
-    query = normal(3 * new, heads, dim, dtype=torch.bfloat16)
-
-    def run(given: Tensor | None) -> list[Tensor]:
-        outs = []
-        for count in (3, 1, 2):
-            cached = *cache.planes, cache.page_table, lengths[:count]
-            bounds = 4096, None, dim**-0.5
-            outs.append(decode_attention(query[:count], *cached, *bounds, given))
-            outs.append(verify_attention(query[: count * new], *cached, masks[:count], *bounds, given))
-        return outs
-
-    run(arrivals)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run(arrivals)
-    for cut in (0, 1, 13):
-        lengths.copy_(cache.lengths - cut)
-        wanted = run(None)
-        wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
-        for _ in range(100):
-            graph.replay()
-            for out, expected in zip(outputs, wanted):
-                wrong += (out != expected).any()
-        assert int(wrong) == 0
-    assert not arrivals.any()
 
 
 def test_sampling_draws_the_tokens_of_the_reference() -> None:

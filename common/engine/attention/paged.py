@@ -34,9 +34,6 @@ class PagedAttention:
         self.pool = pool
         self._windows = tuple(windows)
         self._scale = pool.head_dim**-0.5
-        self._arrivals: Tensor | None = (
-            None  # `arrivals_of(pool.device)`: parts are put together in one launch
-        )
         able = (
             pool.device.type == "cuda"
             and pool.dtype in (torch.float16, torch.bfloat16)
@@ -103,14 +100,12 @@ class PagedAttention:
         window = self._windows[layer]
         if batch.mode is ForwardMode.DECODE:
             bounds = batch.seq_lens, batch.max_seq_len
-            out: Tensor = decode_attention(
-                query, *planes, batch.page_table, *bounds, window, self._scale, self._arrivals
-            )
+            out: Tensor = decode_attention(query, *planes, batch.page_table, *bounds, window, self._scale)
         elif batch.tree_mask is not None:
             lengths, longest = batch.seq_lens, batch.max_seq_len
             tree = batch.tree_mask
             out = verify_attention(
-                query, *planes, batch.page_table, lengths, tree, longest, window, self._scale, self._arrivals
+                query, *planes, batch.page_table, lengths, tree, longest, window, self._scale
             )
         elif (live := self._whole_prompt_rows(query.shape[0], window)) is not None:
             out = attend_padded_prompt(query, key, value, live, self._scale)

@@ -11,15 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.key_parts import (
-    BLOCK_KEYS,
-    GRANULE,
-    LOG2_E,
-    KeyParts,
-    choose_splits,
-    lines_of_last,
-    put_together,
-)
+from common.engine.ops.key_parts import BLOCK_KEYS, GRANULE, LOG2_E, KeyParts, choose_splits
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import (
@@ -33,7 +25,6 @@ from common.engine.ops.triton_kernel import (
 
 SHORT = 256  # CPU: requests up to this length are gathered together in buckets, longer ones one by one
 BUCKET = 64
-VALUES_AT_ONCE = 8192  # four programs of a multiprocessor have 128 registers a thread: half of them for these
 
 
 def decode_reference(
@@ -45,7 +36,6 @@ def decode_reference(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token per request over its seq_lens[b] cached positions, itself included.
 
@@ -57,8 +47,6 @@ def decode_reference(
         page_table: [B, max_pages] int32.
         seq_lens: [B] int32, at most max_pages * page_size.
         max_seq_len: host bound of seq_lens that sizes the gather.
-        arrivals: `arrivals_of` the device, zeros before and after a call: with it the kernel puts its parts together
-            in the same launch. Not used here.
 
     Returns [B, heads, D].
     """
@@ -94,7 +82,6 @@ def _decode_cpu(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    _arrivals: Tensor | None = None,
 ) -> Tensor:
     """The same on the CPU, where lengths can be read: no request pays for the longest one of the batch."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -121,10 +108,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     value_ptr,
     table_ptr,  # [B, max_pages]
     lens_ptr,  # [B]
-    out_ptr,  # [B, HEADS, D]
-    part_ptr,  # where SPLIT: float32 [B, HEADS, splits, D]
-    lse_ptr,  # where SPLIT: [B, HEADS, splits] float32, base 2; -inf: the part is empty and its output unwritten
-    arrivals_ptr,  # where TOGETHER: [B * KV_HEADS or more] int32, zeros
+    out_ptr,  # [B, HEADS, D], or where SPLIT float32 [B, HEADS, splits, D]
+    lse_ptr,  # [B, HEADS, splits] float32, base 2; -inf: the part is empty and its output unwritten
     query_stride,
     table_stride,
     window,
@@ -135,13 +120,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     SPLIT: tl.constexpr,  # more than one
-    TOGETHER: tl.constexpr,  # the last program of a request and KV head puts the parts together
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LINES: tl.constexpr,
-    STEP: tl.constexpr,
     GRANULE: tl.constexpr,  # keys: parts are multiples of it
     CHAINED: tl.constexpr,
 ):
@@ -150,11 +132,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lens_ptr + request)
-    first = 0
+    begin = 0
     if WINDOW:
-        first = tl.maximum(length - window, 0)
-    part = tl.cdiv(tl.cdiv(length - first, splits), GRANULE) * GRANULE
-    begin = first + split * part
+        begin = tl.maximum(length - window, 0)
+    part = tl.cdiv(tl.cdiv(length - begin, splits), GRANULE) * GRANULE
+    begin += split * part
     end = tl.minimum(begin + part, length)
 
     row, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -190,15 +172,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=stored)
     else:
         if begin < end:
-            tl.store(part_ptr + line[:, None] * D + dim[None, :], result, mask=stored)
+            tl.store(out_ptr + line[:, None] * D + dim[None, :], result, mask=stored)
         tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=row < GROUP)
-    if TOGETHER:
-        filled = tl.cdiv(length - first, tl.maximum(part, 1))
-        lines = lines_of_last(arrivals_ptr, request * KV_HEADS + kv_head, splits, GROUP)
-        for start in range(0, lines, LINES):
-            of_group = start + tl.arange(0, LINES)
-            place, live = request * HEADS + kv_head * GROUP + of_group, of_group < GROUP
-            put_together(part_ptr, lse_ptr, out_ptr, place, live, splits, filled, D, BLOCK_D, LINES, STEP)
 
 
 def decode_triton(
@@ -214,12 +189,8 @@ def decode_triton(
     block_keys: int = BLOCK_KEYS,
     num_warps: int = 4,
     num_stages: int | None = None,
-    arrivals: Tensor | None = None,
 ) -> Tensor:
-    """Split over keys and combined (flash-decoding), in one launch with `arrivals`, else in two.
-
-    A padding row (length 0) gives zeros.
-    """
+    """Split over keys and combined (flash-decoding). A padding row (length 0) gives zeros."""
     batch, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape
     assert query.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
@@ -236,7 +207,7 @@ def decode_triton(
         return out
     keys = max_seq_len if window is None else min(max_seq_len, window)
     splits = splits or choose_splits(batch, kv_heads, keys, multiprocessors(query.device))
-    parts = KeyParts(out, splits, batch * kv_heads, heads // kv_heads, VALUES_AT_ONCE, arrivals)
+    parts = KeyParts(batch * heads, splits, out)
     block_d = max(next_power_of_2(head_dim), 16)
     _decode_kernel[(kv_heads, splits, batch)](
         query,
@@ -244,10 +215,8 @@ def decode_triton(
         value_plane,
         page_table,
         seq_lens,
-        out,
         parts.outputs,
         parts.lse,
-        parts.arrivals,
         query.stride(0),
         page_table.stride(0),
         window or 0,
@@ -257,6 +226,7 @@ def decode_triton(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        SPLIT=splits > 1,
         WINDOW=window is not None,
         ROWS=max(next_power_of_2(heads // kv_heads), 16),
         BLOCK_D=block_d,
@@ -264,7 +234,6 @@ def decode_triton(
         GRANULE=GRANULE,
         num_warps=num_warps,
         num_stages=num_stages or (3 if head_dim * query.element_size() <= 256 else 2),
-        **parts.options(),
         **chained(query.device),
     )
     parts.combine()
@@ -280,10 +249,8 @@ def _decode_cuda(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    arrivals: Tensor | None = None,
 ) -> Tensor:
-    rest = page_table, seq_lens, max_seq_len, window, scale
-    return decode_triton(query, key_plane, value_plane, *rest, arrivals=arrivals)
+    return decode_triton(query, key_plane, value_plane, page_table, seq_lens, max_seq_len, window, scale)
 
 
 def _fake(query: Tensor, *_rest: object) -> Tensor:
@@ -291,10 +258,5 @@ def _fake(query: Tensor, *_rest: object) -> Tensor:
 
 
 decode_attention = register_op(
-    "decode_attention",
-    decode_reference,
-    mutates=("arrivals",),
-    fake=_fake,
-    cpu=_decode_cpu,
-    cuda=_decode_cuda,
+    "decode_attention", decode_reference, mutates=(), fake=_fake, cpu=_decode_cpu, cuda=_decode_cuda
 )

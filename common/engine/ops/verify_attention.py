@@ -6,19 +6,13 @@ the whole prefix, itself and its ancestors. Only slots below a request's length 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.key_parts import (
-    GRANULE,
-    LOG2_E,
-    Division,
-    KeyParts,
-    choose_division,
-    lines_of_last,
-    put_together,
-)
+from common.engine.ops.key_parts import BLOCK_KEYS, GRANULE, LOG2_E, KeyParts
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import (
@@ -33,7 +27,7 @@ from common.engine.ops.triton_kernel import (
 )
 
 MAX_ROWS = 64  # new tokens times query heads of a KV head in one tile: more of them read the keys once again
-VALUES_AT_ONCE = 16384  # two programs of a multiprocessor have 255 registers a thread: half of them for these
+MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 
 
 def verify_reference(
@@ -46,7 +40,6 @@ def verify_reference(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Vectorised over the batch, free of host synchronisation. A padding row (length 0) gives some finite or NaN row.
 
@@ -59,7 +52,6 @@ def verify_reference(
             W == N: the tree is new. W > N: its first W - N slots hold tokens of earlier calls.
         max_seq_len: host upper bound of seq_lens.
         window: positions that a query sees, its own included; None: all before it.
-        arrivals: as for `decode_attention`. Not used here.
 
     Returns [B * N, heads, D].
     """
@@ -112,7 +104,6 @@ def _verify_cpu(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    _arrivals: Tensor | None = None,
 ) -> Tensor:
     """The same where lengths can be read: no request pays for the longest, or differs in its company."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -170,10 +161,8 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     table_ptr,  # [B, max_pages]
     lens_ptr,  # [B]
     mask_ptr,  # [B, new, width]
-    out_ptr,  # [B * new, HEADS, D]
-    part_ptr,  # where SPLIT: float32 [B * new, HEADS, splits, D]
-    lse_ptr,  # where SPLIT: [B * new, HEADS, splits] float32, base 2; -inf: the part is empty
-    arrivals_ptr,  # where TOGETHER: [B * programs of a part or more] int32, zeros
+    out_ptr,  # [B * new, HEADS, D], or where SPLIT float32 [B * new, HEADS, splits, D]
+    lse_ptr,  # [B * new, HEADS, splits] float32, base 2; -inf: the part is empty
     new,
     width,
     query_stride,
@@ -188,14 +177,11 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     SPLIT: tl.constexpr,  # more than one
-    TOGETHER: tl.constexpr,  # the last program of a tile puts the parts together
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile: new tokens times query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # keys of a step over the prefix
     BLOCK_W: tl.constexpr,  # slots of a step over the tree
-    LINES: tl.constexpr,
-    STEP: tl.constexpr,
     GRANULE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -272,16 +258,25 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         if (begin < end) | (tree_end > 0):
-            tl.store(part_ptr + line[:, None] * D + dim[None, :], result, mask=inside)
+            tl.store(out_ptr + line[:, None] * D + dim[None, :], result, mask=inside)
         tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=live_row)
-    if TOGETHER:
-        group = request * tl.num_programs(0) + tl.program_id(0)
-        lines = lines_of_last(arrivals_ptr, group, splits, tl.minimum(new * GROUP - tile * ROWS, ROWS))
-        for start in range(0, lines, LINES):
-            of_tile = tile * ROWS + start + tl.arange(0, LINES)
-            place = (request * new + of_tile // GROUP) * HEADS + kv_head * GROUP + of_tile % GROUP
-            live = of_tile < new * GROUP
-            put_together(part_ptr, lse_ptr, out_ptr, place, live, splits, splits, D, BLOCK_D, LINES, STEP)
+
+
+class Division(NamedTuple):
+    """How a request's keys are divided."""
+
+    splits: int
+    keys: int  # of a step
+    stages: int
+
+
+def choose_division(programs: int, max_keys: int, head_bytes: int, processors: int) -> Division:
+    """From host bounds alone. `programs`: without splits. Two to a processor, each with as many keys on the way as
+    shared memory holds, are better than more of them: measured on an H200."""
+    splits = max(1, min(2 * processors // programs, cdiv(max_keys, BLOCK_KEYS), 16))
+    if head_bytes > MEASURED_HEAD_BYTES:
+        return Division(splits, BLOCK_KEYS, 2)
+    return Division(splits, 2 * BLOCK_KEYS, 2) if splits > 1 else Division(1, BLOCK_KEYS, 3)
 
 
 def verify_triton(
@@ -296,12 +291,8 @@ def verify_triton(
     scale: float,
     division: Division | None = None,
     num_warps: int = 4,
-    arrivals: Tensor | None = None,
 ) -> Tensor:
-    """All new tokens of a request read its keys together, split over parts. A padding row (length 0) gives zeros.
-
-    Parts are put together in the same launch with `arrivals`, else in one of their own.
-    """
+    """All new tokens of a request read its keys together, split over parts. A padding row (length 0) gives zeros."""
     batch, new, width = tree_mask.shape
     count, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape
@@ -327,7 +318,7 @@ def verify_triton(
     head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
     division = division or choose_division(batch * kv_heads * tiles, keys, head_bytes, processors)
     splits = division.splits
-    parts = KeyParts(out, splits, batch * kv_heads * tiles, min(rows, all_rows), VALUES_AT_ONCE, arrivals)
+    parts = KeyParts(count * heads, splits, out)
     _verify_kernel[(kv_heads * tiles, splits, batch)](
         query,
         key_plane,
@@ -335,10 +326,8 @@ def verify_triton(
         page_table,
         seq_lens,
         tree_mask,
-        out,
         parts.outputs,
         parts.lse,
-        parts.arrivals,
         new,
         width,
         query.stride(0),
@@ -352,6 +341,7 @@ def verify_triton(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        SPLIT=splits > 1,
         WINDOW=window is not None,
         ROWS=rows,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
@@ -360,7 +350,6 @@ def verify_triton(
         GRANULE=GRANULE,
         num_warps=num_warps,
         num_stages=division.stages,
-        **parts.options(),
         **chained(query.device),
     )
     parts.combine()
@@ -377,10 +366,9 @@ def _verify_cuda(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    arrivals: Tensor | None = None,
 ) -> Tensor:
-    rest = page_table, seq_lens, tree_mask, max_seq_len, window, scale
-    return verify_triton(query, key_plane, value_plane, *rest, arrivals=arrivals)
+    planes = key_plane, value_plane
+    return verify_triton(query, *planes, page_table, seq_lens, tree_mask, max_seq_len, window, scale)
 
 
 def _fake(query: Tensor, *_rest: object) -> Tensor:
@@ -388,10 +376,5 @@ def _fake(query: Tensor, *_rest: object) -> Tensor:
 
 
 verify_attention = register_op(
-    "verify_attention",
-    verify_reference,
-    mutates=("arrivals",),
-    fake=_fake,
-    cpu=_verify_cpu,
-    cuda=_verify_cuda,
+    "verify_attention", verify_reference, mutates=(), fake=_fake, cpu=_verify_cpu, cuda=_verify_cuda
 )

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.ops.key_parts import Division, choose_division
 from common.engine.ops.triton_kernel import tl
-from common.engine.ops.verify_attention import verify_reference, verify_triton
+from common.engine.ops.verify_attention import Division, choose_division, verify_reference, verify_triton
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
 pytestmark = [
