@@ -56,7 +56,7 @@ from prefill_node.scheduler import Chunk
 from prefill_node.step import PrefillStep
 from prefill_node.vision import PromptEmbeds, TextEmbeds
 from tests.bench.environment import describe
-from tests.bench.timing import copy_bandwidth, graph_us
+from tests.bench.timing import copy_bandwidth, graph_us, wake
 
 PAGE = 16
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
@@ -285,6 +285,8 @@ def main() -> None:
             f"{told['graph_seconds']} s, compilation {told['graph_compile_seconds']} s, {told['graph_mib']} MiB",
             flush=True,
         )
+        if cuda:
+            wake()
         for size in sizes:
             ms, p90, busy = steps.measure(size, 9 if what == "prefill" else options.steps)
             kv = size * (options.context + options.steps / 2) * per_token

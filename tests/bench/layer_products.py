@@ -25,7 +25,7 @@ from common.engine.ops.linear import Tiles, gated_linear, linear, linear_parts, 
 from common.engine.ops.linear_norm import linear_add_rms_norm
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm_triton
 from tests.bench.environment import describe
-from tests.bench.timing import copy_bandwidth, graph_us
+from tests.bench.timing import copy_bandwidth, graph_us, wake
 
 HIDDEN, INTER, QKV = 4096, 14336, 6144
 EPS = 1e-5
@@ -156,6 +156,7 @@ def main() -> None:
     floor = 1e6 * stack.nbytes / copy_bandwidth()
     found = []
     for rows in options.rows:
+        wake()
         x = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
         expected = stack.run(x, Ways(product, library, SERVED.gate_up, library)).float()
         for name, ways in variants(rows):

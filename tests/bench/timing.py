@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,6 +31,16 @@ def graph_us(calls: Sequence[Callable[[], object]], count: int = CALLS) -> float
         stop.synchronize()
         times.append(start.elapsed_time(stop))
     return 1000 * statistics.median(times[2:]) / count
+
+
+def wake(seconds: float = 1.0) -> None:
+    """Keep the GPU busy before something short is measured: its clocks are low when it was idle, and take a while."""
+    a = torch.randn(4096, 4096, device="cuda").to(torch.bfloat16)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            torch.mm(a, a)
+        torch.cuda.synchronize()
 
 
 def sets_for(nbytes: int, most: int = 8) -> int:
