@@ -27,7 +27,7 @@ from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
-from common.engine.ops.linear import choose_tiles, linear_parts, linear_triton
+from common.engine.ops.linear import choose_gated_tiles, choose_tiles, linear_parts, linear_triton
 from common.engine.ops.linear_norm import divide_depth
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm_triton, rms_norm_triton
@@ -88,12 +88,8 @@ def kernels() -> set[str]:
     }
 
 
-def attention(
-    dim: int, dtype: torch.dtype, window: int | None, tokens: int, requests: int, alone: bool = False
-) -> None:
-    """A prompt, a plain step and a verification over one pool. `alone`: parts are also added by a kernel of their own;
-    else the last part adds them, which needs more of everything.
-    """
+def attention(dim: int, dtype: torch.dtype, window: int | None, tokens: int, requests: int) -> None:
+    """A prompt, a plain step and a verification over one pool."""
     plane = torch.zeros(70, PAGE, KV_HEADS, dim, dtype=dtype)
     lens, table = torch.zeros(requests, dtype=torch.int32), torch.zeros(requests, 70, dtype=torch.int32)
     starts = torch.zeros(requests + 1, dtype=torch.int32)
@@ -123,19 +119,22 @@ def body(dtype: torch.dtype) -> None:
     rotary_angles_by_axis_triton(places, axes, frequencies, 1.0, dtype)
     if dtype != torch.float32:
         for size in (2 * INNER, VOCAB):
-            tiles = choose_tiles(size)
+            tiles = choose_tiles(4, size)
             assert tiles is not None
             weights = torch.empty(size, HIDDEN, dtype=dtype)  # never touched: no memory behind it
             linear_triton(x, weights, None, tiles)
             linear_triton(x, weights, weights[:, 0].contiguous(), tiles)
-            if size == 2 * INNER:
-                linear_triton(x, weights, None, tiles, gated=True)
-        for depth in (HIDDEN, INNER):
-            division = divide_depth(HIDDEN, depth, 132)
-            assert division is not None
-            wide = torch.zeros(4, depth, dtype=dtype)
-            parts = linear_parts(wide, torch.empty(HIDDEN, depth, dtype=dtype), division)
-            add_parts_rms_norm_triton(parts, x, weight, 1e-5)
+        gates = torch.empty(2 * INNER, HIDDEN, dtype=dtype)
+        for rows in (4, 32):
+            tiles = choose_gated_tiles(rows, 2 * INNER)
+            assert tiles is not None
+            linear_triton(torch.zeros(rows, HIDDEN, dtype=dtype), gates, None, tiles, gated=True)
+        for rows, depth in ((4, HIDDEN), (4, INNER), (64, INNER)):
+            tiles = divide_depth(rows, HIDDEN, depth, 132)
+            assert tiles is not None
+            wide, down = torch.zeros(rows, depth, dtype=dtype), torch.empty(HIDDEN, depth, dtype=dtype)
+            stream = torch.zeros(rows, HIDDEN, dtype=dtype)
+            add_parts_rms_norm_triton(linear_parts(wide, down, tiles), stream, weight, 1e-5)
 
 
 def drawing() -> None:
@@ -186,7 +185,7 @@ def main() -> None:
         print(json.dumps({"kernel": name, "shared": made.metadata.shared, "warps": made.metadata.num_warps}))
 
     install(tell)
-    attention(128, BF16, None, tokens=64, requests=1, alone=True)
+    attention(128, BF16, None, tokens=64, requests=1)
     attention(128, BF16, None, tokens=2048, requests=64)
     attention(64, BF16, 4096, tokens=64, requests=1)
     attention(128, torch.float32, None, tokens=64, requests=1)

@@ -132,13 +132,13 @@ def test_linear(dtype: torch.dtype, rows: int, size: int, depth: int) -> None:
             assert torch.equal(linear(x[:1], weight, bias), out[:1])
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33])
 def test_gated_linear(rows: int) -> None:
     x, weight = normal(rows, 512, dtype=torch.bfloat16), normal(28672, 512, dtype=torch.bfloat16) / 512**0.5
     close(gated_linear(x, weight, None), silu_mul_reference(x @ weight.T))
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16, 17])
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 40, 64])
 @pytest.mark.parametrize(("size", "depth"), [(4096, 4096), (4096, 14336), (2048, 8192)])
 def test_a_product_and_the_norm_behind_it(rows: int, size: int, depth: int) -> None:
     x, weight = (

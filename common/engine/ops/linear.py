@@ -2,7 +2,8 @@
 
 Such a product is bound by memory. Wide matrices gain from this kernel: it is launched while the one before still runs
 (`await_previous`), and it takes the activation with it, which would be a launch of its own. Narrow ones are left to
-cuBLAS, which divides their depth, too (tests/bench/NOTES.md). A row's result does not depend on the number of rows.
+cuBLAS, which divides their depth, too, or to `linear_norm` (tests/bench/NOTES.md). A row's result does not depend on
+its company in a tile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from common.engine.ops.registration import register_op
 from common.engine.ops.silu_mul import silu_mul_reference, silu_mul_triton
 from common.engine.ops.triton_kernel import await_previous, cdiv, chained, kernel_with_varying, tl
 
-MAX_ROWS = 16  # of a tile of the matrix units; more rows are a library's business
+FEW = 16  # rows: what a tile of the matrix units has at least
 
 
 class Tiles(NamedTuple):
@@ -29,7 +30,7 @@ class Tiles(NamedTuple):
     stages: int
     ahead: int = 0  # inputs whose weights are asked for before x is there
     parts: int = 1  # of the depth, a program each
-    rows: int = MAX_ROWS  # of x, at most
+    rows: int = FEW  # of x, at most
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,11 +97,18 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, out.to(dtype), mask=(row < rows)[:, None] & real[None, :])
 
 
-def choose_tiles(size: int) -> Tiles | None:
-    """For a weight of `size` rows; None where cuBLAS is faster."""
-    if size < 16384:
+def choose_tiles(rows: int, size: int) -> Tiles | None:
+    """For x of so many rows and a weight of `size` rows; None where cuBLAS is faster."""
+    if rows > FEW or size < 16384:
         return None
-    return Tiles(32, 256, 4, 3, 0) if size < 65536 else Tiles(64, 128, 4, 4, 0)
+    return Tiles(32, 256, 4, 3) if size < 65536 else Tiles(64, 128, 4, 4)
+
+
+def choose_gated_tiles(rows: int, size: int) -> Tiles | None:
+    """The same for `gated_linear`."""
+    if FEW < rows <= 2 * FEW and size >= 16384:
+        return Tiles(64, 128, 8, 3, rows=2 * FEW)
+    return choose_tiles(rows, size)
 
 
 def linear_triton(
@@ -116,8 +124,7 @@ def linear_triton(
 
 def linear_parts(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
     """The depth divided among programs: [parts, rows, size] float32, to be added up; see `linear_add_norm`."""
-    rows = x.numel() // x.shape[-1]
-    out = x.new_empty((tiles.parts, rows, weight.shape[0]), dtype=torch.float32)
+    out = x.new_empty((tiles.parts, rows_of(x), weight.shape[0]), dtype=torch.float32)
     _launch(x, weight, None, out, tiles, gated=False)
     return out
 
@@ -164,17 +171,19 @@ def _launch(
     )
 
 
-def few_rows(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.numel() <= MAX_ROWS * x.shape[-1]
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and weight.is_contiguous()
-    )
+def halves(x: Tensor, weight: Tensor) -> bool:
+    """Whether our kernel is for them: 16 bits, and a weight in one piece."""
+    return x.dtype in (torch.float16, torch.bfloat16) and weight.is_contiguous()
+
+
+def rows_of(x: Tensor) -> int:
+    """[..., in]: how many there are of the last axis."""
+    return x.numel() // x.shape[-1]
 
 
 def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    tiles = choose_tiles(weight.shape[0])
-    if tiles is not None and few_rows(x, weight):
+    tiles = choose_tiles(rows_of(x), weight.shape[0])
+    if tiles is not None and halves(x, weight):
         return linear_triton(x, weight, bias, tiles)
     return F.linear(x, weight, bias)
 
@@ -192,8 +201,8 @@ def gated_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _gated_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    tiles = choose_tiles(weight.shape[0])
-    if tiles is not None and bias is None and few_rows(x, weight):
+    tiles = choose_gated_tiles(rows_of(x), weight.shape[0])
+    if tiles is not None and bias is None and halves(x, weight):
         return linear_triton(x, weight, None, tiles, gated=True)
     return silu_mul_triton(F.linear(x, weight, bias))
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.linear import Tiles, few_rows, linear, linear_parts
+from common.engine.ops.linear import FEW, Tiles, halves, linear, linear_parts, rows_of
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import (
     add_parts_rms_norm_triton,
@@ -30,24 +30,28 @@ def linear_add_rms_norm_reference(
     return add_rms_norm_reference(F.linear(x, weight, bias), residual, norm_weight, eps)
 
 
-def divide_depth(size: int, depth: int, processors: int) -> Tiles | None:
-    """For a weight [size, depth]: two programs for each multiprocessor. None where cuBLAS is left alone.
+def divide_depth(rows: int, size: int, depth: int, processors: int) -> Tiles | None:
+    """For x of so many rows and a weight [size, depth]; None where cuBLAS is faster.
 
-    Measured with the 8B shape on an H200 (tests/bench/NOTES.md); other shapes follow from its two.
+    Two programs for each multiprocessor, or one of four times the rows. Measured with the 8B shape on an H200
+    (tests/bench/NOTES.md); other shapes follow from its two.
     """
-    columns = 64 if depth >= 8192 else 32
-    parts = 2 * processors // cdiv(size, columns)
-    if parts < 2 or depth < 2048:
+    deep = depth >= 8192
+    if depth < 2048 or (rows > FEW and not (deep and 2 * FEW < rows <= 4 * FEW)):
         return None
-    return Tiles(columns, 256, 4, 3, parts=min(1 << (parts.bit_length() - 1), 8))
+    columns, each, tile = (64 if deep else 32), *((2, FEW) if rows <= FEW else (1, 4 * FEW))
+    parts = each * processors // cdiv(size, columns)
+    if parts < 2:
+        return None
+    return Tiles(columns, 256, 4, 3, parts=min(1 << (parts.bit_length() - 1), 8), rows=tile)
 
 
 def _cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     size, depth = weight.shape
-    division = divide_depth(size, depth, multiprocessors(x.device))
-    if division is None or bias is not None or not few_rows(x, weight):
+    division = divide_depth(rows_of(x), size, depth, multiprocessors(x.device))
+    if division is None or bias is not None or not halves(x, weight):
         return add_rms_norm_triton(linear(x, weight, bias), residual, norm_weight, eps)
     return add_parts_rms_norm_triton(linear_parts(x, weight, division), residual, norm_weight, eps)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from common.engine.ops.linear import (
-    MAX_ROWS,
+    FEW,
     Tiles,
+    choose_gated_tiles,
     choose_tiles,
     gated_linear,
     linear,
@@ -60,7 +61,7 @@ def test_linear_of_strided_and_of_nested_rows() -> None:
 
 def test_linear_refuses_what_a_tile_cannot_hold() -> None:
     with pytest.raises(AssertionError, match="17 rows"):
-        linear_triton(torch.randn(MAX_ROWS + 1, 32), torch.randn(16, 32), None, TILES)
+        linear_triton(torch.randn(FEW + 1, 32), torch.randn(16, 32), None, TILES)
     with pytest.raises(AssertionError, match="contiguous"):
         linear_triton(torch.randn(1, 32), torch.randn(32, 16).T, None, TILES)
     with pytest.raises(AssertionError, match="times"):
@@ -68,27 +69,28 @@ def test_linear_refuses_what_a_tile_cannot_hold() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "width", "depth"), [(1, 48, 128), (5, 20, 100)])
+@pytest.mark.parametrize(("rows", "width", "depth"), [(1, 48, 128), (5, 20, 100), (29, 20, 100)])
 def test_gated_linear(dtype: torch.dtype, rows: int, width: int, depth: int) -> None:
     x, weight = torch.randn(rows, depth, dtype=dtype), torch.randn(2 * width, depth, dtype=dtype) / depth**0.5
-    out = linear_triton(x, weight, None, TILES, gated=True)
+    tiles = TILES._replace(rows=32 if rows > FEW else FEW)
+    out = linear_triton(x, weight, None, tiles, gated=True)
     limit = 4e-3 if dtype == torch.float16 else 5e-6
     torch.testing.assert_close(out, gated_linear(x, weight, None), atol=limit, rtol=limit)
     assert torch.equal(gated_linear(x, weight, None), silu_mul(linear(x, weight, None)))
     with pytest.raises(AssertionError, match="no bias"):
-        linear_triton(x, weight, weight[:, 0].contiguous(), TILES, gated=True)
+        linear_triton(x, weight, weight[:, 0].contiguous(), tiles, gated=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])  # of 5 and a rest, so that parts are uneven, cut and empty
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 40), (0, 16)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 40), (0, 16), (50, 40)])
 def test_a_product_in_parts_and_the_norm_that_adds_them_up(
     dtype: torch.dtype, parts: int, rows: int, size: int
 ) -> None:
     depth = 5 * 32 + 7
     x, weight = torch.randn(rows, depth, dtype=dtype), torch.randn(size, depth, dtype=dtype) / depth**0.5
     residual, gain = torch.randn(rows, size, dtype=dtype), torch.randn(size, dtype=dtype)
-    made = linear_parts(x, weight, Tiles(16, 32, 4, 2, parts=parts))
+    made = linear_parts(x, weight, Tiles(16, 32, 4, 2, parts=parts, rows=64 if rows > FEW else FEW))
     assert made.shape == (parts, rows, size)
     limit = 4e-3 if dtype == torch.float16 else 5e-6
     torch.testing.assert_close(made.double().sum(0), x.double() @ weight.double().T, atol=limit, rtol=limit)
@@ -114,25 +116,46 @@ def test_the_reference_of_a_product_with_its_norm_is_one_after_the_other(bias: b
 @pytest.mark.parametrize(
     ("size", "depth"), [(4096, 4096), (4096, 14336), (3584, 18944), (2048, 8192), (8192, 28672)]
 )
-def test_what_ends_a_block_is_divided(size: int, depth: int) -> None:
+@pytest.mark.parametrize("rows", [1, 16])
+def test_what_ends_a_block_is_divided(rows: int, size: int, depth: int) -> None:
     """Into as many programs as run at once, and hardly fewer: all of the memory is busy, and none comes last."""
-    tiles = divide_depth(size, depth, 132)
+    tiles = divide_depth(rows, size, depth, 132)
     assert tiles is not None
     assert 132 < tiles.parts * -(-size // tiles.columns) <= 264
     assert tiles.depth * tiles.parts <= depth
+    assert rows <= tiles.rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "divided"),
+    [(17, 14336, False), (33, 14336, True), (64, 14336, True), (65, 14336, False), (64, 4096, False)],
+)
+def test_more_rows_are_divided_where_it_pays(rows: int, depth: int, divided: bool) -> None:
+    tiles = divide_depth(rows, 4096, depth, 132)
+    assert (tiles is not None) == divided
+    assert tiles is None or (tiles.rows >= rows and tiles.parts * 4096 // tiles.columns <= 132)
 
 
 def test_what_is_wide_or_shallow_is_not_divided() -> None:
-    assert divide_depth(16384, 4096, 132) is None
-    assert divide_depth(4096, 1024, 132) is None
+    assert divide_depth(1, 16384, 4096, 132) is None
+    assert divide_depth(1, 4096, 1024, 132) is None
 
 
 @pytest.mark.parametrize("size", [16384, 28672, 128256])
 def test_wide_matrices_have_tiles_and_narrow_ones_have_none(size: int) -> None:
-    tiles = choose_tiles(size)
-    assert tiles is not None
-    assert all(number & (number - 1) == 0 for number in tiles[:3])
-    assert choose_tiles(size // 8) is None
+    for rows, choose in (
+        (1, choose_tiles),
+        (16, choose_tiles),
+        (16, choose_gated_tiles),
+        (32, choose_gated_tiles),
+    ):
+        tiles = choose(rows, size)
+        assert tiles is not None
+        assert all(number & (number - 1) == 0 for number in tiles[:3])
+        assert rows <= tiles.rows
+        assert choose(rows, size // 8) is None
+    assert choose_tiles(17, size) is None
+    assert choose_gated_tiles(33, size) is None
 
 
 @pytest.mark.parametrize("count", [1, 4])
