@@ -11,6 +11,9 @@ from router.http_errors import broken_request
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
+# From the start, or the answer before, until the head of the next request is complete: a client that sends none must
+# not keep a descriptor.
+IDLE_SECONDS = 75.0
 SHUTDOWN_SECONDS = 1.0  # for answers that are being written when the server closes
 
 
@@ -21,6 +24,7 @@ def http_runner(app: web.Application) -> web.AppRunner:
         handler_cancellation=True,  # else a client that leaves before the first byte is noticed only at the end
         access_log=None,
         shutdown_timeout=SHUTDOWN_SECONDS,
+        keepalive_timeout=IDLE_SECONDS,
         max_field_size=MAX_HEADER_BYTES,
         max_line_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,

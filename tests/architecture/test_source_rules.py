@@ -174,6 +174,21 @@ def test_no_test_is_decided_by_how_fast_something_was() -> None:
     assert not wrong, "measures wall time: " + ", ".join(wrong)
 
 
+def test_the_wall_clock_is_for_people() -> None:
+    """It jumps (RELIABILITY.md, 24): deadlines and waits go by the monotonic one. These places show it to a person."""
+    shown = {
+        "common/ipc/router_link.py",  # since when the load of a node is so
+        "router/app.py",  # `created` of the model
+        "router/openai_routes.py",  # `created` of an answer
+        "router/template_sandbox.py",  # the date, which a chat template may ask for
+    }
+    wall = re.compile(r"\btime\.(time|time_ns|localtime)\(|\bdatetime\.(now|utcnow|today)\(|\bdate\.today\(")
+    cards = "deploy/models/"  # say when they were made
+    used = {module.place for module in MODULES if wall.search(module.text)}
+    used = {place for place in used if not place.startswith(cards)}
+    assert used == shown
+
+
 def test_top_level_folders() -> None:
     """ARCHITECTURE.md fixes them: a new folder is a decision, not an accident."""
     folders = {

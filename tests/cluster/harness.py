@@ -111,6 +111,22 @@ class RunningCluster:
                 stderr=log,
             )
 
+    def listens_at(self, name: str) -> set[tuple[str, int]]:
+        """(address, port) of every TCP socket of the process that takes connections, as the kernel says."""
+        directory = Path(f"/proc/{self.processes[name].pid}")
+        inodes = {os.readlink(each) for each in (directory / "fd").iterdir() if each.is_symlink()}
+        found = set()
+        for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+            for line in (directory / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] != "0A" or f"socket:[{fields[9]}]" not in inodes:  # 0A: LISTEN
+                    continue
+                address, port = fields[1].split(":")
+                words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+                packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+                found.add((socket.inet_ntop(family, packed), int(port, 16)))
+        return found
+
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.processes[name].send_signal(number)
         if number == signal.SIGKILL:

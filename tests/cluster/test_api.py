@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from openai import AsyncOpenAI
 
 from deploy.models.word_problems import take
 from tests.cluster.harness import ENV, ROOT, Client, RunningCluster
+from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -120,6 +122,59 @@ async def test_server_info_metrics_and_timeline(cluster: RunningCluster) -> None
             text = await response.text()
         assert 'vllm:num_requests_running{engine="decode-0",model_name="tiny",role="decode"} 0.0' in text
         assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in text
+
+
+def test_the_router_alone_listens_and_on_its_one_address(cluster: RunningCluster) -> None:
+    """SECURITY.md, 3: on one host nodes are reached through sockets of files, which are their owner's."""
+    found = {name: cluster.listens_at(name) for name in cluster.names}
+    assert found == {"router": {("127.0.0.1", cluster.port)}, "prefill-0": set(), "decode-0": set()}
+
+
+async def test_logs_hold_nothing_of_what_was_asked_and_answered(cluster: RunningCluster) -> None:
+    """SECURITY.md, 9: neither where all is well nor where it is not."""
+    told = "xylophone marmalade"
+    async with Client(cluster.url) as client:
+        answer = await client.complete(told, 24)
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": told}]}
+        for refused in ({"max_tokens": 10**6}, {"stop": [told] * 999}, {"temperature": told}):
+            async with client.session.post("/v1/chat/completions", json=chat | refused) as response:
+                assert response.status == 400
+        async with client.session.post("/v1/completions", json={"prompt": told, "stream": True}) as response:
+            await response.content.readline()  # and is gone
+        await client.wait_idle()
+    for name in cluster.names:
+        log = cluster.log(name)
+        assert log
+        for text in ("xylophone", "marmalade", answer.text.strip()):
+            assert text not in log, f"{name} has logged it"
+
+
+async def test_requests_leave_no_descriptor_behind(cluster: RunningCluster) -> None:
+    """RELIABILITY.md, I5: neither those that end nor those whose client leaves."""
+
+    def open_ones() -> dict[str, int]:
+        directories = {name: f"/proc/{cluster.processes[name].pid}/fd" for name in cluster.names}
+        return {name: len(list(Path(directory).iterdir())) for name, directory in directories.items()}
+
+    async def some() -> None:
+        async with Client(cluster.url) as client:
+            body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
+            for _ in range(8):
+                async with client.session.post("/v1/completions", json=body) as response:
+                    await response.content.readline()
+            await client.complete_all([[n, 9] for n in range(5, 21)], 16)
+            await client.wait_idle()
+
+    await some()
+    before, last = open_ones(), None
+    while before != last:  # connections of its clients close behind their backs
+        await asyncio.sleep(0.2)
+        before, last = open_ones(), before
+    await some()
+    deadline = time.monotonic() + PATIENCE
+    while any(count > before[name] for name, count in open_ones().items()):
+        assert time.monotonic() < deadline, (before, open_ones())
+        await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("shots", [0, 8])

@@ -110,6 +110,8 @@ async def test_every_way_of_cutting(
 ) -> None:
     chosen = prompts[:: case.every]
     async with RunningCluster(tmp_path, case.prefill, case.decode, case.config) as cluster:
+        for name in cluster.names:  # none listens off loopback
+            assert {address for address, _ in cluster.listens_at(name)} <= {"127.0.0.1"}
         async with Client(cluster.url) as client:
             shown: dict[str, int] = {}
             for _ in range(5):  # who meets whom depends on how fast the nodes are

@@ -65,6 +65,22 @@ async def test_killed_node_is_replaced_by_another(victim: str, tmp_path: Path, r
         again = await client.complete_all(prompts, 12, 20)
         assert [a.tokens for a in again] == [reference(p, 60)[:20] for p in prompts]
         await client.wait_idle()
+        await _drain(cluster, client, victim.replace("0", "1"), prompts[:6], reference)
+
+
+async def _drain(
+    cluster: RunningCluster, client: Client, name: str, prompts: list[list[int]], reference: Reference
+) -> None:
+    """Rows 26 and 27 of RELIABILITY.md: a node that is told to end under load fails no request and ends well."""
+    running = [asyncio.create_task(client.complete(prompt, 60)) for prompt in prompts]
+    await asyncio.sleep(0.4)
+    cluster.kill(name, signal.SIGTERM)
+    running += [asyncio.create_task(client.complete(prompt, 60)) for prompt in prompts]
+    for prompt, answer in zip(2 * prompts, await asyncio.gather(*running), strict=True):
+        assert answer.tokens == reference(prompt, 60)
+    await client.gone(name)
+    assert await asyncio.to_thread(cluster.processes[name].wait, PATIENCE) == 0
+    await client.wait_idle()
 
 
 async def test_last_node_of_a_role_killed_gives_an_error_at_once(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ class Watched:
 
     def __init__(self, inner: Drafter, bench: Bench) -> None:
         self._inner = inner
-        self._relay = bench.parts.relay
+        self._relay, self._draft_pool = bench.parts.relay, bench.parts.draft_pool
         self._requests: Sequence[DecodeRequest] = ()
         self.state = inner.state
         self.nodes, self.reach = inner.nodes, inner.reach
@@ -233,6 +233,19 @@ class Watched:
     def answer(self, request: DecodeRequest) -> list[int]:
         """What plain decoding says."""
         return reference(tuple(request.prompt), request.sampling, request.emitted)[0]
+
+    def draft_kv(self, index: int, count: int) -> torch.Tensor:
+        """[planes, count, heads, D]: of the first positions of request `index` of the batch."""
+        request = self._requests[index]
+        assert request.lease is not None
+        assert self._draft_pool is not None
+        pages = torch.tensor(request.lease.pages)
+        planes = [
+            plane(layer).index_select(0, pages).flatten(0, 1)[:count]
+            for layer in range(self._draft_pool.num_layers)
+            for plane in (self._draft_pool.key, self._draft_pool.value)
+        ]
+        return torch.stack(planes)
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
         """Tree `index` of the batch continues `text`; plain decoding would say `rest`."""

@@ -166,7 +166,7 @@ class Seen:
 
     text: list[int]
     drafts: list[int]  # those that can be emitted
-    planes: list[torch.Tensor]  # keys and values of each module, [positions, heads, D]
+    planes: torch.Tensor  # keys and values of each module, [2 * modules, positions, heads, D]
 
 
 class ObservedModules(Watched):
@@ -174,8 +174,6 @@ class ObservedModules(Watched):
 
     def __init__(self, inner: MultiLayerDrafter, bench: Bench, hit: float, seen: list[Seen]) -> None:
         super().__init__(inner, bench)
-        assert bench.parts.draft_pool is not None
-        self._pool = bench.parts.draft_pool
         self._hit = hit
         self._seen = seen
         self._random = random.Random(3)
@@ -185,13 +183,7 @@ class ObservedModules(Watched):
         drafts = self._relay.draft_ids[request.row]
         assert not self._relay.draft_hidden[0].any(), "padding has put something aside"
         if rest:  # behind the end there are no pages, and no draft that could be emitted
-            assert request.lease is not None
-            pages, count = torch.tensor(request.lease.pages), len(text) - 1
-            planes = [
-                plane(module).index_select(0, pages).flatten(0, 1)[:count]
-                for module in range(self._pool.num_layers)
-                for plane in (self._pool.key, self._pool.value)
-            ]
+            planes = self.draft_kv(index, len(text) - 1)
             self._seen.append(Seen(text, drafts.tolist()[: len(rest)], planes))
         for step, right in enumerate(rest[: self.nodes - 1]):
             if self._random.random() < self._hit:

@@ -56,6 +56,8 @@ def refusal(decode: Decode, prefill: Prefill) -> str:
         (layout(fingerprint="other"), "layout", ["decode-0", "model differs", "tiny", "other"]),
         (layout(page_size=4), "layout", ["page size differs", "set the same kv.page_size"]),
         (layout(dtype="bfloat16"), "layout", ["KV dtype differs"]),
+        # one node drafts, the other does not: a draft's planes stand behind the target's
+        (KvLayout.build("tiny", "float32", 2, 16, [(2, 4)] * 3), "layout", ["decode-0"]),
         (
             KvLayout.build("tiny", "float32", 2, 16, [(2, 4), (2, 4)], 0, 2),
             "tensor_parallel",

@@ -9,8 +9,10 @@ import logging
 
 import aiohttp.http_parser
 import pytest
+from aiohttp import web
 
 from common.errors import DeadlineExceeded, InternalError, Overloaded, TransferFailed, Unavailable
+from router.http_server import http_runner
 from tests.fakes.waiting import PATIENCE
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import one_by_one
@@ -204,6 +206,24 @@ async def test_broken_http_is_refused(rig: Rig, head: str, caplog: pytest.LogCap
     assert (told["type"], told["code"], told["param"]) == ("invalid_request_error", 400, None)
     assert not rig.generator.requests
     assert (await rig.post(CHAT, BODY))[0] == 200  # others are served on
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD.encode(), b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT"])
+async def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SECURITY.md, 6: nothing, a head that never ends, and the same behind a request that was answered."""
+    monkeypatch.setattr("router.http_server.IDLE_SECONDS", 0.05)
+    runner = http_runner(web.Application())
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
+        assert answer.startswith(b"HTTP/1.1 404") if b"\r\n\r\n" in sent else not answer
+        writer.close()
+    finally:
+        await runner.cleanup()
 
 
 async def test_long_messages_are_cut(rig: Rig) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.aux_layers import AuxLayers
 from common.draft_config import DraftAlgorithm, DraftConfig
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 from common.engine.layers.placement import Placement
+from common.engine.models.eagle import EMBEDDING, Eagle3Head
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
 from tests.fakes.draft_models import DRAFTS
-from tests.fakes.tiny_model import CONFIG, PLACEMENT
+from tests.fakes.tiny_model import CONFIG, PLACEMENT, tiny_model
 from tests.unit.cuda_graph.rig import BACKENDS
 from tests.unit.speculative.rig import Kind, RoundRig, prompts_of
 
@@ -38,6 +41,16 @@ def test_widths_of_the_shipped_drafts(name: str, algorithm: DraftAlgorithm, draf
     config = DraftConfig.load(MODELS / name, algorithm, ModelConfig.load(MODELS / "tiny-target"))
     assert EagleDraftInput.hidden_size_for(config) == draft
     assert EagleDraftExtendInput.hidden_size_for(config) == extend
+
+
+@pytest.mark.parametrize("states", [1, 2, 3, 4])
+def test_as_many_aux_states_as_the_head_reads(states: int) -> None:
+    """Rows D1, D4: of the target's width each, whatever the head's own; the projection takes all of them."""
+    config = replace(DRAFTS["eagle3-narrow"], aux=AuxLayers(tuple(range(states))), fc_norms=())
+    assert EagleDraftInput.hidden_size_for(config) == 24
+    assert EagleDraftExtendInput.hidden_size_for(config) == states * CONFIG.hidden_size
+    head = Eagle3Head(config, tiny_model(), PLACEMENT, (EMBEDDING,))
+    assert head.project(torch.zeros(5, states * CONFIG.hidden_size)).shape == (5, 24)
 
 
 def test_without_a_draft_model_nothing_travels() -> None:

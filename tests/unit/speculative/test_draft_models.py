@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from prefill_node.request import PrefillRequest
 from tests.fakes.covering import pairs
-from tests.fakes.draft_models import drafting, eager_drafts, observed
+from tests.fakes.draft_models import DraftModel, Watched, drafter, drafting, eager_drafts, observed
+from tests.fakes.drafters import speculative
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import (
     SAMPLED,
@@ -57,6 +59,28 @@ def test_drafts_across_the_cut(name: str, chunk: int, page_size: int, completion
         cluster.settle()
         assert cluster.decode.link.counters.avg_spec_accept_length > 1.5
     expect_eager(name, seen, 3, least=14)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+def test_draft_kv_of_chunks_is_that_of_the_whole_prompt(name: str) -> None:
+    """Row C1: keys and values of every position, as the decode node finds them before its first round."""
+    prompt, planes = prompt_of(23), []
+
+    class Look(Watched):
+        def watch(self, index: int, text: list[int], rest: list[int]) -> None:
+            if len(text) == len(prompt) + 1:
+                planes.append(self.draft_kv(index, len(prompt)))
+
+    for chunk in (64, 1, 22, 23, 7):  # the whole prompt first
+        model = DraftModel(name)
+        step = speculative(lambda bench, model=model: Look(drafter(model, bench, 2), bench))  # type: ignore[misc]
+        with NodeCluster(Shape(draft=model, step=step, page_size=4, chunk_tokens=chunk)) as cluster:
+            cluster.submit(prompt, 6)
+            cluster.run()
+    whole, *others = planes
+    assert len(others) == 4
+    for found in others:
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
