@@ -88,11 +88,11 @@ def elementwise() -> Iterator[Result]:
 class Pages:
     """B requests of `length` tokens over shuffled pages, as many copies of the planes as defeat the L2."""
 
-    def __init__(self, batch: int, length: int) -> None:
+    def __init__(self, batch: int, length: int, most: int = 8) -> None:
         per_request = -(-length // PAGE)
         count = batch * per_request + 1
         self.nbytes = 2 * batch * length * KV_HEADS * DIM * 2
-        self.planes = [bf16(2, count, PAGE, KV_HEADS, DIM) for _ in range(sets_for(self.nbytes))]
+        self.planes = [bf16(2, count, PAGE, KV_HEADS, DIM) for _ in range(sets_for(self.nbytes, most))]
         order = torch.randperm(count - 1, device="cuda") + 1
         self.table = order.view(batch, per_request).to(torch.int32)
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")

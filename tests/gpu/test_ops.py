@@ -15,6 +15,7 @@ from common.engine.ops.decode_attention import decode_attention, decode_triton
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.filter_floor import filter_floor, filter_floor_reference
 from common.engine.ops.keep_hidden import keep_hidden, keep_hidden_reference
+from common.engine.ops.key_parts import Division
 from common.engine.ops.linear import gated_linear, linear, linear_reference
 from common.engine.ops.linear_norm import linear_add_rms_norm, linear_add_rms_norm_reference
 from common.engine.ops.penalise import penalise, penalise_reference
@@ -46,7 +47,7 @@ from common.engine.ops.step_rows import (
     step_rows_reference,
 )
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
-from common.engine.ops.verify_attention import Division, verify_attention, verify_reference, verify_triton
+from common.engine.ops.verify_attention import verify_attention, verify_reference, verify_triton
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,13 +6,11 @@ the whole prefix, itself and its ancestors. Only slots below a request's length 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.key_parts import BLOCK_KEYS, GRANULE, LOG2_E, KeyParts
+from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import (
@@ -27,7 +25,7 @@ from common.engine.ops.triton_kernel import (
 )
 
 MAX_ROWS = 64  # new tokens times query heads of a KV head in one tile: more of them read the keys once again
-MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
+MOST_BITS = 64
 
 
 def verify_reference(
@@ -178,14 +176,19 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     SPLIT: tl.constexpr,  # more than one
     WINDOW: tl.constexpr,
+    BITS: tl.constexpr,  # a row's ancestors fit into 64 bits, and see each other whatever lies between
     ROWS: tl.constexpr,  # of a tile: new tokens times query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # keys of a step over the prefix
-    BLOCK_W: tl.constexpr,  # slots of a step over the tree
+    BLOCK_W: tl.constexpr,  # where BITS, all slots of the tree; else those of a step over it
     GRANULE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """A program has one part of one request's prefix for a tile of rows; the last part has the tree's slots too."""
+    """A program has one part of one request's keys for a tile of rows.
+
+    BITS: the tree's slots are keys like others, of which a row's bits say whether it sees them. Otherwise the last part
+    goes over them behind its part of the prefix, which costs it the time of one more read.
+    """
     await_previous(CHAINED)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -193,12 +196,14 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     split, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lens_ptr + request)
     prefix = tl.maximum(length - width, 0)
-    begin = 0
+    begin, behind = 0, prefix
+    if BITS:
+        behind = length
     if WINDOW:
         begin = tl.maximum(prefix - window + 1, 0)
-    part = tl.cdiv(tl.cdiv(prefix - begin, splits), GRANULE) * GRANULE
+    part = tl.cdiv(tl.cdiv(behind - begin, splits), GRANULE) * GRANULE
     begin += split * part
-    end = tl.minimum(begin + part, prefix)
+    end = tl.minimum(begin + part, behind)
 
     row, dim = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     inside = (row < new * GROUP)[:, None] & (dim < D)[None, :]
@@ -211,6 +216,11 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     live_row = row < new * GROUP
     depth = tl.zeros((ROWS,), tl.int32)
     slot = tl.arange(0, BLOCK_W)
+    bits = tl.zeros((ROWS,), tl.int64)
+    if BITS:
+        read = live_row[:, None] & (slot < width)[None, :]
+        marked = tl.load(tree[:, None] + slot[None, :], mask=read, other=0).to(tl.int64)
+        bits = tl.sum(marked << slot.to(tl.int64)[None, :], axis=1)
     if WINDOW:  # where each row stands
         for start in range(0, width, BLOCK_W):
             read = live_row[:, None] & (start + slot < width)[None, :]
@@ -229,28 +239,38 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         key = _load_keys(key_ptr, page, position, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
         score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
         seen = live[None, :]
+        if BITS:
+            place = position - prefix
+            bit = bits[:, None] >> tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)[None, :]
+            seen = seen & ((place < 0)[None, :] | (bit & 1 != 0))
         if WINDOW:
             seen = seen & (position[None, :] > (prefix + depth - window)[:, None])
         score = tl.where(seen, score, float("-inf"))
         value = _load_keys(value_ptr, page, position, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
         most, total, out = _soften(most, total, out, score, value.to(query.dtype))
 
-    tree_end = tl.where(split == splits - 1, tl.minimum(width, length), 0)
-    above = tl.zeros((ROWS,), tl.int32)  # ancestors in the slots before, and the row itself
-    for start in range(0, tree_end, BLOCK_W):
-        place = start + slot
-        live = place < tree_end
-        seen = tl.load(tree[:, None] + place[None, :], mask=live_row[:, None] & live[None, :], other=0) != 0
-        if WINDOW:
-            upto = above[:, None] + tl.cumsum(seen.to(tl.int32), axis=1)
-            above += tl.sum(seen.to(tl.int32), axis=1)
-            seen = seen & (depth[:, None] + 1 - upto < window)
-        page = tl.load(table + (prefix + place) // PAGE_SIZE, mask=live, other=0)
-        key = _load_keys(key_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
-        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
-        score = tl.where(seen, score, float("-inf"))
-        value = _load_keys(value_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
-        most, total, out = _soften(most, total, out, score, value.to(query.dtype))
+    tree_end = 0
+    if not BITS:
+        tree_end = tl.where(split == splits - 1, tl.minimum(width, length), 0)
+        above = tl.zeros((ROWS,), tl.int32)  # ancestors in the slots before, and the row itself
+        for start in range(0, tree_end, BLOCK_W):
+            place = start + slot
+            live = place < tree_end
+            seen = (
+                tl.load(tree[:, None] + place[None, :], mask=live_row[:, None] & live[None, :], other=0) != 0
+            )
+            if WINDOW:
+                upto = above[:, None] + tl.cumsum(seen.to(tl.int32), axis=1)
+                above += tl.sum(seen.to(tl.int32), axis=1)
+                seen = seen & (depth[:, None] + 1 - upto < window)
+            page = tl.load(table + (prefix + place) // PAGE_SIZE, mask=live, other=0)
+            key = _load_keys(key_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+            score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
+            score = tl.where(seen, score, float("-inf"))
+            value = _load_keys(
+                value_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D
+            )
+            most, total, out = _soften(most, total, out, score, value.to(query.dtype))
 
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
     line = (token * HEADS + head) * splits + split
@@ -260,23 +280,6 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         if (begin < end) | (tree_end > 0):
             tl.store(out_ptr + line[:, None] * D + dim[None, :], result, mask=inside)
         tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=live_row)
-
-
-class Division(NamedTuple):
-    """How a request's keys are divided."""
-
-    splits: int
-    keys: int  # of a step
-    stages: int
-
-
-def choose_division(programs: int, max_keys: int, head_bytes: int, processors: int) -> Division:
-    """From host bounds alone. `programs`: without splits. Two to a processor, each with as many keys on the way as
-    shared memory holds, are better than more of them: measured on an H200."""
-    splits = max(1, min(2 * processors // programs, cdiv(max_keys, BLOCK_KEYS), 16))
-    if head_bytes > MEASURED_HEAD_BYTES:
-        return Division(splits, BLOCK_KEYS, 2)
-    return Division(splits, 2 * BLOCK_KEYS, 2) if splits > 1 else Division(1, BLOCK_KEYS, 3)
 
 
 def verify_triton(
@@ -343,10 +346,11 @@ def verify_triton(
         D=head_dim,
         SPLIT=splits > 1,
         WINDOW=window is not None,
+        BITS=window is None and width <= MOST_BITS,
         ROWS=rows,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
         BLOCK_N=division.keys,
-        BLOCK_W=min(max(next_power_of_2(width), 16), 64),
+        BLOCK_W=min(max(next_power_of_2(width), 16), MOST_BITS),
         GRANULE=GRANULE,
         num_warps=num_warps,
         num_stages=division.stages,

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.ops.key_parts import Division, choose_division
 from common.engine.ops.triton_kernel import tl
-from common.engine.ops.verify_attention import Division, choose_division, verify_reference, verify_triton
+from common.engine.ops.verify_attention import verify_reference, verify_triton
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
 pytestmark = [
@@ -92,15 +93,28 @@ def test_shapes_and_strides(heads: int, kv_heads: int, dim: int) -> None:
         )
 
 
+@pytest.mark.parametrize("length", [33, 36, 48])
+def test_a_part_of_which_some_rows_see_nothing(length: int) -> None:
+    """The last part holds slots of the tree alone: it must not count for those that see none of them."""
+    cache = Cache([length], 16, 1, 16, torch.float32)
+    masks = tree_masks([TREES[0]], 8)
+    query, lengths = torch.randn(8, 2, 16), torch.tensor([length], dtype=torch.int32)
+    for splits in (3, 4):
+        division = Division(splits, 64, 2)
+        out = verify_triton(query, *cache.planes, cache.page_table, lengths, masks, 64, None, 0.25, division)
+        expect(out, cache, query, masks, None)
+
+
 @pytest.mark.parametrize("window", [None, 9])
-def test_more_rows_and_slots_than_one_tile(window: int | None) -> None:
-    """A chain of 70 behind 11 tokens: its slots and its rows take two steps each; as causal attention."""
-    new, heads, kv_heads, dim = 70, 2, 1, 16
-    cache = Cache([81], 16, kv_heads, dim, torch.float32)
+@pytest.mark.parametrize("new", [64, 70])  # with and without a bit for each slot
+def test_more_rows_and_slots_than_one_tile(new: int, window: int | None) -> None:
+    """A chain behind 11 tokens: its rows take two tiles; as causal attention."""
+    heads, kv_heads, dim, length = 2, 1, 16, new + 11
+    cache = Cache([length], 16, kv_heads, dim, torch.float32)
     masks = torch.ones(new, new, dtype=torch.bool).tril()[None]
-    query, lengths = torch.randn(new, heads, dim), torch.tensor([81], dtype=torch.int32)
+    query, lengths = torch.randn(new, heads, dim), torch.tensor([length], dtype=torch.int32)
     out = verify_triton(
-        query, *cache.planes, cache.page_table, lengths, masks, 81, window, dim**-0.5, Division(2, 64, 2)
+        query, *cache.planes, cache.page_table, lengths, masks, length, window, dim**-0.5, Division(2, 64, 2)
     )
     torch.testing.assert_close(out.double(), cache.expected(0, query, window), atol=3e-6, rtol=3e-6)
 
