@@ -60,14 +60,12 @@ def layer_us(batch: int, new: int, pages: Pages, attend: Attend | None) -> float
     return graph_us([partial(layer, planes) for planes in pages.planes], LAYERS)
 
 
-def decode(query: Tensor, planes: Tensor, pages: Pages, **options: int) -> Tensor:
-    return decode_triton(query, *planes, pages.table, pages.lengths, BOUND, None, SCALE, **options)
+def decode(query: Tensor, planes: Tensor, pages: Pages, division: Division | None = None) -> Tensor:
+    return decode_triton(query, *planes, pages.table, pages.lengths, BOUND, None, SCALE, division)
 
 
 def verify(query: Tensor, planes: Tensor, pages: Pages, mask: Tensor, division: Division | None) -> Tensor:
-    return verify_triton(
-        query, *planes, pages.table, pages.lengths, mask, BOUND, None, SCALE, division=division
-    )
+    return verify_triton(query, *planes, pages.table, pages.lengths, mask, BOUND, None, SCALE, division)
 
 
 def variants(batch: int) -> Iterator[tuple[str, int, Attend | None]]:
@@ -78,8 +76,8 @@ def variants(batch: int) -> Iterator[tuple[str, int, Attend | None]]:
     yield "decode, served", 1, decode
     for splits in parts:
         for keys, stages in ((32, 4), (64, 2), (64, 3), (128, 2)):
-            options = {"splits": splits, "block_keys": keys, "num_stages": stages}
-            yield f"decode {splits} parts, {keys} keys, {stages} stages", 1, partial(decode, **options)
+            division = Division(splits, keys, stages)
+            yield f"decode {tuple(division)}", 1, partial(decode, division=division)
     mask = torch.ones(4, 4, dtype=torch.bool, device="cuda").tril().expand(batch, -1, -1)
     yield "verify, without attention", 4, None
     yield "verify, served", 4, partial(verify, mask=mask, division=None)

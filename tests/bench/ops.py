@@ -32,7 +32,7 @@ from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.ops.sample_tokens import sample_tokens
 from common.engine.ops.silu_mul import silu_mul
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
-from common.engine.ops.verify_attention import Division, verify_triton
+from common.engine.ops.verify_attention import verify_triton
 from common.engine.sampler import SamplingBatch, sample
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, matmul_rate, sets_for
@@ -98,10 +98,10 @@ class Pages:
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
 
 
-def decode_calls(batch: int, length: int, **options: int) -> tuple[list[Callable[[], object]], Pages]:
+def decode_calls(batch: int, length: int) -> tuple[list[Callable[[], object]], Pages]:
     pages, query = Pages(batch, length), bf16(batch, HEADS, DIM)
     tail = pages.table, pages.lengths, 8192, None, SCALE
-    return [partial(decode_triton, query, *planes, *tail, **options) for planes in pages.planes], pages
+    return [partial(decode_triton, query, *planes, *tail) for planes in pages.planes], pages
 
 
 def decode() -> Iterator[Result]:
@@ -113,14 +113,12 @@ def decode() -> Iterator[Result]:
         yield measure("decode_attention", f"{batch} x {length}", calls, pages.nbytes)
 
 
-def verify_calls(
-    batch: int, length: int, new: int, division: Division | None = None
-) -> tuple[list[Callable[[], object]], Pages]:
+def verify_calls(batch: int, length: int, new: int) -> tuple[list[Callable[[], object]], Pages]:
     """A chain of `new` tokens at the end of each request."""
     pages, query = Pages(batch, length), bf16(batch * new, HEADS, DIM)
     mask = torch.ones(new, new, dtype=torch.bool, device="cuda").tril().expand(batch, -1, -1)
     tail = pages.table, pages.lengths, mask, 8192, None, SCALE
-    return [partial(verify_triton, query, *planes, *tail, division) for planes in pages.planes], pages
+    return [partial(verify_triton, query, *planes, *tail) for planes in pages.planes], pages
 
 
 def verify() -> Iterator[Result]:
@@ -272,14 +270,7 @@ def host() -> Iterator[Result]:
 
 
 def tune() -> Iterator[Result]:
-    """Other parts and tile shapes of the attention kernels."""
-    for keys, warps, stages in ((64, 4, 3), (64, 4, 2), (128, 4, 2)):
-        for batch, choices in {1: (18, 64), 4: (8, 16), 16: (2, 4), 32: (1, 2, 4), 64: (1, 2)}.items():
-            for splits in choices:
-                options = {"block_keys": keys, "num_warps": warps, "num_stages": stages, "splits": splits}
-                calls, pages = decode_calls(batch, 1152, **options)
-                shape = f"{batch} keys {keys} warps {warps} stages {stages} splits {splits}"
-                yield measure("tune decode", shape, calls, pages.nbytes)
+    """Other tile shapes of extend attention; those of the other two: layer_attention.py."""
     work = {new: extend_args(new, 0) for new in (256, 512, 1024, 2048, 8192)}
     for rows, keys, warps, stages in (
         (64, 64, 4, 2),
@@ -294,26 +285,6 @@ def tune() -> Iterator[Result]:
             calls = [partial(extend_triton, query, *planes, *tail) for planes in pages.planes]
             shape = f"{new} rows {rows} keys {keys} warps {warps} stages {stages}"
             yield measure("tune extend", shape, calls, nbytes, flop)
-
-
-def tune_parts() -> Iterator[Result]:
-    """Into how many parts keys are divided, after the launches overlap."""
-    for keys, stages in ((64, 3), (128, 2)):
-        for (batch, length), choices in {
-            (1, 1152): (8, 12, 16, 32),
-            (4, 1152): (3, 4, 6, 8),
-            (16, 1152): (1, 2, 3),
-            (32, 1152): (1, 2),
-            (1, 8192): (16, 32),
-            (8, 8192): (2, 4, 8),
-        }.items():
-            for splits in choices:
-                shape = f"{batch} x {length} keys {keys} stages {stages} splits {splits}"
-                calls, pages = verify_calls(batch, length, 4, Division(splits, keys, stages))
-                yield measure("tune verify", shape, calls, pages.nbytes)
-                options = {"block_keys": keys, "num_stages": stages, "splits": splits}
-                calls, pages = decode_calls(batch, length, **options)
-                yield measure("tune decode", shape, calls, pages.nbytes)
 
 
 WIDE_TILES = [
@@ -334,7 +305,7 @@ def tune_skinny() -> Iterator[Result]:
 
 
 TUNING: dict[str, Callable[[], Iterator[Result]]] = {
-    section.__name__: section for section in (tune, tune_parts, tune_skinny)
+    section.__name__: section for section in (tune, tune_skinny)
 }
 SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {
     section.__name__: section

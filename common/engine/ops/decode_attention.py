@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.key_parts import BLOCK_KEYS, GRANULE, LOG2_E, KeyParts, choose_splits
+from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import (
@@ -185,10 +185,8 @@ def decode_triton(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    splits: int | None = None,
-    block_keys: int = BLOCK_KEYS,
+    division: Division | None = None,
     num_warps: int = 4,
-    num_stages: int | None = None,
 ) -> Tensor:
     """Split over keys and combined (flash-decoding). A padding row (length 0) gives zeros."""
     batch, heads, head_dim = query.shape
@@ -206,7 +204,9 @@ def decode_triton(
     if batch == 0:
         return out
     keys = max_seq_len if window is None else min(max_seq_len, window)
-    splits = splits or choose_splits(batch, kv_heads, keys, multiprocessors(query.device))
+    head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
+    division = division or choose_division(batch * kv_heads, keys, head_bytes, processors)
+    splits = division.splits
     parts = KeyParts(batch * heads, splits, out)
     block_d = max(next_power_of_2(head_dim), 16)
     _decode_kernel[(kv_heads, splits, batch)](
@@ -230,10 +230,10 @@ def decode_triton(
         WINDOW=window is not None,
         ROWS=max(next_power_of_2(heads // kv_heads), 16),
         BLOCK_D=block_d,
-        BLOCK_N=block_keys,
+        BLOCK_N=division.keys,
         GRANULE=GRANULE,
         num_warps=num_warps,
-        num_stages=num_stages or (3 if head_dim * query.element_size() <= 256 else 2),
+        num_stages=division.stages,
         **chained(query.device),
     )
     parts.combine()

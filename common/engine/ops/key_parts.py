@@ -18,16 +18,10 @@ from common.engine.ops.triton_kernel import (
 
 BLOCK_KEYS = 64  # of one step of a part
 GRANULE = 16  # parts are multiples of it
-MAX_SPLITS = 32
+MAX_SPLITS = 16
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
+PROGRAMS_PER_PROCESSOR = 3
 LOG2_E = 1.4426950408889634
-PROGRAMS_PER_PROCESSOR = 4  # at most: a few more would be a last wave of their own (measured on an H200)
-
-
-def choose_splits(batch: int, kv_heads: int, max_keys: int, processors: int) -> int:
-    """Parts of a request's keys, from host bounds alone, so that a graph's grid serves every length."""
-    wanted = PROGRAMS_PER_PROCESSOR * processors // (batch * kv_heads)
-    return max(1, min(wanted, cdiv(max_keys, BLOCK_KEYS), MAX_SPLITS))
 
 
 class Division(NamedTuple):
@@ -39,12 +33,16 @@ class Division(NamedTuple):
 
 
 def choose_division(programs: int, max_keys: int, head_bytes: int, processors: int) -> Division:
-    """From host bounds alone. `programs`: without splits. Two to a processor, each with as many keys on the way as
-    shared memory holds, are better than more of them: measured on an H200."""
-    splits = max(1, min(2 * processors // programs, cdiv(max_keys, BLOCK_KEYS), 16))
+    """From host bounds alone, so that a graph's grid serves every length. `programs`: without splits.
+
+    Up to three programs for a processor, each with as many keys on the way as shared memory holds, are better than more
+    of them; where there are more without any division, less on the way is better (H200: tests/bench/NOTES.md).
+    """
+    most = PROGRAMS_PER_PROCESSOR * processors
+    splits = max(1, min(most // programs, cdiv(max_keys, BLOCK_KEYS), MAX_SPLITS))
     if head_bytes > MEASURED_HEAD_BYTES:
         return Division(splits, BLOCK_KEYS, 2)
-    return Division(splits, 2 * BLOCK_KEYS, 2) if splits > 1 else Division(1, BLOCK_KEYS, 3)
+    return Division(splits, 2 * BLOCK_KEYS, 2) if programs <= most else Division(1, BLOCK_KEYS, 3)
 
 
 @kernel_with_varying("splits")

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import choose_shape, extend_triton, shape_steps
-from common.engine.ops.key_parts import choose_splits
 from common.engine.ops.triton_kernel import next_power_of_2, tl
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
@@ -55,13 +54,6 @@ def test_decode_shapes(heads: int, kv_heads: int, dim: int) -> None:
 def test_tiles_fit_the_work_and_shared_memory() -> None:
     assert [choose_shape(32 * n, 256, 132)[0] for n in (64, 256, 1024, 2048, 8192)] == [16, 64, 64, 128, 128]
     assert choose_shape(1 << 20, 512, 132) == (64, 32, 4)
-
-
-def test_splits_follow_host_bounds_alone() -> None:
-    assert choose_splits(1, 8, 1 << 17, 132) == 32
-    assert choose_splits(1, 8, 100, 132) == 2
-    assert choose_splits(128, 8, 1 << 17, 132) == 1
-    assert choose_splits(16, 8, 2048, 132) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
