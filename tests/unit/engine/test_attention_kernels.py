@@ -8,6 +8,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import choose_shape, extend_triton, shape_steps
+from common.engine.ops.key_parts import Division
 from common.engine.ops.triton_kernel import next_power_of_2, tl
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
@@ -33,7 +34,9 @@ def test_decode(dtype: torch.dtype, page_size: int, window: int | None, splits: 
     table = torch.cat([cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)])
     query = torch.randn(len(lengths), heads, dim, dtype=dtype)
     query[-1] = torch.nan  # a padding row without length
-    out = decode_triton(query, *cache.planes, table, lengths, 4096, window, dim**-0.5, splits)
+    out = decode_triton(
+        query, *cache.planes, table, lengths, 4096, window, dim**-0.5, Division(splits, 64, 2)
+    )
     for row in range(len(cache.lengths)):
         close(out[row : row + 1], cache.expected(row, query[row : row + 1], window))
     assert not out[-1].any()

@@ -79,7 +79,7 @@ def expect_same_rows(one: RoundRig, other: RoundRig) -> None:
         assert torch.equal(getattr(one.relay, name), getattr(other.relay, name)), name
     for name in ("draft_p", "draft_hidden"):
         value = getattr(one.relay, name)
-        # a GPU takes another kernel for every size, hence another order; what EAGLE-1 feeds itself grows from round to round
+        # a GPU takes another kernel for every size, hence another order; what EAGLE-1 feeds itself grows
         limit, share = (2e-3, 2e-3) if value.is_cuda else (1e-4, 0.0)
         torch.testing.assert_close(value, getattr(other.relay, name), atol=limit, rtol=share)
     assert torch.equal(one.relay.adjustments.seen, other.relay.adjustments.seen)
