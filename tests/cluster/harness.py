@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -171,6 +172,7 @@ class RunningCluster:
                 process.wait(PATIENCE)
                 if error is None:
                     raise AssertionError(f"{name} did not drain:\n{self.log(name)[-3000:]}") from None
+        shutil.rmtree(self.run_dir, ignore_errors=True)  # what killed ones have left
         if error is not None:
             for name in self.processes:
                 print(f"---- {name}\n{self.log(name)[-3000:]}")
