@@ -23,6 +23,8 @@ MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
 HIGH_WATER_MARK = 10_000  # messages
 QUEUED_BYTES = 512 << 20  # of large messages, for one peer
 DRAIN_LIMIT = 1_000
+HEARTBEAT_MS = 1_000  # ZMQ's own: half-open TCP is noticed without traffic
+HEARTBEAT_TIMEOUT_MS = 3_000
 LINGER_MS = 500  # after close: without it a Goodbye behind a burst of tokens is dropped half of the time
 
 
@@ -59,8 +61,8 @@ class _Channel:
         self._socket.setsockopt(zmq.RCVHWM, received)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1_000)  # half-open TCP: noticed without traffic
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3_000)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._bound_file: Path | None = None
 
