@@ -1,7 +1,11 @@
-"""YAML that refuses what YAML forgives: duplicate keys, tags that build objects, documents that are not mappings."""
+"""YAML that refuses what YAML forgives: duplicate keys, tags that build objects, documents that are not mappings.
+
+Words are words: of YAML 1.1's booleans `true` and `false` alone are read as such, as YAML 1.2 has it.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,17 @@ MAX_FILE_BYTES = 1 << 20
 _UNREADABLE = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
 
+BOOL = "tag:yaml.org,2002:bool"
+
+
 class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that raises on duplicate keys (plain YAML keeps the last one silently)."""
+
+    # without the booleans; then those of YAML 1.2
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
+        first: [(tag, pattern) for tag, pattern in known if tag != BOOL]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -28,6 +41,9 @@ class _StrictLoader(yaml.SafeLoader):
                 raise ConfigError(key, f"line {line}: given twice (first on line {seen[key]}); remove one")
             seen[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
+
+
+_StrictLoader.add_implicit_resolver(BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

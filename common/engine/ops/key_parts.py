@@ -18,7 +18,7 @@ from common.engine.ops.triton_kernel import (
 
 BLOCK_KEYS = 64  # of one step of a part
 GRANULE = 16  # parts are multiples of it
-MAX_SPLITS = 16
+MAX_SPLITS = 32
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 PROGRAMS_PER_PROCESSOR = 3
 LOG2_E = 1.4426950408889634

@@ -478,6 +478,23 @@ def test_any_text_is_a_value(text: str) -> None:
         parse_scalar(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("False", False), ("off", "off"), ("no", "no"), ("Yes", "Yes"), ("on", "on"), ("7", 7)],
+)
+def test_words_are_words(text: str, value: object) -> None:
+    """YAML 1.1 reads a node named `no` as false, and the answer to `adaptive: off` spoke of booleans."""
+    assert parse_scalar(text) == value
+    assert parse_mapping(f"name: {text}", "text") == {"name": value}
+
+
+def test_a_word_that_is_none_of_a_keys_is_answered_with_them(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"model: {{path: {tmp_path}}}\nspeculation: {{adaptive: off}}\n")
+    with pytest.raises(ConfigError, match="adaptive.*off.*none.*auto|adaptive.*none.*auto"):
+        load_cluster(path)
+
+
 # -- the files that come with it -------------------------------------------------------------------------------
 
 

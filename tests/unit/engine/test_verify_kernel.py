@@ -120,12 +120,12 @@ def test_more_rows_and_slots_than_one_tile(new: int, window: int | None) -> None
 
 
 def test_the_division_follows_host_bounds_alone() -> None:
-    assert choose_division(8, 1 << 17, 256, 132) == (16, 128, 2)
+    assert choose_division(8, 1 << 17, 256, 132) == (32, 128, 2)
     assert choose_division(8, 100, 256, 132) == (2, 128, 2)
     assert choose_division(128, 8192, 256, 132) == (3, 128, 2)
     assert choose_division(256, 8192, 256, 132) == (1, 128, 2)
     assert choose_division(1024, 8192, 256, 132) == (1, 64, 3)
-    assert choose_division(8, 8192, 512, 132) == (16, 64, 2)
+    assert choose_division(8, 8192, 512, 132) == (32, 64, 2)
 
 
 def test_a_launcher_refuses_another_layout() -> None:
