@@ -36,7 +36,7 @@ for name in plain eagle3; do
     cluster $name "$speculation"
     timeout 60 python3 -m tests.bench.serve $url --input 512 --output 128 --concurrency 1 16 64 --vocab 99000 \
         --json "$out/serve-h200-x2-$name.json" 2>&1 | tail -4
-    timeout 100 python3 -m tests.bench.serve $url --input 1024 --output 256 --rates 8 16 32 --seconds 15 --vocab 99000 \
+    timeout 100 python3 -m tests.bench.serve $url --input 1024 --output 256 --rates 16 32 --seconds 12 --vocab 99000 \
         --seed 3 --json "$out/rates-h200-x2-$name.json" 2>&1 | tail -3
     for input in 128 512 2048; do
         timeout 15 python3 -m tests.bench.serve $url --input $input --output 2 --concurrency 1 --vocab 99000 --seed $input \
