@@ -1,6 +1,6 @@
 """What a LLaVA checkpoint says about its vision part: tower, projector, placeholders. No torch.
 
-The engine builds the tower from `tower_options` (models/clip_tower.py).
+The engine builds the tower from `tower_options` with transformers' own classes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LlavaVision:
 
     architecture: str
     tower: str  # a key of TOWERS
-    tower_options: str  # vision_config as JSON
+    tower_options: str  # vision_config as JSON, for transformers' config class
     image_token_id: int  # stands in a tokenized prompt where an image goes; may lie outside the vocabulary
     tokens_per_image: int
     image_size: int  # pixels, both sides

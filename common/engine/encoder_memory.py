@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 
 import torch
 
-from common.engine.models.clip_tower import TowerShape
 from common.engine.models.qwen_tower import rounded_up
 from common.engine.models.vision_part import ENCODER_TOKENS, largest_batch
 from common.json_fields import positive
 from common.llava_config import LlavaVision
-from common.qwen_vl_config import MAX_RATIO, TOWER_DEFAULTS, QwenVision
+from common.qwen_vl_config import MAX_RATIO, QwenVision
 from common.vision_config import VisionConfig
 
-ONE_KERNEL = ("gelu", "gelu_pytorch_tanh")  # activations; others make up to three tensors of their own
+DEFAULTS: Mapping[str, Mapping[str, int]] = {  # of transformers' config classes, for what a file leaves out
+    "clip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
+    "siglip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
+    "qwen2_5_vl": {"hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16},
+}
 FLOAT = 4  # bytes, whatever the model's dtype is
 INDICES = 64  # bytes per patch: where it stands, in its image and in its window
 
 
 def encoder_bytes(vision: VisionConfig, hidden: int, dtype: torch.dtype) -> int:
-    """Of the largest batch that a node makes. `hidden`: H. Raises ModelError."""
+    """Of the largest batch that a node makes. `hidden`: H."""
     if isinstance(vision, QwenVision):
         return _qwen(vision, hidden, dtype.itemsize)
     return _llava(vision, hidden, dtype.itemsize)
@@ -33,24 +37,20 @@ def encoder_bytes(vision: VisionConfig, hidden: int, dtype: torch.dtype) -> int:
 
 def _llava(vision: LlavaVision, hidden: int, size: int) -> int:
     """Of the states between layers those that the projector takes are kept."""
-    shape = TowerShape.of(vision.tower, json.loads(vision.tower_options))
-    width, inner = shape.width, shape.inner * (2 if shape.activation in ONE_KERNEL else 4)
+    width, inner = _dimensions(vision.tower, vision.tower_options)
     images = largest_batch(vision.tokens_per_image)
     patches = images * (vision.tokens_per_image + 1)  # the class token among them
     pixels = images * 3 * vision.image_size**2 * (FLOAT + size)
     states = (len(vision.feature_layers) + 1) * width * size
     chosen = 2 * len(vision.feature_layers) * width * size  # side by side, and again without the first row
-    in_layer = max(8 * width, 2 * width + inner) * size  # attention; MLP
+    # attention; MLP, whose activation makes three of its own
+    in_layer = max(7 * width, 2 * width + 4 * inner) * size
     return pixels + patches * (states + max(in_layer, chosen + 4 * hidden * size))
 
 
 def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
     """See models/qwen_vl.py: patches of all images in a row."""
-    options = json.loads(vision.tower_options)
-    width, inner, heads = (
-        positive(options, key, "vision_config", TOWER_DEFAULTS[key])
-        for key in ("hidden_size", "intermediate_size", "num_heads")
-    )
+    width, inner, heads = _dimensions("qwen2_5_vl", vision.tower_options)
     merged = vision.merge_size**2
     patches = merged * max(ENCODER_TOKENS, _largest_image(vision))
     # of a patch: bytes as they come, numbers as the tower reads them, frame by frame
@@ -69,3 +69,9 @@ def _largest_image(vision: QwenVision) -> int:
     tokens = vision.max_pixels / (vision.patch_size * vision.merge_size) ** 2
     sides = math.sqrt(tokens / MAX_RATIO) + math.sqrt(tokens * MAX_RATIO)  # of the longest image, in tokens
     return math.ceil(tokens + sides + 1)
+
+
+def _dimensions(tower: str, options: str) -> list[int]:
+    """In the order of DEFAULTS. Raises ModelError."""
+    raw = json.loads(options)
+    return [positive(raw, key, "vision_config", default) for key, default in DEFAULTS[tower].items()]

@@ -1,7 +1,8 @@
-"""LLaVA's vision part: a tower (CLIP or SigLIP) and the projector into the language model's width.
+"""LLaVA's vision part: a tower of transformers (CLIP or SigLIP) and the projector into the language model's width.
 
 Of the tower only the layers up to the deepest feature layer are built and run. The language model is one of
-`registry.BUILDERS`.
+`registry.BUILDERS`. transformers is imported where a tower is built: nodes that serve text alone start seconds sooner
+without it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.engine.checkpoint_layout import CheckpointLayout, checkpoint_layout
 from common.engine.layers.placement import Placement
-from common.engine.models.clip_tower import ClipTower, TowerShape, activation
 from common.engine.models.vision_part import Pixels
 from common.engine.weights import load_weights
+from common.errors import ModelError
 from common.llava_config import LlavaVision
 from common.model_config import ModelConfig
 from common.model_files import read_weight_files
@@ -32,9 +34,15 @@ class Projector(nn.Module):
     """Two linear layers; attribute names are tensor names."""
 
     def __init__(self, width: int, hidden: int, vision: LlavaVision) -> None:
+        from transformers.activations import ACT2FN
+
         super().__init__()
+        if vision.projector_act not in ACT2FN:
+            raise ModelError(
+                f"projector_hidden_act {vision.projector_act!r} is not one of transformers' activations"
+            )
         self.linear_1 = nn.Linear(width * len(vision.feature_layers), hidden, bias=vision.projector_bias)
-        self.act = activation(vision.projector_act)
+        self.act = ACT2FN[vision.projector_act]
         self.linear_2 = nn.Linear(hidden, hidden, bias=vision.projector_bias)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -50,12 +58,9 @@ class LlavaPart(nn.Module):
         self.config = vision
         self.hidden = hidden
         self.placement = placement
-        shape = TowerShape.of(vision.tower, json.loads(vision.tower_options))
-        states = range(shape.layers + 1)
-        self._features = tuple(states[layer] for layer in vision.feature_layers)  # layers before each
-        self.tower = ClipTower(shape, max(self._features), placement)
         with torch.device(placement.device):
-            self.projector = Projector(shape.width, hidden, vision)
+            self.tower, self._features = _tower(vision)
+            self.projector = Projector(self.tower.config.hidden_size, hidden, vision)
         self.to(placement.dtype)
 
     def forward(self, images: Sequence[Pixels]) -> list[Tensor]:
@@ -74,7 +79,16 @@ class LlavaPart(nn.Module):
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         """What `pixels` returns -> [I, tokens_per_image, hidden]."""
-        states = self.tower(pixels, frozenset(self._features))
+        tower = self.tower
+        state: Tensor = tower.embeddings(pixels)
+        if hasattr(tower, "pre_layrnorm"):  # CLIP's, by the name that its checkpoints have
+            state = tower.pre_layrnorm(state)
+        states = {}
+        for depth in range(1 + len(tower.encoder.layers)):
+            if depth:
+                state = tower.encoder.layers[depth - 1](state, None)
+            if depth in self._features:
+                states[depth] = state
         chosen = torch.cat([states[depth] for depth in self._features], dim=-1)
         rows: Tensor = self.projector(chosen[:, 1:] if self.config.drop_first else chosen)
         return rows
@@ -99,6 +113,24 @@ def load_llava(path: str | Path, config: ModelConfig, placement: Placement) -> L
     return part
 
 
+def _tower(vision: LlavaVision) -> tuple[Any, tuple[int, ...]]:
+    """As much of it as is used, and how many layers lie before each of the states that the projector takes."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
+
+    options = {key: value for key, value in json.loads(vision.tower_options).items() if key != "model_type"}
+    kinds: tuple[Any, Any] = CLIPVisionConfig, CLIPVisionModel
+    if vision.tower != "clip_vision_model":
+        kinds, options["vision_use_head"] = (SiglipVisionConfig, SiglipVisionModel), False
+    config = kinds[0](**options)
+    states = range(config.num_hidden_layers + 1)
+    features = tuple(states[layer] for layer in vision.feature_layers)
+    config.num_hidden_layers = max(features)
+    model = kinds[1](config)
+    tower: Any = getattr(model, "vision_model", model)  # versions of transformers differ in this level
+    del tower.post_layernorm
+    return tower, features
+
+
 def _by_module_name(path: Path, layout: CheckpointLayout) -> Mapping[str, str]:
     """Name within the tower -> name in the checkpoint, with or without a level `vision_model`."""
     tower, _ = layout.vision_prefixes
@@ -114,7 +146,7 @@ def _behind_the_features(part: LlavaPart, names: Mapping[str, str]) -> Iterator[
     """Names in the checkpoint of what no feature depends on: later layers, the norm and the head behind all."""
     for within, name in names.items():
         layer = LAYER.match(within)
-        if within.startswith(BEHIND) or (layer and int(layer[1]) >= len(part.tower.layers)):
+        if within.startswith(BEHIND) or (layer and int(layer[1]) >= part.tower.config.num_hidden_layers):
             yield name
 
 
@@ -122,7 +154,7 @@ def _checkpoint_tensors(
     part: LlavaPart, names: Mapping[str, str], layout: CheckpointLayout
 ) -> Iterator[tuple[str, Tensor]]:
     tower, projector = layout.vision_prefixes
-    for name, tensor in part.tower.checkpoint_tensors():
-        yield names.get(name, f"{tower}{name}"), tensor
+    for name, tensor in part.tower.named_parameters():
+        yield names.get(name, f"{tower}{name}"), tensor.data
     for name, tensor in part.projector.named_parameters():
         yield f"{projector}{name}", tensor.data

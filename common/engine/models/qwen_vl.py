@@ -145,9 +145,9 @@ class QwenPart(nn.Module):
         order = PatchOrder.of([(image.rows, image.columns) for image in images], merge, self._window)
         counts = np.array([image.tokens * merge * merge for image in images])
         host = (order.places, order.merged, order.back, _starts(order.windows), _starts(counts))
-        sent = send((*host, *(image.values.numpy() for image in images)), device)
-        places, merged, back, window_starts, image_starts = sent[: len(host)]
-        embedded = self.tower.embedded(self._patches(sent[len(host) :], images).to(self.placement.dtype))
+        *arrays, raw = send((*host, self._bytes(images)), device)
+        places, merged, back, window_starts, image_starts = arrays
+        embedded = self.tower.embedded(self._patches(raw, images).to(self.placement.dtype))
         return PatchBatch(
             groups=embedded.view(len(merged), -1)[merged],
             places=places.view(len(merged), -1),
@@ -180,13 +180,17 @@ class QwenPart(nn.Module):
         unit, rows, columns = self.config.patch_size * self.config.merge_size, self._window, self._window + 1
         return [[Pixels(torch.zeros(unit * rows, unit * columns, 3, dtype=torch.uint8), rows, columns)]]
 
-    def _patches(self, raw: Sequence[Tensor], images: Sequence[Pixels]) -> Tensor:
+    def _bytes(self, images: Sequence[Pixels]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        return np.concatenate([image.values.numpy().reshape(-1) for image in images])
+
+    def _patches(self, raw: Tensor, images: Sequence[Pixels]) -> Tensor:
         """[N, 3 * frames * patch ** 2] float32, normalised, in groups of merge ** 2, which go row by row."""
         vision, parts = self.config, []
         merge, patch, frames = vision.merge_size, vision.patch_size, vision.temporal_patch_size
-        for image, values in zip(images, raw, strict=True):
+        flats = torch.split(raw, [image.values.numel() for image in images])
+        for image, flat in zip(images, flats, strict=True):
             shape = (image.rows, merge, patch, image.columns, merge, patch, 3)
-            scaled = torch.addcmul(self.offset, values.view(shape).to(torch.float32), self.scale)
+            scaled = torch.addcmul(self.offset, flat.view(shape).to(torch.float32), self.scale)
             ordered = scaled.permute(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
             parts.append(
                 ordered.expand(-1, -1, -1, -1, -1, frames, -1, -1).reshape(-1, 3 * frames * patch**2)

@@ -17,16 +17,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import CLIPVisionConfig, Qwen2_5_VLVisionConfig, SiglipVisionConfig
 
 from common.engine import encoder_memory
-from common.engine.encoder_memory import encoder_bytes
+from common.engine.encoder_memory import DEFAULTS, encoder_bytes
 from common.engine.layers.placement import Placement
 from common.engine.models import vision_part
-from common.engine.models.clip_tower import DEFAULTS
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
 from common.errors import ModelError
 from common.llava_config import LlavaVision
-from common.qwen_vl_config import CLIP_MEAN, CLIP_STD, MAX_RATIO, TOWER_DEFAULTS, QwenVision
+from common.qwen_vl_config import CLIP_MEAN, CLIP_STD, MAX_RATIO, QwenVision
 
 HIDDEN = 48
 CPU = torch.device("cpu")
@@ -168,12 +167,12 @@ def test_the_published_models() -> None:
 
 
 def test_what_a_file_leaves_out_is_transformers_default() -> None:
-    for config, defaults in (
-        (CLIPVisionConfig(), DEFAULTS["clip_vision_model"]),
-        (SiglipVisionConfig(), DEFAULTS["siglip_vision_model"]),
-        (Qwen2_5_VLVisionConfig(fullatt_block_indexes=(7, 15, 23, 31)), TOWER_DEFAULTS),
-    ):
-        found = {key: getattr(config, key) for key in defaults if key != "rope_parameters"}
-        assert found == {key: value for key, value in defaults.items() if key != "rope_parameters"}
+    classes = {
+        "clip_vision_model": CLIPVisionConfig(),
+        "siglip_vision_model": SiglipVisionConfig(),
+        "qwen2_5_vl": Qwen2_5_VLVisionConfig(),
+    }
+    for tower, defaults in DEFAULTS.items():
+        assert {key: getattr(classes[tower], key) for key in defaults} == defaults
     with pytest.raises(ModelError, match="intermediate_size must be a positive integer"):
         encoder_bytes(clip(intermediate_size="many"), HIDDEN, torch.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from common.engine.serving_draft import load_serving_draft
 from common.errors import ModelError
 from common.model_config import ModelConfig
 from prefill_node.pixel_reader import load_pixel_reader
-from tests.fakes.operations import Operations
 from tests.fakes.tiny_model import MAX_LEN
 from tests.fakes.vision import one_prompt
 
@@ -120,28 +118,6 @@ def test_one_image_runs_before_serving(tmp_path: Path) -> None:
     ((image,),) = part.examples()
     assert image.tokens == 16
     assert part([image])[0].shape == (1, 16, 32)
-
-
-def test_only_layers_that_features_need_with_few_launches(tmp_path: Path) -> None:
-    save(tmp_path, **CASES["clip"])
-    part = load_llava(tmp_path, ModelConfig.load(tmp_path), CPU)
-    assert len(part.tower.layers) == 2, "of 3, behind none of which a norm"
-
-    def operations(layers: int) -> Counter[str]:
-        part.tower.layers, part._features = part.tower.layers[:layers], (layers,)
-        with Operations() as counted:
-            part(part.examples()[0])
-        return Counter(counted.names)
-
-    both, one = operations(2), operations(1)
-    quick_gelu = {"mul.Tensor": 2, "sigmoid": 1}
-    assert both - one == {
-        "layer_norm": 2,
-        "linear": 4,
-        "scaled_dot_product_attention": 1,
-        "add.Tensor": 2,
-        **quick_gelu,
-    }
 
 
 LAYOUTS = {

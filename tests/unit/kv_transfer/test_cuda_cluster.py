@@ -230,12 +230,12 @@ def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.M
         serving_model._check_memory(path, given, gpu, pool_wish(name, section, "cuda"), 64, None)
     (_, sees, beside, *_), (_, blind, beside_blind, *_) = asked
     part = load_llava(path, config, Placement(torch.bfloat16, torch.device("cpu")))
-    tower, layer = [*part.parameters()], [*part.tower.layers[0].parameters()]
+    tower, layer = [*part.parameters()], [*part.tower.encoder.layers[0].parameters()]
     language = [*load_model(path, "bfloat16", torch.device("cpu"))[0].parameters()]
     count = lambda parameters: 2 * sum({each.data_ptr(): each.numel() for each in parameters}.values())  # noqa: E731
     assert blind.weights == count(language)
     behind = sees.weights - count(language) - count(tower)  # in the file, and not loaded: no feature needs it
-    norm = 2 * 2 * part.tower.shape.width
+    norm = 2 * 2 * part.tower.config.hidden_size
     assert behind == count(layer) + norm
     assert sees.encoder == encoder_bytes(config.vision, config.hidden_size, torch.bfloat16) > 0
     assert (blind.encoder, blind.images) == (0, 0)
