@@ -138,7 +138,8 @@ def lookahead_for(draft: DraftConfig) -> int:
 def draft_fingerprint(path: str | Path, draft: DraftConfig, steps: int, topk: int) -> str:
     """What two nodes compare beside the target's fingerprint: weights, widths and the shape of drafting."""
     facts = (draft.algorithm, steps, topk, draft.aux_layers, target_width(draft), hidden_size_for(draft))
-    return model_files.fingerprint(Path(path), repr((facts, draft)))
+    # where the layers were found out from says nothing of what is computed
+    return model_files.fingerprint(Path(path), repr((facts, replace(draft, aux=AuxLayers(draft.aux_layers)))))
 
 
 def _load_mtp(raw: Mapping[str, Any], file: Path, target: ModelConfig) -> DraftConfig:

@@ -292,6 +292,8 @@ def _readable(error: msgspec.ValidationError, given: Mapping[str, str]) -> Confi
     path = re.sub(r"\[\.\.\.\]", "[]", path.rstrip("`").lstrip("."))
     if text.startswith("Invalid enum value"):
         text = f"{text}; write {', '.join(_words(path))}"
+    elif text.startswith("Expected `bool`"):
+        text = f"{text}; write true or false"
     origin = _origin(path, given, "")
     return ConfigError(path, f"{text} (from {origin})" if origin else text)
 

@@ -16,13 +16,13 @@ from common.engine.models.qwen_tower import rounded_up
 from common.engine.models.vision_part import ENCODER_TOKENS, largest_batch
 from common.json_fields import positive
 from common.llava_config import LlavaVision
-from common.qwen_vl_config import MAX_RATIO, QwenVision
+from common.qwen_vl_config import MAX_RATIO, TOWER_DEFAULTS, QwenVision
 from common.vision_config import VisionConfig
 
 DEFAULTS: Mapping[str, Mapping[str, int]] = {  # of transformers' config classes, for what a file leaves out
     "clip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
     "siglip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
-    "qwen2_5_vl": {"hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16},
+    "qwen2_5_vl": {key: TOWER_DEFAULTS[key] for key in ("hidden_size", "intermediate_size", "num_heads")},
 }
 FLOAT = 4  # bytes, whatever the model's dtype is
 INDICES = 64  # bytes per patch: where it stands, in its image and in its window

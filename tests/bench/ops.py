@@ -2,7 +2,7 @@
 
     python -m tests.bench.ops [--json FILE] [--only NAME ...]
 
-`--only` also takes programs that try other tile shapes: tune, tune_parts, tune_skinny.
+`--only` also takes programs that try other tile shapes: tune, tune_skinny.
 
 The floor is the larger of bytes over the copy bandwidth and operations over the matrix rate, both measured first.
 """

@@ -73,8 +73,10 @@ async def _drain(
 ) -> None:
     """Rows 26 and 27 of RELIABILITY.md: a node that is told to end under load fails no request and ends well."""
     running = [asyncio.create_task(client.complete(prompt, 60)) for prompt in prompts]
-    await asyncio.sleep(0.4)
-    cluster.kill(name, signal.SIGTERM)
+    async with client.session.post("/v1/completions", json=streaming(prompts[0], 400)) as response:
+        await first_event(response)
+        cluster.kill(name, signal.SIGTERM)
+        assert "[DONE]" in await response.text()
     running += [asyncio.create_task(client.complete(prompt, 60)) for prompt in prompts]
     for prompt, answer in zip(2 * prompts, await asyncio.gather(*running), strict=True):
         assert answer.tokens == reference(prompt, 60)

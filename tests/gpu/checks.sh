@@ -8,15 +8,19 @@ if test -e .whl/nixl.zip; then
     export PYTHONPATH="$PYTHONPATH:/tmp/nixl"
 fi
 date
+declare -A running
 for file in tests/gpu/test_*.py; do
     timeout "${SECONDS_EACH:-240}" python3 -m pytest -q "$file" -o filterwarnings=default -o asyncio_mode=auto \
         -p no:cacheprovider --durations=3 >"/tmp/$(basename "$file" .py).log" 2>&1 &
+    running[$file]=$!
 done
-wait
+failed=0
 for file in tests/gpu/test_*.py; do
     name="$(basename "$file" .py)"
+    wait "${running[$file]}" || failed=1
     echo "== $name: $(tail -1 "/tmp/$name.log")"
     grep -h '^FAILED\|^ERROR\|^E  ' "/tmp/$name.log" | cut -c1-200 | head -12
 done
 tail -n 400 /tmp/test_*.log >"$out/checks/logs.txt" # one file: few may come back
 date
+exit $failed

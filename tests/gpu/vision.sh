@@ -6,7 +6,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 date
 timeout 120 python3 -m pytest -q tests/gpu/test_vision.py -o filterwarnings=default -o asyncio_mode=auto \
     -p no:cacheprovider 2>&1 | tail -30
-timeout 240 python3 -m tests.bench.vision_engine --json "$out/vision-engine-h200.json" 2>&1 | tail -16
+for tower in llava-1.5 qwen2.5-vl; do
+    timeout 120 python3 -m tests.bench.vision_engine --towers $tower --json "$out/vision-engine-$tower-h200.json" 2>&1 | tail -8
+done
 date
 for graphs in breakable none; do
     cat >/tmp/vision.yaml <<YAML

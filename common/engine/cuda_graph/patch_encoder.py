@@ -97,20 +97,26 @@ class PatchProgram:
         assert self._runs is not None, "run before plan"
         return EncodedPatches(self._part.encode(inputs["groups"], inputs["places"], *self._runs))
 
+    def forget(self) -> None:
+        """Let go of the batch that was planned: its runs are views of all that was sent with them, pixels too."""
+        self._runs = None
+
 
 class PatchEncoderGraphs:
     """A `VisionPart`: the same rows as from the part within, by graphs where they fit."""
 
     def __init__(self, part: QwenPart, spec: CaptureSpec, backend: Backend, poisoned: bool = False) -> None:
         largest = spec.largest if spec.shapes else ShapeKey(0)
-        program = PatchProgram(part, largest)
+        self._program = program = PatchProgram(part, largest)
         inputs = StaticInputs(program.slots(), largest, part.placement.device, poisoned)
         self.graphs = GraphRunner(spec, backend, program, inputs, OUTPUTS)
         self._part = part
 
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
         batch = self._part.batch(images)
-        return self._part.rows(self.graphs(batch).rows, batch, images)
+        rows = self.graphs(batch).rows
+        self._program.forget()
+        return self._part.rows(rows, batch, images)
 
     def examples(self) -> Sequence[Sequence[Pixels]]:
         return self._part.examples()

@@ -166,7 +166,7 @@ def decide(phase: Phase, facts: StartupFacts, switch: PhaseSwitch) -> Decision:
         return Decision(phase, NONE, (f"a {facts.role} node has no {phase.value} phase",), exists=False)
     wanted = switch.backend if switch.backend not in (AUTO, NONE) else default_backend(phase)
     instead: tuple[str, ...] = ()
-    if phase is Phase.ENCODER:  # images of one size have no lengths for a break to read
+    if phase is Phase.ENCODER:  # no lengths for a break to read: one size, or runs found on the device
         wanted = FULL
     if wanted == PIECEWISE and phase is not Phase.PREFILL:
         wanted, instead = default_backend(phase), (f"{PIECEWISE}: of the target's prompts alone",)
@@ -179,7 +179,7 @@ def decide(phase: Phase, facts: StartupFacts, switch: PhaseSwitch) -> Decision:
 
 
 def default_backend(phase: Phase) -> str:
-    """Prompts are any mix of lengths, so attention is a break; a decode step has fixed widths, and so have images."""
+    """Prompts are any mix of lengths, so attention is a break; nothing else asks the host for lengths."""
     return BREAKABLE if phase in (Phase.PREFILL, Phase.DRAFT_PREFILL) else FULL
 
 

@@ -49,6 +49,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     DEPTH: tl.constexpr,
     PART: tl.constexpr,  # of the depth, a multiple of BLOCK_K
+    CUT: tl.constexpr,  # the parts reach beyond the depth
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # at least `rows`
     BLOCK_N: tl.constexpr,
@@ -76,7 +77,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, PART, BLOCK_K):
         k = begin + start + depth
         read_x, read_weight = (row < rows)[:, None], real[:, None]
-        if DEPTH % PART:  # of the last part
+        if CUT:
             inside = (k < DEPTH)[None, :]
             read_x, read_weight = read_x & inside, read_weight & inside
         x = tl.load(inputs + k[None, :], mask=read_x, other=0.0)
@@ -123,7 +124,7 @@ def linear_triton(
 
 
 def linear_parts(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
-    """The depth divided among programs: [parts, rows, size] float32, to be added up; see `linear_add_norm`."""
+    """The depth divided among programs: [parts, rows, size] float32, to be added up; see `linear_add_rms_norm`."""
     out = x.new_empty((tiles.parts, rows_of(x), weight.shape[0]), dtype=torch.float32)
     _launch(x, weight, None, out, tiles, gated=False)
     return out
@@ -149,6 +150,7 @@ def _launch(
         size //= 2
     if out.numel() == 0:
         return
+    part = cdiv(cdiv(depth, tiles.depth), tiles.parts) * tiles.depth
     _linear_kernel[(cdiv(size, tiles.columns), tiles.parts)](
         rows,
         weight,
@@ -158,7 +160,8 @@ def _launch(
         size,
         rows.stride(0),
         DEPTH=depth,
-        PART=cdiv(cdiv(depth, tiles.depth), tiles.parts) * tiles.depth,
+        PART=part,
+        CUT=part * tiles.parts != depth,
         BIAS=bias is not None,
         ROWS=tiles.rows,
         BLOCK_N=tiles.columns,

@@ -19,6 +19,8 @@ from common.engine.ops.rms_norm import (
 )
 from common.engine.ops.triton_kernel import cdiv, multiprocessors
 
+STEP = 256  # of the depth
+
 
 def linear_add_rms_norm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
@@ -40,10 +42,11 @@ def divide_depth(rows: int, size: int, depth: int, processors: int) -> Tiles | N
     if depth < 2048 or (rows > FEW and not (deep and 2 * FEW < rows <= 4 * FEW)):
         return None
     columns, each, tile = (64 if deep else 32), *((2, FEW) if rows <= FEW else (1, 4 * FEW))
-    parts = each * processors // cdiv(size, columns)
-    if parts < 2:
+    wanted, steps = each * processors // cdiv(size, columns), cdiv(depth, STEP)
+    if wanted < 2:
         return None
-    return Tiles(columns, 256, 4, 3, parts=min(1 << (parts.bit_length() - 1), 8), rows=tile)
+    of_each = cdiv(steps, min(1 << (wanted.bit_length() - 1), 8))
+    return Tiles(columns, STEP, 4, 3, parts=cdiv(steps, of_each), rows=tile)  # none without a step
 
 
 def _cuda(

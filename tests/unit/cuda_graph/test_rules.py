@@ -155,7 +155,7 @@ def test_a_draft_is_never_captured_piecewise(enforce: bool) -> None:
 
 @pytest.mark.parametrize("wanted", ["auto", "full", "breakable", "piecewise"])
 def test_images_are_captured_full_or_not_at_all(wanted: str) -> None:
-    """Rows B5, X4: one size has no lengths for a break to read; `none` of prompts is none here."""
+    """Rows B5, X4: there are no lengths for a break to read; `none` of prompts is none here."""
     assert decide(Phase.ENCODER, PLAIN, PhaseSwitch(wanted)) == Decision(Phase.ENCODER, "full")
     denied = replace(PLAIN, multimodal=True, architecture="Unheard")
     assert decide(Phase.ENCODER, denied, PhaseSwitch(wanted)).backend == "none"

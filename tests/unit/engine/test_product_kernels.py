@@ -19,7 +19,7 @@ from common.engine.ops.linear_norm import divide_depth, linear_add_rms_norm
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm
 from common.engine.ops.silu_mul import silu_mul
 from common.engine.ops.top_tokens import top_tokens, top_tokens_triton
-from common.engine.ops.triton_kernel import tl
+from common.engine.ops.triton_kernel import cdiv, tl
 
 TILES = Tiles(16, 128, 4, 3, 128)
 pytestmark = [
@@ -82,13 +82,15 @@ def test_gated_linear(dtype: torch.dtype, rows: int, width: int, depth: int) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("parts", [1, 2, 3, 8])  # of 5 and a rest, so that parts are uneven, cut and empty
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("depth", [5 * 32 + 7, 5 * 32])  # parts are uneven, cut and empty
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 40), (0, 16), (50, 40)])
 def test_a_product_in_parts_and_the_norm_that_adds_them_up(
-    dtype: torch.dtype, parts: int, rows: int, size: int
+    dtype: torch.dtype, parts: int, depth: int, rows: int, size: int
 ) -> None:
-    depth = 5 * 32 + 7
-    x, weight = torch.randn(rows, depth, dtype=dtype), torch.randn(size, depth, dtype=dtype) / depth**0.5
+    """What lies behind x and the weight is not read, whatever parts are left empty."""
+    poison = torch.full((max(rows, size) + 8, depth), torch.nan, dtype=dtype)
+    x, weight = poison.clone()[:rows].normal_(), poison.clone()[:size].normal_() / depth**0.5
     residual, gain = torch.randn(rows, size, dtype=dtype), torch.randn(size, dtype=dtype)
     made = linear_parts(x, weight, Tiles(16, 32, 4, 2, parts=parts, rows=64 if rows > FEW else FEW))
     assert made.shape == (parts, rows, size)
@@ -122,8 +124,20 @@ def test_what_ends_a_block_is_divided(rows: int, size: int, depth: int) -> None:
     tiles = divide_depth(rows, size, depth, 132)
     assert tiles is not None
     assert 132 < tiles.parts * -(-size // tiles.columns) <= 264
-    assert tiles.depth * tiles.parts <= depth
     assert rows <= tiles.rows
+
+
+@pytest.mark.parametrize(
+    ("size", "depth", "parts"),
+    [(1024, 3072, 6), (1536, 8960, 7), (960, 2560, 5), (4096, 14336, 4), (4096, 4096, 2), (3584, 18944, 4)],
+)
+def test_no_part_is_empty(size: int, depth: int, parts: int) -> None:
+    """Models whose depth is no multiple: Qwen3-0.6B, Qwen2.5-1.5B, SmolLM2-360M, and some whose is."""
+    tiles = divide_depth(1, size, depth, 132)
+    assert tiles is not None
+    assert tiles.parts == parts
+    part = cdiv(cdiv(depth, tiles.depth), parts) * tiles.depth
+    assert (parts - 1) * part < depth <= parts * part
 
 
 @pytest.mark.parametrize(
