@@ -1,46 +1,78 @@
-"""The matrix products of a decode step and the norms behind them, as launched in a step, in other divisions.
+"""The matrix products of a step and the norms behind them, as launched in a step, in other divisions.
 
-    python -m tests.bench.layer_products [--rows 1 4 16] [--layers 32] [--json FILE]
+    python -m tests.bench.layer_products [--rows 1 4 16] [--layers 32] [--shape 8b] [--others] [--json FILE]
 
 Every variant runs all layers' weights once, in one graph, so that what overlaps in a step overlaps here; attention is
-left out. One matrix after another is varied while the others are as served. The floor: bytes of the weights over the
-copy bandwidth of the same run.
+left out. One matrix after another is varied while the others are as served; without `--others` only what is served and
+the library are compared. LM heads stand alone. The floor: bytes of the weights over the copy bandwidth of the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.linear import Tiles, gated_linear, linear, linear_parts, linear_triton
+from common.engine.ops.linear import gated_linear, linear, linear_parts, linear_triton
 from common.engine.ops.linear_norm import linear_add_rms_norm
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm_triton
+from common.engine.ops.silu_mul import silu_mul_triton
+from common.engine.ops.tiles import Tiles
+from common.engine.ops.triton_kernel import cdiv, multiprocessors, next_power_of_2
 from tests.bench.environment import describe
-from tests.bench.timing import copy_bandwidth, graph_us, wake
+from tests.bench.timing import copy_bandwidth, graph_us, sets_for, wake
 
-HIDDEN, INTER, QKV = 4096, 14336, 6144
 EPS = 1e-5
-Product = Callable[[Tensor, Tensor], Tensor]
-Normed = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+HEADS = (128256, 32000)  # rows of LM heads: the target's, EAGLE-3's
+SHARED = 225 << 10
+KINDS = [  # columns, depth, warps, stages
+    (64, 128, 4, 3),
+    (64, 128, 4, 4),
+    (64, 128, 4, 6),
+    (64, 64, 4, 4),
+    (64, 64, 4, 6),
+    (64, 64, 8, 5),
+    (128, 128, 8, 3),
+    (128, 64, 8, 4),
+    (128, 64, 8, 6),
+]
+SERVED, LIBRARY = "served", "library"
+Way = Tiles | str
+Ways = dict[str, Way]
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How each product of a layer is made."""
+class Shape:
+    hidden: int
+    inter: int
+    heads: int  # queries of a token, all heads'
+    qkv: int
 
-    qkv: Product
-    o: Normed
-    gate_up: Product
-    down: Normed
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """(size, depth) by name, in the order of a layer."""
+        return {
+            "qkv": (self.qkv, self.hidden),
+            "o": (self.hidden, self.heads),
+            "gate_up": (2 * self.inter, self.hidden),
+            "down": (self.hidden, self.inter),
+        }
+
+
+SHAPES = {
+    "8b": Shape(4096, 14336, 4096, 6144),
+    "qwen3-0.6b": Shape(1024, 3072, 2048, 4096),
+    "qwen3-4b": Shape(2560, 9728, 4096, 6144),
+    "qwen2.5-7b": Shape(3584, 18944, 3584, 4608),
+    "qwen3-14b": Shape(5120, 17408, 5120, 7168),
+}
 
 
 @dataclass(frozen=True)
@@ -51,124 +83,116 @@ class Row:
     floor_us: float
 
 
+def made(*shape: int) -> Tensor:
+    return (torch.randn(shape, device="cuda") / shape[-1] ** 0.5).to(torch.bfloat16)
+
+
+def product(x: Tensor, weight: Tensor, way: Way, gated: bool = False) -> Tensor:
+    if isinstance(way, Tiles):
+        return linear_triton(x, weight, None, way, gated=gated)
+    if way == SERVED:
+        return gated_linear(x, weight, None) if gated else linear(x, weight, None)
+    return silu_mul_triton(F.linear(x, weight)) if gated else F.linear(x, weight)
+
+
+def normed(x: Tensor, weight: Tensor, stream: Tensor, gain: Tensor, way: Way) -> tuple[Tensor, Tensor]:
+    if way == SERVED:
+        return linear_add_rms_norm(x, weight, None, stream, gain, EPS)
+    if isinstance(way, Tiles) and way.parts > 1:
+        return add_parts_rms_norm_triton(linear_parts(x, weight, None, way), stream, gain, EPS)
+    return add_rms_norm_triton(product(x, weight, way), stream, gain, EPS)
+
+
 class Stack:
-    """Weights of all layers, as large as those of the 8B shape."""
+    """Weights of all layers."""
 
-    def __init__(self, layers: int) -> None:
-        def made(*shape: int) -> Tensor:
-            return (torch.randn(shape, device="cuda") / shape[-1] ** 0.5).to(torch.bfloat16)
-
-        self.gain = torch.randn(HIDDEN, device="cuda").to(torch.bfloat16)
-        self.layers = [
-            (made(QKV, HIDDEN), made(HIDDEN, HIDDEN), made(2 * INTER, HIDDEN), made(HIDDEN, INTER))
-            for _ in range(layers)
-        ]
+    def __init__(self, shape: Shape, layers: int) -> None:
+        self.shape = shape
+        self.gain = torch.randn(shape.hidden, device="cuda").to(torch.bfloat16)
+        self.layers = [[made(*each) for each in shape.matrices.values()] for _ in range(layers)]
         self.nbytes = sum(weight.nbytes for layer in self.layers for weight in layer)
 
     def run(self, x: Tensor, ways: Ways) -> Tensor:
-        stream = normed = x
+        stream = after = x
         for qkv, o, gate_up, down in self.layers:
-            heads = ways.qkv(normed, qkv)[:, :HIDDEN]
-            normed, stream = ways.o(heads, o, stream, self.gain)
-            normed, stream = ways.down(ways.gate_up(normed, gate_up), down, stream, self.gain)
-        return normed
+            heads = product(after, qkv, ways["qkv"])[:, : self.shape.heads]
+            after, stream = normed(heads.contiguous(), o, stream, self.gain, ways["o"])
+            inner = product(after, gate_up, ways["gate_up"], gated=True)
+            after, stream = normed(inner, down, stream, self.gain, ways["down"])
+        return after
 
 
-def served(x: Tensor, weight: Tensor, stream: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    return linear_add_rms_norm(x, weight, None, stream, gain, EPS)
+def other_tiles(rows: int, size: int, gated: bool, processors: int, most_parts: int) -> Iterator[Tiles]:
+    """Those that fit, and of which there are neither too few nor too many."""
+    room = max(16, next_power_of_2(rows))
+    for columns, depth, warps, stages in KINDS:
+        width = columns * (2 if gated else 1)
+        fits = 2 * (room + width) * depth * stages <= SHARED and room * width <= 1 << 15
+        for parts in (1, 2, 3, 4, 8):
+            programs = cdiv(size, width) * parts
+            enough = 2 * processors <= 3 * programs and (parts == 1 or programs <= 2 * processors)
+            if fits and enough and parts <= most_parts:
+                yield Tiles(columns, depth, warps, stages, room, parts)
 
 
-def library(x: Tensor, weight: Tensor, stream: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    return add_rms_norm_triton(F.linear(x, weight), stream, gain, EPS)
+def variants(shape: Shape, rows: int, others: bool) -> Iterator[tuple[str, Ways]]:
+    as_served: Ways = dict.fromkeys(shape.matrices, SERVED)
+    yield SERVED, as_served
+    yield LIBRARY, dict.fromkeys(shape.matrices, LIBRARY)
+    for name, (size, _) in shape.matrices.items() if others else ():
+        yield f"{name} by the library", {**as_served, name: LIBRARY}
+        most = 8 if name in ("o", "down") else 1
+        for tiles in other_tiles(rows, size, name == "gate_up", multiprocessors(torch.device("cuda")), most):
+            yield f"{name} {tuple(tiles)}", {**as_served, name: tiles}
+    yield "served, once more", as_served
 
 
-def divided(x: Tensor, weight: Tensor, stream: Tensor, gain: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    return add_parts_rms_norm_triton(linear_parts(x, weight, tiles), stream, gain, EPS)
+def heads(shape: Shape, rows: int, others: bool, bandwidth: float) -> Iterator[Row]:
+    x = made(rows, shape.hidden)
+    for size in HEADS:
+        weights = [made(size, shape.hidden) for _ in range(sets_for(2 * size * shape.hidden, 4))]
+        ways: list[Way] = [SERVED, LIBRARY]
+        if others:
+            ways += other_tiles(rows, size, False, multiprocessors(x.device), 1)
+        for way in ways:
+            us = graph_us([partial(product, x, weight, way) for weight in weights])
+            yield Row(f"LM head of {size} {way}", rows, us, 1e6 * weights[0].nbytes / bandwidth)
 
 
-def product(x: Tensor, weight: Tensor, tiles: Tiles | None = None, gated: bool = False) -> Tensor:
-    if tiles is not None:
-        return linear_triton(x, weight, None, tiles, gated=gated)
-    return gated_linear(x, weight, None) if gated else linear(x, weight, None)
-
-
-SERVED = Ways(product, served, partial(product, gated=True), served)
-BASE = Tiles(32, 256, 4, 3)
-DOWN = [
-    *(BASE._replace(parts=parts) for parts in (2, 4, 7, 8)),
-    *(BASE._replace(stages=stages, parts=4) for stages in (2, 4)),
-    *(Tiles(64, 256, warps, 3, parts=parts) for warps in (4, 8) for parts in (2, 4)),
-    Tiles(32, 512, 4, 2, parts=4),
-    Tiles(32, 256, 8, 3, parts=4),
-    Tiles(64, 512, 8, 2, parts=4),
-    Tiles(16, 512, 4, 3, parts=2),
-]
-OUT = [
-    *(BASE._replace(stages=stages, parts=parts) for stages in (2, 3, 4) for parts in (2, 4)),
-    Tiles(16, 256, 4, 4),
-    Tiles(16, 512, 4, 3),
-    Tiles(16, 512, 4, 3, parts=2),
-    Tiles(32, 512, 4, 2, parts=2),
-    Tiles(64, 256, 8, 3, parts=4),
-    Tiles(32, 256, 8, 3, parts=2),
-]
-QKV_TILES = [Tiles(16, 256, 4, 4), BASE, Tiles(32, 128, 4, 4), Tiles(64, 128, 4, 4)]
-GATES = [
-    Tiles(32, 256, 4, 2),
-    Tiles(16, 256, 4, 4),
-    Tiles(16, 256, 4, 3),
-    Tiles(16, 512, 4, 2),
-    Tiles(16, 512, 4, 3),
-    Tiles(64, 128, 8, 3),
-    Tiles(32, 128, 4, 5),
-    Tiles(64, 256, 8, 2),
-]
-
-
-def variants(rows: int) -> Iterator[tuple[str, Ways]]:
-    room = max(rows, 16)
-
-    def sized(way: Callable[..., Any], tiles: Tiles, **more: bool) -> Callable[..., Any]:
-        return partial(way, tiles=tiles._replace(rows=room), **more)
-
-    yield "served", SERVED
-    yield "o and down by cuBLAS", replace(SERVED, o=library, down=library)
-    for tiles in OUT:
-        yield f"o {tuple(tiles)}", replace(SERVED, o=sized(divided, tiles))
-    for tiles in DOWN:
-        yield f"down {tuple(tiles)}", replace(SERVED, down=sized(divided, tiles))
-    for tiles in QKV_TILES:
-        yield f"qkv {tuple(tiles)}", replace(SERVED, qkv=sized(product, tiles))
-    for tiles in GATES:
-        yield f"gate_up {tuple(tiles)}", replace(SERVED, gate_up=sized(product, tiles, gated=True))
-    yield "served, once more", SERVED
+def layers(stack: Stack, rows: int, others: bool, bandwidth: float) -> Iterator[Row]:
+    x = made(rows, stack.shape.hidden)
+    expected = stack.run(x, dict.fromkeys(stack.shape.matrices, LIBRARY)).float()
+    for name, ways in variants(stack.shape, rows, others):
+        wrong = (stack.run(x, ways).float() - expected).norm() / expected.norm()
+        assert wrong < 0.05, f"{name}: {wrong}"
+        us = graph_us([partial(stack.run, x, ways)], 1)
+        yield Row(name, rows, us, 1e6 * stack.nbytes / bandwidth)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32, 64, 128])
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--others", action="store_true", help="try other tiles, too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    stack = Stack(options.layers)
-    floor = 1e6 * stack.nbytes / copy_bandwidth()
+    stack, bandwidth = Stack(SHAPES[options.shape], options.layers), copy_bandwidth()
     found = []
     for rows in options.rows:
         wake()
-        x = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
-        expected = stack.run(x, Ways(product, library, SERVED.gate_up, library)).float()
-        for name, ways in variants(rows):
-            try:
-                wrong = (stack.run(x, ways).float() - expected).norm() / expected.norm()
-                us = graph_us([partial(stack.run, x, ways)], 1)
-            except Exception as error:  # what does not fit the GPU is said and left
-                print(f"{rows:4d} {name}: {str(error)[:90]}", flush=True)
-                continue
-            assert wrong < 0.05, f"{name}: {wrong}"
-            found.append(Row(name, rows, us, floor))
-            print(f"{rows:4d} {us:9.1f} us {us / floor:6.3f} of the floor  {name}", flush=True)
+        for section in (
+            partial(layers, stack),
+            partial(heads, stack.shape),
+        ):
+            for row in section(rows, options.others, bandwidth):
+                found.append(row)
+                print(
+                    f"{rows:4d} {row.us:9.1f} us {row.us / row.floor_us:6.3f} of the floor  {row.variant}",
+                    flush=True,
+                )
     if options.json:
         report = {"environment": describe(), "options": vars(options), "rows": [asdict(row) for row in found]}
         options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")

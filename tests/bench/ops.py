@@ -2,7 +2,8 @@
 
     python -m tests.bench.ops [--json FILE] [--only NAME ...]
 
-`--only` also takes programs that try other tile shapes: tune, tune_skinny.
+`--only tune` tries other tile shapes of extend attention; those of decode attention and of products of few rows:
+layer_attention.py, layer_products.py.
 
 The floor is the larger of bytes over the copy bandwidth and operations over the matrix rate, both measured first.
 """
@@ -25,7 +26,7 @@ from common.engine.attention.whole_prompt import attend_whole_prompt
 from common.engine.logit_adjustments import AdjustmentFacts, AdjustmentRows, Adjustments
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
-from common.engine.ops.linear import Tiles, gated_linear, linear, linear_triton
+from common.engine.ops.linear import gated_linear, linear
 from common.engine.ops.rms_norm import add_rms_norm, rms_norm
 from common.engine.ops.rotary import rotary_angles
 from common.engine.ops.rotary_kv_write import rotary_kv_write
@@ -270,7 +271,7 @@ def host() -> Iterator[Result]:
 
 
 def tune() -> Iterator[Result]:
-    """Other tile shapes of extend attention; those of the other two: layer_attention.py."""
+    """Other tile shapes of extend attention."""
     work = {new: extend_args(new, 0) for new in (256, 512, 1024, 2048, 8192)}
     for rows, keys, warps, stages in (
         (64, 64, 4, 2),
@@ -287,26 +288,7 @@ def tune() -> Iterator[Result]:
             yield measure("tune extend", shape, calls, nbytes, flop)
 
 
-WIDE_TILES = [
-    Tiles(*shape, 4, stages, ahead)
-    for shape, stages in (((16, 128), 6), ((16, 256), 4), ((32, 128), 4), ((32, 128), 5), ((32, 256), 3))
-    for ahead in (0, 512, 2048)
-]
-
-
-def tune_skinny() -> Iterator[Result]:
-    """Other tiles of our product; each of a graph may begin while the one before runs."""
-    for name in ("gate_up", "draft head", "head"):
-        gated = name == "gate_up"
-        for tiles in [*WIDE_TILES, *(Tiles(64, 128, 4, stages, 0) for stages in (3, 4) if not gated)]:
-            run = partial(linear_triton, tiles=tiles, gated=gated)
-            calls, nbytes = product_calls(*MATRICES[name], 1, run)
-            yield measure("tune product", f"{name} {tuple(tiles)}", calls, nbytes)
-
-
-TUNING: dict[str, Callable[[], Iterator[Result]]] = {
-    section.__name__: section for section in (tune, tune_skinny)
-}
+TUNING: dict[str, Callable[[], Iterator[Result]]] = {"tune": tune}
 SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {
     section.__name__: section
     for section in (

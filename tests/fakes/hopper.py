@@ -27,8 +27,7 @@ from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
-from common.engine.ops.linear import choose_gated_tiles, choose_tiles, linear_parts, linear_triton
-from common.engine.ops.linear_norm import divide_depth
+from common.engine.ops.linear import linear_parts, linear_triton
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm_triton, rms_norm_triton
 from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
@@ -37,6 +36,7 @@ from common.engine.ops.round_inputs import gather_rows_triton, window_places_tri
 from common.engine.ops.sample_tokens import sample_tokens_triton
 from common.engine.ops.silu_mul import silu_mul_triton
 from common.engine.ops.step_rows import advance_rows_triton, step_rows_triton
+from common.engine.ops.tiles import choose_gated_tiles, choose_tiles, divide_depth
 from common.engine.ops.top_tokens import top_tokens_triton
 from common.engine.ops.verify_attention import verify_triton
 from kv_transfer.layout import KvLayout
@@ -44,6 +44,7 @@ from kv_transfer.transport import cuda_pages
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, PAGE = 4096, 14336, 128256, 32, 8, 16  # Llama-3.1-8B
 BF16 = torch.bfloat16
+PROCESSORS = 132
 
 
 class NoGpu:
@@ -71,6 +72,8 @@ def install(compiled: Callable[[JITFunction, Any], None]) -> None:
     for module in kernel_modules():
         if hasattr(module, "chained"):
             module.chained = lambda device: {"CHAINED": True, "launch_pdl": True}
+        if hasattr(module, "copies_in_bulk"):
+            module.copies_in_bulk = lambda *matrices: True
 
 
 def kernel_modules() -> list[Any]:
@@ -118,23 +121,28 @@ def body(dtype: torch.dtype) -> None:
     places, axes = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
     rotary_angles_by_axis_triton(places, axes, frequencies, 1.0, dtype)
     if dtype != torch.float32:
-        for size in (2 * INNER, VOCAB):
-            tiles = choose_tiles(4, size)
+        products(dtype)
+
+
+def products(dtype: torch.dtype) -> None:
+    """Of few rows, as many as each tile holds."""
+    gain = torch.zeros(HIDDEN, dtype=dtype)
+    for rows, sizes in ((4, (VOCAB, 6144)), (128, (6144,))):
+        x = torch.zeros(rows, HIDDEN, dtype=dtype)
+        for size in sizes:
+            tiles = choose_tiles(rows, size, PROCESSORS)
             assert tiles is not None
             weights = torch.empty(size, HIDDEN, dtype=dtype)  # never touched: no memory behind it
             linear_triton(x, weights, None, tiles)
-            linear_triton(x, weights, weights[:, 0].contiguous(), tiles)
-        gates = torch.empty(2 * INNER, HIDDEN, dtype=dtype)
-        for rows in (4, 32):
-            tiles = choose_gated_tiles(rows, 2 * INNER)
-            assert tiles is not None
-            linear_triton(torch.zeros(rows, HIDDEN, dtype=dtype), gates, None, tiles, gated=True)
-        for rows, depth in ((4, HIDDEN), (4, INNER), (64, INNER)):
-            tiles = divide_depth(rows, HIDDEN, depth, 132)
+        linear_triton(x, weights, weights[:, 0].contiguous(), tiles)
+        tiles = choose_gated_tiles(rows, 2 * INNER, PROCESSORS)
+        assert tiles is not None
+        linear_triton(x, torch.empty(2 * INNER, HIDDEN, dtype=dtype), None, tiles, gated=True)
+        for depth in (HIDDEN, INNER):
+            tiles = divide_depth(rows, HIDDEN, depth, PROCESSORS)
             assert tiles is not None
             wide, down = torch.zeros(rows, depth, dtype=dtype), torch.empty(HIDDEN, depth, dtype=dtype)
-            stream = torch.zeros(rows, HIDDEN, dtype=dtype)
-            add_parts_rms_norm_triton(linear_parts(wide, down, tiles), stream, weight, 1e-5)
+            add_parts_rms_norm_triton(linear_parts(wide, down, None, tiles), x, gain, 1e-5)
 
 
 def drawing() -> None:

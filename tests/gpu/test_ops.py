@@ -118,7 +118,7 @@ def test_rotary_angles_by_axis(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 4, 16, 17])
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 64, 100, 129])
 @pytest.mark.parametrize(
     ("size", "depth"), [(6144, 4096), (4096, 14336), (32000, 4096), (704, 256), (100, 96)]
 )
@@ -129,17 +129,17 @@ def test_linear(dtype: torch.dtype, rows: int, size: int, depth: int) -> None:
         out = linear(x, weight, bias)
         wide = None if bias is None else bias.double()
         close(out, linear_reference(x.double(), weight.double(), wide))
-        if size >= 16384 and rows <= 16:
+        if size >= 6144 and rows <= 128:
             assert torch.equal(linear(x[:1], weight, bias), out[:1])
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 64, 65, 128, 129])
 def test_gated_linear(rows: int) -> None:
     x, weight = normal(rows, 512, dtype=torch.bfloat16), normal(28672, 512, dtype=torch.bfloat16) / 512**0.5
     close(gated_linear(x, weight, None), silu_mul_reference(x @ weight.T))
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16, 17, 40, 64])
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 40, 64, 128, 129])
 @pytest.mark.parametrize(
     ("size", "depth"), [(4096, 4096), (4096, 14336), (2048, 8192), (1024, 3072), (1536, 8960)]
 )

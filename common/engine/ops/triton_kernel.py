@@ -16,14 +16,17 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # CPU builds of torch come without it
-    triton, tl = None, None
+    triton, tl, TensorDescriptor = None, None, None
 
 __all__ = [
     "COMPILE_ERRORS",
     "await_previous",
     "cdiv",
     "chained",
+    "copies_in_bulk",
+    "described",
     "has_triton",
     "kernel",
     "kernel_with_varying",
@@ -93,6 +96,24 @@ def chained(device: torch.device) -> dict[str, bool]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}
+
+
+BULK_ALIGNMENT = 16  # bytes: where rows begin
+
+
+def copies_in_bulk(*matrices: torch.Tensor) -> bool:
+    """Whether the GPU copies tiles of these by itself: one instruction instead of an address per thread (Hopper)."""
+    if matrices[0].device.type != "cuda" or torch.cuda.get_device_capability(matrices[0].device)[0] < 9:
+        return False
+    return all(
+        each.data_ptr() % BULK_ALIGNMENT == 0 and each.stride(0) * each.element_size() % BULK_ALIGNMENT == 0
+        for each in matrices
+    )
+
+
+def described(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+    """A matrix whose rows are adjacent, as a kernel loads tiles [rows, columns] of it; zero behind its end."""
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])
 
 
 def report_compilations(report: Callable[[str, float], None]) -> None:

@@ -5,33 +5,35 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.ops.linear import (
-    FEW,
-    Tiles,
-    choose_gated_tiles,
-    choose_tiles,
-    gated_linear,
-    linear,
-    linear_parts,
-    linear_triton,
-)
-from common.engine.ops.linear_norm import divide_depth, linear_add_rms_norm
+from common.engine.ops import linear as linear_ops
+from common.engine.ops.linear import gated_linear, linear, linear_parts, linear_triton
+from common.engine.ops.linear_norm import linear_add_rms_norm
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm
 from common.engine.ops.silu_mul import silu_mul
+from common.engine.ops.tiles import FEW, Tiles, choose_gated_tiles, choose_tiles, divide_depth
 from common.engine.ops.top_tokens import top_tokens, top_tokens_triton
 from common.engine.ops.triton_kernel import cdiv, tl
 
-TILES = Tiles(16, 128, 4, 3, 128)
+TILES = Tiles(16, 128, 4, 3)
+H200 = 132  # processors
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
 ]
 
 
+@pytest.fixture(params=["pointers", "descriptions"])
+def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of reading tiles: an address per element, and bulk copies as on a Hopper GPU."""
+    bulk = request.param == "descriptions"
+    monkeypatch.setattr(linear_ops, "copies_in_bulk", lambda *matrices: bulk)
+
+
+@pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "size", "depth"), [(1, 64, 256), (5, 40, 100), (16, 96, 512), (0, 32, 64), (3, 1, 32)]
+    ("rows", "size", "depth"), [(1, 64, 256), (5, 40, 104), (16, 96, 512), (0, 32, 64), (3, 1, 32)]
 )
 def test_linear(dtype: torch.dtype, bias: bool, rows: int, size: int, depth: int) -> None:
     x, weight = torch.randn(rows, depth, dtype=dtype), torch.randn(size, depth, dtype=dtype) / depth**0.5
@@ -40,7 +42,7 @@ def test_linear(dtype: torch.dtype, bias: bool, rows: int, size: int, depth: int
         x.double(), weight.double(), None if offset is None else offset.double()
     )
     limit = 2e-3 if dtype == torch.float16 else 5e-6
-    for tiles in (TILES, Tiles(16, 64, 4, 2, 64)):
+    for tiles in (TILES, Tiles(32, 64, 4, 2, 32)):
         out = linear_triton(x, weight, offset, tiles)
         torch.testing.assert_close(out.double(), expected, atol=limit, rtol=limit)
     assert torch.equal(linear(x, weight, offset), torch.nn.functional.linear(x, weight, offset))
@@ -68,8 +70,9 @@ def test_linear_refuses_what_a_tile_cannot_hold() -> None:
         linear_triton(torch.randn(1, 32), torch.randn(16, 32).half(), None, TILES)
 
 
+@pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "width", "depth"), [(1, 48, 128), (5, 20, 100), (29, 20, 100)])
+@pytest.mark.parametrize(("rows", "width", "depth"), [(1, 48, 128), (5, 20, 104), (29, 20, 104)])
 def test_gated_linear(dtype: torch.dtype, rows: int, width: int, depth: int) -> None:
     x, weight = torch.randn(rows, depth, dtype=dtype), torch.randn(2 * width, depth, dtype=dtype) / depth**0.5
     tiles = TILES._replace(rows=32 if rows > FEW else FEW)
@@ -81,26 +84,30 @@ def test_gated_linear(dtype: torch.dtype, rows: int, width: int, depth: int) -> 
         linear_triton(x, weight, weight[:, 0].contiguous(), tiles, gated=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("parts", [1, 2, 3, 8])
-@pytest.mark.parametrize("depth", [5 * 32 + 7, 5 * 32])  # parts are uneven, cut and empty
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 40), (0, 16), (50, 40)])
+@pytest.mark.usefixtures("_copies")
+@pytest.mark.parametrize("parts", [1, 3, 8])
+@pytest.mark.parametrize("depth", [5 * 32 + 8, 5 * 32])  # parts are uneven, cut and empty
+@pytest.mark.parametrize(("rows", "size"), [(5, 40), (0, 16), (50, 40)])
 def test_a_product_in_parts_and_the_norm_that_adds_them_up(
-    dtype: torch.dtype, parts: int, depth: int, rows: int, size: int
+    parts: int, depth: int, rows: int, size: int
 ) -> None:
     """What lies behind x and the weight is not read, whatever parts are left empty."""
-    poison = torch.full((max(rows, size) + 8, depth), torch.nan, dtype=dtype)
+    poison = torch.full((max(rows, size) + 8, depth), torch.nan)
     x, weight = poison.clone()[:rows].normal_(), poison.clone()[:size].normal_() / depth**0.5
-    residual, gain = torch.randn(rows, size, dtype=dtype), torch.randn(size, dtype=dtype)
-    made = linear_parts(x, weight, Tiles(16, 32, 4, 2, parts=parts, rows=64 if rows > FEW else FEW))
+    residual, gain = torch.randn(rows, size), torch.randn(size)
+    tiles = Tiles(16, 32, 4, 2, parts=parts, rows=64 if rows > FEW else FEW)
+    made, offset = linear_parts(x, weight, None, tiles), torch.randn(size)
     assert made.shape == (parts, rows, size)
-    limit = 4e-3 if dtype == torch.float16 else 5e-6
-    torch.testing.assert_close(made.double().sum(0), x.double() @ weight.double().T, atol=limit, rtol=limit)
+    limit = 5e-6
+    expected_sum = x.double() @ weight.double().T
+    torch.testing.assert_close(made.double().sum(0), expected_sum, atol=limit, rtol=limit)
+    with_bias = linear_parts(x, weight, offset, tiles).double().sum(0)
+    torch.testing.assert_close(with_bias, expected_sum + offset.double(), atol=limit, rtol=limit)
     normed, total = add_parts_rms_norm_triton(made, residual, gain, 1e-5)
     summed = made[0].clone()
     for part in made[1:]:
         summed += part
-    expected = add_rms_norm(summed.to(dtype), residual, gain, 1e-5)
+    expected = add_rms_norm(summed, residual, gain, 1e-5)
     assert torch.equal(total, expected[1])
     torch.testing.assert_close(normed, expected[0], atol=limit, rtol=limit)
 
@@ -116,60 +123,75 @@ def test_the_reference_of_a_product_with_its_norm_is_one_after_the_other(bias: b
 
 
 @pytest.mark.parametrize(
-    ("size", "depth"), [(4096, 4096), (4096, 14336), (3584, 18944), (2048, 8192), (8192, 28672)]
+    ("size", "depth", "parts"),
+    [
+        (4096, 14336, 2),
+        (4096, 4096, 2),
+        (5120, 17408, 2),
+        (3584, 18944, 2),
+        (2560, 9728, 3),
+        (1536, 8960, 5),
+        (1024, 3072, 8),
+        (960, 2560, 7),
+    ],
 )
 @pytest.mark.parametrize("rows", [1, 16])
-def test_what_ends_a_block_is_divided(rows: int, size: int, depth: int) -> None:
-    """Into as many programs as run at once, and hardly fewer: all of the memory is busy, and none comes last."""
-    tiles = divide_depth(rows, size, depth, 132)
-    assert tiles is not None
-    assert 132 < tiles.parts * -(-size // tiles.columns) <= 264
-    assert rows <= tiles.rows
-
-
-@pytest.mark.parametrize(
-    ("size", "depth", "parts"),
-    [(1024, 3072, 6), (1536, 8960, 7), (960, 2560, 5), (4096, 14336, 4), (4096, 4096, 2), (3584, 18944, 4)],
-)
-def test_no_part_is_empty(size: int, depth: int, parts: int) -> None:
-    """Models whose depth is no multiple: Qwen3-0.6B, Qwen2.5-1.5B, SmolLM2-360M, and some whose is."""
-    tiles = divide_depth(1, size, depth, 132)
+def test_what_ends_a_block_is_divided(rows: int, size: int, depth: int, parts: int) -> None:
+    """Into hardly fewer programs than there are processors, or so many that two of each run at once; none is empty."""
+    tiles = divide_depth(rows, size, depth, H200)
     assert tiles is not None
     assert tiles.parts == parts
+    programs = parts * cdiv(size, tiles.columns)
+    assert 0.79 * H200 < programs <= (H200 if size < 5120 else 2 * H200)
     part = cdiv(cdiv(depth, tiles.depth), parts) * tiles.depth
     assert (parts - 1) * part < depth <= parts * part
 
 
+def test_what_is_wide_or_shallow_or_of_many_rows_is_not_divided() -> None:
+    assert divide_depth(1, 8192, 4096, H200) is None
+    assert divide_depth(1, 4096, 1024, H200) is None
+    assert divide_depth(129, 4096, 14336, H200) is None
+    assert divide_depth(128, 4096, 14336, H200) is not None
+    assert divide_depth(17, 5120, 17408, H200) is None  # 160 programs: 28 would run behind the others
+
+
 @pytest.mark.parametrize(
-    ("rows", "depth", "divided"),
-    [(17, 14336, False), (33, 14336, True), (64, 14336, True), (65, 14336, False), (64, 4096, False)],
+    ("rows", "room"), [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 128), (128, 128)]
 )
-def test_more_rows_are_divided_where_it_pays(rows: int, depth: int, divided: bool) -> None:
-    tiles = divide_depth(rows, 4096, depth, 132)
-    assert (tiles is not None) == divided
-    assert tiles is None or (tiles.rows >= rows and tiles.parts * 4096 // tiles.columns <= 132)
+def test_tiles_hold_their_rows_and_fill_a_processor(rows: int, room: int) -> None:
+    def on_the_way(tiles: Tiles, matrices: int) -> int:
+        return 2 * (tiles.rows + matrices * tiles.columns) * tiles.depth * tiles.stages
+
+    tiles, gated = choose_tiles(rows, 6144, H200), choose_gated_tiles(rows, 28672, H200)
+    assert tiles is not None
+    assert gated is not None
+    assert tiles.rows == gated.rows == room
+    assert 120_000 <= on_the_way(tiles, 1) <= 227 << 10
+    assert 120_000 <= on_the_way(gated, 2) <= 227 << 10
 
 
-def test_what_is_wide_or_shallow_is_not_divided() -> None:
-    assert divide_depth(1, 16384, 4096, 132) is None
-    assert divide_depth(1, 4096, 1024, 132) is None
+@pytest.mark.parametrize("rows", [1, 32, 64])
+def test_of_many_programs_two_share_a_processor(rows: int) -> None:
+    tiles = choose_tiles(rows, 128256, H200)
+    assert tiles is not None
+    assert tiles.at_once(H200) == 2 * H200
+    assert tiles.stages >= 3
 
 
-@pytest.mark.parametrize("size", [16384, 28672, 128256])
-def test_wide_matrices_have_tiles_and_narrow_ones_have_none(size: int) -> None:
-    for rows, choose in (
-        (1, choose_tiles),
-        (16, choose_tiles),
-        (16, choose_gated_tiles),
-        (32, choose_gated_tiles),
-    ):
-        tiles = choose(rows, size)
-        assert tiles is not None
-        assert all(number & (number - 1) == 0 for number in tiles[:3])
-        assert rows <= tiles.rows
-        assert choose(rows, size // 8) is None
-    assert choose_tiles(17, size) is None
-    assert choose_gated_tiles(33, size) is None
+@pytest.mark.parametrize(
+    ("rows", "size", "gated"),
+    [
+        (1, 4096, False),  # too few programs for the memory
+        (1, 2 * 4096, True),
+        (129, 6144, False),  # bound by operations
+        (129, 28672, True),
+        (128, 128256, False),
+        (64, 2 * 17408, True),  # 272 programs on 132 processors: the last 8 would run alone
+        (128, 2 * 18944, True),
+    ],
+)
+def test_what_is_left_to_the_library(rows: int, size: int, gated: bool) -> None:
+    assert (choose_gated_tiles if gated else choose_tiles)(rows, size, H200) is None
 
 
 @pytest.mark.parametrize("count", [1, 4])
