@@ -46,7 +46,9 @@ from common.engine.ops.step_rows import (
     step_rows,
     step_rows_reference,
 )
+from common.engine.ops.tiles import choose_tiles
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
+from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.ops.verify_attention import verify_attention, verify_reference, verify_triton
 
 pytestmark = [
@@ -124,12 +126,13 @@ def test_rotary_angles_by_axis(dtype: torch.dtype) -> None:
 )
 def test_linear(dtype: torch.dtype, rows: int, size: int, depth: int) -> None:
     """Also of the first row alone: where the kernel is ours, its result is the same bit for bit."""
+    processors = multiprocessors(torch.device(CUDA))
     x, weight = normal(rows, depth, dtype=dtype), normal(size, depth, dtype=dtype) / depth**0.5
     for bias in (None, normal(size, dtype=dtype)):
         out = linear(x, weight, bias)
         wide = None if bias is None else bias.double()
         close(out, linear_reference(x.double(), weight.double(), wide))
-        if size >= 6144 and rows <= 128:
+        if choose_tiles(rows, size, processors) is not None:
             assert torch.equal(linear(x[:1], weight, bias), out[:1])
 
 
