@@ -30,7 +30,7 @@ UNCLAIMED = 256  # images kept though no prompt here waits for them; the oldest 
 UNCLAIMED_BYTES = 1 << 30  # of their pixels
 AT_ONCE = 4  # images taken in by one turn of the loop, which copies them: some milliseconds each
 DECODERS = 2  # threads; Pillow lets go of the interpreter while it decodes
-ARRIVAL_SECONDS = 30.0  # from the prompt to its last image; then it is placed again
+ARRIVAL_SECONDS = 30.0  # from the prompt to the bytes of its last image; then it is placed again
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -126,6 +126,10 @@ class Images(Protocol):
         """Give images what is ready for them. Raises RequestError for one that cannot be decoded."""
         ...
 
+    def arrived(self, images: Iterable[PromptImage]) -> bool:
+        """Whether nothing more has to come from the router for them; some may wait for a decoder."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -148,6 +152,9 @@ class NoImages:
 
     def claim(self, images: Iterable[PromptImage]) -> None:
         pass
+
+    def arrived(self, images: Iterable[PromptImage]) -> bool:
+        return True
 
     def close(self) -> None:
         pass
@@ -196,7 +203,12 @@ class ImageIntake:
                 self.refused_messages += 1
                 self._log.warning("refused a message from the router", error=str(error))
                 continue
-            if message.digest in self._pixels or self._cache.get(message.digest) is not None:
+            known = self._pixels.get(message.digest)
+            if known is not None and not _failed(
+                known
+            ):  # what failed once may do better: memory, other bytes
+                continue
+            if self._cache.get(message.digest) is not None:
                 continue
             self._pixels[message.digest] = self._threads.submit(self._decode, message.digest, message.data)
             self._make_room()
@@ -212,6 +224,9 @@ class ImageIntake:
                 pixels = future.result()
                 image.fits(pixels.rows, pixels.columns)
                 image.pixels = pixels
+
+    def arrived(self, images: Iterable[PromptImage]) -> bool:
+        return all(image.ready or image.span.digest in self._pixels for image in images)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -239,3 +254,7 @@ class ImageIntake:
         except Exception as error:
             self._log.exception("an image could not be processed")
             raise InternalError("an image could not be processed; the log has the details") from error
+
+
+def _failed(future: Future[Pixels]) -> bool:
+    return future.done() and future.exception() is not None

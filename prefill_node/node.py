@@ -217,9 +217,11 @@ class PrefillNode:
 
     def sweep(self, now: float) -> None:
         for request in self.queues:
-            if not request.ended and now > request.deadline:
+            if request.ended:
+                continue
+            if now > request.deadline:
                 self._end(request, DeadlineExceeded.code, "the request's deadline passed on the prefill node")
-            elif not request.ended and not request.ready and now > request.received + ARRIVAL_SECONDS:
+            elif now > request.received + ARRIVAL_SECONDS and not self._images.arrived(request.images):
                 self._end(request, TransferFailed.code, "its images did not reach the prefill node")
 
     # -- moving between queues ---------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
     python -m router.image_inspector      frames on standard input, verdicts on standard output, until it closes
 
-A frame is 4 bytes of length, little-endian, and that much msgpack: an `Inspection`, or as the answer a `Verdict`.
+A frame is 4 bytes of length, little-endian, and that much msgpack: an `Inspection`, or as the answer a `Verdict`. A
+first `Verdict` says that the process has started.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import os
 import resource
 import sys
+import traceback
 from asyncio.subprocess import Process
 
 import msgspec
@@ -21,7 +23,8 @@ from common.image_files import decode_image
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 64
-SECONDS = 10.0  # for one image, waiting for those before it not counted
+SECONDS = 3.0  # for one image, waiting for those before it not counted; the others wait for it
+START_SECONDS = 30.0  # for the process, until it is ready
 
 
 class Inspection(msgspec.Struct, frozen=True, array_like=True):
@@ -59,13 +62,11 @@ class ImageInspector:
         async with self._turn:
             process = await self._running()
             assert process.stdin is not None
-            assert process.stdout is not None
             try:
                 async with asyncio.timeout(self._seconds):
                     process.stdin.writelines((len(frame).to_bytes(4, "little"), frame))
                     await process.stdin.drain()
-                    length = int.from_bytes(await process.stdout.readexactly(4), "little")
-                    verdict = _verdicts.decode(await process.stdout.readexactly(length))
+                    verdict = await _verdict(process)
             except (OSError, EOFError, TimeoutError, msgspec.DecodeError) as error:
                 await self._end()
                 raise InvalidRequest(
@@ -85,6 +86,7 @@ class ImageInspector:
             await self._end()
 
     async def _running(self) -> Process:
+        """Ready for an image. Raises InternalError."""
         if self._process is None or self._process.returncode is not None:
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -94,8 +96,14 @@ class ImageInspector:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                 )
-            except OSError as error:
+                async with asyncio.timeout(START_SECONDS):
+                    await _verdict(self._process)
+            except (OSError, EOFError, TimeoutError) as error:
+                await self._end()
                 raise InternalError(f"the image decoder cannot be started: {error}") from error
+            except BaseException:  # cancelled: its first verdict must not be taken for that to an image
+                await self._end()
+                raise
         return self._process
 
     async def _end(self) -> None:
@@ -104,6 +112,12 @@ class ImageInspector:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await asyncio.shield(process.wait())
+
+
+async def _verdict(process: Process) -> Verdict:
+    assert process.stdout is not None
+    length = int.from_bytes(await process.stdout.readexactly(4), "little")
+    return _verdicts.decode(await process.stdout.readexactly(length))
 
 
 def serve() -> None:
@@ -116,18 +130,29 @@ def serve() -> None:
     ):
         resource.setrlimit(limit, (value, value))
     source, answers = sys.stdin.buffer, sys.stdout.buffer
-    while head := source.read(4):
-        inspection = _inspections.decode(source.read(int.from_bytes(head, "little")))
-        try:
-            image = decode_image(inspection.data, inspection.max_pixels, inspection.media_type)
-            verdict = Verdict("", image.width, image.height)
-        except InvalidRequest as error:
-            verdict = Verdict(str(error))
-        except MemoryError:
-            verdict = Verdict("the image is broken: decoding it takes too much memory")
+    verdict = Verdict("")
+    while True:
         frame = msgspec.msgpack.encode(verdict)
         answers.write(len(frame).to_bytes(4, "little") + frame)
         answers.flush()
+        head = source.read(4)
+        if not head:
+            return
+        verdict = inspect(_inspections.decode(source.read(int.from_bytes(head, "little"))))
+
+
+def inspect(inspection: Inspection) -> Verdict:
+    """Whatever the decoders raise."""
+    try:
+        image = decode_image(inspection.data, inspection.max_pixels, inspection.media_type)
+    except InvalidRequest as error:
+        return Verdict(str(error))
+    except MemoryError:
+        return Verdict("the image is broken: decoding it takes too much memory")
+    except Exception:  # a defect of ours: others should not wait for a new process
+        traceback.print_exc()
+        return Verdict("the image cannot be decoded")
+    return Verdict("", image.width, image.height)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,31 @@ def test_what_cannot_be_decoded_is_an_error_of_its_prompt(
     rig.close()
 
 
+def test_an_image_that_failed_once_is_decoded_again_when_it_comes_again() -> None:
+    failures = [MemoryError()]
+
+    def decode(data: bytes) -> Pixels:
+        if failures:
+            raise failures.pop()
+        return read(data)
+
+    rig = Rig(decode)
+    first, second = image(1), image(1)
+    rig.send(digest_of(1), file_of(1))
+    rig.until(lambda: bool(rig.intake._pixels) and not rig.intake.busy)
+    with pytest.raises(InternalError):
+        rig.intake.claim([first])
+    assert rig.intake.arrived([first])
+    rig.send(digest_of(1), file_of(1))
+    rig.until(lambda: rig.intake.busy or not failed(rig.intake._pixels[digest_of(1)]))
+    rig.until(lambda: rig.claimed(second))
+    rig.close()
+
+
+def failed(future: Future[Pixels]) -> bool:
+    return future.done() and future.exception() is not None
+
+
 def test_malformed_messages_are_counted_and_dropped(rig: Rig) -> None:
     for frame in (b"", b"\xc1", encode(ImageSpan(0, 1, bytes(32))), b"x" * 100):
         rig.router.send(b"p/images", frame)

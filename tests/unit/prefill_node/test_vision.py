@@ -6,8 +6,9 @@ draft is compared with an eager recompute over embeddings that are put together 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,9 @@ from tests.fakes.vision import (
     greedy,
     observed_vision,
     prompt_of,
+    read,
 )
+from tests.fakes.waiting import PATIENCE
 
 TEXT: tuple[Part, ...] = (3, 9, 27, 4, 8, 16, 5)
 FIRST: tuple[Part, ...] = ((1,), 7, 8)
@@ -261,6 +264,25 @@ def test_images_that_never_come_end_the_wait() -> None:
         assert late.error is not None
         assert late.error.code == "transfer_failed", "the router places it again, with its images"
         cluster.settle()
+
+
+def test_images_that_wait_for_a_decoder_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long others take; the request's own deadline goes on."""
+    held, pace = threading.Event(), intake.ARRIVAL_SECONDS / 50
+    monkeypatch.setattr(
+        intake.ImageIntake, "_decode", lambda self, digest, data: held.wait(PATIENCE) and read(data)
+    )
+    with seeing() as (cluster, vision), ExitStack() as at_end:
+        at_end.callback(held.set)
+        vision.send(2)
+        slow, never = submit(cluster, MIDDLE), submit(cluster, FIRST)
+        cluster._resubmit = False
+        cluster.run(lambda: never.over, limit=200, dt=pace)
+        assert never.error is not None
+        assert slow.error is None
+        held.set()
+        cluster.run()
+        assert slow.ids == greedy(MIDDLE, 6)
 
 
 def test_a_broken_image_ends_its_own_prompt_alone() -> None:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import signal
+import sys
 import zlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,11 +16,11 @@ from dataclasses import replace
 import pytest
 from PIL import Image as Pil
 
-from common.errors import InvalidRequest, Overloaded
+from common.errors import InternalError, InvalidRequest, Overloaded
 from common.image_files import decode_image
 from common.llava_config import LlavaVision
 from common.qwen_vl_config import QwenVision
-from router import images
+from router import image_inspector, images
 from router.image_inspector import ImageInspector
 from router.images import Image, ImageLimits, ImageLoader, NoImages
 from router.openai_schema import ContentPart, ImageUrl, Message
@@ -44,6 +45,21 @@ def huge() -> bytes:
     head[16:24] = (30_000).to_bytes(4, "big") * 2
     head[29:33] = zlib.crc32(head[12:29]).to_bytes(4, "big")
     return bytes(head)
+
+
+def phone() -> bytes:
+    """Two pictures in one JPEG file, of 8 x 6 and 4 x 4 pixels."""
+    out = io.BytesIO()
+    second = Pil.new("RGB", (4, 4), (0, 0, 255))
+    Pil.new("RGB", (8, 6), (200, 30, 30)).save(out, "MPO", save_all=True, append_images=[second])
+    return out.getvalue()
+
+
+def progressive(more: int, **options: object) -> bytes:
+    """A JPEG whose last scan comes so many times again."""
+    data = file("JPEG", progressive=True, **options)
+    last, end = data.rindex(b"\xff\xda"), len(data) - 2
+    return data[:end] + data[last:end] * more + data[end:]
 
 
 def noise() -> bytes:
@@ -95,6 +111,7 @@ BAD = {
     "lying": (url(file("JPEG")), "declared as image/png and is image/jpeg"),
     "no image": (url(b"GIF89a nonsense"), "cannot be read"),
     "text": (url(b"<svg/>"), "cannot be read"),
+    "too many scans": (url(progressive(41), "image/jpeg"), "more than the 50 scans"),
     "truncated": (url(noise()[:1_500]), "broken"),
     "too many pixels": (url(file(size=(100, 11))), "100 x 11 pixels"),
     "far too many pixels": (url(huge()), "more than the 1000 pixels"),
@@ -236,6 +253,48 @@ async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next() -> Non
         await inspector.check(file(), None)
     finally:
         await inspector.close()
+
+
+def test_a_defect_of_ours_is_a_verdict_and_not_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def decode(*_: object) -> Pil.Image:
+        raise KeyError("MPO")
+
+    monkeypatch.setattr(image_inspector, "decode_image", decode)
+    assert image_inspector.inspect(image_inspector.Inspection(None, 9, b"")).problem
+    assert "KeyError: 'MPO'" in capsys.readouterr().err, "the log has it"
+
+
+async def test_a_decoder_that_does_not_start_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    inspector = ImageInspector(max_pixels=1_000)
+    with pytest.raises(InternalError, match="cannot be started"):
+        await inspector.check(file(), None)
+    monkeypatch.undo()
+    await inspector.check(file(), None)
+    await inspector.close()
+
+
+def test_phones_write_several_pictures_into_one_jpeg() -> None:
+    with Pil.open(io.BytesIO(phone())) as image:
+        assert image.format == "MPO"
+    found = decode_image(phone(), 100, "image/jpeg")
+    assert (found.size, found.getpixel((0, 0))) == ((8, 6), decode_image(file("JPEG"), 100).getpixel((0, 0)))
+
+
+def test_scans_are_counted_as_the_decoder_reads_them() -> None:
+    """Not what a thumbnail or a film behind the picture holds; fill bytes and restart marks hide none."""
+    first = progressive(0)
+    assert first.count(b"\xff\xda") == 10
+    assert decode_image(progressive(40), 100).size == (8, 6)
+    many = b"\xff\xda\x00\x08" * 99
+    assert decode_image(progressive(0, comment=many), 100).size == (8, 6)
+    assert decode_image(first + many, 100).size == (8, 6)
+    scan = first[first.rindex(b"\xff\xda") : -2]
+    for each in (b"\xff" + scan, b"\xff\xd3" + scan, b"\xff\x01" + scan, scan + b"\x12\xff\x00"):
+        with pytest.raises(InvalidRequest, match="50 scans"):
+            decode_image(first[:-2] + each * 41 + first[-2:], 100)
 
 
 def test_the_first_frame_turned_and_in_rgb() -> None:
