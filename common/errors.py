@@ -3,6 +3,7 @@
     TandemError
     +-- ConfigError            start-up only: a key, its path and the remedy
     +-- ModelError             start-up only: a checkpoint that cannot be served, and what is supported
+    |   +-- TakesNoEmbeddings  a ValueError too: it would embed the placeholders of images
     +-- ProtocolError          a peer said something that its inbox does not allow
     |   +-- HandshakeRefused   peers that differ in version, layout or model
     |   +-- RecordError        a handoff record that is torn, stale or corrupt
@@ -44,6 +45,10 @@ class ConfigError(TandemError):
 
 class ModelError(TandemError):
     """A model directory that cannot be served."""
+
+
+class TakesNoEmbeddings(ModelError, ValueError):
+    """A model that reads token ids alone, where prompts are embeddings of text and images."""
 
 
 class ProtocolError(TandemError):

@@ -17,10 +17,8 @@ MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "
 MAX_SCANS = (
     50  # of a progressive JPEG, each over all of its pixels for a few bytes; encoders write up to about 20
 )
-_KINDS = {
-    **MEDIA_TYPES,
-    "MPO": "image/jpeg",
-}  # several pictures in one JPEG file, as phones write them; the first
+# MPO is several pictures in one JPEG file, as phones write them; the first one counts.
+_KINDS = {**MEDIA_TYPES, "MPO": "image/jpeg"}
 _JPEG_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")  # of a segment with a length, or the end of all
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"
 

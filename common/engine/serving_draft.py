@@ -17,7 +17,7 @@ from common.engine.models.eagle import Eagle3Head, EagleHead
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.mtp import MtpModules
 from common.engine.mtp_runner import MultiLayerRunner, load_mtp
-from common.errors import ModelError
+from common.errors import TakesNoEmbeddings
 
 TAKES_EMBEDS = ("eagle", "eagle3")  # algorithms whose heads read embeddings, not ids
 AnyDraftRunner = DraftRunner | MultiLayerRunner | ModelRunner
@@ -85,7 +85,7 @@ def draft_shape(config: DraftConfig, topk: int, placement: Placement) -> DraftSh
 def _check_takes_embeds(path: Path, config: DraftConfig, target: LlamaForCausalLM) -> None:
     """Rows A7 and C4: behind a target that reads images, a draft has to read their embeddings too."""
     if target.config.vision is not None and config.algorithm not in TAKES_EMBEDS:
-        raise ModelError(
+        raise TakesNoEmbeddings(
             f"{path}: a {config.algorithm} draft reads token ids alone and cannot take the embeddings of the images "
             f"that the model reads; set speculation.algorithm to none, ngram, {' or '.join(TAKES_EMBEDS)}"
         )

@@ -208,14 +208,15 @@ def test_an_old_file_leaves_out_what_is_usual(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_reads_ids_alone_is_refused_at_start_up(tmp_path: Path) -> None:
-    """A7: with the remedy, before anything is loaded."""
+    """A7: a ValueError with the remedy, before anything is loaded."""
     save(tmp_path, **CASES["clip"])
     target, config = load_model(tmp_path, "float32")
     draft = DraftConfig("standalone", config, 0, AuxLayers(), None, False)
     with pytest.raises(
-        ModelError, match="cannot take the embeddings of the images .* set speculation.algorithm to"
-    ):
+        ValueError, match="cannot take the embeddings of the images .* set speculation.algorithm to"
+    ) as refused:
         load_serving_draft(tmp_path, draft, 3, 1, target, CPU)
+    assert isinstance(refused.value, ModelError), "start-up says it as the others of its kind"
 
 
 def test_the_image_processor_has_to_fit_the_tower(tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
+import ssl
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import aiohttp.connector
 import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from common.errors import InvalidRequest
+from router import image_fetch
 from router.image_fetch import ImageFetcher, PublicResolver, public
 from tests.fakes.waiting import PATIENCE
 
@@ -129,9 +134,13 @@ class PlainFetcher(ImageFetcher):
         return URL(address.replace("https://", "http://"))
 
 
-async def _serve() -> tuple[web.AppRunner, int]:
+async def _serve(tls: ssl.SSLContext | None = None) -> tuple[web.AppRunner, int]:
     async def small(request: web.Request) -> web.Response:
+        assert request.headers["Accept-Encoding"] == "identity"
         return web.Response(body=b"x" * 900)
+
+    async def packed(request: web.Request) -> web.Response:
+        return web.Response(body=gzip.compress(b"x" * 900), headers={"Content-Encoding": "gzip"})
 
     async def large(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -145,11 +154,12 @@ async def _serve() -> tuple[web.AppRunner, int]:
 
     app = web.Application()
     app.router.add_get("/small", small)
+    app.router.add_get("/packed", packed)
     app.router.add_get("/large", large)
     app.router.add_get("/moved", moved)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
     port: int = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
     return runner, port
@@ -162,10 +172,55 @@ async def test_bytes_are_capped_and_redirects_not_followed() -> None:
         assert await fetcher.fetch("https://images.example/small") == b"x" * 900
         with pytest.raises(InvalidRequest, match="larger than 1000 bytes"):
             await fetcher.fetch("https://images.example/large")
+        with pytest.raises(InvalidRequest, match="answered with a compressed file"):
+            await fetcher.fetch("https://images.example/packed")
         with pytest.raises(InvalidRequest, match="its host answered 302"):
             await fetcher.fetch("https://images.example/moved")
         with pytest.raises(InvalidRequest, match="its host answered 404"):
             await fetcher.fetch("https://images.example/none")
+    finally:
+        await runner.cleanup()
+
+
+class Rebound(PublicResolver):
+    """The real checks of an address that the test lets pass; only the port is another than 443."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(looking_up("127.0.0.1"))
+        self._port = port
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        assert port == 443
+        found = await super().resolve(host, port, family)
+        for each in found:
+            each["port"] = self._port
+        return found
+
+
+async def test_the_host_behind_a_checked_address_has_to_prove_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    certificate = Path(__file__).with_name("images_example.pem")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate)
+    runner, port = await _serve(tls)
+    try:
+        fetcher = ImageFetcher(["images.example", "other.example"], 1000, PATIENCE, Rebound(port))
+        trusting = ssl.create_default_context(cafile=certificate)
+        monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting)
+        with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+            await fetcher.fetch("https://images.example/small")  # the address is a private one
+        monkeypatch.setattr(image_fetch, "public", lambda address: address == "127.0.0.1")
+        assert await fetcher.fetch("https://images.example/small") == b"x" * 900
+        with pytest.raises(InvalidRequest, match=r"cannot be fetched$") as error:
+            await fetcher.fetch("https://other.example/small")
+        assert "not valid for 'other.example'" in str(error.value.__cause__)
+        monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", ssl.create_default_context())
+        with pytest.raises(InvalidRequest, match=r"cannot be fetched$") as error:
+            await fetcher.fetch("https://images.example/small")
+        assert "self-signed certificate" in str(error.value.__cause__)
     finally:
         await runner.cleanup()
 
