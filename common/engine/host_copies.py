@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,22 +43,46 @@ def packed_bytes(arrays: Sequence[Array]) -> int:
 
 
 def pack(arrays: Sequence[Array], block: Tensor) -> None:
-    """Into a block [packed_bytes] uint8 of host memory."""
+    """Into a block [packed_bytes] uint8 of host memory, those of one dtype one behind another."""
     memory, start = block.numpy(), 0
-    for array in arrays:
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        memory[start : start + len(flat)] = flat
-        start += _room(array)
+    for group in _by_dtype(arrays).values():
+        for index in group:
+            array = arrays[index]
+            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+            start += _room(array)
 
 
 def unpack(arrays: Sequence[Array], block: Tensor) -> list[Tensor]:
-    """Views of a packed block with the shapes and dtypes of `arrays`."""
-    views, start = [], 0
-    for array in arrays:
-        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-        views.append(block[start : start + array.nbytes].view(dtype).view(array.shape))
-        start += _room(array)
+    """Views of a packed block with the shapes and dtypes of `arrays`: few calls for many arrays, as steps wait."""
+    views, start = [block] * len(arrays), 0
+    for dtype, group in _by_dtype(arrays).items():
+        rooms = [_room(arrays[index]) for index in group]
+        end = start + sum(rooms)
+        elements = [number for index, room in zip(group, rooms) for number in _elements(arrays[index], room)]
+        for index, view in zip(
+            group, torch.split_with_sizes(block[start:end].view(_of_torch(dtype)), elements)[::2]
+        ):
+            shape = arrays[index].shape
+            views[index] = view if len(shape) == 1 else view.view(shape)
+        start = end
     return views
+
+
+def _by_dtype(arrays: Sequence[Array]) -> dict[np.dtype[np.generic], list[int]]:
+    groups: dict[np.dtype[np.generic], list[int]] = {}
+    for index, array in enumerate(arrays):
+        groups.setdefault(array.dtype, []).append(index)
+    return groups
+
+
+def _elements(array: Array, room: int) -> tuple[int, int]:
+    """Of an array, and of the gap behind it."""
+    return array.size, room // array.itemsize - array.size
+
+
+@functools.cache
+def _of_torch(dtype: np.dtype[np.generic]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
 
 
 def _room(array: Array) -> int:
