@@ -26,7 +26,14 @@ from router.openai_responses import (
     error_event,
     usage_field,
 )
-from router.openai_schema import ChatRequest, CompletionRequest, SharedFields, prompts, refuse_unsupported
+from router.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    SharedFields,
+    prompts,
+    refuse_unsupported,
+    without_addresses,
+)
 from router.placeholders import place_images
 from router.request_body import read_json
 from router.request_checks import (
@@ -93,6 +100,8 @@ class OpenAiRoutes:
         logprobs = top if body.logprobs else None
         max_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         images = await self._images.load(body.messages)
+        if images:
+            body = msgspec.structs.replace(body, messages=without_addresses(body.messages))
         prompt = await self._tokenizer.encode(await self._render(body), bool(body.add_special_tokens))
         placed: tuple[PromptImage, ...] = ()
         if model.vision is not None:

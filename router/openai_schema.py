@@ -260,6 +260,22 @@ def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
                 )
 
 
+def without_addresses(messages: Sequence[Message]) -> list[Message]:
+    """The same messages, images without what they were sent as: megabytes of base64 once they are loaded."""
+    return [
+        msgspec.structs.replace(
+            message,
+            content=[
+                part if part.image_url is None else msgspec.structs.replace(part, image_url="")
+                for part in message.content
+            ],
+        )
+        if isinstance(message.content, list)
+        else message
+        for message in messages
+    ]
+
+
 _PROMPT_KINDS = "prompt must be a text, a list of texts, a list of token ids, or a list of such lists"
 
 

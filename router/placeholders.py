@@ -16,10 +16,13 @@ def place_images(
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Token ids of the vocabulary with room for every image, and where that is.
 
-    A placeholder outside the vocabulary is written as 0: nothing embeds it. Raises InvalidRequest where the text itself
-    spells the placeholder, which would move the images.
+    A placeholder outside the vocabulary is written as a token that the prompt has anyway: nothing embeds it, and
+    repetition_penalty falls on no token that the prompt lacks. Raises InvalidRequest where the text itself spells the
+    placeholder, which would move the images.
     """
-    filler = vision.image_token_id if vision.image_token_id < vocab_size else 0
+    filler = vision.image_token_id
+    if filler >= vocab_size:
+        filler = next((token for token in token_ids if token != filler), 0)
     prompt: list[int] = []
     placed: list[PromptImage] = []
     if any(token in vision.refused_token_ids for token in token_ids):

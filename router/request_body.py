@@ -23,23 +23,21 @@ T = TypeVar("T")
 async def read_json(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
     """Raises InvalidRequest with the field's name, UnsupportedMedia, RequestTooLarge or DeadlineExceeded.
 
-    The content type is required: a page in a browser cannot set it for another site without asking first.
+    Only what is decoded stays: `request.read()` would keep the bytes until the answer is whole. The content type is
+    required: a page in a browser cannot set it for another site without asking first.
     """
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("compressed bodies are not taken; send the JSON as it is")
     if request.content_type != "application/json" or "Content-Type" not in request.headers:
         raise UnsupportedMedia("send the body as JSON, with the header Content-Type: application/json")
     most = request.client_max_size
-    too_large = RequestTooLarge(f"the body is larger than {most} bytes")
     if (request.content_length or 0) > most:
-        raise too_large
+        raise _too_large(most)
     try:
         async with asyncio.timeout(READ_TIMEOUT):
-            raw = await request.read()
+            raw = await _whole(request, most)
     except TimeoutError:
         raise DeadlineExceeded(f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
     await check_depth(raw)
     try:
         return decoder.decode(raw)
@@ -47,6 +45,19 @@ async def read_json(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T
         raise invalid_body(error) from error
     except (UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+async def _whole(request: web.Request, most: int) -> bytes:
+    body = bytearray()
+    async for piece in request.content.iter_any():
+        body += piece
+        if len(body) > most:
+            raise _too_large(most)
+    return bytes(body)
+
+
+def _too_large(most: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body is larger than {most} bytes")
 
 
 async def check_depth(raw: bytes) -> None:

@@ -113,23 +113,24 @@ def test_what_stands_at_placeholders_is_never_embedded(filler: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk", "buckets"),
+    ("name", "chunk", "buckets", "graphs"),
     [
-        ("eagle3", 1, ()),
-        ("eagle3", 3, (1, 4)),
-        ("eagle3", TOKENS, ()),
-        ("eagle3", 64, (1, 4)),
-        ("eagle3-full-vocabulary", 3, ()),
-        ("eagle", 3, ()),
-        ("eagle", 64, (1, 4)),
+        ("eagle3", 1, (), "breakable"),
+        ("eagle3", 3, (1, 4), "breakable"),
+        ("eagle3", 3, (), "none"),
+        ("eagle3", TOKENS, (), "breakable"),
+        ("eagle3", 64, (1, 4), "breakable"),
+        ("eagle3-full-vocabulary", 3, (), "breakable"),
+        ("eagle", 3, (), "breakable"),
+        ("eagle", 64, (1, 4), "breakable"),
     ],
 )
-def test_drafts_read_the_images(name: str, chunk: int, buckets: tuple[int, ...]) -> None:
+def test_drafts_read_the_images(name: str, chunk: int, buckets: tuple[int, ...], graphs: str) -> None:
     """C1 to C4, and C1 of the test plan: the draft's prefill takes the target's merged embeddings, rotated left; across
     a chunk border the next prompt token may be a row of an image (#27863), no placeholder is embedded (#38330)."""
     prompts, noted = Prompts(*ALL), Seen()
     draft, step = observed_vision(name, 3, 0.7, prompts, noted, buckets)
-    with seeing(chunk_tokens=chunk, draft=draft, step=step) as (cluster, vision):
+    with seeing(chunk_tokens=chunk, draft=draft, step=step, prompt_graphs=graphs) as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         calls = [(parts, submit(cluster, parts, 9)) for parts in ALL]
         cluster.run()

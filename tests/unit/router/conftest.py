@@ -18,7 +18,7 @@ from common.observability.logs import Log
 from router.chat_template import ChatTemplate
 from router.http_errors import error_middleware
 from router.http_server import http_runner
-from router.images import NoImages
+from router.images import Images, NoImages
 from router.openai_routes import OpenAiRoutes
 from router.request_checks import ServedModel
 from router.status_routes import ClusterView, StatusRoutes
@@ -89,6 +89,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         served: ServedModel = SERVED,
         send_buffer: int | None = None,
         max_requests: int = 64,
+        images: Images = NoImages(),  # noqa: B008
     ) -> Rig:
         log = Log("test")
         app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware(log)])
@@ -100,8 +101,8 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             return served
 
         generator = ScriptedGenerator()
-        template = ChatTemplate(TINY)
-        routes = OpenAiRoutes(generator, text, template, admit, NoImages(), max_requests, log, write_timeout)
+        template = ChatTemplate(Path(served.path))
+        routes = OpenAiRoutes(generator, text, template, admit, images, max_requests, log, write_timeout)
         routes.add_to(app)
         view = ClusterView(
             lambda: rig.ready,

@@ -321,12 +321,14 @@ def test_placeholders_become_as_many_tokens_as_an_image_has_rows() -> None:
     assert place_images([1, 2], [], VISION, 50) == ([1, 2], ())
 
 
-def test_a_placeholder_outside_the_vocabulary_is_written_as_one_of_its_tokens() -> None:
-    prompt, placed = place_images(
-        [1, 77, 2], [Image(b"one", b"1" * 32, 1, 4)], replace(VISION, image_token_id=77), 50
-    )
-    assert prompt == [1, 0, 0, 0, 0, 2]
-    assert placed[0].span.offset == 1
+def test_a_placeholder_outside_the_vocabulary_is_written_as_a_token_of_the_prompt() -> None:
+    """Penalties of repetition count the prompt's tokens: one of the vocabulary counts as in transformers, one that has
+    no logit must not stand for another that the prompt lacks."""
+    images = [Image(b"one", b"1" * 32, 1, 4), Image(b"two", b"2" * 32, 1, 1)]
+    prompt, placed = place_images([77, 8, 77, 2], images, replace(VISION, image_token_id=77), 50)
+    assert prompt == [8, 8, 8, 8, 8, 8, 2]
+    assert [each.span.offset for each in placed] == [0, 5]
+    assert set(place_images([6, 8, 6, 2], images, VISION, 50)[0]) == {6, 8, 2}
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
 import openai
 import pytest
 from openai import AsyncOpenAI
 
 from common.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, RequestError, Unavailable
 from common.messages.generation import SamplingParams
+from router.images import Image
+from router.openai_schema import Message, image_parts
 from tests.fakes.waiting import PATIENCE
-from tests.unit.router.conftest import Rig, Serve
+from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
 
 TEXT = "The answer is 12 äöü."
@@ -156,6 +163,45 @@ async def test_more_prompts_than_may_be_in_flight_are_refused_for_good(serve: Se
     assert "takes 2 at a time; send them in several requests" in answer["error"]["message"]
     assert "Retry-After" not in headers
     assert (await rig.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}))[0] == 200
+
+
+class OneImage:
+    """Images that weigh what the server still has of a body when an answer begins."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []  # bytes
+
+    async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
+        assert [len(address) for _, address in image_parts(messages)] == [400_000]
+        return (Image(b"", bytes(32), 1, 1),)
+
+    @contextmanager
+    def hold(self, images: Sequence[Image]) -> Iterator[None]:
+        assert len(images) == 1
+        readers = [tracemalloc.Filter(True, f"*/{name}.py") for name in ("request_body", "web_request")]
+        traces = tracemalloc.take_snapshot().filter_traces(readers).traces
+        self.left.append(sum(trace.size for trace in traces))
+        yield
+
+
+async def test_an_answer_keeps_no_body_beside_its_images(serve: Serve) -> None:
+    """Neither the bytes that came nor the base64 in them: `router.images.max_held_mib` counts decoded files alone."""
+    images = OneImage()
+    rig = await serve(served=replace(SERVED, path=str(TINY.with_name("tiny-vision"))), images=images)
+    rig.generator.will(*one_by_one([5, 2], "stop"))
+    parts = [
+        {"type": "image_url", "image_url": {"url": "x" * 400_000}},
+        {"type": "text", "text": "What is it?"},
+    ]
+    tracemalloc.start()
+    try:
+        status, answer, _ = await rig.post(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}
+        )
+    finally:
+        tracemalloc.stop()
+    assert status == 200, answer
+    assert images.left[0] < 50_000
 
 
 async def test_errors_reach_the_client_as_its_own(rig: Rig) -> None:
