@@ -229,6 +229,12 @@ class DecodeSteps:
         return clock.result(WARM_UP)
 
 
+def driver_mib() -> float:
+    """What the GPU holds and torch does not: contexts, modules, graphs that can be launched."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / (1 << 20)
+
+
 class Steps(Protocol):
     def measure(self, size: int, repeats: int, /) -> Figures: ...
 
@@ -275,14 +281,16 @@ def main() -> None:
         if not sizes:
             continue
         steps: PrefillSteps | DecodeSteps
+        before = driver_mib() if cuda else 0.0
         if what == "prefill":
             steps = PrefillSteps(runner, wanted, chunk)
         else:
             steps = DecodeSteps(runner, wanted, max(sizes), options.context, options.steps)
-        captures[f"{what} {wanted}"] = told = steps.told
+        told = {**steps.told, "driver_mib": round(driver_mib() - before) if cuda else 0}
+        captures[f"{what} {wanted}"] = told
         print(
             f"{what:8} {wanted:>18} {told['graphs_captured']} graphs, {told['graphs_failed']} failed: capture "
-            f"{told['graph_seconds']} s, compilation {told['graph_compile_seconds']} s, {told['graph_mib']} MiB",
+            f"{told['graph_seconds']} s, compilation {told['graph_compile_seconds']} s, {told['graph_mib']} MiB, the driver's {told['driver_mib']}",
             flush=True,
         )
         if cuda:

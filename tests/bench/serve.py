@@ -5,7 +5,8 @@
     python -m tests.bench.serve http://127.0.0.1:8000 --input 1024 --output 256 --rates 8 16 32 --seconds 20
 
 --concurrency is a closed loop: each of C clients sends its next request when the last one is answered. --rates is
-an open loop: Poisson arrivals, whatever the cluster does; `goodput` is the share of requests within LIMITS.
+an open loop: Poisson arrivals, whatever the cluster does; `goodput` is the share of requests within LIMITS. `second`
+is the gap between a request's first two events, in which its prompt's KV moves: one of the gaps.
 Prompts are random token ids, no two alike, so that no prefix cache helps. With --floor MODEL the same prompts run
 through `transformers` generate, one at a time, in this process and on this machine: the ratio at concurrency 1 is
 what the cluster costs or saves.
@@ -25,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench.environment import describe
 
+GRAPH_LABELS = "engine", "model", "phase", "reason"
 LIMITS = 0.200, 0.015  # seconds to the first token, and a request's p99 gap: what `goodput` counts as in time
 
 
@@ -122,6 +125,7 @@ async def open_loop(
 def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
     gaps = [gap for sample in samples for gap in sample.gaps]
     firsts = [sample.first for sample in samples]
+    seconds_to_second = [sample.gaps[0] for sample in samples if sample.gaps] or [0.0]
     per_token = [sample.per_token for sample in samples]
     return {
         "requests": len(samples),
@@ -130,12 +134,28 @@ def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
         "gap_ms_p50": 1e3 * statistics.median(gaps),
         "gap_ms_p99": 1e3 * percentile(gaps, 0.99),
         "gap_ms_max": 1e3 * max(gaps),
+        "second_ms_p50": 1e3 * statistics.median(seconds_to_second),
+        "second_ms_p99": 1e3 * percentile(seconds_to_second, 0.99),
         "token_ms_p50": 1e3 * statistics.median(per_token),
         "token_ms_p99": 1e3 * percentile(per_token, 0.99),
         "output_tokens_per_s": sum(sample.tokens for sample in samples) / seconds,
         "requests_per_s": len(samples) / seconds,
         "goodput": statistics.mean(sample.within(*LIMITS) for sample in samples),
     }
+
+
+async def graph_use(url: str) -> dict[str, float]:
+    """Forwards of every captured phase since the cluster's start: replays, and what ran eagerly by reason."""
+    async with open_session(url) as session, session.get("/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+        return {
+            " ".join(
+                (family.name, *(sample.labels.get(label, "") for label in GRAPH_LABELS))
+            ).strip(): sample.value
+            for family in families
+            if family.name in ("graph_replays", "graph_fallbacks")
+            for sample in family.samples
+        }
 
 
 def transformers_alone(path: Path, prompts: list[list[int]], output: int) -> dict[str, Any]:
@@ -187,9 +207,8 @@ def main() -> None:
 
     asyncio.run(closed_loop(options.url, prompts(2), options.output, 1))  # warm-up
     rows = []
-    print(
-        f"{'load':>6} {'ttft p50':>9} {'p99':>8} {'gap p50':>8} {'p99':>8} {'max':>8} {'tok p50':>8} {'tok/s':>8} good"
-    )
+    columns = ("ttft p50", "p99", "gap p50", "p99", "max", "second", "p99", "tok p50", "tok/s")
+    print(f"{'load':>6} " + " ".join(f"{name:>8}" for name in columns) + " good")
     for level in options.rates or options.concurrency:
         if options.rates:
             count = max(12, int(level * options.seconds))
@@ -199,17 +218,25 @@ def main() -> None:
             row = asyncio.run(closed_loop(options.url, prompts(count), options.output, level))
         rows.append(row)
         print(
-            f"{level:6g} {row['ttft_ms_p50']:9.1f} {row['ttft_ms_p99']:8.1f} {row['gap_ms_p50']:8.2f} "
-            f"{row['gap_ms_p99']:8.2f} {row['gap_ms_max']:8.1f} {row['token_ms_p50']:8.2f} "
+            f"{level:6g} {row['ttft_ms_p50']:8.1f} {row['ttft_ms_p99']:8.1f} {row['gap_ms_p50']:8.2f} "
+            f"{row['gap_ms_p99']:8.2f} {row['gap_ms_max']:8.1f} {row['second_ms_p50']:8.2f} "
+            f"{row['second_ms_p99']:8.2f} {row['token_ms_p50']:8.2f} "
             f"{row['output_tokens_per_s']:8.0f} {row['goodput']:4.0%}"
         )
+    graphs = asyncio.run(graph_use(options.url))
     floor = transformers_alone(options.floor, prompts(6), options.output) if options.floor else None
     if floor is not None:
         print(
             f"transformers generate: ttft {floor['ttft_ms_p50']:.1f} ms, {floor['output_tokens_per_s']:.0f} tok/s"
         )
     if options.json:
-        report = {"environment": describe(), "options": vars(options), "levels": rows, "transformers": floor}
+        report = {
+            "environment": describe(),
+            "options": vars(options),
+            "levels": rows,
+            "graphs": graphs,
+            "transformers": floor,
+        }
         options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
 
 
