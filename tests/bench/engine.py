@@ -290,7 +290,8 @@ def main() -> None:
         captures[f"{what} {wanted}"] = told
         print(
             f"{what:8} {wanted:>18} {told['graphs_captured']} graphs, {told['graphs_failed']} failed: capture "
-            f"{told['graph_seconds']} s, compilation {told['graph_compile_seconds']} s, {told['graph_mib']} MiB, the driver's {told['driver_mib']}",
+            f"{told['graph_seconds']} s, compilation {told['graph_compile_seconds']} s, {told['graph_mib']} MiB, "
+            f"{told['driver_mib']} more of the driver",
             flush=True,
         )
         if cuda:
