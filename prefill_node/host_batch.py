@@ -30,7 +30,6 @@ class HostBatch:
         lengths = [chunk.length for chunk in chunks]
         ends = [chunk.start + chunk.length for chunk in chunks]
         ids = np.concatenate([chunk.request.keys[chunk.start : end] for chunk, end in zip(chunks, ends)])
-        places = np.concatenate([np.arange(chunk.start, end) for chunk, end in zip(chunks, ends)])
         positions = np.concatenate(
             [
                 rotary.positions([image.span for image in chunk.request.images], chunk.start, end)
@@ -39,14 +38,14 @@ class HostBatch:
         )
         width = max(-(-end // page_size) for end in ends)
         table = np.zeros((len(chunks), width), dtype=np.int32)
+        slots, starts = np.empty(len(ids), dtype=np.int64), np.zeros(len(chunks) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
         for row, (chunk, end) in enumerate(zip(chunks, ends)):
             assert chunk.request.lease is not None
             pages = chunk.request.lease.pages[: -(-end // page_size)]
             table[row, : len(pages)] = pages
-        owner = np.repeat(np.arange(len(chunks)), lengths)  # token -> row of the batch
-        slots = table[owner, places // page_size].astype(np.int64) * page_size
-        slots += places % page_size
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            page, offset = np.divmod(np.arange(chunk.start, end), page_size)
+            slots[starts[row] : starts[row + 1]] = table[row, page].astype(np.int64) * page_size + offset
         last_rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.final]
         lens, rows = np.asarray(ends, dtype=np.int32), np.asarray(last_rows, dtype=np.int64)
         return cls(tuple(lengths), tuple(ends), (ids, positions, slots, table, lens, starts, rows))
