@@ -24,9 +24,9 @@ from common.vision_config import VisionConfig
 from router.chat_template import ChatTemplate
 from router.control_plane import ControlPlane
 from router.dispatcher import Dispatcher, DispatchLimits
+from router.fetch_process import FetchProcess
 from router.http_errors import error_middleware
 from router.http_server import http_runner
-from router.image_fetch import ImageFetcher
 from router.image_inspector import ImageInspector
 from router.images import ImageLimits, ImageLoader, Images, NoImages
 from router.metrics import RouterMetrics
@@ -51,7 +51,7 @@ class RouterApp:
     registry: NodeRegistry
     dispatcher: Dispatcher
     tokenizer: Tokenizer
-    inspector: ImageInspector
+    images: Images
     runner: web.AppRunner
     context: zmq.Context[zmq.Socket[bytes]]
     security: LinkSecurity
@@ -85,7 +85,7 @@ class RouterApp:
         await self.runner.cleanup()
         await asyncio.sleep(0.05)
         self.control.close()
-        await self.inspector.close()
+        await self.images.close()
         self.tokenizer.close()
         self.security.close()
         self.context.term()
@@ -170,7 +170,6 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         defaults=config.default_sampling,
         vision=config.vision,
     )
-    inspector = ImageInspector(cluster.router.images.max_pixels)
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved.keys_path, "router")
     check_bind(address, "router.control_address", security)
@@ -207,7 +206,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         metrics,
         log,
     )
-    images, body_bytes = _images(cluster.router, config.vision, inspector)
+    images, body_bytes = _images(cluster.router, config.vision)
     app = web.Application(client_max_size=body_bytes, middlewares=[error_middleware(log)])
     runner = http_runner(app)
     router = RouterApp(
@@ -217,7 +216,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         registry,
         dispatcher,
         tokenizer,
-        inspector,
+        images,
         runner,
         context,
         security,
@@ -231,13 +230,14 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     return router
 
 
-def _images(section: Router, vision: VisionConfig | None, inspector: ImageInspector) -> tuple[Images, int]:
+def _images(section: Router, vision: VisionConfig | None) -> tuple[Images, int]:
     """What loads the images of requests, and the bytes that a request's body may have."""
     if vision is None:
         return NoImages(), section.max_body_bytes
     own = section.images
     limits = ImageLimits(own.max_count, own.max_bytes, own.max_request_bytes, own.max_held_mib << 20)
-    fetcher = ImageFetcher(own.fetch_hosts, own.max_bytes, own.fetch_timeout)
+    inspector = ImageInspector(own.max_pixels)
+    fetcher = FetchProcess(own.fetch_hosts, own.max_bytes, own.fetch_timeout)
     in_base64 = own.max_request_bytes * 4 // 3
     return ImageLoader(limits, vision, inspector, fetcher), section.max_body_bytes + in_base64
 

@@ -20,6 +20,7 @@ from common.errors import InvalidRequest
 
 Lookup = Callable[[str, int], Awaitable[Sequence[tuple[Any, ...]]]]  # as loop.getaddrinfo returns it
 UNREACHABLE = "the image cannot be fetched"
+MAX_ADDRESS = 8192  # characters
 AS_IT_IS = {"Accept-Encoding": "identity"}  # nothing is unpacked here: a few bytes would become many
 
 
@@ -81,7 +82,7 @@ class ImageFetcher:
 
     async def fetch(self, address: str) -> bytes:
         """Raises InvalidRequest; the sentence says nothing about what lies behind the address."""
-        url = self._checked(address)
+        url = self.check(address)
         timeout = aiohttp.ClientTimeout(total=self._timeout)
         connector = aiohttp.TCPConnector(resolver=self._resolver, use_dns_cache=False, limit=1)
         try:
@@ -102,9 +103,12 @@ class ImageFetcher:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise InvalidRequest(UNREACHABLE) from error
 
-    def _checked(self, address: str) -> URL:
+    def check(self, address: str) -> URL:
+        """What can be said of it without asking anyone. Raises InvalidRequest."""
         if not self._hosts:
             raise InvalidRequest("images are not fetched here; send the image itself as a data: URL")
+        if len(address) > MAX_ADDRESS:
+            raise InvalidRequest(f"the address of the image has more than {MAX_ADDRESS} characters")
         try:
             url = URL(address)
         except ValueError as error:

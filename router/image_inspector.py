@@ -2,29 +2,27 @@
 
     python -m router.image_inspector      frames on standard input, verdicts on standard output, until it closes
 
-A frame is 4 bytes of length, little-endian, and that much msgpack: an `Inspection`, or as the answer a `Verdict`. A
-first `Verdict` says that the process has started.
+A frame holds an `Inspection`, or as the answer a `Verdict`. A first `Verdict` says that the process has started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import resource
 import sys
 import traceback
 from asyncio.subprocess import Process
 
 import msgspec
 
-from common.errors import InternalError, InvalidRequest
+from common.errors import InternalError, InvalidRequest, ProtocolError
 from common.image_files import decode_image
+from router.child_process import START_SECONDS, confine, framed, read_frame
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 64
 SECONDS = 3.0  # for one image, waiting for those before it not counted; the others wait for it
-START_SECONDS = 30.0  # for the process, until it is ready
+VERDICT_BYTES = 1 << 16
 
 
 class Inspection(msgspec.Struct, frozen=True, array_like=True):
@@ -41,6 +39,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     problem: str
     width: int = 0  # pixels, turned as its EXIF says
     height: int = 0
+    defect: str = ""  # of ours: a traceback for the log
 
 
 _verdicts = msgspec.msgpack.Decoder(Verdict)
@@ -58,16 +57,16 @@ class ImageInspector:
 
     async def check(self, data: bytes, media_type: str | None) -> tuple[int, int]:
         """(width, height) in pixels. Raises InvalidRequest with what is wrong with the image."""
-        frame = msgspec.msgpack.encode(Inspection(media_type, self._max_pixels, data))
+        frame = framed(Inspection(media_type, self._max_pixels, data))
         async with self._turn:
             process = await self._running()
             assert process.stdin is not None
             try:
                 async with asyncio.timeout(self._seconds):
-                    process.stdin.writelines((len(frame).to_bytes(4, "little"), frame))
+                    process.stdin.write(frame)
                     await process.stdin.drain()
                     verdict = await _verdict(process)
-            except (OSError, EOFError, TimeoutError, msgspec.DecodeError) as error:
+            except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
                 await self._end()
                 raise InvalidRequest(
                     "the image is broken: decoding it took too much time or memory"
@@ -77,6 +76,8 @@ class ImageInspector:
             ):  # cancelled: the answer to this image must not be taken for that to the next
                 await self._end()
                 raise
+        if verdict.defect:
+            raise RuntimeError(f"the process that decodes images failed:\n{verdict.defect}")
         if verdict.problem:
             raise InvalidRequest(verdict.problem)
         return verdict.width, verdict.height
@@ -98,7 +99,7 @@ class ImageInspector:
                 )
                 async with asyncio.timeout(START_SECONDS):
                     await _verdict(self._process)
-            except (OSError, EOFError, TimeoutError) as error:
+            except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
                 await self._end()
                 raise InternalError(f"the image decoder cannot be started: {error}") from error
             except BaseException:  # cancelled: its first verdict must not be taken for that to an image
@@ -116,24 +117,16 @@ class ImageInspector:
 
 async def _verdict(process: Process) -> Verdict:
     assert process.stdout is not None
-    length = int.from_bytes(await process.stdout.readexactly(4), "little")
-    return _verdicts.decode(await process.stdout.readexactly(length))
+    return _verdicts.decode(await read_frame(process.stdout, VERDICT_BYTES))
 
 
 def serve() -> None:
     """The other end. Returns when the router closes its pipe."""
-    for limit, value in (
-        (resource.RLIMIT_AS, ADDRESS_SPACE),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, OPEN_FILES),
-    ):
-        resource.setrlimit(limit, (value, value))
+    confine(ADDRESS_SPACE, OPEN_FILES)
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     verdict = Verdict("")
     while True:
-        frame = msgspec.msgpack.encode(verdict)
-        answers.write(len(frame).to_bytes(4, "little") + frame)
+        answers.write(framed(verdict))
         answers.flush()
         head = source.read(4)
         if not head:
@@ -150,11 +143,9 @@ def inspect(inspection: Inspection) -> Verdict:
     except MemoryError:
         return Verdict("the image is broken: decoding it takes too much memory")
     except Exception:  # a defect of ours: others should not wait for a new process
-        traceback.print_exc()
-        return Verdict("the image cannot be decoded")
+        return Verdict("", defect=traceback.format_exc()[-VERDICT_BYTES // 2 :])
     return Verdict("", image.width, image.height)
 
 
 if __name__ == "__main__":
-    os.setpgrp()  # a Ctrl-C in the terminal ends the router, which ends this one
     serve()

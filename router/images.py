@@ -45,11 +45,15 @@ class Inspect(Protocol):
         """(width, height). Raises InvalidRequest."""
         ...
 
+    async def close(self) -> None: ...
+
 
 class Fetch(Protocol):
     async def fetch(self, address: str) -> bytes:
         """Raises InvalidRequest."""
         ...
+
+    async def close(self) -> None: ...
 
 
 class Images(Protocol):
@@ -60,6 +64,8 @@ class Images(Protocol):
         ...
 
     def hold(self, images: Sequence[Image]) -> AbstractContextManager[None]: ...
+
+    async def close(self) -> None: ...
 
 
 class NoImages:
@@ -72,6 +78,9 @@ class NoImages:
 
     def hold(self, images: Sequence[Image]) -> AbstractContextManager[None]:
         return nullcontext()
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class ImageLoader:
@@ -118,6 +127,11 @@ class ImageLoader:
             yield
         finally:
             self._held -= size
+
+    async def close(self) -> None:
+        """Ends the processes that read images and fetch them."""
+        await self._inspector.close()
+        await self._fetcher.close()
 
     async def _one(self, address: str, left: int) -> Image:
         media_type: str | None = None

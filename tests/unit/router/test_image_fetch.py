@@ -88,6 +88,7 @@ async def test_a_name_with_one_private_address_is_refused_as_a_whole() -> None:
         ("https://[::1", "not a URL"),
         ("https://10.0.0.1/a.png", "from names"),
         ("/a.png", "by https"),
+        (f"https://images.example/{'a' * 9_000}", "more than 8192 characters"),
     ],
 )
 async def test_addresses_that_are_not_asked(address: str, said: str) -> None:
@@ -130,7 +131,7 @@ class Here(AbstractResolver):
 class PlainFetcher(ImageFetcher):
     """Without TLS, which the test's server does not have; everything else is as it is."""
 
-    def _checked(self, address: str) -> URL:
+    def check(self, address: str) -> URL:
         return URL(address.replace("https://", "http://"))
 
 

@@ -83,12 +83,17 @@ class Fetched:
     async def fetch(self, address: str) -> bytes:
         return file("GIF")
 
+    async def close(self) -> None:
+        pass
+
 
 @pytest.fixture
 async def loader() -> AsyncIterator[ImageLoader]:
     inspector = ImageInspector(max_pixels=1_000, seconds=PATIENCE)
-    yield ImageLoader(LIMITS, VISION, inspector, Fetched())
-    await inspector.close()
+    made = ImageLoader(LIMITS, VISION, inspector, Fetched())
+    yield made
+    await made.close()
+    assert inspector._process is None
 
 
 async def test_every_kind_is_taken_in_order(loader: ImageLoader) -> None:
@@ -255,15 +260,24 @@ async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next() -> Non
         await inspector.close()
 
 
-def test_a_defect_of_ours_is_a_verdict_and_not_the_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_a_defect_of_ours_is_an_answer_for_the_log_and_not_the_end(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def decode(*_: object) -> Pil.Image:
         raise KeyError("MPO")
 
     monkeypatch.setattr(image_inspector, "decode_image", decode)
-    assert image_inspector.inspect(image_inspector.Inspection(None, 9, b"")).problem
-    assert "KeyError: 'MPO'" in capsys.readouterr().err, "the log has it"
+    verdict = image_inspector.inspect(image_inspector.Inspection(None, 9, b""))
+
+    async def answered(process: object) -> image_inspector.Verdict:
+        return verdict
+
+    inspector = ImageInspector(max_pixels=1_000)
+    await inspector.check(file(), None)
+    monkeypatch.setattr(image_inspector, "_verdict", answered)
+    with pytest.raises(RuntimeError, match="KeyError: 'MPO'"):  # a 500, like every defect
+        await inspector.check(file(), None)
+    await inspector.close()
 
 
 async def test_a_decoder_that_does_not_start_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

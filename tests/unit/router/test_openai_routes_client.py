@@ -183,6 +183,9 @@ class OneImage:
         self.left.append(sum(trace.size for trace in traces))
         yield
 
+    async def close(self) -> None:
+        pass
+
 
 async def test_an_answer_keeps_no_body_beside_its_images(serve: Serve) -> None:
     """Neither the bytes that came nor the base64 in them: `router.images.max_held_mib` counts decoded files alone."""

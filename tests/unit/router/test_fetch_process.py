@@ -1,0 +1,140 @@
+"""The process that fetches images: confined, many at once, and what its death costs (SECURITY.md control 7)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.errors import InternalError, InvalidRequest, Overloaded
+from router import fetch_process
+from router.child_process import framed
+from router.fetch_process import FetchProcess, Settings, Wanted
+from tests.fakes.waiting import PATIENCE, eventually
+
+PLAYED = """
+import asyncio, os, resource
+from common.errors import InvalidRequest
+from router import fetch_process
+
+class Played:
+    def __init__(self, *settings):
+        self.settings = settings
+
+    async def fetch(self, address):
+        what = address.rpartition("/")[2]
+        if what == "never":
+            await asyncio.sleep(3600)
+        if what == "die":
+            os._exit(3)
+        if what == "refused":
+            raise InvalidRequest("the image cannot be fetched: its host answered 404")
+        if what == "defect":
+            raise KeyError("a defect")
+        if what == "large":
+            return bytes(fetch_process.HEAD + self.settings[1] + 1)
+        if what == "limits":
+            kinds = "AS", "FSIZE", "CORE", "NOFILE"
+            return repr([resource.getrlimit(getattr(resource, "RLIMIT_" + each))[1] for each in kinds]).encode()
+        return repr((self.settings, os.getpgrp() == os.getpid())).encode()
+
+fetch_process.ImageFetcher = Played
+fetch_process.main()
+"""
+HOST = "https://images.example"
+
+
+@pytest.fixture
+async def played() -> AsyncIterator[FetchProcess]:
+    """A real process in which only the hosts are played."""
+    made = FetchProcess(["images.example"], 300_000, PATIENCE, ("-c", PLAYED))
+    yield made
+    await made.close()
+    await made.close()
+
+
+async def test_the_rules_are_those_of_the_router_and_the_limits_hold(played: FetchProcess) -> None:
+    said = await asyncio.gather(played.fetch(f"{HOST}/"), played.fetch(f"{HOST}/limits"))
+    assert said[0].decode() == repr(((("images.example",), 300_000, PATIENCE), True))
+    assert said[1].decode() == repr([fetch_process.ADDRESS_SPACE, 0, 0, fetch_process.OPEN_FILES])
+    with pytest.raises(InvalidRequest, match="its host answered 404"):
+        await played.fetch(f"{HOST}/refused")
+    with pytest.raises(RuntimeError, match="KeyError: 'a defect'"):  # a 500, and the log has it
+        await played.fetch(f"{HOST}/defect")
+
+
+async def test_the_real_process_applies_every_rule() -> None:
+    """A name that the loopback has, looked up and refused in the process; with no hosts there is none."""
+    real = FetchProcess(["localhost"], 1_000, PATIENCE)
+    with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+        await real.fetch("https://localhost/a.png")
+    assert real._child is not None
+    assert not real._child.ended
+    await real.close()
+    none = FetchProcess([], 1_000, PATIENCE)
+    with pytest.raises(InvalidRequest, match="images are not fetched here"):
+        await none.fetch("https://localhost/a.png")
+    assert none._child is None
+    await none.close()
+
+
+@pytest.mark.parametrize("end", ["die", "large"])
+async def test_a_process_that_dies_or_says_too_much_costs_what_is_on_its_way(
+    played: FetchProcess, end: str
+) -> None:
+    never = asyncio.create_task(played.fetch(f"{HOST}/never"))
+    await eventually(lambda: played._child is not None and bool(played._child._waiting))
+    for each in (played.fetch(f"{HOST}/{end}"), never):
+        with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+            await each
+    assert await played.fetch(f"{HOST}/")
+
+
+async def test_a_process_that_hangs_is_ended(played: FetchProcess) -> None:
+    await played.fetch(f"{HOST}/")
+    assert played._child is not None
+    os.kill(played._child._process.pid, signal.SIGSTOP)
+    played._seconds = 0.1
+    with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+        await played.fetch(f"{HOST}/")
+    played._seconds = PATIENCE
+    assert await played.fetch(f"{HOST}/")
+
+
+async def test_how_many_are_on_their_way_is_bounded(
+    played: FetchProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of clients that have gone included, until they end: nobody piles them up by asking and leaving."""
+    monkeypatch.setattr(fetch_process, "AT_ONCE", 2)
+    for _ in range(2):
+        given_up = asyncio.create_task(played.fetch(f"{HOST}/never"))
+        before = len(played._child._waiting) if played._child else 0
+        await eventually(
+            lambda before=before: played._child is not None and len(played._child._waiting) > before  # type: ignore[misc]
+        )
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+    with pytest.raises(Overloaded, match="2 images are being fetched"):
+        await played.fetch(f"{HOST}/")
+
+
+def test_it_ends_with_the_router_whatever_is_on_its_way() -> None:
+    ours, theirs = socket.socketpair()
+    with subprocess.Popen([sys.executable, "-c", PLAYED], stdin=theirs.fileno()) as process:
+        theirs.close()
+        with ours:
+            ours.settimeout(PATIENCE)
+            ours.sendall(framed(Settings((), 1, 1.0)) + framed(Wanted(1, f"{HOST}/never")))
+            assert ours.recv(1), "it is ready"
+        assert process.wait(PATIENCE) == 0
+
+
+async def test_a_process_that_does_not_start_is_an_error_of_ours() -> None:
+    with pytest.raises(InternalError, match="cannot be started"):
+        await FetchProcess(["images.example"], 1_000, PATIENCE, ("-c", "")).fetch(f"{HOST}/a.png")
