@@ -84,27 +84,22 @@ async def test_the_real_process_applies_every_rule() -> None:
     await none.close()
 
 
-@pytest.mark.parametrize("end", ["die", "large"])
-async def test_a_process_that_dies_or_says_too_much_costs_what_is_on_its_way(
-    played: FetchProcess, end: str
+async def test_a_process_that_dies_says_too_much_or_hangs_costs_what_is_on_its_way(
+    played: FetchProcess,
 ) -> None:
-    never = asyncio.create_task(played.fetch(f"{HOST}/never"))
-    await eventually(lambda: played._child is not None and bool(played._child._waiting))
-    for each in (played.fetch(f"{HOST}/{end}"), never):
-        with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
-            await each
-    assert await played.fetch(f"{HOST}/")
-
-
-async def test_a_process_that_hangs_is_ended(played: FetchProcess) -> None:
-    await played.fetch(f"{HOST}/")
-    assert played._child is not None
-    os.kill(played._child._process.pid, signal.SIGSTOP)
-    played._seconds = 0.1
-    with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
-        await played.fetch(f"{HOST}/")
-    played._seconds = PATIENCE
-    assert await played.fetch(f"{HOST}/")
+    for end in ("die", "large", "hang"):
+        assert await played.fetch(f"{HOST}/"), "a new one"
+        assert played._child is not None
+        child = played._child
+        others = asyncio.create_task(played.fetch(f"{HOST}/never"))
+        await eventually(lambda child=child: bool(child._waiting))  # type: ignore[misc]
+        if end == "hang":
+            os.kill(child._process.pid, signal.SIGSTOP)
+            played._seconds = 0.1
+        for each in (played.fetch(f"{HOST}/{end}"), others):
+            with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+                await each
+        assert child.ended
 
 
 async def test_how_many_are_on_their_way_is_bounded(
