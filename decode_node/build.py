@@ -15,6 +15,7 @@ import zmq
 from common.config import Cluster, DecodeNode, Resolved
 from common.config.schema import Speculation
 from common.config.transport_choice import choose_transport
+from common.engine import graph_start
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
@@ -28,13 +29,7 @@ from common.engine.overlap import completion_for
 from common.engine.rotary_places import rotary_places
 from common.engine.serving_draft import AnyDraftRunner
 from common.engine.serving_link import serving_link
-from common.engine.serving_model import (
-    ServingModel,
-    graph_trial,
-    load_serving_model,
-    page_space,
-    pool_wish,
-)
+from common.engine.serving_model import ServingModel, load_serving_model, page_space, pool_wish
 from common.engine.stopwatch import stopwatch_for
 from common.ipc import LinkSecurity, check_bind, link_security
 from common.ipc.router_link import RouterLink
@@ -117,9 +112,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     reporter.report("allocating")
     device, carried = served.placement.device, served.draft_shape
     relay = RelayState.allocate(section.max_running, served.config.vocab_size, device, carried)
-    if not served.sized:
-        trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
-        served = served.with_pool(graph_trial(lambda: _forwards(cluster, served, relay, trial).graphs))
+    trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
+    served = graph_start.sized(served, lambda: _forwards(cluster, served, relay, trial).graphs)
     incarnation = new_incarnation()
     limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
     context = zmq.Context[zmq.Socket[bytes]]()
@@ -134,8 +128,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     poller = zmq.Poller()
     space = page_space(cluster, served, section.prefix_cache)
     reporter.report("capturing")
-    for phase in forwards.graphs:
-        node_graphs.capture(phase, log)
+    graph_start.capture(served, forwards.graphs, log)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
     )

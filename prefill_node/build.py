@@ -14,6 +14,7 @@ from common.config import Cluster, Resolved
 from common.config.run_directory import control_address, peer_address
 from common.config.schema import PrefillSection
 from common.config.transport_choice import choose_layers, choose_transport
+from common.engine import graph_start
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.signalled import SignalledAttention
 from common.engine.cuda_graph import node_graphs
@@ -28,13 +29,7 @@ from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
 from common.engine.rotary_places import rotary_places
 from common.engine.serving_link import serving_link
-from common.engine.serving_model import (
-    ServingModel,
-    graph_trial,
-    load_serving_model,
-    page_space,
-    pool_wish,
-)
+from common.engine.serving_model import ServingModel, load_serving_model, page_space, pool_wish
 from common.errors import ConfigError
 from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind, link_security
 from common.ipc.router_link import ROUTER_NAME, RouterLink
@@ -126,8 +121,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         log,
     )
     reporter.report("allocating")
-    if not served.sized:
-        served = served.with_pool(graph_trial(lambda: _forwards(cluster, served, sight, bodies).graphs))
+    served = graph_start.sized(served, lambda: _forwards(cluster, served, sight, bodies).graphs)
     device = served.placement.device
     forwards = _forwards(cluster, served, sight, bodies)
     seeing = forwards.seeing
@@ -138,8 +132,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     peers = RouterSocket(context, address, security)
     sender = Sender(incarnation, name, endpoint, layout, peers.send, time.monotonic, limits)
     reporter.report("capturing")
-    for each in forwards.graphs:
-        node_graphs.capture(each, log)
+    graph_start.capture(served, forwards.graphs, log)
     started = time.monotonic()
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     mode = forwards.draft.hidden_mode

@@ -14,7 +14,7 @@ from common.model_files import WeightFile
 
 GIB = 1 << 30
 PATIENCE = 15.0
-WORKING_BYTES = 2 * GIB  # CUDA context, libraries, activations of one forward, graphs
+WORKING_BYTES = 2 * GIB  # CUDA context, libraries, activations of one forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,21 @@ class MemoryPlan:
     pool: int
     working: int = WORKING_BYTES
     sampling: int = 0  # penalties and biases: common.engine.logit_adjustments
-    graphs: int = 0  # measured by a trial; where there was none they are in `working`
+    graphs: int | None = (
+        None  # by a trial (graph_start.py), which needs the weights on the GPU; None: before it
+    )
     images: int = 0  # cache of their embeddings
     encoder: int = 0  # what a forward of the vision part takes: encoder_memory.py
 
     @property
     def total(self) -> int:
-        beside = self.working + self.sampling + self.graphs + self.images + self.encoder
+        beside = self.working + self.sampling + (self.graphs or 0) + self.images + self.encoder
         return self.weights + self.pool + beside
 
     def __str__(self) -> str:
+        graphs = "graphs not measured yet" if self.graphs is None else f"graphs {_gib(self.graphs)}"
         return (
-            f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + graphs {_gib(self.graphs)} + "
+            f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + {graphs} + "
             f"room to work {_gib(self.working)} + sampling state {_gib(self.sampling)}"
             + (f" + image encoder {_gib(self.encoder)}" if self.encoder else "")
             + (f" + cache of images {_gib(self.images)}" if self.images else "")
@@ -109,7 +112,7 @@ def check_share(device: torch.device, plan: MemoryPlan, beside: int, wish: PoolW
 
 
 def check_memory(
-    device: torch.device, plan: MemoryPlan, beside: int, pool_key: str, bytes_per_token: int
+    device: torch.device, plan: MemoryPlan, beside: int, pool_key: str, bytes_per_token: int, held: int = 0
 ) -> None:
     """Raises ConfigError with the arithmetic.
 
@@ -117,14 +120,17 @@ def check_memory(
     fit on an empty GPU waits PATIENCE seconds for it.
 
     Args:
-        beside: bytes that other nodes of the same cluster take of this GPU, whether they have started or not.
+        beside: bytes that other nodes of the same cluster take of this GPU, whether they have started or not. Their
+            graphs, which they alone can measure, count as what is not free, once they are captured.
+        held: bytes of `plan` that this process has taken already.
     """
-    free, total = _patiently(device, plan.total, beside)
-    if plan.total > free:
+    free, total = _patiently(device, plan.total - held, beside + held)
+    if plan.total > free + held:
+        own = f", {_gib(held)} its own" if held else ""
         raise ConfigError(
             pool_key,
-            f"does not fit on {device}: {plan}, {_gib(free)} of {_gib(total)} are free; "
-            + _remedy(free - plan.total + plan.pool, bytes_per_token),
+            f"does not fit on {device}: {plan}, {_gib(free)} of {_gib(total)} are free{own}; "
+            + _remedy(free + held - plan.total + plan.pool, bytes_per_token),
         )
     if plan.total + beside > total:
         raise ConfigError(
@@ -148,7 +154,7 @@ def _patiently(device: torch.device, needed: int, beside: int) -> tuple[int, int
 def _remedy(room: int, bytes_per_token: int) -> str:
     tokens = room // bytes_per_token
     if tokens < 1:
-        return "the weights alone leave no room: use a larger GPU, or one GPU per node"
+        return "all but the pool leaves no room: use a larger GPU, or one GPU per node"
     return f"with all else equal there is room for {tokens} tokens"
 
 

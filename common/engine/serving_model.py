@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,8 +13,6 @@ from common.config.schema import DecodeSection, PrefillSection
 from common.config.transport_choice import choose_layers
 from common.draft_config import DraftConfig, lookahead_for, with_steps
 from common.engine.checkpoint_layout import checkpoint_layout
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.encoder_memory import encoder_bytes
 from common.engine.kv_cache.page_space import PageSpace, keys_with_lookahead
 from common.engine.kv_cache.pool import KvPool
@@ -55,12 +51,13 @@ class ServingModel:
     config: ModelConfig
     placement: Placement
     fingerprint: str
-    num_pages: int  # of the KV pool, padding page included
+    num_pages: int  # of the KV pool, padding page included; TRIAL_PAGES on a GPU until `with_pool`
     page_size: int
     max_model_len: int  # tokens that one request may have on this node
     wish: PoolWish
     plan: MemoryPlan  # of its GPU, with an empty pool
     draft: ServingDraft | None = None
+    beside: int = 0  # bytes that this cluster's other nodes take of its GPU
 
     @property
     def dtype_name(self) -> str:
@@ -78,16 +75,21 @@ class ServingModel:
         values = sum(2 * heads * head_dim for heads, head_dim in self.kv_shapes)
         return values * self.page_size * self.placement.dtype.itemsize
 
-    @property
-    def sized(self) -> bool:
-        """False: `num_pages` is enough for a trial of the graphs, and `with_pool` comes next."""
-        return self.wish.tokens is not None or self.num_pages > TRIAL_PAGES
-
     def with_pool(self, graph_bytes: int) -> ServingModel:
-        """The pool is what the node's share of its GPU leaves beside graphs. Raises ConfigError if that is nothing."""
-        total = torch.cuda.mem_get_info(self.placement.device)[1]
-        plan = replace(self.plan, graphs=graph_bytes)
-        pages = plan_pool(total, plan, self.wish, self.page_bytes)
+        """The pool that its config asks for, or what its share of the GPU leaves, beside graphs of `graph_bytes`.
+
+        Raises ConfigError with the arithmetic where that does not fit.
+        """
+        device, plan = self.placement.device, replace(self.plan, graphs=graph_bytes)
+        if self.wish.tokens is None:
+            total = torch.cuda.mem_get_info(device)[1]
+            pages = plan_pool(total, plan, self.wish, self.page_bytes)
+        else:
+            pages = self.wish.tokens // self.page_size + 1
+            whole = replace(plan, pool=pages * self.page_bytes)
+            held = torch.cuda.memory_reserved(device)
+            per_token = self.page_bytes // self.page_size
+            check_memory(device, whole, self.beside, self.wish.key, per_token, held)
         longest = min(self.max_model_len, (pages - 1) * self.page_size)
         return replace(self, num_pages=pages, max_model_len=longest, plan=plan)
 
@@ -152,6 +154,8 @@ def load_serving_model(
 ) -> ServingModel:
     """Load weights with progress. Raises ModelError, or ConfigError where the config does not fit the model.
 
+    On a GPU with a pool for a trial of the graphs; `graph_start.sized` gives it the one it serves with.
+
     Args:
         max_rows: requests in one step of this node, for what sampling keeps of each.
     """
@@ -159,7 +163,7 @@ def load_serving_model(
     device = _device(device_name)
     draft_config = _draft_config(cluster, draft_path, path)
     beside = None if draft_config is None or draft_path is None else (draft_path, draft_config.model)
-    plan = _check_memory(path, cluster, device, wish, max_rows, beside)
+    plan, others = _check_memory(path, cluster, device, wish, max_rows, beside)
     if device.type == "cpu" and cluster.process.threads:
         torch.set_num_threads(cluster.process.threads)
     fingerprint = model_fingerprint(path)
@@ -178,13 +182,11 @@ def load_serving_model(
             "model.max_model_len",
             f"{wanted} is more than the model's {config.max_position_embeddings} positions",
         )
-    page_size, longest, num_pages = (
-        cluster.kv.page_size,
-        wanted or config.max_position_embeddings,
-        TRIAL_PAGES,
-    )
+    page_size, longest = cluster.kv.page_size, wanted or config.max_position_embeddings
+    num_pages = TRIAL_PAGES
     if wish.tokens is not None:
-        num_pages = wish.tokens // page_size + 1
+        if device.type == "cpu":
+            num_pages = wish.tokens // page_size + 1
         longest = min(longest, wish.tokens // page_size * page_size)
         if not longest:
             raise ConfigError(wish.key, f"{wish.tokens} tokens are less than one page of {page_size}")
@@ -195,7 +197,7 @@ def load_serving_model(
         )
         log.info("draft loaded", path=str(draft_path), **draft.describe())
     return ServingModel(
-        model, config, placement, fingerprint, num_pages, page_size, longest, wish, plan, draft
+        model, config, placement, fingerprint, num_pages, page_size, longest, wish, plan, draft, others
     )
 
 
@@ -207,14 +209,6 @@ def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: s
     elif device_name == "cpu":
         tokens = section.CPU_POOL_TOKENS
     return PoolWish(tokens, section.memory_fraction, name, section.sees, section.image_bytes)
-
-
-def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
-    """Bytes that the graphs of a GPU node will take; nothing of them stays."""
-    nbytes = node_graphs.trial(build, torch.cuda.memory_reserved)
-    gc.collect()  # modules and runners refer to each other
-    torch.cuda.empty_cache()
-    return nbytes
 
 
 def page_space(cluster: Cluster, served: ServingModel, prefix_cache: bool) -> PageSpace:
@@ -261,13 +255,13 @@ def _check_memory(
     wish: PoolWish,
     max_rows: int,
     draft: tuple[Path, ModelConfig] | None,
-) -> MemoryPlan:
-    """What the node takes of its GPU beside the pool; nothing on a CPU.
+) -> tuple[MemoryPlan, int]:
+    """What the node takes of its GPU beside pool and graphs, and bytes that other nodes take there; 0 on a CPU.
 
     Raises ConfigError where this node, or all nodes of the cluster on this GPU, do not fit on it.
     """
     if device.type != "cuda":
-        return MemoryPlan(0, 0, 0)
+        return MemoryPlan(0, 0, 0), 0
     config = ModelConfig.load(path)
     models = [(path, config)] if draft is None else [(path, config), draft]
     dtype = resolve_dtype(cluster.model.dtype, config.dtype, device)
@@ -307,4 +301,4 @@ def _check_memory(
         check_share(device, plan, beside, wish, page_size * per_token)
     else:
         check_memory(device, replace(plan, pool=own - plan.total), beside, wish.key, per_token)
-    return plan
+    return plan, beside

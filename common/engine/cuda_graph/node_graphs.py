@@ -194,9 +194,10 @@ def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[],
     """Bytes that the graphs of `build` will take, with their static inputs. They are let go of again.
 
     The largest shape of each is captured, which sizes its pool, and one more, which the others are taken to be like.
+    Raises torch.OutOfMemoryError where these do not fit.
 
     Args:
-        reserved: bytes that torch holds of the device now.
+        reserved: bytes of the device that something alive lies in.
     """
     before = reserved()
     nodes = list(build())
@@ -207,6 +208,9 @@ def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[],
         runner.capture(shapes[-1:])
         largest = reserved()
         runner.capture(shapes[-2:-1])
+        for row in runner.rows:
+            if row.ran_out:
+                raise torch.OutOfMemoryError(f"{row.phase} of {row.tokens} tokens: {row.error}")
         more += (reserved() - largest) * max(0, len(shapes) - 2)
         more += GRAPH_BYTES * len(shapes) * len(runner.spec.variants)
     return reserved() - before + more

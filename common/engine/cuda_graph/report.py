@@ -27,6 +27,11 @@ class CaptureRow:
     breaks: int
     error: str = ""  # why it runs eagerly
 
+    @property
+    def ran_out(self) -> bool:
+        """Whether it is memory that it failed for: torch's own, or the driver's, which is no OutOfMemoryError."""
+        return "out of memory" in self.error
+
     def cells(self) -> tuple[str, ...]:
         shape = f"{self.tokens}" if self.requests == 0 else f"{self.tokens} / {self.requests}"
         return (

@@ -168,3 +168,34 @@ def test_a_break_that_changes_its_form_is_an_error() -> None:
     sizes.pop()
     with pytest.raises(CaptureError, match=r"gave \(1, 3\) in replay and \(2, 3\) in capture"):
         recording.replay()
+
+
+class _Diary(TapeRecorder):
+    """What is asked of a recorder, in order; every look at its memory finds more."""
+
+    warm_ups = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def begin(self) -> None:
+        self.told.append("begin")
+        super().begin()
+
+    def memory(self) -> int:
+        self.told.append("memory")
+        return 100 * len(self.told)
+
+
+@pytest.mark.parametrize("backend", [BreakableGraphs, FullGraphs])
+def test_what_warm_ups_take_is_not_the_graphs(backend: type[BreakableGraphs] | type[FullGraphs]) -> None:
+    """Issue 3 part 4: a CUDA recorder gives it back before the capture, which could not use it, and counts then."""
+    diary = _Diary()
+
+    def run() -> Tensor:
+        diary.told.append("run")
+        return X * 2
+
+    assert backend(diary).capture(run).nbytes == 300
+    assert diary.told == ["run", "run", "memory", "begin", "run", "memory"]

@@ -166,7 +166,7 @@ def test_a_node_that_does_not_fit_is_refused_with_the_arithmetic(monkeypatch: py
         check_memory(gpu, plan, 43 * GIB, "decode.pool_tokens", per_token)
     assert str(caught.value) == (
         "decode.pool_tokens: does not fit on cuda:0 beside this cluster's other nodes there: weights 15.00 GiB + "
-        "KV pool 80.00 GiB + graphs 0.00 GiB + room to work 2.00 GiB + sampling state 0.00 GiB = 97.00 GiB, "
+        "KV pool 80.00 GiB + graphs not measured yet + room to work 2.00 GiB + sampling state 0.00 GiB = 97.00 GiB, "
         "the others 43.00 GiB, "
         "together more than its 139.00 GiB; with all else equal there is room for 647168 tokens"
     )
@@ -174,8 +174,14 @@ def test_a_node_that_does_not_fit_is_refused_with_the_arithmetic(monkeypatch: py
     with pytest.raises(ConfigError, match="60.00 GiB of 139.00 GiB are free; .* room for 352256 tokens"):
         check_memory(gpu, plan, 0, "decode.pool_tokens", per_token)
     free["now"] = 15 * GIB
-    with pytest.raises(ConfigError, match="the weights alone leave no room"):
+    with pytest.raises(ConfigError, match="all but the pool leaves no room"):
         check_memory(gpu, plan, 0, "decode.pool_tokens", per_token)
+    with pytest.raises(
+        ConfigError, match="15.00 GiB of 139.00 GiB are free, 15.00 GiB its own; .* 106496 tok"
+    ):
+        check_memory(gpu, plan, 0, "decode.pool_tokens", per_token, 15 * GIB)
+    free["now"] = 82 * GIB
+    check_memory(gpu, plan, 0, "decode.pool_tokens", per_token, 15 * GIB)
 
 
 def test_memory_of_a_killed_predecessor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,18 +297,40 @@ def test_the_pool_follows_the_trial_of_the_graphs(monkeypatch: pytest.MonkeyPatc
     """What was loaded with a pool for a trial gets the pages that are left, and requests as long as they hold."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 4 * GIB))
     served = load(cluster("cpu", "cpu"))
-    assert served.sized
+    assert (served.num_pages - 1) * served.page_size == 65_536
     assert served.page_bytes == kv_bytes(served)
     trial = replace(
         served, wish=PoolWish(None, 0.9, "decode"), num_pages=2, plan=MemoryPlan(GIB, 0), max_model_len=10**9
     )
-    assert not trial.sized
     small, large = trial.with_pool(GIB // 4), trial.with_pool(0)
-    assert small.sized
     assert (large.num_pages - small.num_pages) * served.page_bytes == pytest.approx(
         GIB // 4, abs=served.page_bytes
     )
     assert small.max_model_len == (small.num_pages - 1) * served.page_size
+
+
+def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 3 part 4: what passed before loading is refused with the arithmetic once the graphs are measured."""
+    monkeypatch.setattr(memory, "PATIENCE", 0.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 6 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: GIB)
+    trial = replace(load(cluster("cpu", "cpu")), wish=PoolWish(6400, 0.9, "decode"), num_pages=2)
+    trial = replace(trial, plan=MemoryPlan(GIB, 0), max_model_len=10**9)
+    fits = trial.with_pool(GIB)
+    assert (fits.num_pages, fits.max_model_len, fits.plan.graphs) == (401, 6400, GIB)
+    pool = fits.num_pages * fits.page_bytes
+    with pytest.raises(ConfigError) as caught:
+        trial.with_pool(2 * GIB)
+    plan = str(replace(trial.plan, pool=pool, graphs=2 * GIB))
+    assert "+ graphs 2.00 GiB +" in plan
+    assert str(caught.value) == (
+        f"decode.pool_tokens: does not fit on cpu: {plan}, 4.00 GiB of 6.00 GiB are free, 1.00 GiB its own; "
+        "all but the pool leaves no room: use a larger GPU, or one GPU per node"
+    )
+    with pytest.raises(
+        ConfigError, match="beside this cluster's other nodes there: .* graphs 1.00 GiB .* 2.50"
+    ):
+        replace(trial, beside=int(2.5 * GIB)).with_pool(GIB)
 
 
 def kv_bytes(served: serving_model.ServingModel) -> int:

@@ -104,5 +104,5 @@ class Recorder(Protocol):
         ...
 
     def memory(self) -> int:
-        """Bytes that recordings hold by now."""
+        """Bytes that recordings hold by now. What warm-ups and breaks have left unused is given back first."""
         ...

@@ -34,11 +34,11 @@ class BreakableGraphs:
         return f"breakable-{self._recorder.name}"
 
     def capture(self, run: Callable[[], Output]) -> Recording[Output]:
-        before = self._recorder.memory()
         cuts = _Cuts(self._recorder)
         with self._recorder.session():
             for _ in range(self._recorder.warm_ups):
                 run()
+            before = self._recorder.memory()
             self._recorder.begin()
             try:
                 with breaking(cuts):

@@ -96,6 +96,8 @@ class CudaRecorder:
         return Address.of(tensor)
 
     def memory(self) -> int:
+        # Free blocks of this stream outside of the pool: no capture takes them, nor does serving, on another stream.
+        torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
 

@@ -22,10 +22,10 @@ class FullGraphs:
         return self._recorder.name
 
     def capture(self, run: Callable[[], Output]) -> Recording[Output]:
-        before = self._recorder.memory()
         with self._recorder.session():
             for _ in range(self._recorder.warm_ups):
                 run()
+            before = self._recorder.memory()
             self._recorder.begin()
             try:
                 output = run()

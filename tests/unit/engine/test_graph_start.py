@@ -1,0 +1,116 @@
+"""Graphs at a node's start: what a trial finds decides the pool; memory that is short is told with its arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+import torch
+
+from common.engine import graph_start, memory
+from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.backends.tape import TapeRecorder
+from common.engine.cuda_graph.node_graphs import GRAPH_BYTES, NodeGraphs
+from common.engine.cuda_graph.prefill_extend import PrefillExtend
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.layers.placement import Placement
+from common.engine.memory import GIB, MemoryPlan, PoolWish
+from common.engine.serving_model import TRIAL_PAGES, ServingModel
+from common.errors import ConfigError
+from common.observability.logs import Log
+from tests.fakes.tiny_model import CONFIG, MAX_LEN, tiny_model
+from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
+
+PAGE = 16
+TOKENS = 64 * PAGE
+GPU = Placement(torch.float32, torch.device("cuda", 0))  # a name: nothing here lies on it
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Of a GPU of 16 GiB: what is free, and how much more something alive lies in each time one looks."""
+    state = {"free": 8 * GIB, "step": GIB // 2}
+    reserved = count()
+    monkeypatch.setattr(memory, "PATIENCE", 0.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"], 16 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: next(reserved) * state["step"])
+    return state
+
+
+def served(tokens: int | None, placement: Placement = GPU) -> ServingModel:
+    wish = PoolWish(tokens, 0.5, "prefill")
+    plan = MemoryPlan(weights=GIB, pool=0)
+    return ServingModel(
+        tiny_model(), CONFIG, placement, "f", TRIAL_PAGES, PAGE, min(MAX_LEN, TOKENS), wish, plan
+    )
+
+
+def build() -> list[NodeGraphs[PrefillExtend]]:
+    """Four graphs on the tape."""
+    driver = DeviceDriver(model(), sequences([9]), 4)
+    return [node_graphs.prefill_graphs(driver.runner, "breakable", 8, 8, CaptureHiddenMode.NULL)]
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, None])
+def test_every_gpu_node_measures_its_graphs(tokens: int | None, free: dict[str, int]) -> None:
+    """Issue 3 part 4: also where the config says how large the pool is; a trial looks at memory four times."""
+    ready = graph_start.sized(served(tokens), build)
+    graphs = 3 * free["step"] + 2 * free["step"] + 4 * GRAPH_BYTES  # the two shapes beside those of the trial
+    assert ready.plan.graphs == graphs
+    if tokens is None:
+        assert ready.num_pages == (8 * GIB - ready.plan.total) // ready.page_bytes
+    else:
+        assert ready.num_pages == tokens // PAGE + 1
+
+
+def test_a_pool_that_its_graphs_leave_no_room_for_is_refused(free: dict[str, int]) -> None:
+    """It fits in the room to work alone: before this, the largest buckets then ran eagerly."""
+    free |= {"step": GIB, "free": 4 * GIB}
+    with pytest.raises(ConfigError) as caught:
+        graph_start.sized(served(TOKENS), build)
+    text = str(caught.value)
+    assert text.startswith(
+        "prefill.pool_tokens: does not fit on cuda:0: weights 1.00 GiB + KV pool 0.00 GiB + "
+    )
+    assert (
+        "+ graphs 5.02 GiB + room to work 2.00 GiB + sampling state 0.00 GiB = 8.02 GiB, 4.00 GiB of" in text
+    )
+    assert "16.00 GiB are free, 4.00 GiB its own; all but the pool leaves no room" in text
+
+
+def test_on_a_cpu_there_is_nothing_to_measure() -> None:
+    def never() -> Iterator[NodeGraphs[PrefillExtend]]:
+        raise AssertionError("built for a trial")
+
+    given = served(TOKENS, Placement(torch.float32, torch.device("cpu")))
+    assert graph_start.sized(given, never) is given
+
+
+def _full(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore")
+
+
+@pytest.mark.usefixtures("free")
+def test_graphs_that_fit_beside_no_pool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that fails for memory takes none, so a trial that went on would find graphs of nothing."""
+    monkeypatch.setattr(TapeRecorder, "begin", _full)
+    with pytest.raises(ConfigError) as caught:
+        graph_start.sized(served(TOKENS), build)
+    assert str(caught.value) == (
+        "prefill.graphs: the graphs do not fit, whatever the pool, on cuda:0: prefill of 8 tokens: OutOfMemoryError: "
+        "CUDA out of memory. Tried to allocate 20.00 MiB. Beside them: weights 1.00 GiB + KV pool 0.00 GiB + graphs "
+        "not measured yet + room to work 2.00 GiB + sampling state 0.00 GiB = 3.00 GiB. Lower prefill.chunk_tokens "
+        "or max_batch, write prefill.graphs: none, or use a larger GPU"
+    )
+
+
+def test_what_runs_neither_under_a_graph_nor_without_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = build()
+    monkeypatch.setattr(TapeRecorder, "begin", _full)
+    monkeypatch.setattr(graphs[0].forward.graphs._program, "run", _full)
+    with pytest.raises(
+        ConfigError, match=r"prefill\.graphs: prefill runs neither under a graph nor .* 20.00 MiB"
+    ):
+        graph_start.capture(served(TOKENS), graphs, Log("test"))
