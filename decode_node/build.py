@@ -18,6 +18,7 @@ from common.config.transport_choice import choose_transport
 from common.engine import graph_start
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
@@ -229,9 +230,10 @@ def decode_step(
     section, speculation = cluster.decode, cluster.speculation
     device = runner.pool.device
     completion = completion_for(device, one_behind=section.read_results == "one_behind")
+    wanted = PhaseSwitch(section.graphs, poisoned=cluster.process.poison_graphs)
     if speculation.algorithm == "none":
         graphs = node_graphs.decode_graphs(
-            runner, relay, table, section.graphs, section.max_running, served.max_model_len
+            runner, relay, table, wanted, section.max_running, served.max_model_len
         )
         return AutoregressiveStep(graphs.forward, table, device, completion), [graphs]
     seconds = no_seconds()
@@ -244,7 +246,7 @@ def decode_step(
             cluster.kv.page_size,
             served.max_model_len,
             reach(speculation),
-            node_graphs.round_plans(runner, section.graphs, largest, smallest),
+            node_graphs.round_plans(runner, wanted, largest, smallest),
         )
         drafter = _drafter(cluster, served, draft, rounds, width)
         acceptor: Acceptor = ChainAcceptor()

@@ -23,6 +23,7 @@ from common.engine.cuda_graph.draft_prefill import DraftPrefill
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.cuda_graph.prefill_extend import PrefillExtend
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner, make_pool
 from common.engine.ops.triton_kernel import report_compilations
@@ -214,10 +215,11 @@ def _bodies(section: PrefillSection, device_name: str) -> CompiledBodies:
 
 
 def _forwards(
-    cluster: Cluster, served: ServingModel, sight: Callable[[str], Seeing], bodies: CompiledBodies
+    cluster: Cluster, served: ServingModel, sight: Callable[[PhaseSwitch], Seeing], bodies: CompiledBodies
 ) -> Forwards:
     """With a pool of `served.num_pages`."""
     section = cluster.prefill
+    wanted = PhaseSwitch(section.graphs, section.enforce_graphs, cluster.process.poison_graphs)
     layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
     offsets = [plane.offset for plane in layout.planes]
     pool = make_pool(
@@ -232,19 +234,19 @@ def _forwards(
     attention = PagedAttention(pool, served.config.sliding_windows, buckets)
     signalled = SignalledAttention(attention) if choose_layers(cluster) else None
     runner = ModelRunner(served.model, pool, signalled or attention)
-    drafting = _draft_graphs(served, runner, offsets, section)
+    drafting = _draft_graphs(served, runner, offsets, wanted, section.chunk_tokens)
     draft_forwards = [each.forward for each in drafting]
     draft = _prefill_draft(served, draft_forwards)
     target = node_graphs.prefill_graphs(
-        runner, section.graphs, section.chunk_tokens, section.max_batch, draft.hidden_mode, bodies
+        runner, wanted, section.chunk_tokens, section.max_batch, draft.hidden_mode, bodies
     )
-    seeing = sight(section.graphs)
+    seeing = sight(wanted)
     graphs: list[NodeGraphs[Any]] = [target, *drafting, *seeing.graphs]
     return Forwards(layout, runner, attention, signalled, target, draft, draft_forwards, seeing, graphs)
 
 
 def _draft_graphs(
-    served: ServingModel, target: ModelRunner, offsets: Sequence[int], section: PrefillSection
+    served: ServingModel, target: ModelRunner, offsets: Sequence[int], wanted: PhaseSwitch, chunk_tokens: int
 ) -> list[NodeGraphs[DraftPrefill | PrefillExtend]]:
     """The draft's prompt forwards. The draft was loaded sharing the target's embedding and head (row A9)."""
     if served.draft is None:
@@ -252,7 +254,7 @@ def _draft_graphs(
     draft = served.draft_runner(target.pool, offsets)
     assert draft is not None
     config = served.draft.config
-    return node_graphs.draft_prefill_graphs(draft[0], config, target, section.graphs, section.chunk_tokens)
+    return node_graphs.draft_prefill_graphs(draft[0], config, target, wanted, chunk_tokens)
 
 
 def _prefill_draft(served: ServingModel, forwards: Sequence[DraftPrefill | PrefillExtend]) -> PrefillDraft:

@@ -10,6 +10,7 @@ from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.image_encoder import EncoderGraphs
 from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.llava import LlavaPart, load_llava
@@ -42,10 +43,10 @@ def load_seeing(
     cache_bytes: int,
     max_pixels: int,
     log: Log,
-) -> Callable[[str], Seeing]:
+) -> Callable[[PhaseSwitch], Seeing]:
     """Load the vision part of the model in `path`, if it has one. Raises ModelError. `connect`: the image socket.
 
-    What it returns makes the halves with graphs as prefill.graphs says: once for a trial of them, once to serve.
+    What it returns makes the halves with graphs as the config says: once for a trial of them, once to serve.
     """
     vision = model.config.vision
     if vision is None:
@@ -56,8 +57,8 @@ def load_seeing(
     cache = RowCache(cache_bytes)
     intake = ImageIntake(connect(), reader, cache, log)
 
-    def seeing(wanted: str) -> Seeing:
-        encoder = node_graphs.encoder_graphs(part, model, wanted)
+    def seeing(wanted: PhaseSwitch) -> Seeing:
+        encoder = node_graphs.encoder_graphs(part, wanted)
         return Seeing(intake, VisionEmbeds(model.embed, encoder.forward, cache), (encoder,))
 
     return seeing

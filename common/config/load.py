@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from common.config.foreign import foreign_answer
 from common.config.schema import Algorithm, Cluster, Section, Speculation
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
@@ -82,9 +83,8 @@ def load_cluster(
     for item in overrides:
         path, separator, text = item.partition("=")
         if not separator or path not in keys.values():
-            raise ConfigError(
-                path, f"--set takes PATH=VALUE with a known path{_suggest(path, keys.values())}"
-            )
+            unknown = f"--set takes PATH=VALUE with a known path{_suggest(path, keys.values())}"
+            raise ConfigError(path, foreign_answer(path.rpartition(".")[2]) or unknown)
         _assign(data, path, parse_scalar(text))
         given[path] = "--set"
     _refuse_unknown(Cluster, data, "")  # again: a list of nodes may have come from outside the file
@@ -100,7 +100,7 @@ def load_cluster(
     _check_health(cluster)
     _check_speculation(cluster)
     _check_image_hosts(cluster)
-    _check_compiler(cluster)
+    _check_prompt_graphs(cluster)
     return Resolved(cluster, file, origins)
 
 
@@ -179,8 +179,12 @@ def _refuse_other_names(data: Mapping[str, Any]) -> None:
         raise ConfigError("prefill.graphs", "tc_piecewise is called piecewise here; write piecewise")
 
 
-def _check_compiler(cluster: Cluster) -> None:
+def _check_prompt_graphs(cluster: Cluster) -> None:
     section = cluster.prefill
+    if section.enforce_graphs and section.graphs == "none":
+        raise ConfigError(
+            "prefill.enforce_graphs", "true contradicts prefill.graphs none; leave one of the two out"
+        )
     if section.compiler is not None and section.graphs != "piecewise":
         raise ConfigError(
             "prefill.compiler",
@@ -254,7 +258,7 @@ def _refuse_unknown(struct: type[Section], data: Any, prefix: str) -> None:
     for key, value in data.items():
         path = f"{prefix}{key}"
         if key not in fields:
-            raise ConfigError(path, f"unknown key{_suggest(key, fields)}")
+            raise ConfigError(path, foreign_answer(key) or f"unknown key{_suggest(key, fields)}")
         kind = fields[key]
         if isinstance(kind, type) and issubclass(kind, Section):
             if value is None:

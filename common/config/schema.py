@@ -130,6 +130,9 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     compiler: Literal["eager", "inductor"] | None = (
         None  # of piecewise graphs, and of no others: eager keeps our kernels (default), inductor writes its own
     )
+    enforce_graphs: bool = (
+        False  # whatever the rules say at start-up, on a CPU too (there on a tape): for tests
+    )
     prefix_cache: bool = True
     image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, by their content
 
@@ -230,11 +233,14 @@ class Security(Section, frozen=True, kw_only=True):
 
 
 class Process(Section, frozen=True, kw_only=True):
-    """Threads and logs of every process."""
+    """Threads, logs and debugging of every process."""
 
     run_dir: str = "auto"  # sockets, pids, logs; auto: 0700 under $XDG_RUNTIME_DIR or /tmp
     threads: NotNegative = 1  # torch threads per node on CPU; 0: torch's default
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    poison_graphs: bool = (
+        False  # NaN and maximum ids in the padding of all graphs before each replay: for tests
+    )
 
 
 class Cluster(Section, frozen=True, kw_only=True):

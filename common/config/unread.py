@@ -76,9 +76,20 @@ def unread_by_text_models(cluster: Cluster) -> Iterator[Unread]:
 def _of_devices(cluster: Cluster) -> Iterator[Unread]:
     yield from _of_memory("prefill", cluster.prefill)
     yield from _of_memory("decode", cluster.decode)
+    if not _has_graphs(cluster):
+        reason = "no node has graphs; see prefill.graphs and decode.graphs, or leave it out"
+        yield Unread("process", cluster.process, ("poison_graphs",), reason)
     if all(node.device != "cpu" for node in nodes_of(cluster)):
         reason = "it is of nodes on the CPU, and there are none; leave it out"
         yield Unread("process", cluster.process, ("threads",), reason)
+
+
+def _has_graphs(cluster: Cluster) -> bool:
+    on_gpu = any(node.device != "cpu" for node in nodes_of(cluster))
+    backends = cluster.prefill.graphs, cluster.decode.graphs
+    return cluster.prefill.enforce_graphs or any(
+        each != "none" and (each != "auto" or on_gpu) for each in backends
+    )
 
 
 def _of_memory(name: str, section: PrefillSection | DecodeSection) -> Iterator[Unread]:

@@ -140,7 +140,6 @@ class Rounds:
     Args:
         max_seq_len: of a request on this node.
         reach: slots behind a request's length that a round may take.
-        poisoned: debug switch of `StaticInputs`.
     """
 
     def __init__(
@@ -151,7 +150,6 @@ class Rounds:
         max_seq_len: int,
         reach: int,
         capture: Callable[[Phase], PhasePlan],
-        poisoned: bool = False,
     ) -> None:
         self.relay = relay
         self.device = relay.seq_len.device
@@ -166,7 +164,6 @@ class Rounds:
         self._pages = table.pages
         self._page_size = page_size
         self._capture = capture
-        self._poisoned = poisoned
         most = max(self.max_rows * reach + 1, table.pages.shape[1])
         self._index = torch.arange(most, device=self.device)
         self._index32 = self._index.to(torch.int32)
@@ -222,7 +219,7 @@ class Rounds:
         if largest.requests > self.max_rows:
             raise ValueError(f"{phase}: graphs of {largest.requests} requests, {self.max_rows} rows")
         program = _RoundProgram(self, spec, run, serving, slots)
-        inputs = StaticInputs(program.slots(), largest, self.device, self._poisoned)
+        inputs = StaticInputs(program.slots(), largest, self.device, plan.poisoned)
         graphs = GraphRunner(spec, plan.backend(), program, inputs, outputs)
         return RoundPhase(graphs, plan)
 

@@ -22,6 +22,7 @@ from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.draft_prefill import DraftPrefill
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.draft_runner import DraftRunner, load_draft
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.kv_cache.page_space import PageSpace, as_keys
@@ -144,7 +145,7 @@ class Engine:
         draft_runner = serving_draft.runner(self.draft_pool)
         assert isinstance(draft_runner, DraftRunner)
         self.draft_runner = draft_runner
-        eager = self.runner, "none", CHUNK
+        eager = self.runner, PhaseSwitch("none"), CHUNK
         (prompts,) = node_graphs.draft_prefill_graphs(draft_runner, pair.draft, *eager)
         assert isinstance(prompts.forward, DraftPrefill)
         self._draft_prefill = prompts.forward

@@ -30,6 +30,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.ladders import prefill_token_buckets
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.radix_cache import NoPrefixCache
@@ -140,7 +141,9 @@ class PrefillSteps:
         """`wanted`: `prefill.graphs`, and behind a hyphen the compiler of piecewise ones."""
         backend, _, compiler = wanted.partition("-")
         bodies = CompiledBodies(compiler or "eager")
-        graphs = node_graphs.prefill_graphs(runner, backend, chunk, 64, CaptureHiddenMode.NULL, bodies)
+        graphs = node_graphs.prefill_graphs(
+            runner, PhaseSwitch(backend), chunk, 64, CaptureHiddenMode.NULL, bodies
+        )
         node_graphs.capture(graphs, LOG)
         self.told = node_graphs.describe(graphs)
         self._device = device = runner.pool.device
@@ -199,7 +202,7 @@ class DecodeSteps:
         pages_each = -(-longest // PAGE)
         table = RequestTable(most, pages_each, device)
         self._relay = RelayState.allocate(most, runner.model.embed_tokens.weight.shape[0], device)
-        graphs = node_graphs.decode_graphs(runner, self._relay, table, wanted, most, longest)
+        graphs = node_graphs.decode_graphs(runner, self._relay, table, PhaseSwitch(wanted), most, longest)
         node_graphs.capture(graphs, LOG)
         self.told = node_graphs.describe(graphs)
         completion = completion_for(device, one_behind=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
-from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels, VisionPart
@@ -116,9 +116,9 @@ def new_images(pixels: Pixels) -> Iterator[tuple[PromptImage, ...]]:
         yield (PromptImage(ImageSpan(BEFORE, pixels.tokens, digest, pixels.rows), pixels),)
 
 
-def encoder_of(part: LlavaPart | QwenPart, model: LlamaForCausalLM, wanted: str) -> VisionPart:
+def encoder_of(part: LlavaPart | QwenPart, wanted: str) -> VisionPart:
     """As a prefill node has it. Raises RuntimeError where a graph was not captured."""
-    encoder = node_graphs.encoder_graphs(part, model, wanted)
+    encoder = node_graphs.encoder_graphs(part, PhaseSwitch(wanted))
     node_graphs.capture(encoder, Log("bench"))
     if failed := [row.error for row in encoder.forward.graphs.rows if row.error]:
         raise RuntimeError(f"not captured: {failed}")
@@ -164,7 +164,7 @@ def main() -> None:
         for parameter in part.parameters():
             parameter.data.normal_(std=0.02)
         for wanted in ("breakable", "none"):
-            encode = encoder_of(part, runner.model, wanted)
+            encode = encoder_of(part, wanted)
             encoder = encoder_ms(encode, pixels, device)
             cache = RowCache(0)  # nothing is kept: each prompt shows its image anew
             steps = PrefillSteps(runner, wanted, chunk, VisionEmbeds(runner.model.embed, encode, cache))

@@ -13,11 +13,18 @@ from tests.cluster.harness import MODEL, Client, RunningCluster
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
-GRAPHS: dict[str, Any] = {"prefill": {"graphs": "breakable"}, "decode": {"graphs": "full"}}
+GRAPHS: dict[str, Any] = {
+    "prefill": {"enforce_graphs": True},
+    "decode": {"graphs": "full"},
+    "process": {"poison_graphs": True},
+}
 
 
 async def test_a_served_load_replays(prompts: list[list[int]], reference: Reference, tmp_path: Path) -> None:
-    """Row B, the test we must own: with default ladders at least 95 % of prefills and of decode steps replay."""
+    """Row B, the test we must own: with default ladders at least 95 % of prefills and of decode steps replay.
+
+    Row B2: prompts run under graphs on a CPU because the config enforces it. Padding is poisoned, which no token shows.
+    """
     load = prompts[36::4]
     async with RunningCluster(tmp_path, config=GRAPHS) as cluster, Client(cluster.url) as client:
         greedy = await client.complete_all(load, 4, 8)
@@ -28,7 +35,10 @@ async def test_a_served_load_replays(prompts: list[list[int]], reference: Refere
         await client.wait_idle()
         async with client.session.get("/metrics") as response:
             text = await response.text()
-        nodes = {node["role"]: node["counters"]["graphs"] for node in (await client.info())["nodes"]}
+        info = (await client.info())["nodes"]
+        nodes = {node["role"]: node["counters"]["graphs"] for node in info}
+        told = {node["role"]: node["config"]["graph_reasons"] for node in info}
+    assert told == {"prefill": "enforced; padding is poisoned", "decode": "padding is poisoned"}
     for role, phase in (("prefill", "prefill"), ("decode", "decode")):
         series = graph_series(text, role)
         assert replay_share(series, phase, "target") >= 0.95, series

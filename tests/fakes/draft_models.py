@@ -135,7 +135,7 @@ class DraftModel(NoDraftModel):
         assert pool is not None
         backend = BreakableGraphs(TapeRecorder())
         spec = draft_prefill_spec(prefill_token_buckets(32))
-        forward = DraftPrefill(self.runner(pool), self.config, pool.page_size, spec, backend)
+        forward = DraftPrefill(self.runner(pool), self.config, pool.page_size, spec, backend, poisoned=True)
         capture_late(forward.graphs)
         return EaglePrefill(forward)
 
@@ -157,7 +157,7 @@ class StandaloneModel(NoDraftModel):
         assert pool is not None
         backend = BreakableGraphs(TapeRecorder())
         spec = extend_spec(prefill_token_buckets(32), CaptureHiddenMode.NULL, model="draft")
-        forward = PrefillExtend(self.runner(pool), spec, backend)
+        forward = PrefillExtend(self.runner(pool), spec, backend, poisoned=True)
         capture_late(forward.graphs)
         return ModelPrefill(forward)
 

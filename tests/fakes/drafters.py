@@ -41,9 +41,9 @@ MakeDrafter = Callable[[Bench], Drafter]
 
 
 def plans(buckets: Sequence[int], device: torch.device = PLACEMENT.device) -> Callable[[Phase], PhasePlan]:
-    """Full graphs (on a CPU the tape) of so many requests; none: eager."""
+    """Full graphs (on a CPU the tape) of so many requests, their padding poisoned; none: eager."""
     backend = FULL if buckets else NONE
-    return lambda phase: PhasePlan(Decision(phase, backend), tuple(buckets), device)
+    return lambda phase: PhasePlan(Decision(phase, backend), tuple(buckets), device, poisoned=True)
 
 
 def speculative(
@@ -54,9 +54,7 @@ def speculative(
     """As build.py composes it; graphs, captured, for `buckets` requests."""
 
     def make(parts: Parts) -> SpeculativeStep:
-        rounds = Rounds(
-            parts.relay, parts.table, parts.page_size, parts.max_len, REACH, plans(buckets), poisoned=True
-        )
+        rounds = Rounds(parts.relay, parts.table, parts.page_size, parts.max_len, REACH, plans(buckets))
         drafter, acceptor = make_drafter(Bench(parts, rounds)), make_acceptor(parts.runner)
         verify = Verify(parts.runner, rounds, drafter, acceptor)
         step = SpeculativeStep(

@@ -96,7 +96,7 @@ class MtpModel(NoDraftModel):
         modules = []
         for runner in self.runner(pool).modules:
             backend, spec = BreakableGraphs(TapeRecorder()), draft_prefill_spec(prefill_token_buckets(32))
-            modules.append(DraftPrefill(runner, self.config, pool.page_size, spec, backend))
+            modules.append(DraftPrefill(runner, self.config, pool.page_size, spec, backend, poisoned=True))
             capture_late(modules[-1].graphs)
         return MultiLayerPrefill(modules, pool.page_size)
 

@@ -20,6 +20,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.attention.signalled import SignalledAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import CompiledBodies
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.kv_cache.page_space import PageSpace, as_keys
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.radix_cache import Keys, NoPrefixCache, RadixCache
@@ -104,13 +105,14 @@ class NoDraftModel:
         return NoDraft()
 
 
+WANTED = PhaseSwitch("full", poisoned=True)
 BODIES = CompiledBodies()  # of the models that all tests share
 RETRYABLE = ("node_lost", "transfer_failed", "preempted")
 
 
 def autoregressive(parts: Parts) -> DecodeStep:
     """Under tape graphs for up to three requests; more run eagerly."""
-    decode = node_graphs.decode_graphs(parts.runner, parts.relay, parts.table, "full", 3, MAX_LEN).forward
+    decode = node_graphs.decode_graphs(parts.runner, parts.relay, parts.table, WANTED, 3, MAX_LEN).forward
     capture_late(decode.graphs)
     return AutoregressiveStep(decode, parts.table, PLACEMENT.device, parts.completion)
 
@@ -492,7 +494,8 @@ class NodeCluster:
         attention = SignalledAttention(PagedAttention(pool, CONFIG.sliding_windows))
         runner = ModelRunner(tiny_model(aux=shape.draft.aux_layers, config=shape.model), pool, attention)
         draft = shape.draft.prefill(shape.draft.pool(layout, storage, shape.page_size))
-        graphs = node_graphs.prefill_graphs(runner, shape.prompt_graphs, 32, 8, draft.hidden_mode, BODIES)
+        wanted = PhaseSwitch(shape.prompt_graphs, poisoned=True)
+        graphs = node_graphs.prefill_graphs(runner, wanted, 32, 8, draft.hidden_mode, BODIES)
         if shape.layers:  # a listener would hear the layers of a capture
             graphs.forward.graphs.capture()
             assert not [row for row in graphs.forward.graphs.rows if row.error]

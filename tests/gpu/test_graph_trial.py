@@ -8,6 +8,7 @@ import torch
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.node_graphs import GRAPH_BYTES
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.graph_start import graph_trial
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
@@ -23,7 +24,7 @@ CUBLAS_BYTES = 128 << 20  # its workspaces, one per stream, stay with the proces
 def test_a_trial_tells_enough_and_leaves_nothing_behind(graphs: str) -> None:
     """Issue 3 part 4, row B8."""
     driver = DeviceDriver(model(device=torch.device("cuda")), sequences([9]), 4)
-    wanted = graphs, 2048, 8, CaptureHiddenMode.FULL, CompiledBodies()
+    wanted = PhaseSwitch(graphs), 2048, 8, CaptureHiddenMode.FULL, CompiledBodies()
     made = node_graphs.prefill_graphs(driver.runner, *wanted)
     shapes = len(made.forward.graphs.spec.shapes)
     torch.cuda.empty_cache()

@@ -176,12 +176,13 @@ class DecodeGraphs:
         spec: CaptureSpec,
         backend: Backend,
         max_seq_len: int,
+        poisoned: bool = False,
     ) -> None:
         device = relay.seq_len.device
         largest = spec.largest if spec.shapes else ShapeKey(0, 0)
         max_rows = max(len(relay.seq_len), largest.requests)
         self._program = DecodeProgram(runner, relay, table, max_rows, max_seq_len)
-        inputs = StaticInputs(self._program.slots(), largest, device)
+        inputs = StaticInputs(self._program.slots(), largest, device, poisoned)
         self.graphs = GraphRunner(spec, backend, self._program, inputs, OUTPUTS)
 
     @torch.inference_mode()

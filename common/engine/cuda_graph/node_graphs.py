@@ -27,15 +27,15 @@ from common.engine.cuda_graph.ladders import (
 from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs, patch_spec
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.report import table
-from common.engine.cuda_graph.rules import AUTO, Decision, Phase, PhaseSwitch, StartupFacts, decide
+from common.engine.cuda_graph.rules import Decision, Phase, PhaseSwitch, StartupFacts, decide
 from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.cuda_graph.static_extend import BROKEN, UNBROKEN_TOKENS
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
+from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner
-from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import largest_batch
@@ -65,7 +65,7 @@ class NodeGraphs(Generic[Forward]):
 
 def prefill_graphs(
     runner: ModelRunner,
-    wanted: str,
+    wanted: PhaseSwitch,
     chunk_tokens: int,
     max_batch: int,
     hidden: CaptureHiddenMode,
@@ -76,7 +76,7 @@ def prefill_graphs(
     Args:
         bodies: where piecewise graphs find the model compiled, or leave it for the next ones.
     """
-    decision = _decide(Phase.PREFILL, "prefill", runner.model, wanted)
+    decision = _decide(Phase.PREFILL, runner.model.placement, wanted)
     on = decision.backend != NONE
     backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device, bodies)
     unbroken = ShapeKey(UNBROKEN_TOKENS, max_batch) if on else BROKEN
@@ -84,65 +84,66 @@ def prefill_graphs(
     if decision.backend == PIECEWISE:  # one token replays as two
         buckets = tuple(dict.fromkeys(max(each, LEAST_TOKENS) for each in buckets))
     spec = extend_spec(buckets, hidden, unbroken=unbroken)
-    return NodeGraphs(PrefillExtend(runner, spec, backend, unbroken=unbroken), decision)
+    return NodeGraphs(PrefillExtend(runner, spec, backend, wanted.poisoned, unbroken), decision)
 
 
 def draft_prefill_graphs(
     draft: DraftRunner | MultiLayerRunner | ModelRunner,
     config: DraftConfig,
     target: ModelRunner,
-    wanted: str,
+    wanted: PhaseSwitch,
     chunk_tokens: int,
 ) -> list[NodeGraphs[DraftPrefill | PrefillExtend]]:
     """The draft's prompt forwards, not captured yet: of a head, of each module, or of a language model."""
-    decision = _decide(Phase.DRAFT_PREFILL, "prefill", target.model, wanted)
+    decision = _decide(Phase.DRAFT_PREFILL, target.model.placement, wanted)
     on = decision.backend != NONE
     kind = decision.backend if on else BREAKABLE, target.model.placement.device
-    buckets = prefill_token_buckets(chunk_tokens) if on else ()
+    buckets, poisoned = prefill_token_buckets(chunk_tokens) if on else (), wanted.poisoned
     if isinstance(draft, ModelRunner):
         spec = extend_spec(buckets, CaptureHiddenMode.NULL, model="draft")
-        return [NodeGraphs(PrefillExtend(draft, spec, make_backend(*kind)), decision)]
+        return [NodeGraphs(PrefillExtend(draft, spec, make_backend(*kind), poisoned), decision)]
     page_size = target.pool.page_size
     if isinstance(draft, DraftRunner):
         spec = draft_prefill_spec(buckets)
-        return [NodeGraphs(DraftPrefill(draft, config, page_size, spec, make_backend(*kind)), decision)]
+        forward = DraftPrefill(draft, config, page_size, spec, make_backend(*kind), poisoned)
+        return [NodeGraphs(forward, decision)]
     modules = []
     for step, module in enumerate(draft.modules):
         spec = draft_prefill_spec(prefill_token_buckets(chunk_tokens, step) if on else (), f"draft-{step}")
-        modules.append(DraftPrefill(module, config, page_size, spec, make_backend(*kind)))
+        modules.append(DraftPrefill(module, config, page_size, spec, make_backend(*kind), poisoned))
     return [NodeGraphs(module, decision) for module in modules]
 
 
 def encoder_graphs(
-    part: LlavaPart | QwenPart, model: LlamaForCausalLM, wanted: str
+    part: LlavaPart | QwenPart, wanted: PhaseSwitch
 ) -> NodeGraphs[EncoderGraphs | PatchEncoderGraphs]:
-    """The vision part of `model`, not captured yet."""
-    decision = _decide(Phase.ENCODER, "prefill", model, wanted)
-    if isinstance(part, QwenPart) and not part.runs_on_device:
-        decision = Decision(Phase.ENCODER, NONE, (f"{part.placement.dtype}: its attention needs the host",))
+    """The vision part of a model, not captured yet."""
+    needs_host = isinstance(part, QwenPart) and not part.runs_on_device
+    decision = _decide(Phase.ENCODER, part.placement, wanted, needs_host)
     on = decision.backend != NONE
     backend = make_backend(decision.backend, part.placement.device)
     if isinstance(part, QwenPart):
         patches = patch_spec(image_token_buckets() if on else ())
-        return NodeGraphs(PatchEncoderGraphs(part, patches, backend), decision)
+        return NodeGraphs(PatchEncoderGraphs(part, patches, backend, wanted.poisoned), decision)
     tokens = part.config.tokens_per_image
     spec = encoder_spec(image_buckets(largest_batch(tokens)) if on else (), tokens)
-    return NodeGraphs(EncoderGraphs(part, spec, backend), decision)
+    return NodeGraphs(EncoderGraphs(part, spec, backend, wanted.poisoned), decision)
 
 
 def decode_graphs(
     runner: ModelRunner,
     relay: RelayState,
     request_table: RequestTable,
-    wanted: str,
+    wanted: PhaseSwitch,
     max_running: int,
     max_model_len: int,
 ) -> NodeGraphs[DecodeGraphs]:
     """The target's decode step, not captured yet."""
-    decision = _decide(Phase.DECODE, "decode", runner.model, wanted)
+    decision = _decide(Phase.DECODE, runner.model.placement, wanted)
     spec = decode_spec(decode_request_buckets(max_running) if decision.backend != NONE else ())
     backend = make_backend(decision.backend, runner.model.placement.device)
-    return NodeGraphs(DecodeGraphs(runner, relay, request_table, spec, backend, max_model_len), decision)
+    forward = DecodeGraphs(runner, relay, request_table, spec, backend, max_model_len, wanted.poisoned)
+    return NodeGraphs(forward, decision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class PhasePlan:
     decision: Decision
     buckets: tuple[int, ...]  # requests; (): always eager
     device: torch.device
+    poisoned: bool = False  # debug switch of `StaticInputs`
 
     def backend(self) -> Backend:
         """With a memory pool of its own."""
@@ -159,7 +161,7 @@ class PhasePlan:
 
 
 def round_plans(
-    runner: ModelRunner, wanted: str, max_running: int, min_running: int = 1
+    runner: ModelRunner, wanted: PhaseSwitch, max_running: int, min_running: int = 1
 ) -> Callable[[Phase], PhasePlan]:
     """Draft, verify and draft-extend of a decode node, each a full graph of its own, decided each on its own.
 
@@ -167,10 +169,10 @@ def round_plans(
     """
 
     def plan(phase: Phase) -> PhasePlan:
-        decision = _decide(phase, "decode", runner.model, wanted)
+        decision = _decide(phase, runner.model.placement, wanted)
         ladder = verify_request_buckets(max_running) if decision.backend != NONE else ()
         buckets = tuple(count for count in ladder if count >= min_running)
-        return PhasePlan(decision, buckets, runner.model.placement.device)
+        return PhasePlan(decision, buckets, runner.model.placement.device, wanted.poisoned)
 
     return plan
 
@@ -274,12 +276,5 @@ def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
     }
 
 
-def _decide(phase: Phase, role: str, model: LlamaForCausalLM, wanted: str) -> Decision:
-    """`auto` means no graphs on a CPU: its tape is for tests, it makes nothing faster."""
-    device = model.placement.device.type
-    if wanted == AUTO and device == "cpu":
-        return Decision(phase, NONE, ("auto is off on a CPU, which gains nothing from its tape",))
-    config = model.config
-    name = config.architecture if config.vision is None else config.vision.architecture
-    facts = StartupFacts(role=role, device=device, architecture=name, multimodal=config.vision is not None)
-    return decide(phase, facts, PhaseSwitch(wanted))
+def _decide(phase: Phase, placement: Placement, wanted: PhaseSwitch, needs_host: bool = False) -> Decision:
+    return decide(phase, StartupFacts(placement.device.type, needs_host), wanted)

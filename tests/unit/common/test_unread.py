@@ -11,6 +11,7 @@ from common.config import Resolved, load_cluster
 from common.errors import ConfigError
 
 GPUS = ("prefill.nodes=[{name: p, device: cuda}]", "decode.nodes=[{name: d, device: cuda}]")
+OFF = ("prefill.graphs=none", "decode.graphs=none")
 REMOTE = "prefill.nodes=[{name: p, peer_address: 'tcp://10.0.0.1:7110'}]"
 
 
@@ -37,6 +38,7 @@ def load(
         ("decode.memory_fraction=0.5", "these nodes are on the CPU; write decode.pool_tokens"),
         ("transfer.nixl_devices=eth0", "pages move by shm here; it is for another transport: leave it out"),
         ("transfer.max_inflight_mib=8", "pages move by shm here; it is for another transport: leave it out"),
+        ("process.poison_graphs=true", "no node has graphs; see prefill.graphs and decode.graphs"),
         ("decode.nodes=[{name: d, bulk_port: 7}]", "pages move by shm here, for which .* binds no socket"),
     ],
 )
@@ -52,6 +54,7 @@ def test_what_nothing_reads_is_refused(tmp_path: Path, override: str, reason: st
     [
         ((*GPUS, "decode.memory_fraction=0.5", "decode.pool_tokens=64"), "decode.memory_fraction"),
         ((*GPUS, "process.threads=4"), "process.threads"),
+        ((*GPUS, *OFF, "process.poison_graphs=true"), "process.poison_graphs"),
         ((*GPUS, "transfer.max_inflight_mib=8"), "transfer.max_inflight_mib"),
         (("transfer.transport=tcp", "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
         ((REMOTE, "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
@@ -74,6 +77,9 @@ def test_what_another_value_leaves_unread_is_refused(
         ("router.images.fetch_hosts=[a.example]", "router.images.fetch_timeout=5"),
         (*GPUS, "decode.memory_fraction=0.5", "prefill.memory_fraction=0.4"),
         ("process.threads=4",),
+        ("process.poison_graphs=true", "prefill.enforce_graphs=true"),
+        ("process.poison_graphs=true", "decode.graphs=full"),
+        (*GPUS, "process.poison_graphs=true", "prefill.graphs=none"),
         ("transfer.transport=tcp", "transfer.max_inflight_mib=8", "decode.nodes=[{name: d, bulk_port: 7}]"),
         (REMOTE, "decode.nodes=[{name: d, host: 10.0.0.1, bulk_port: 7}]"),
         ("transfer.transport=nixl", "transfer.nixl_devices=eth0", "transfer.max_inflight_mib=8"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.image_encoder import EncoderGraphs, encoder_spec
 from common.engine.cuda_graph.ladders import image_buckets
 from common.engine.cuda_graph.report import table
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.llava import LlavaPart
 from common.engine.models.vision_part import ENCODER_BATCH, Pixels, largest_batch
@@ -50,14 +50,6 @@ def pictures(count: int, seed: int) -> list[Pixels]:
     return [Pixels(each, 1, 4) for each in values]
 
 
-def served(architecture: str = "LlavaForConditionalGeneration") -> Any:
-    """A language model, as far as it is asked which architecture it is of."""
-    config = SimpleNamespace(
-        architecture="LlamaForCausalLM", vision=SimpleNamespace(architecture=architecture)
-    )
-    return SimpleNamespace(config=config, placement=CPU)
-
-
 def test_a_replay_says_what_the_eager_tower_says(part: LlavaPart) -> None:
     """Rows X3, X4: any number of images, one after another in the same graphs; padding images reach nothing."""
     encoder = EncoderGraphs(part, encoder_spec((1, 2, 4), 4), FullGraphs(TapeRecorder()), poisoned=True)
@@ -82,20 +74,20 @@ def test_what_the_config_says_of_prompts_holds_for_images(part: LlavaPart) -> No
     """Row A10: on a CPU `auto` is no graphs, a tape is for tests; what is not captured is counted as such."""
     images = pictures(1, 0)
     for wanted in ("auto", "none"):
-        eager = node_graphs.encoder_graphs(part, served(), wanted)
+        eager = node_graphs.encoder_graphs(part, PhaseSwitch(wanted))
         node_graphs.capture(eager, Log("test"))
         torch.testing.assert_close(eager.forward(images)[0], part(images)[0], atol=0, rtol=0)
         assert eager.forward.graphs.totals().fallbacks == {"no_graphs": 1}
         assert node_graphs.trial(lambda: [eager], lambda: 7) == 0  # noqa: B023
-    taped = node_graphs.encoder_graphs(part, served(), "breakable")
+    taped = node_graphs.encoder_graphs(part, PhaseSwitch("breakable"))
+    assert not taped.forward.graphs._inputs._poisoned
+    poisoned = node_graphs.encoder_graphs(part, PhaseSwitch("breakable", poisoned=True))
+    assert poisoned.forward.graphs._inputs._poisoned
     node_graphs.capture(taped, Log("test"))
     told = node_graphs.describe(taped)
     assert (told["graph_phase"], told["graph_backend"], told["graph_sizes"]) == ("encoder", "full", "")
     assert told["graph_encoder_sizes"] == "1 2 3 4 6 8"
     assert node_graphs.trial(lambda: [taped], lambda: 7) == 6 * node_graphs.GRAPH_BYTES
-    denied = node_graphs.encoder_graphs(part, served("Unheard"), "full")
-    assert "multimodal" in denied.decision.reasons[0]
-    assert not denied.forward.graphs.spec.shapes
 
 
 def test_a_capture_that_fails_is_told_and_eager(part: LlavaPart, monkeypatch: pytest.MonkeyPatch) -> None:

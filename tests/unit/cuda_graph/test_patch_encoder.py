@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs, patch_spec
+from common.engine.cuda_graph.rules import RULES, PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
@@ -83,18 +83,16 @@ def test_a_replay_says_what_the_eager_tower_says(part: QwenPart) -> None:
 def test_it_is_captured_where_attention_needs_no_host(
     part: QwenPart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = SimpleNamespace(
-        architecture="Qwen2ForCausalLM",
-        vision=SimpleNamespace(architecture="Qwen2_5_VLForConditionalGeneration"),
-    )
-    model: Any = SimpleNamespace(config=config, placement=CPU)
     images = pictures(0, (2, 3))
-    none = node_graphs.encoder_graphs(part, model, "none")
+    none = node_graphs.encoder_graphs(part, PhaseSwitch("none"))
     node_graphs.capture(none, Log("test"))
     torch.testing.assert_close(none.forward(images)[0], part(images)[0], atol=0, rtol=0)
     assert none.forward.graphs.totals().fallbacks == {"no_graphs": 1}
-    taped = node_graphs.encoder_graphs(part, model, "full")
+    taped = node_graphs.encoder_graphs(part, PhaseSwitch("full"))
     shapes = taped.forward.graphs.spec.shapes
+    assert not taped.forward.graphs._inputs._poisoned
+    poisoned = node_graphs.encoder_graphs(part, PhaseSwitch("full", poisoned=True))
+    assert poisoned.forward.graphs._inputs._poisoned
     assert (taped.decision.backend, len(shapes), shapes[-1].tokens) == ("full", 22, 1024)
     assert any(shape.tokens == 576 for shape in shapes), "of 672 x 672 pixels: no padding"
     on_gpu = Placement(torch.float32, torch.device("cuda"))
@@ -103,10 +101,12 @@ def test_it_is_captured_where_attention_needs_no_host(
     with monkeypatch.context() as patched:
         patched.setattr(node_graphs, "make_backend", lambda *given: FullGraphs(TapeRecorder()))
         patched.setattr(
-            node_graphs, "PatchEncoderGraphs", lambda part, spec, backend: SimpleNamespace(spec=spec)
+            node_graphs, "PatchEncoderGraphs", lambda part, spec, *rest: SimpleNamespace(spec=spec)
         )
-        refused = told(part, SimpleNamespace(config=config, placement=on_gpu), "full")  # type: ignore[arg-type]
+        refused = told(part, PhaseSwitch("full"))
         assert (refused.decision.backend, refused.forward.spec.shapes) == ("none", ())  # type: ignore[attr-defined]
-        assert "float32" in refused.decision.reasons[0]
+        assert refused.decision.reasons == (f"multimodal: {RULES[1].reason}",)
+        enforced = told(part, PhaseSwitch("full", enforce=True)).decision
+        assert (enforced.backend, enforced.reasons) == ("full", ("enforced",))
         monkeypatch.setattr(part, "placement", replace(on_gpu, dtype=torch.bfloat16))
-        assert told(part, model, "full").decision.backend == "full"
+        assert told(part, PhaseSwitch("full")).decision.backend == "full"

@@ -26,6 +26,7 @@ from common.engine.cuda_graph.compiled_body import CompiledBodies, missing_compi
 from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.report import table
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner
@@ -225,7 +226,7 @@ def test_models_of_one_process_do_not_know_of_each_other() -> None:
 def test_one_token_replays_as_two() -> None:
     """A trace takes a size of 1 for a constant, so no graph is of one token."""
     driver = Driver(model(), IDS, 4)
-    graphs = node_graphs.prefill_graphs(driver.runner, "piecewise", 8, 2, NULL, BODIES)
+    graphs = node_graphs.prefill_graphs(driver.runner, PhaseSwitch("piecewise"), 8, 2, NULL, BODIES)
     graphs.forward.graphs.capture()
     driver.runner = graphs.forward  # type: ignore[assignment]
     expected = Driver(model(), IDS, 4).run([0], [1]).logits
@@ -243,13 +244,13 @@ def test_a_trial_and_the_graphs_after_it_compile_once() -> None:
     driver = Driver(one, IDS, 4)
 
     def build() -> list[NodeGraphs[PrefillExtend]]:
-        return [node_graphs.prefill_graphs(driver.runner, "piecewise", 8, 2, NULL, bodies)]
+        return [node_graphs.prefill_graphs(driver.runner, PhaseSwitch("piecewise"), 8, 2, NULL, bodies)]
 
     node_graphs.trial(build, lambda: 0)
     made = bodies.compilation
     assert made.pieces == 2
     served = Driver(one, IDS, 4)
-    graphs = node_graphs.prefill_graphs(served.runner, "piecewise", 8, 2, NULL, bodies)
+    graphs = node_graphs.prefill_graphs(served.runner, PhaseSwitch("piecewise"), 8, 2, NULL, bodies)
     graphs.forward.graphs.capture()
     assert bodies.compilation == made
     served.runner = graphs.forward  # type: ignore[assignment]

@@ -19,7 +19,7 @@ from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.decode_graph import VARIANTS
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.prefill_extend import ExtendCall, PrefillExtend, extend_spec
-from common.engine.cuda_graph.rules import Decision, Phase
+from common.engine.cuda_graph.rules import Decision, Phase, PhaseSwitch
 from common.engine.cuda_graph.slots import SlotError
 from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.cuda_graph.static_extend import BROKEN
@@ -201,7 +201,7 @@ def test_a_trial_captures_two_shapes_and_counts_for_all() -> None:
     made = []
 
     def build() -> list[node_graphs.NodeGraphs[PrefillExtend]]:
-        made.append(node_graphs.prefill_graphs(driver.runner, "breakable", 32, 8, NULL))
+        made.append(node_graphs.prefill_graphs(driver.runner, PhaseSwitch("breakable"), 32, 8, NULL))
         return made
 
     reserved = iter([500, 1500, 1510, 1510])  # before, the largest shape, the next one, at the end
@@ -214,7 +214,9 @@ def test_a_trial_captures_two_shapes_and_counts_for_all() -> None:
 
 def test_a_trial_counts_all_families_shapes_and_variants() -> None:
     """Row B8: memory is set aside for the graphs of every phase of a node, not for the first one's alone."""
-    prefill = node_graphs.prefill_graphs(Driver(model(), IDS, 4).runner, "breakable", 32, 8, NULL)
+    prefill = node_graphs.prefill_graphs(
+        Driver(model(), IDS, 4).runner, PhaseSwitch("breakable"), 32, 8, NULL
+    )
     decode = DecodeRig(IDS[:1], [SamplingParams(max_tokens=9, seed=1)], BACKENDS["tape"](), (1, 2))
     both = [prefill, node_graphs.NodeGraphs(decode.graphs, Decision(Phase.DECODE, "full"))]
     graphs = len(prefill.forward.graphs.spec.shapes) + 2 * len(VARIANTS)
@@ -224,6 +226,8 @@ def test_a_trial_counts_all_families_shapes_and_variants() -> None:
 def test_a_trial_without_graphs_takes_nothing() -> None:
     driver = Driver(model(), IDS, 4)
     assert (
-        node_graphs.trial(lambda: [node_graphs.prefill_graphs(driver.runner, "none", 32, 8, NULL)], lambda: 7)
+        node_graphs.trial(
+            lambda: [node_graphs.prefill_graphs(driver.runner, PhaseSwitch("none"), 32, 8, NULL)], lambda: 7
+        )
         == 0
     )

@@ -1,135 +1,173 @@
-"""What runs under graphs on which node, decided at start-up."""
+"""What runs under graphs on which node, decided at start-up: rules that a node meets, and those that refuse a start."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from common.engine.cuda_graph import rules
+from common.config import Resolved, load_cluster
+from common.config.foreign import FOREIGN
 from common.engine.cuda_graph.backends.breakable import BreakableGraphs
 from common.engine.cuda_graph.backends.choice import make_backend
 from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.none import NoGraphs
-from common.engine.cuda_graph.node_graphs import round_plans
+from common.engine.cuda_graph.node_graphs import prefill_graphs, round_plans
 from common.engine.cuda_graph.rules import (
-    PHASES,
     RULES,
     Decision,
     Phase,
     PhaseSwitch,
     StartupFacts,
     decide,
-    legacy_switches,
-    unsupported,
 )
-from common.vision_config import ARCHITECTURES
+from common.engine.forward.batch import CaptureHiddenMode
+from common.errors import ConfigError, ModelError
+from common.model_config import ModelConfig
+from common.model_files import weight_paths
+from tests.unit.cuda_graph.rig import model
+from tests.unit.engine.paged_driver import Driver
 
-PLAIN = StartupFacts("prefill", "cuda")
+PLAIN, ON_CPU = StartupFacts("cuda"), StartupFacts("cpu")
 AUTO = PhaseSwitch()
-# rule of row B3 -> facts under which it applies
-APPLIES: dict[int, dict[str, Any]] = {
-    1: {"architecture": "Uncapturable"},
-    2: {"attention_data_parallel": True},
-    3: {"torch_compile": True},
-    4: {"pipeline_stages": 2},
-    5: {"device": "mps"},
-    6: {"moe_all_to_all": "deepep"},
-    7: {"lora": True},
-    8: {"multimodal": True},
-    9: {"weights": "gguf"},
-    10: {"diffusion": True},
-    11: {"hierarchical_cache": True},
-    12: {"deterministic": True},
-    14: {"symmetric_memory": True},
-    15: {"expert_recorder": True},
-    16: {"context_parallel": 2},
-}
+UNDECIDED = {
+    1: "MixtralForCausalLM",
+    8: "Gemma3ForConditionalGeneration",
+}  # rule -> a checkpoint that meets it
 
 
-@pytest.fixture(autouse=True)
-def _deny_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "DENIED_ARCHITECTURES", frozenset(("Uncapturable",)))
+def cluster(tmp_path: Path, text: str) -> Resolved:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("model: {path: m}\n" + text)
+    return load_cluster(file, (), {})
 
 
-def test_the_table_has_the_sixteen_rules() -> None:
-    """Row B3."""
-    assert [rule.number for rule in RULES] == list(range(1, 17))
-    assert len({rule.name for rule in RULES}) == 16
+def test_each_of_the_sixteen_rules_is_decided_or_refuses_by_name() -> None:
+    """Row B3: none is left out, and none stands in the table that nothing could meet."""
+    decided = {rule.number for rule in RULES}
+    refused = {each.rule for each in FOREIGN if each.rule is not None}
+    assert decided | refused | set(UNDECIDED) == set(range(1, 17))
     assert all(rule.reason for rule in RULES)
-    assert set(APPLIES) | {13} == {rule.number for rule in RULES}
 
 
-@pytest.mark.parametrize("number", APPLIES, ids=[f"B3-{number}" for number in APPLIES])
-def test_each_rule_alone_turns_graphs_off_with_its_reason(number: int) -> None:
-    """Row B3, and row B2: enforce beats it."""
-    facts = replace(PLAIN, **APPLIES[number])
-    decision = decide(Phase.PREFILL, facts, AUTO)
-    assert decision.backend == "none"
-    assert decision.reasons == (f"{RULES[number - 1].name}: {RULES[number - 1].reason}",)
-    assert decide(Phase.PREFILL, facts, PhaseSwitch(enforce=True)).backend == "breakable"
-    assert [rule.number for rule in unsupported(facts)] == ([] if RULES[number - 1].exists else [number])
+@pytest.mark.parametrize("section", ["", "prefill", "decode", "process"])
+@pytest.mark.parametrize("rule", sorted({each.rule for each in FOREIGN if each.rule is not None}))
+def test_what_tandem_does_not_have_refuses_the_config(rule: int, section: str, tmp_path: Path) -> None:
+    """Rows B3 (2-4, 6-16), X1: by the option's name, wherever it stands, with what to write instead."""
+    for each in FOREIGN:
+        for name in each.names if each.rule == rule else ():
+            text = f"{name}: 1\n" if not section else f"{section}: {{{name}: 1}}\n"
+            with pytest.raises(ConfigError) as refused:
+                cluster(tmp_path, text)
+            assert refused.value.path == (f"{section}.{name}" if section else name)
+            assert each.answer in str(refused.value)
 
 
-def test_offloaded_weights_are_rule_11_too() -> None:
-    assert "offload" in decide(Phase.PREFILL, replace(PLAIN, offloaded_gib=0.5), AUTO).reasons[0]
+@pytest.mark.parametrize("rule", UNDECIDED)
+def test_what_no_model_code_captures_refuses_the_checkpoint(rule: int, tmp_path: Path) -> None:
+    """Row B3 (1, 8): by the architecture's name; there is no forward that could run eagerly instead."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [UNDECIDED[rule]]}))
+    with pytest.raises(ModelError, match=rf"architecture {UNDECIDED[rule]} is not supported; supported are "):
+        ModelConfig.load(tmp_path)
 
 
-def test_a_multimodal_model_on_the_allow_list_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row X4."""
-    facts = replace(PLAIN, multimodal=True, architecture="Seeing")
-    assert decide(Phase.PREFILL, facts, AUTO).backend == "none"
-    monkeypatch.setattr(rules, "MULTIMODAL_ALLOWED", frozenset(("Seeing",)))
-    assert decide(Phase.PREFILL, facts, AUTO).backend == "breakable"
+def test_gguf_files_refuse_the_checkpoint(tmp_path: Path) -> None:
+    """Row B3 (9), its probe of files."""
+    (tmp_path / "model-q4.gguf").touch()
+    with pytest.raises(ModelError, match=r"found model-q4.gguf; supported weights are model.safetensors"):
+        weight_paths(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "hip:0", "npu"])
+@pytest.mark.parametrize("section", ["prefill", "decode"])
+def test_other_devices_refuse_the_config(section: str, device: str, tmp_path: Path) -> None:
+    """Row B3 (5): neither CUDA graphs nor kernels exist there."""
+    with pytest.raises(ConfigError, match=f"'{device}' is not a device; write cpu, cuda or cuda:N"):
+        cluster(tmp_path, f"{section}: {{nodes: [{{name: a, device: '{device}'}}]}}\n")
 
 
 @pytest.mark.parametrize(
-    ("architecture", "backend"), [("LlavaForConditionalGeneration", "full"), ("Unheard", "none")]
+    ("text", "backend", "reasons"),
+    [
+        ("{}", "none", (f"device: {RULES[0].reason}",)),
+        ("{graphs: breakable}", "breakable", ()),
+        ("{enforce_graphs: true}", "breakable", ("enforced",)),
+        ("{graphs: piecewise, enforce_graphs: true}", "piecewise", ("enforced",)),
+        ("{graphs: none}", "none", ("graphs.prefill is none",)),
+    ],
 )
-def test_a_model_that_sees_is_judged_by_its_own_name(architecture: str, backend: str) -> None:
-    """Row B3 (8): the language model inside is on no list of models that see."""
-    config = SimpleNamespace(
-        architecture="LlamaForCausalLM", vision=SimpleNamespace(architecture=architecture)
+def test_a_node_on_a_cpu_by_its_config(
+    text: str, backend: str, reasons: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Rows B3 (5), B2, X8: from the file to what would be captured."""
+    section = cluster(tmp_path, f"prefill: {text}\n").cluster.prefill
+    switch = PhaseSwitch(section.graphs, section.enforce_graphs)
+    runner = Driver(model(), [torch.zeros(8, dtype=torch.int64)], 4).runner
+    node = prefill_graphs(runner, switch, 8, 2, CaptureHiddenMode.NULL)
+    assert node.decision == Decision(Phase.PREFILL, backend, reasons)
+    assert bool(node.forward.graphs.spec.shapes) == (backend != "none")
+    plan = round_plans(runner, AUTO, 4)(Phase.VERIFY)
+    assert (plan.decision.backend, plan.buckets) == ("none", ()), "decode has a switch of its own"
+
+
+def test_enforce_beats_every_rule() -> None:
+    """Row B2. On a GPU `auto` needs no enforcing; a vision part whose attention asks the host is rule 8 there."""
+    for phase in (Phase.PREFILL, Phase.DRAFT_PREFILL, Phase.ENCODER):
+        refused = decide(phase, StartupFacts("cpu", needs_host=True), AUTO)
+        assert (refused.backend, len(refused.reasons)) == ("none", len(RULES))
+        assert (
+            decide(phase, StartupFacts("cpu", needs_host=True), PhaseSwitch(enforce=True)).backend != "none"
+        )
+    assert (
+        decide(Phase.ENCODER, StartupFacts("cuda", needs_host=True), PhaseSwitch("breakable")).backend
+        == "none"
     )
-    model: Any = SimpleNamespace(config=config, placement=SimpleNamespace(device=torch.device("cpu")))
-    decision = round_plans(SimpleNamespace(model=model), "full", 4)(Phase.VERIFY).decision  # type: ignore[arg-type]
-    assert decision.backend == backend
-    assert [reason.split(":")[0] for reason in decision.reasons] == ["multimodal"] * (backend == "none")
+    assert decide(Phase.PREFILL, PLAIN, PhaseSwitch("none", enforce=True)).backend == "breakable"
 
 
-def test_the_models_that_see_are_on_the_list() -> None:
-    """Row X4, C: their embeddings survive the replay, which tests/unit/prefill_node/test_vision.py shows."""
-    for architecture in ARCHITECTURES:
-        facts = replace(PLAIN, multimodal=True, architecture=architecture)
-        assert decide(Phase.PREFILL, facts, AUTO).backend == "breakable"
+def test_enforce_and_none_contradict_each_other(tmp_path: Path) -> None:
+    """Row B2: it beats rules; what a config says by itself is said once."""
+    with pytest.raises(ConfigError, match="prefill.enforce_graphs: true contradicts prefill.graphs none"):
+        cluster(tmp_path, "prefill: {graphs: none, enforce_graphs: true}\n")
 
 
-@pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize("role", PHASES)
-@pytest.mark.parametrize("switch", [AUTO, PhaseSwitch(enforce=True), PhaseSwitch("full", enforce=True)])
-def test_a_phase_that_the_role_lacks_is_never_captured(phase: Phase, role: str, switch: PhaseSwitch) -> None:
-    """Rows X1, A10, L9, rule 13: by role, unconditionally; the other phases keep their graphs."""
-    decision = decide(phase, StartupFacts(role, "cuda"), switch)
-    assert decision.exists == (phase in PHASES[role])
-    assert (decision.backend == "none") == (phase not in PHASES[role])
-    assert decision.exists or decision.reasons == (f"a {role} node has no {phase} phase",)
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (
+            "disable_cuda_graph: true",
+            "decode steps alone; write decode.graphs: none .prefill.graphs is of prompts",
+        ),
+        ("prefill: {disable_cuda_graph: true}", "decode steps alone; write decode.graphs: none"),
+        ("decode: {disable-cuda-graph: true}", "decode steps alone; write decode.graphs: none"),
+        ("decode: {enforce_eager: true}", "write prefill.graphs: none and decode.graphs: none"),
+        ("prefill: {disable_piecewise_cuda_graph: true}", "write prefill.graphs: none"),
+        ("prefill: {enforce_piecewise_cuda_graph: true}", "write prefill.enforce_graphs"),
+        ("decode: {tp_size: 2}", "layers split over devices: tandem has none"),
+        ("decode: {enable_two_batch_overlap: true}", "two overlapping halves: tandem has none"),
+    ],
+)
+def test_names_of_other_servers_are_answered(text: str, answer: str, tmp_path: Path) -> None:
+    """Rows A10, X8: the one flag of old configs means decode graphs alone, and the answer says so."""
+    with pytest.raises(ConfigError, match=f"it is an option of other servers: .*{answer}"):
+        cluster(tmp_path, text + "\n")
 
 
-def test_the_phases_of_the_two_roles_are_disjoint_and_all() -> None:
-    assert not PHASES["prefill"] & PHASES["decode"]
-    assert PHASES["prefill"] | PHASES["decode"] == set(Phase)
-    assert RULES[12].applies(StartupFacts("unified", "cuda"))
+def test_names_of_other_servers_are_answered_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("model: {path: m}\n")
+    for override in ("prefill.enable_lora=true", "--enable-lora"):
+        with pytest.raises(ConfigError, match="LoRA adapters: tandem has none"):
+            load_cluster(file, [override], {})
 
 
-def test_enforce_beats_rules_and_switch() -> None:
-    """Row B2."""
-    facts = replace(PLAIN, lora=True, pipeline_stages=4)
-    assert len(decide(Phase.PREFILL, facts, AUTO).reasons) == 2
-    assert decide(Phase.PREFILL, facts, PhaseSwitch("none", enforce=True)).backend == "breakable"
-    assert decide(Phase.PREFILL, facts, PhaseSwitch("full", enforce=True)).backend == "full"
+@pytest.mark.parametrize("text", ["prefill: {graphs: full}", "decode: {graphs: breakable}"])
+def test_a_role_has_no_graphs_of_the_other(text: str, tmp_path: Path) -> None:
+    """Row X1, rule 13: tests/unit/engine/test_roles.py shows what each is composed of."""
+    with pytest.raises(ConfigError, match=r"graphs: Invalid enum value '(full|breakable)'; write auto, "):
+        cluster(tmp_path, text + "\n")
 
 
 def test_speculation_is_not_a_rule() -> None:
@@ -149,28 +187,26 @@ def test_a_draft_is_never_captured_piecewise(enforce: bool) -> None:
     draft = decide(Phase.DRAFT_PREFILL, PLAIN, switch)
     assert draft.backend == "breakable"
     assert draft.reasons[-1] == "piecewise: of the target's prompts alone"
-    lora = decide(Phase.DRAFT_PREFILL, replace(PLAIN, lora=True), PhaseSwitch("piecewise"))
-    assert lora.backend == "none"
 
 
 @pytest.mark.parametrize("wanted", ["auto", "full", "breakable", "piecewise"])
 def test_images_are_captured_full_or_not_at_all(wanted: str) -> None:
     """Rows B5, X4: there are no lengths for a break to read; `none` of prompts is none here."""
     assert decide(Phase.ENCODER, PLAIN, PhaseSwitch(wanted)) == Decision(Phase.ENCODER, "full")
-    denied = replace(PLAIN, multimodal=True, architecture="Unheard")
-    assert decide(Phase.ENCODER, denied, PhaseSwitch(wanted)).backend == "none"
     assert decide(Phase.ENCODER, PLAIN, PhaseSwitch("none")).backend == "none"
 
 
-def test_switches_are_per_phase_and_the_legacy_flag_means_decode() -> None:
-    """Rows X8, A10."""
-    switches = legacy_switches(disable_cuda_graph=True)
-    prefill, decode = PLAIN, StartupFacts("decode", "cuda")
-    assert decide(Phase.PREFILL, prefill, switches[Phase.PREFILL]).backend == "breakable"
-    assert decide(Phase.DRAFT_PREFILL, prefill, switches[Phase.DRAFT_PREFILL]).backend == "breakable"
-    for phase in PHASES["decode"]:
-        assert decide(phase, decode, switches[phase]).reasons == (f"graphs.{phase} is none",)
-        assert decide(phase, decode, legacy_switches(disable_cuda_graph=False)[phase]).backend == "full"
+def test_switches_are_per_phase() -> None:
+    """Rows X8, A10: decode off leaves prompts as they are, and the other way round."""
+    off = PhaseSwitch("none")
+    for phase in Phase:
+        assert decide(phase, PLAIN, off).reasons == (f"graphs.{phase} is none",)
+        assert decide(phase, PLAIN, AUTO).backend != "none"
+
+
+def test_poison_is_told() -> None:
+    assert decide(Phase.DECODE, PLAIN, PhaseSwitch(poisoned=True)).reasons == ("padding is poisoned",)
+    assert decide(Phase.DECODE, ON_CPU, PhaseSwitch(poisoned=True)).reasons == (f"device: {RULES[0].reason}",)
 
 
 def test_backends_by_name_on_the_cpu() -> None:

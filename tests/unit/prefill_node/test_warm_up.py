@@ -7,6 +7,7 @@ import torch
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.kv_cache.pool import KvPool
 from common.engine.model_runner import ModelRunner, make_pool
@@ -27,9 +28,9 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
         1, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, PAGES, PLACEMENT.dtype, PLACEMENT.device
     )
     runner = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))
-    target = node_graphs.prefill_graphs(runner, wanted, 8, 2, CaptureHiddenMode.FULL)
+    target = node_graphs.prefill_graphs(runner, PhaseSwitch(wanted), 8, 2, CaptureHiddenMode.FULL)
     head = draft.runner(draft_pool)
-    (drafting,) = node_graphs.draft_prefill_graphs(head, DRAFTS["eagle3"], runner, wanted, 8)
+    (drafting,) = node_graphs.draft_prefill_graphs(head, DRAFTS["eagle3"], runner, PhaseSwitch(wanted), 8)
     for each in (target, drafting):
         each.forward.graphs.capture()
     rows = []
@@ -52,8 +53,9 @@ def test_every_module_of_a_multi_layer_draft_runs() -> None:
     layers = (3, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, PAGES)
     draft_pool = KvPool(*layers, PLACEMENT.dtype, PLACEMENT.device)
     runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
-    target = node_graphs.prefill_graphs(runner, "none", 8, 2, CaptureHiddenMode.FULL)
-    drafting = node_graphs.draft_prefill_graphs(draft.runner(draft_pool), draft.config, runner, "none", 8)
+    off = PhaseSwitch("none")
+    target = node_graphs.prefill_graphs(runner, off, 8, 2, CaptureHiddenMode.FULL)
+    drafting = node_graphs.draft_prefill_graphs(draft.runner(draft_pool), draft.config, runner, off, 8)
     forwards = [each.forward for each in drafting]
     warm_up(target.forward, forwards, CaptureHiddenMode.FULL, PAGE, PLACEMENT.device)
     assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]

@@ -95,10 +95,9 @@ class RoundRig:
         self._hit, self._random = (0.0 if kind.name == "standalone" else hit), random.Random(2)
         self._place_target(prompts, page_size, room)
         draft = self._place_draft(page_size)
-        device_plan = lambda phase: _Plan(Decision(phase, "full"), tuple(buckets), device, backend)  # noqa: E731
-        self.rounds = Rounds(
-            self.relay, self.table, page_size, room + 40, kind.reach, device_plan, poisoned=poisoned
-        )
+        decided = lambda phase: (Decision(phase, "full"), tuple(buckets), device, poisoned)  # noqa: E731
+        device_plan = lambda phase: _Plan(*decided(phase), backend)  # noqa: E731
+        self.rounds = Rounds(self.relay, self.table, page_size, room + 40, kind.reach, device_plan)
         self.drafter = self._drafter(draft)
         acceptor: Acceptor = ChainAcceptor()
         if kind.topk > 1:

@@ -14,7 +14,6 @@ from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.compiled_body import CompiledBodies
 
 NONE, FULL, BREAKABLE, PIECEWISE = "none", "full", "breakable", "piecewise"
-RECORDING_DEVICES = ("cuda", "cpu")
 
 
 def make_backend(name: str, device: torch.device, bodies: CompiledBodies | None = None) -> Backend:

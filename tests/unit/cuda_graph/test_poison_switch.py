@@ -1,0 +1,60 @@
+"""`process.poison_graphs` reaches the static inputs of every captured forward of both nodes.
+
+That no token depends on it show the nodes of tests/fakes/node_cluster.py, which are all poisoned, and, from the cluster
+file on, tests/cluster/test_graphs.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine.cuda_graph import node_graphs
+from common.engine.cuda_graph.rules import Phase, PhaseSwitch
+from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.kv_cache.pool import KvPool
+from common.engine.kv_cache.relay_state import RelayState
+from common.engine.kv_cache.request_table import RequestTable
+from common.engine.model_runner import ModelRunner
+from decode_node.speculative.rounds import NOTHING, Nothing, Rounds
+from tests.fakes.draft_models import DraftModel, StandaloneModel
+from tests.fakes.mtp_models import MtpModel
+from tests.fakes.tiny_model import CONFIG, PLACEMENT
+from tests.unit.cuda_graph.rig import model
+from tests.unit.engine.paged_driver import Driver
+
+CPU, PAGE = torch.device("cpu"), 4
+
+
+def prompt_forwards(runner: ModelRunner, wanted: PhaseSwitch) -> list[node_graphs.NodeGraphs[Any]]:
+    made: list[node_graphs.NodeGraphs[Any]] = [
+        node_graphs.prefill_graphs(runner, wanted, 4, 1, CaptureHiddenMode.NULL)
+    ]
+    for draft, layers in ((DraftModel("eagle3"), 1), (MtpModel("mtp", 2), 2), (StandaloneModel(), 2)):
+        pool = KvPool(layers, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, 2, PLACEMENT.dtype, CPU)
+        made += node_graphs.draft_prefill_graphs(draft.runner(pool), draft.config, runner, wanted, 4)
+    return made
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_every_forward_of_a_node_has_poisoned_padding_or_none_has(poisoned: bool) -> None:
+    """Issue 3 part 1. Of the image encoders their own tests say so."""
+    wanted = PhaseSwitch("breakable", poisoned=poisoned)
+    runner = Driver(model(), [torch.zeros(8, dtype=torch.int64)], PAGE).runner
+    relay, table = RelayState.allocate(2, runner.model.config.vocab_size, CPU), RequestTable(2, 16, CPU)
+    made = prompt_forwards(runner, wanted)
+    made.append(
+        node_graphs.decode_graphs(runner, relay, table, PhaseSwitch("full", poisoned=poisoned), 2, 16)
+    )
+    plans = node_graphs.round_plans(runner, PhaseSwitch("full", poisoned=poisoned), 2)
+    rounds = Rounds(relay, table, PAGE, 16, 2, plans)
+    made += [
+        rounds.phase(phase, "draft", lambda *given: Nothing(), NOTHING, ForwardMode.DECODE).node_graphs
+        for phase in (Phase.DRAFT, Phase.VERIFY, Phase.DRAFT_EXTEND)
+    ]
+    assert len(made) == 1 + (1 + 2 + 1) + 1 + 3
+    for each in made:
+        assert each.forward.graphs._inputs._poisoned is poisoned, each.decision
+        assert each.decision.reasons == ("padding is poisoned",) * poisoned

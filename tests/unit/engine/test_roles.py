@@ -1,0 +1,111 @@
+"""What each role is composed of, asked of nodes that `build` made: nothing of the other, neither kinds nor bytes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import decode_node.build
+import prefill_node.build
+from common.config import load_cluster
+from common.engine.cuda_graph.decode_graph import DecodeGraphs
+from common.engine.cuda_graph.draft_prefill import DraftPrefill
+from common.engine.cuda_graph.graph_runner import GraphRunner
+from common.engine.cuda_graph.prefill_extend import PrefillExtend
+from common.engine.cuda_graph.slots import StaticInputs
+from common.engine.cuda_graph.static_extend import StaticExtend
+from common.engine.kv_cache.relay_state import RelayState
+from common.engine.kv_cache.request_table import RequestTable
+from common.observability.logs import Log
+from common.observability.startup import StartupReporter
+from decode_node.speculative.rounds import RoundPhase, Rounds
+
+MODELS = Path(__file__).parents[3] / "deploy" / "models"
+KINDS = (
+    torch.Tensor,
+    GraphRunner,
+    StaticInputs,
+    *(of_prompts := (PrefillExtend, DraftPrefill, StaticExtend)),
+    *(of_decoding := (DecodeGraphs, Rounds, RoundPhase, RelayState, RequestTable)),
+)
+FOREIGN: Mapping[str, tuple[type, ...]] = {"prefill": of_decoding, "decode": of_prompts}
+PHASES = {
+    "prefill": {"prefill"},
+    "decode": {"decode", "verify", "draft", "draft_extend"},
+}
+SLOTS = {
+    "prefill": {"embeds", "positions", "kv_slots", "ids", "hidden", "select"},
+    "decode": {"rows", "placed"},
+}
+
+
+@dataclass
+class Held:
+    """What lives because of one node."""
+
+    objects: list[Any]
+
+    def of(self, *kinds: type) -> list[Any]:
+        return [each for each in self.objects if isinstance(each, kinds)]
+
+    @property
+    def nbytes(self) -> int:
+        storages = {
+            each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.of(torch.Tensor)
+        }
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+def alive() -> dict[int, Any]:
+    gc.collect()
+    return {id(each): each for each in gc.get_objects() if issubclass(type(each), KINDS)}
+
+
+@contextmanager
+def built(role: str, tmp_path: Path, algorithm: str, **sizes: Mapping[str, Any]) -> Iterator[Held]:
+    config: dict[str, Any] = {
+        "model": {"path": str(MODELS / "tiny-target"), "max_model_len": 128},
+        "prefill": {"graphs": "breakable", "pool_tokens": 256, "chunk_tokens": 4, "max_batch": 2},
+        "decode": {"graphs": "full", "pool_tokens": 256, "max_running": 1, "max_transferring": 2},
+        "process": {"run_dir": str(tmp_path / "run")},
+    }
+    if algorithm != "none":
+        draft = {"algorithm": algorithm, "draft_model_path": str(MODELS / f"tiny-{algorithm}"), "steps": 2}
+        config["speculation"] = draft
+    for section, keys in sizes.items():
+        config[section].update(keys)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(config))
+    log = Log("roles")
+    build: Any = {"prefill": prefill_node.build.build, "decode": decode_node.build.build}[role]
+    before = alive()
+    node = build(load_cluster(file, (), {}), f"{role}-0", StartupReporter(None, log), log)
+    try:
+        yield Held([each for key, each in alive().items() if key not in before])
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize(("role", "algorithm"), [("prefill", "eagle3"), ("decode", "none")])
+def test_a_node_holds_nothing_of_the_other_role(role: str, algorithm: str, tmp_path: Path) -> None:
+    """Rows A10, X1, L9 and issue 3 part 4, by what is captured and by memory: kinds, static inputs, bytes."""
+    other = "decode" if role == "prefill" else "prefill"
+    grown = {"decode": {"max_running": 64}, "prefill": {"chunk_tokens": 512, "max_batch": 64}}
+    with built(role, tmp_path, algorithm) as held:
+        assert held.of(*FOREIGN[other]), "what the role is made of"
+        assert not held.of(*FOREIGN[role])
+        runners = held.of(GraphRunner)
+        assert all(runner.captured for runner in runners)
+        assert {runner.spec.phase for runner in runners} <= PHASES[role]
+        assert {slot.name for inputs in held.of(StaticInputs) for slot in inputs.slots} <= SLOTS[role]
+        nbytes = held.nbytes
+    with built(role, tmp_path, algorithm, **{other: grown[other]}) as held:
+        assert held.nbytes == nbytes, "not a byte for how much the other role may do at once"
