@@ -99,7 +99,7 @@ class ImageLoader:
         return self._held
 
     async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
-        """In the order of their parts. Raises InvalidRequest."""
+        """In the order of their parts. Raises InvalidRequest, or Overloaded where too much is held."""
         parts = list(image_parts(messages))
         if len(parts) > self._limits.max_count:
             raise InvalidRequest(
@@ -107,20 +107,23 @@ class ImageLoader:
             )
         images: list[Image] = []
         left = self._limits.max_request_bytes
-        for where, address in parts:
-            try:
-                image = await self._one(address, left)
-            except RequestError as error:
-                raise type(error)(f"{where}: {error}", param=where) from error
-            left -= len(image.data)
-            images.append(image)
+        with self._counted(sum(len(address) for _, address in parts)):  # they may wait long for the inspector
+            for where, address in parts:
+                try:
+                    image = await self._one(address, left)
+                except RequestError as error:
+                    raise type(error)(f"{where}: {error}", param=where) from error
+                left -= len(image.data)
+                images.append(image)
         return tuple(images)
 
-    @contextmanager
-    def hold(self, images: Sequence[Image]) -> Iterator[None]:
+    def hold(self, images: Sequence[Image]) -> AbstractContextManager[None]:
         """While a request keeps its images, for another placement. Raises Overloaded where too much is held."""
-        size = sum(len(image.data) for image in images)
-        if size and self._held + size > self._limits.max_held_bytes:
+        return self._counted(sum(len(image.data) for image in images))
+
+    @contextmanager
+    def _counted(self, size: int) -> Iterator[None]:
+        if size and self._held and self._held + size > self._limits.max_held_bytes:
             raise Overloaded("the images of other requests fill the router's memory; try again later")
         self._held += size
         try:

@@ -25,7 +25,7 @@ from router.image_inspector import ImageInspector
 from router.images import Image, ImageLimits, ImageLoader, NoImages
 from router.openai_schema import ContentPart, ImageUrl, Message
 from router.placeholders import place_images
-from tests.fakes.waiting import PATIENCE
+from tests.fakes.waiting import PATIENCE, eventually
 
 LIMITS = ImageLimits(max_count=3, max_bytes=5_000, max_request_bytes=9_000, max_held_bytes=12_000)
 VISION = LlavaVision(
@@ -212,6 +212,24 @@ async def test_what_requests_hold_together_is_bounded(loader: ImageLoader) -> No
     with loader.hold([image]):
         pass
     assert loader.held_bytes == 0
+
+
+async def test_what_waits_for_the_inspector_is_held_too(loader: ImageLoader) -> None:
+    """Else a few small pictures that decode slowly would let bodies of megabytes pile up behind them."""
+    large = file() + bytes(4_000)  # 5,500 characters of base64
+    async with loader._inspector._turn:  # type: ignore[attr-defined]
+        waiting = [asyncio.create_task(loader.load(asking(url(large)))) for _ in range(2)]
+        await eventually(lambda: loader.held_bytes > 10_000)
+        with pytest.raises(Overloaded, match="images of other requests"):
+            await loader.load(asking(url(large)))
+        waiting[0].cancel()
+        await asyncio.gather(waiting[0], return_exceptions=True)
+        waiting.append(asyncio.create_task(loader.load(asking(url(large)))))
+    for each in waiting[1:]:
+        assert (await each)[0].data == large
+    assert loader.held_bytes == 0
+    with loader.hold([Image(bytes(20_000), bytes(32), 1, 4)]):
+        pass  # one that comes alone is taken whatever it takes: the body's limit bounds it
 
 
 async def test_a_model_of_text_alone_takes_no_images() -> None:
