@@ -97,16 +97,3 @@ def token_shapes(buckets: tuple[int, ...], bounded: ShapeKey = ShapeKey(0)) -> t
 def request_shapes(buckets: tuple[int, ...], tokens_per_request: int = 1) -> tuple[ShapeKey, ...]:
     """Shapes of a graph over requests of a fixed width."""
     return tuple(ShapeKey(count * tokens_per_request, count) for count in buckets)
-
-
-def hidden_mode(returned: bool, drafted_from: bool, drafts: bool) -> CaptureHiddenMode:
-    """The mode that a model's prefill graph is captured at.
-
-    Args:
-        returned: the server returns hidden states.
-        drafted_from: a drafter of the EAGLE family reads this model's hidden states. Wins over `returned`.
-        drafts: this model is such a drafter. Wins over both.
-    """
-    if drafts:
-        return CaptureHiddenMode.LAST
-    return CaptureHiddenMode.FULL if drafted_from or returned else CaptureHiddenMode.NULL

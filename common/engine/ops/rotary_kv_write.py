@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.kv_write import kv_write_reference
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import rms_norm_reference
 from common.engine.ops.rotary import rotary
@@ -54,9 +53,23 @@ def rotary_kv_write_reference(
         rotated.copy_(rotary(torch.cat(parts, dim=1), cos, sin))
     else:
         rotated.copy_(rotary(rotated, cos, sin))
-    kv_write_reference(
+    store_in_pages(
         qkv[:count, heads : heads + kv_heads], qkv[:count, heads + kv_heads :], key_plane, value_plane, slots
     )
+
+
+def store_in_pages(key: Tensor, value: Tensor, key_plane: Tensor, value_plane: Tensor, slots: Tensor) -> None:
+    """Write token t's key and value into slot slots[t]; slots in page 0 are padding and keep it zero.
+
+    Args:
+        key, value: [T, kv_heads, D].
+        key_plane, value_plane: [num_pages, page_size, kv_heads, D], mutated.
+        slots: [T] int64, page * page_size + offset; live slots are distinct.
+    """
+    live = (slots >= key_plane.shape[1])[:, None, None]
+    for new, plane in ((key, key_plane), (value, value_plane)):
+        flat = plane.view(-1, plane.shape[2], plane.shape[3])
+        flat.index_copy_(0, slots, torch.where(live, new.to(plane.dtype), 0))
 
 
 @kernel_with_varying("num_slots")

@@ -20,11 +20,12 @@ from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.draft_prefill import DraftPrefill, DraftPrefillCall, draft_prefill_spec
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.slots import SlotError
-from common.engine.cuda_graph.spec import hidden_mode
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.kv_cache.pool import KvPool
+from prefill_node.draft import EaglePrefill, ModelPrefill, NoDraft
+from prefill_node.multi_layer import MultiLayerPrefill
 from tests.fakes.draft_models import DRAFTS, tiny_draft
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, VOCAB, tiny_model
 from tests.unit.cuda_graph.rig import sequences
@@ -152,10 +153,11 @@ def test_hidden_states_of_another_width_raise(tokens: int) -> None:
 def test_captured_last_while_the_target_is_captured_full() -> None:
     """Row A2: the draft keeps the state behind a prompt's last token, the target gives all of them."""
     rig = Rig.of("eagle")
-    assert (
-        rig.graphed.graphs.spec.hidden is LAST is hidden_mode(returned=True, drafted_from=True, drafts=True)
+    assert rig.graphed.graphs.spec.hidden is LAST
+    assert EaglePrefill.hidden_mode is MultiLayerPrefill.hidden_mode is FULL, (
+        "what build captures the target at"
     )
-    assert hidden_mode(returned=False, drafted_from=True, drafts=False) is FULL
+    assert NoDraft.hidden_mode is ModelPrefill.hidden_mode is NULL
     assert {(row.phase, row.model, row.hidden) for row in rig.graphed.graphs.rows} == {
         ("prefill", "draft", "LAST")
     }

@@ -11,7 +11,7 @@ from common.engine.cuda_graph.ladders import (
     prefill_token_buckets,
     verify_request_buckets,
 )
-from common.engine.cuda_graph.spec import CaptureSpec, ShapeKey, hidden_mode, request_shapes, token_shapes
+from common.engine.cuda_graph.spec import CaptureSpec, ShapeKey, request_shapes, token_shapes
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 
 NULL, LAST, FULL = CaptureHiddenMode
@@ -25,23 +25,6 @@ def test_hidden_modes_are_ordered() -> None:
     """Rows A1, X6."""
     assert NULL < LAST < FULL
     assert [mode.name for mode in CaptureHiddenMode] == ["NULL", "LAST", "FULL"]
-
-
-@pytest.mark.parametrize(
-    ("returned", "drafted_from", "drafts", "mode"),
-    [
-        (False, False, False, NULL),
-        (True, False, False, FULL),
-        (False, True, False, FULL),
-        (False, False, True, LAST),
-        (True, False, True, LAST),
-    ],
-)
-def test_hidden_mode_of_a_prefill_graph(
-    returned: bool, drafted_from: bool, drafts: bool, mode: CaptureHiddenMode
-) -> None:
-    """Row A2: the EAGLE rule is evaluated last, so a draft captures LAST even where hidden states are returned."""
-    assert hidden_mode(returned, drafted_from, drafts) is mode
 
 
 def test_ladders_are_those_of_the_spec() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from common.engine.cuda_graph.backends.base import CaptureError, Recording
 from common.engine.cuda_graph.backends.full import FullGraphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder, TapeSegment
-from common.engine.ops.kv_write import kv_write
+from common.engine.ops.rotary_kv_write import rotary_kv_write
 
 
 def tape(run: Callable[[], Any]) -> Recording[Any]:
@@ -83,7 +83,8 @@ def _out_variants() -> Any:
 
 def _custom_op() -> Any:
     slots = torch.arange(4, 7)
-    kv_write(X.view(3, 1, 4), X.view(3, 1, 4) + 1, PLANES[0], PLANES[1], slots)
+    qkv = torch.stack([X + 2, X, X + 1], 1)
+    rotary_kv_write(qkv, X.view(3, 1, 4), X.view(3, 1, 4), None, None, 0.0, PLANES[0], PLANES[1], slots)
     return PLANES.view(2, 8, 4).sum(1)
 
 

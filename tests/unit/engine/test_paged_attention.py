@@ -13,7 +13,7 @@ from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.kv_cache.pool import KvPool
 from common.engine.ops.decode_attention import decode_attention, decode_reference
 from common.engine.ops.extend_attention import extend_attention
-from common.engine.ops.kv_write import kv_write
+from common.engine.ops.rotary_kv_write import store_in_pages
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = DIM**-0.5
@@ -100,11 +100,11 @@ def test_a_padding_row_of_a_decode_batch_harms_nobody() -> None:
         torch.testing.assert_close(out[:1], cache.expected(0, query[:1], None), atol=2e-6, rtol=1e-5)
 
 
-def test_kv_write_scatters_and_keeps_page_zero() -> None:
+def test_storing_scatters_and_keeps_page_zero() -> None:
     planes = torch.zeros(2, 4, 16, KV_HEADS, DIM)
     new = torch.randn(2, 5, KV_HEADS, DIM)
     new[:, 3:] = torch.nan  # padding rows of a poisoned batch
-    kv_write(*new, *planes, torch.tensor([3 * 16 + 7, 16, 2 * 16 + 15, 0, 9]))
+    store_in_pages(*new, *planes, torch.tensor([3 * 16 + 7, 16, 2 * 16 + 15, 0, 9]))
     for plane, values in zip(planes, new, strict=True):
         assert torch.equal(plane[3, 7], values[0])
         assert torch.equal(plane[1, 0], values[1])
@@ -113,17 +113,21 @@ def test_kv_write_scatters_and_keeps_page_zero() -> None:
     assert not planes[:, 0].any()
 
 
-def test_kv_write_converts_to_the_dtype_of_the_pool() -> None:
+def test_storing_converts_to_the_dtype_of_the_pool() -> None:
     planes = torch.zeros(2, 2, 4, KV_HEADS, DIM, dtype=torch.bfloat16)
     new = torch.randn(1, KV_HEADS, DIM)
-    kv_write(new, new, *planes, torch.tensor([5]))
+    store_in_pages(new, new, *planes, torch.tensor([5]))
     assert torch.equal(planes[0, 1, 1], new[0].bfloat16())
 
 
 def test_the_ops_are_single_calls_that_declare_what_they_write() -> None:
     """The tape and CUDA graphs see one call each, and copy-in of inputs knows which are mutated."""
-    schema = torch.ops.tandem.kv_write.default._schema
-    assert [a.name for a in schema.arguments if a.alias_info is not None] == ["key_plane", "value_plane"]
+    schema = torch.ops.tandem.rotary_kv_write.default._schema
+    assert [a.name for a in schema.arguments if a.alias_info is not None] == [
+        "qkv",
+        "key_plane",
+        "value_plane",
+    ]
     for name in ("extend_attention", "decode_attention"):
         assert not getattr(torch.ops.tandem, name).default._schema.is_mutable
     query = torch.empty(3, HEADS, DIM, device="meta")
