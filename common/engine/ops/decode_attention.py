@@ -14,6 +14,7 @@ from torch import Tensor
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
+from common.engine.ops.shared_memory import cut_attention, room_of
 from common.engine.ops.triton_kernel import (
     await_previous,
     chained,
@@ -206,7 +207,10 @@ def decode_triton(
     keys = max_seq_len if window is None else min(max_seq_len, window)
     head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
     division = division or choose_division(batch * kv_heads, keys, head_bytes, processors)
-    splits = division.splits
+    splits, rows = division.splits, max(next_power_of_2(heads // kv_heads), 16)
+    _, block_keys = cut_attention(
+        rows, division.keys, division.stages, head_dim, query.element_size(), room_of(query.device), rows
+    )
     parts = KeyParts(batch * heads, splits, out)
     block_d = max(next_power_of_2(head_dim), 16)
     _decode_kernel[(kv_heads, splits, batch)](
@@ -228,9 +232,9 @@ def decode_triton(
         D=head_dim,
         SPLIT=splits > 1,
         WINDOW=window is not None,
-        ROWS=max(next_power_of_2(heads // kv_heads), 16),
+        ROWS=rows,
         BLOCK_D=block_d,
-        BLOCK_N=division.keys,
+        BLOCK_N=block_keys,
         GRANULE=GRANULE,
         num_warps=num_warps,
         num_stages=division.stages,

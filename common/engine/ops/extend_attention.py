@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
+from common.engine.ops.shared_memory import cut_attention, room_of
 from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
@@ -280,7 +281,10 @@ def extend_triton(
     rows, keys, warps = shape or choose_shape(
         count * group * kv_heads, head_bytes, multiprocessors(query.device)
     )
-    tokens = max(rows // group, 1)
+    stages = num_stages or (3 if keys == 64 else 2)
+    sizes = stages, head_dim, query.element_size()
+    rows, keys = cut_attention(max(rows, group), keys, *sizes, room_of(query.device), max(group, 16))
+    tokens = rows // group
     grid = (kv_heads, cdiv(count, tokens) + batch + 1)
     _extend_kernel[grid](
         query,
@@ -308,7 +312,7 @@ def extend_triton(
         BLOCK_B=max(next_power_of_2(batch), 64),
         **chained(query.device),
         num_warps=warps,
-        num_stages=num_stages or (3 if keys == 64 else 2),
+        num_stages=stages,
     )
     return out
 

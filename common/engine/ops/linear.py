@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
+from common.engine.ops.shared_memory import room_of
 from common.engine.ops.silu_mul import silu_mul_reference, silu_mul_triton
 from common.engine.ops.tiles import FEW, Tiles, choose_gated_tiles, choose_tiles
 from common.engine.ops.triton_kernel import (
@@ -184,7 +185,8 @@ def rows_of(x: Tensor) -> int:
 
 
 def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    tiles = choose_tiles(rows_of(x), weight.shape[0], multiprocessors(x.device))
+    gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
+    tiles = choose_tiles(rows_of(x), weight.shape[0], *gpu)
     if tiles is not None and halves(x, weight):
         return linear_triton(x, weight, bias, tiles)
     return F.linear(x, weight, bias)
@@ -203,7 +205,8 @@ def gated_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _gated_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    tiles = choose_gated_tiles(rows_of(x), weight.shape[0], multiprocessors(x.device))
+    gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
+    tiles = choose_gated_tiles(rows_of(x), weight.shape[0], *gpu)
     if tiles is not None and bias is None and halves(x, weight):
         return linear_triton(x, weight, None, tiles, gated=True)
     return silu_mul_triton(F.linear(x, weight, bias))

@@ -17,6 +17,7 @@ from common.engine.ops.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
 )
+from common.engine.ops.shared_memory import room_of
 from common.engine.ops.tiles import divide_depth
 from common.engine.ops.triton_kernel import multiprocessors
 
@@ -35,7 +36,8 @@ def _cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     size, depth = weight.shape
-    division = divide_depth(rows_of(x), size, depth, multiprocessors(x.device))
+    gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
+    division = divide_depth(rows_of(x), size, depth, *gpu)
     if division is None or not halves(x, weight):
         return add_rms_norm_triton(linear(x, weight, bias), residual, norm_weight, eps)
     return add_parts_rms_norm_triton(linear_parts(x, weight, bias, division), residual, norm_weight, eps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from common.engine.ops.shared_memory import H200, SLACK
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
 FEW = 16  # rows: what a tile of the matrix units has at least
@@ -15,8 +16,9 @@ MOST = 128  # rows: above, the library is as fast
 COLUMNS = 64  # of the output: what a program of four warps multiplies at once
 STEP = 128  # of the depth
 MOST_PARTS = 8
-SHARED = 227 << 10  # bytes of a multiprocessor's programs
+LEAST_STEP = 64  # 128 bytes of a row
 ALONE, SHARING = 6, 4  # steps on the way, at most: of the only program of a multiprocessor, of one of several
+ENOUGH = 3  # of them: with fewer, shorter steps
 
 
 class Tiles(NamedTuple):
@@ -29,22 +31,41 @@ class Tiles(NamedTuple):
     rows: int = FEW  # of x, at most
     parts: int = 1  # of the depth, a program each
 
-    def at_once(self, processors: int, matrices: int = 1) -> int:
-        """Programs that run at the same time; `matrices`: tiles of the weight that each multiplies."""
-        nbytes = (self.rows + matrices * self.columns) * self.depth * 2 * self.stages
-        return processors * max(SHARED // nbytes, 1)
+    def shared_bytes(self, matrices: int = 1) -> int:
+        """Of a program, at most; `matrices`: tiles of the weight that it multiplies."""
+        return self.step_bytes(matrices) * self.stages + SLACK
+
+    def step_bytes(self, matrices: int) -> int:
+        return (self.rows + matrices * self.columns) * self.depth * 2
+
+    def at_once(self, processors: int, matrices: int = 1, shared: int = H200.shared_bytes) -> int:
+        """Programs that run at the same time. shared: bytes of a multiprocessor."""
+        return processors * max(shared // self.shared_bytes(matrices), 1)
+
+    def with_stages(self, most: int, shared: int, matrices: int = 1) -> Tiles | None:
+        """With as many as there is room for, of shorter steps if that were too few; None if those are, too."""
+        stages = min(most, (shared - SLACK) // self.step_bytes(matrices))
+        if stages >= ENOUGH:
+            return self._replace(stages=stages)
+        if self.depth == LEAST_STEP:
+            return None
+        return self._replace(depth=self.depth // 2).with_stages(most, shared, matrices)
 
 
-def choose_tiles(rows: int, size: int, processors: int) -> Tiles | None:
-    """For x of so many rows and a weight of `size` rows; None where the library is faster."""
+def choose_tiles(rows: int, size: int, processors: int, shared: int = H200.shared_bytes) -> Tiles | None:
+    """For x of so many rows and a weight of `size` rows; None where the library is faster.
+
+    shared: bytes that a program may have, and nearly all of a multiprocessor's.
+    """
     programs = cdiv(size, COLUMNS)
     if rows > MOST or (rows > MOST // 2 and programs > processors):
         return None
-    tiles = _fitting(rows, programs, processors)
-    return tiles if _keep_busy(tiles, programs, processors) else None
+    return _if_busy(_fitting(rows, programs, processors, shared), programs, processors, shared)
 
 
-def choose_gated_tiles(rows: int, size: int, processors: int) -> Tiles | None:
+def choose_gated_tiles(
+    rows: int, size: int, processors: int, shared: int = H200.shared_bytes
+) -> Tiles | None:
     """The same for `gated_linear`, whose programs read two tiles of the weight."""
     if rows > MOST:
         return None
@@ -52,11 +73,13 @@ def choose_gated_tiles(rows: int, size: int, processors: int) -> Tiles | None:
         tiles = Tiles(2 * COLUMNS, STEP // 2, 8, 4, MOST)
     else:
         tiles = Tiles(COLUMNS, STEP, 4, 4, _room(rows))
-    programs = cdiv(size // 2, tiles.columns)
-    return tiles if _keep_busy(tiles, programs, processors, matrices=2) else None
+    programs, fitting = cdiv(size // 2, tiles.columns), tiles.with_stages(tiles.stages, shared, matrices=2)
+    return _if_busy(fitting, programs, processors, shared, matrices=2)
 
 
-def divide_depth(rows: int, size: int, depth: int, processors: int) -> Tiles | None:
+def divide_depth(
+    rows: int, size: int, depth: int, processors: int, shared: int = H200.shared_bytes
+) -> Tiles | None:
     """For a product whose parts are added up by what reads them; None where one part is enough, or the library.
 
     Into one program for each multiprocessor, if that makes two parts or more.
@@ -66,24 +89,31 @@ def divide_depth(rows: int, size: int, depth: int, processors: int) -> Tiles | N
         return None
     wanted = max(min(processors // programs, MOST_PARTS), 2)
     parts = cdiv(steps, cdiv(steps, wanted))  # none without a step
-    tiles = _fitting(rows, programs * parts, processors)._replace(parts=parts)
-    return tiles if _keep_busy(tiles, programs * parts, processors) else None
+    tiles = _if_busy(
+        _fitting(rows, programs * parts, processors, shared), programs * parts, processors, shared
+    )
+    return None if tiles is None else tiles._replace(parts=parts)
 
 
 def _room(rows: int) -> int:
     return max(FEW, next_power_of_2(rows))
 
 
-def _fitting(rows: int, programs: int, processors: int) -> Tiles:
+def _fitting(rows: int, programs: int, processors: int, shared: int) -> Tiles | None:
     """With as many steps on the way as there is room for; two programs at once where there are enough."""
-    step = (_room(rows) + COLUMNS) * STEP * 2
-    stages = min(ALONE, SHARED // step) if programs <= processors else min(SHARING, SHARED // 2 // step)
-    return Tiles(COLUMNS, STEP, 4, stages, _room(rows))
+    tiles = Tiles(COLUMNS, STEP, 4, ALONE, _room(rows))
+    if programs <= processors:
+        return tiles.with_stages(ALONE, shared)
+    return tiles.with_stages(SHARING, shared // 2)
 
 
-def _keep_busy(tiles: Tiles, programs: int, processors: int, matrices: int = 1) -> bool:
-    """Whether the memory is busy; with more rows also that few processors wait for the last programs to end."""
+def _if_busy(
+    tiles: Tiles | None, programs: int, processors: int, shared: int, matrices: int = 1
+) -> Tiles | None:
+    """If the memory is busy; with more rows also if few processors wait for the last programs to end."""
+    if tiles is None:
+        return None
     if tiles.rows == FEW:
-        return 3 * programs >= 2 * processors
-    at_once = tiles.at_once(processors, matrices)
-    return programs >= 0.7 * at_once * cdiv(programs, at_once)
+        return tiles if 3 * programs >= 2 * processors else None
+    at_once = tiles.at_once(processors, matrices, shared)
+    return tiles if programs >= 0.7 * at_once * cdiv(programs, at_once) else None

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.registration import register_op
+from common.engine.ops.shared_memory import cut_attention, room_of
 from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
@@ -320,7 +321,11 @@ def verify_triton(
     keys = max_seq_len if window is None else min(max_seq_len, window)
     head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
     division = division or choose_division(batch * kv_heads * tiles, keys, head_bytes, processors)
-    splits = division.splits
+    rows, block_keys = cut_attention(
+        rows, division.keys, division.stages, head_dim, query.element_size(), room_of(query.device)
+    )
+    splits, tiles = division.splits, cdiv(all_rows, rows)
+    bits = window is None and width <= MOST_BITS
     parts = KeyParts(count * heads, splits, out)
     _verify_kernel[(kv_heads * tiles, splits, batch)](
         query,
@@ -346,11 +351,11 @@ def verify_triton(
         D=head_dim,
         SPLIT=splits > 1,
         WINDOW=window is not None,
-        BITS=window is None and width <= MOST_BITS,
+        BITS=bits,
         ROWS=rows,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
-        BLOCK_N=division.keys,
-        BLOCK_W=min(max(next_power_of_2(width), 16), MOST_BITS),
+        BLOCK_N=block_keys,
+        BLOCK_W=min(max(next_power_of_2(width), 16), MOST_BITS, MOST_BITS if bits else block_keys),
         GRANULE=GRANULE,
         num_warps=num_warps,
         num_stages=division.stages,

@@ -1,7 +1,9 @@
-"""Compiles for an H200 what launchers would launch there, on a machine without a GPU. A program of its own process:
+"""Compiles what launchers would launch on other GPUs, on a machine without one. A program of its own process:
 
-    python -m tests.fakes.hopper     a line of JSON for each launch, then the names of all kernels
+    python -m tests.fakes.compile_for 90 80     a line of JSON for each launch, then the names of all kernels
 
+The arguments are compute capabilities (`GPUS`): all kernels for the first, for the others those whose tiles are cut
+until they fit into shared memory.
 The interpreter runs what the compiler refuses: tiles of odd sizes, types that do not fit, more shared memory than a
 multiprocessor has. TRITON_INTERPRET must not be set.
 """
@@ -13,7 +15,7 @@ import json
 import pkgutil
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,20 +25,22 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import common.engine.ops
+from common.engine.ops import linear, linear_norm
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
-from common.engine.ops.linear import linear_parts, linear_triton
+from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
 from common.engine.ops.penalise import penalise_triton
-from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm_triton, rms_norm_triton
+from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
 from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
 from common.engine.ops.rotary_kv_write import rotary_kv_write_triton, rotary_qk_triton
 from common.engine.ops.round_inputs import gather_rows_triton, window_places_triton
 from common.engine.ops.sample_tokens import sample_tokens_triton
+from common.engine.ops.shared_memory import H200, Room, attention_bytes
 from common.engine.ops.silu_mul import silu_mul_triton
 from common.engine.ops.step_rows import advance_rows_triton, step_rows_triton
-from common.engine.ops.tiles import choose_gated_tiles, choose_tiles, divide_depth
+from common.engine.ops.tiles import Tiles
 from common.engine.ops.top_tokens import top_tokens_triton
 from common.engine.ops.verify_attention import verify_triton
 from kv_transfer.layout import KvLayout
@@ -44,36 +48,82 @@ from kv_transfer.transport import cuda_pages
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, PAGE = 4096, 14336, 128256, 32, 8, 16  # Llama-3.1-8B
 BF16 = torch.bfloat16
-PROCESSORS = 132
+
+
+class Gpu(NamedTuple):
+    """Shared memory: CUDA C++ programming guide, technical specifications per compute capability."""
+
+    processors: int
+    room: Room
+
+
+GPUS = {
+    80: Gpu(108, Room(163 << 10, False)),  # A100
+    86: Gpu(82, Room(99 << 10, False)),  # RTX 3090
+    89: Gpu(128, Room(99 << 10, False)),  # RTX 4090
+    90: Gpu(132, H200),
+    100: Gpu(148, Room(227 << 10, True)),  # B200
+    120: Gpu(170, Room(99 << 10, False)),  # RTX 5090
+}
 
 
 class NoGpu:
-    """What Triton asks its driver before it compiles."""
+    """What Triton asks its driver before it compiles. The capability is the number of the device."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-def install(compiled: Callable[[JITFunction, Any], None]) -> None:
-    """From now on a launch compiles and ends there; operations are launched as on a GPU that chains kernels."""
+def install(compiled: Callable[[JITFunction, dict[str, Any], int, Any], None]) -> None:
+    """From now on a launch compiles and ends there: called with the kernel, its options, the bytes of an element of its
+    first tensor, and the result."""
     run = JITFunction.run
 
     def compile_alone(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled(self, run(self, *args, grid=grid, warmup=True, **options))
+        first = next(each for each in args if isinstance(each, Tensor))
+        compiled(self, options, first.element_size(), run(self, *args, grid=grid, warmup=True, **options))
 
-    driver.set_active(NoGpu())
     JITFunction.run = compile_alone
+
+
+def become(capability: int) -> None:
+    """From now on launchers find this GPU."""
+    gpu = GPUS[capability]
+    answers = {
+        "chained": {"CHAINED": True, "launch_pdl": True} if capability >= 90 else {"CHAINED": False},
+        "multiprocessors": gpu.processors,
+        "room_of": gpu.room,
+    }
+    driver.set_active(NoGpu(capability))
+    linear.copies_in_bulk = lambda *matrices: capability >= 90
     for module in kernel_modules():
-        if hasattr(module, "chained"):
-            module.chained = lambda device: {"CHAINED": True, "launch_pdl": True}
-        if hasattr(module, "copies_in_bulk"):
-            module.copies_in_bulk = lambda *matrices: True
+        for name, answer in answers.items():
+            if hasattr(module, name):
+                setattr(module, name, lambda device, answer=answer: answer)
+
+
+def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Room) -> int | None:
+    """What a choice of tiles reckons with, where it does."""
+    if kernel == "_linear_kernel":
+        sizes = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
+        return Tiles(*sizes).shared_bytes(matrices=2 if options["GATED"] else 1)
+    if kernel in ("_decode_kernel", "_verify_kernel", "_extend_kernel"):
+        rows = options["ROWS"] if "ROWS" in options else options["TOKENS"] * options["GROUP"]
+        keys = (
+            options["BLOCK_N"] if options.get("BITS", True) else max(options["BLOCK_N"], options["BLOCK_W"])
+        )
+        sizes = rows, keys, options["num_stages"], options["D"]
+        return attention_bytes(*sizes, itemsize, room)
+    return None
 
 
 def kernel_modules() -> list[Any]:
@@ -103,6 +153,25 @@ def attention(dim: int, dtype: torch.dtype, window: int | None, tokens: int, req
     verify_triton(query[: 4 * requests], plane, plane, table, lens, mask, 1024, window, 0.1)
 
 
+def tight(gpu: Gpu) -> None:
+    """What takes most shared memory: tiles of 64 rows and more, and two weights at once. Keys are in one part."""
+    requests, tokens = PROGRAMS_PER_PROCESSOR * gpu.processors // KV_HEADS, 24 * gpu.processors
+    lens, table = torch.zeros(requests, dtype=torch.int32), torch.zeros(requests, 70, dtype=torch.int32)
+    plane = torch.empty(70, PAGE, KV_HEADS, 256, dtype=BF16)
+    query = torch.empty(16 * requests, HEADS, 256, dtype=BF16)
+    mask = torch.ones(requests, 16, 80, dtype=torch.bool)  # of more slots than there are bits
+    verify_triton(query, plane, plane, table, lens, mask, 1024, None, 0.1)
+    query, planes = torch.empty(tokens, HEADS, 64, dtype=BF16), plane.view(280, PAGE, KV_HEADS, 64)
+    starts = torch.zeros(requests + 1, dtype=torch.int32)
+    extend_triton(query, planes, planes, table, starts, lens, None, 0.1)
+    size = 32 * gpu.processors  # in two parts a program for each
+    stream, down = torch.zeros(64, size, dtype=BF16), torch.empty(size, INNER, dtype=BF16)
+    linear_norm._cuda(torch.zeros(64, INNER, dtype=BF16), down, None, stream, stream[0], 1e-5)
+    x, weights = torch.zeros(128, HIDDEN, dtype=BF16), torch.empty(4 * size, HIDDEN, dtype=BF16)
+    linear._linear_cuda(x, weights[: 2 * size], None)
+    linear._gated_linear_cuda(x[:16], weights, None)
+
+
 def body(dtype: torch.dtype) -> None:
     """What stands between attention and matrix products, and those of few rows."""
     x, weight = torch.zeros(4, HIDDEN, dtype=dtype), torch.zeros(HIDDEN, dtype=dtype)
@@ -130,19 +199,13 @@ def products(dtype: torch.dtype) -> None:
     for rows, sizes in ((4, (VOCAB, 6144)), (128, (6144,))):
         x = torch.zeros(rows, HIDDEN, dtype=dtype)
         for size in sizes:
-            tiles = choose_tiles(rows, size, PROCESSORS)
-            assert tiles is not None
             weights = torch.empty(size, HIDDEN, dtype=dtype)  # never touched: no memory behind it
-            linear_triton(x, weights, None, tiles)
-        linear_triton(x, weights, weights[:, 0].contiguous(), tiles)
-        tiles = choose_gated_tiles(rows, 2 * INNER, PROCESSORS)
-        assert tiles is not None
-        linear_triton(x, torch.empty(2 * INNER, HIDDEN, dtype=dtype), None, tiles, gated=True)
+            linear._linear_cuda(x, weights, None)
+        linear._linear_cuda(x, weights, weights[:, 0].contiguous())
+        linear._gated_linear_cuda(x, torch.empty(2 * INNER, HIDDEN, dtype=dtype), None)
         for depth in (HIDDEN, INNER):
-            tiles = divide_depth(rows, HIDDEN, depth, PROCESSORS)
-            assert tiles is not None
             wide, down = torch.zeros(rows, depth, dtype=dtype), torch.empty(HIDDEN, depth, dtype=dtype)
-            add_parts_rms_norm_triton(linear_parts(wide, down, None, tiles), x, gain, 1e-5)
+            linear_norm._cuda(wide, down, None, x, gain, 1e-5)
 
 
 def drawing() -> None:
@@ -187,21 +250,34 @@ def pages() -> None:
                 cuda_pages.move_pages(source, target, listed, wanted, range(len(layout.planes)), 64)
 
 
-def main() -> None:
-    def tell(function: JITFunction, made: Any) -> None:
-        name = f"{function.module}.{function.fn.__name__}"
-        print(json.dumps({"kernel": name, "shared": made.metadata.shared, "warps": made.metadata.num_warps}))
+def main(capabilities: list[int]) -> None:
+    capability = capabilities[0]
+
+    def tell(function: JITFunction, options: dict[str, Any], itemsize: int, made: Any) -> None:
+        name, room = function.fn.__name__, GPUS[capability].room
+        launch = {
+            "capability": capability,
+            "kernel": f"{function.module}.{name}",
+            "shared": made.metadata.shared,
+            "expected": expected_bytes(name, options, itemsize, room),
+            "limit": room.shared_bytes,
+        }
+        print(json.dumps(launch))
 
     install(tell)
+    become(capability)
     attention(128, BF16, None, tokens=64, requests=1)
     attention(128, BF16, None, tokens=2048, requests=64)
     attention(64, BF16, 4096, tokens=64, requests=1)
-    attention(128, torch.float32, None, tokens=64, requests=1)
+    attention(64, torch.float32, None, tokens=64, requests=1)
     body(BF16)
     drawing()
     pages()
+    for capability in capabilities[1:]:
+        become(capability)
+        tight(GPUS[capability])
     print(json.dumps({"kernels": sorted(kernels()), "triton": triton.__version__}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main([int(each) for each in sys.argv[1:]]))
