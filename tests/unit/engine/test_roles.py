@@ -64,11 +64,6 @@ class Held:
         return sum(storage.nbytes() for storage in storages.values())
 
 
-def alive() -> dict[int, Any]:
-    gc.collect()
-    return {id(each): each for each in gc.get_objects() if issubclass(type(each), KINDS)}
-
-
 @contextmanager
 def built(role: str, tmp_path: Path, algorithm: str, **sizes: Mapping[str, Any]) -> Iterator[Held]:
     config: dict[str, Any] = {
@@ -86,15 +81,23 @@ def built(role: str, tmp_path: Path, algorithm: str, **sizes: Mapping[str, Any])
     file.write_text(yaml.safe_dump(config))
     log = Log("roles")
     build: Any = {"prefill": prefill_node.build.build, "decode": decode_node.build.build}[role]
-    before = alive()
-    node = build(load_cluster(file, (), {}), f"{role}-0", StartupReporter(None, log), log)
+    gc.collect()
+    gc.freeze()  # what lived before is not looked through
     try:
-        yield Held([each for key, each in alive().items() if key not in before])
+        node = build(load_cluster(file, (), {}), f"{role}-0", StartupReporter(None, log), log)
+        gc.collect()
+        held = Held([each for each in gc.get_objects() if issubclass(type(each), KINDS)])
+    finally:
+        gc.unfreeze()
+    try:
+        yield held
     finally:
         node.close()
 
 
-@pytest.mark.parametrize(("role", "algorithm"), [("prefill", "eagle3"), ("decode", "none")])
+@pytest.mark.parametrize(
+    ("role", "algorithm"), [("prefill", "eagle3"), ("decode", "none"), ("decode", "eagle3")]
+)
 def test_a_node_holds_nothing_of_the_other_role(role: str, algorithm: str, tmp_path: Path) -> None:
     """Rows A10, X1, L9 and issue 3 part 4, by what is captured and by memory: kinds, static inputs, bytes."""
     other = "decode" if role == "prefill" else "prefill"
@@ -106,6 +109,9 @@ def test_a_node_holds_nothing_of_the_other_role(role: str, algorithm: str, tmp_p
         assert all(runner.captured for runner in runners)
         assert {runner.spec.phase for runner in runners} <= PHASES[role]
         assert {slot.name for inputs in held.of(StaticInputs) for slot in inputs.slots} <= SLOTS[role]
+        assert not [inputs for inputs in held.of(StaticInputs, StaticExtend) if inputs._poisoned]
         nbytes = held.nbytes
-    with built(role, tmp_path, algorithm, **{other: grown[other]}) as held:
+    poison = {"poison_graphs": True}
+    with built(role, tmp_path, algorithm, process=poison, **{other: grown[other]}) as held:
         assert held.nbytes == nbytes, "not a byte for how much the other role may do at once"
+        assert all(inputs._poisoned for inputs in held.of(StaticInputs, StaticExtend))
