@@ -251,6 +251,7 @@ def _describe(node: Node) -> dict[str, Any]:
         "host": node.register.host,
         "pid": node.register.pid,
         "config": node.register.effective_config,
+        "graphs": msgspec.to_builtins(node.register.graphs),
         "load": msgspec.to_builtins(node.load),
         "counters": msgspec.to_builtins(node.counters),
         "assigned": len(node.rooms),

@@ -10,6 +10,7 @@ import torch
 
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.node_graphs import NodeGraphs
+from common.engine.cuda_graph.report import node_table
 from common.engine.serving_model import ServingModel
 from common.errors import ConfigError
 from common.observability.logs import Log
@@ -47,13 +48,18 @@ def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
 
 
 def capture(served: ServingModel, graphs: Sequence[NodeGraphs[Any]], log: Log) -> None:
-    """All graphs of a node. Raises ConfigError where what was not captured does not run without a graph either."""
+    """All graphs of a node, then the table that says what became of each, a line a record.
+
+    Raises ConfigError where what was not captured does not run without a graph either.
+    """
     for each in graphs:
         try:
             node_graphs.capture(each, log)
         except torch.OutOfMemoryError as error:
             what = f"{each.decision.phase} runs neither under a graph nor without one"
             raise _no_room(served, what, error) from error
+    for line in node_table(map(node_graphs.report, graphs)):
+        log.info("graphs", table=line)
 
 
 def _reserved() -> int:

@@ -55,8 +55,8 @@ def serving_link(
         effective_config={
             **served.describe(pool_bytes, choose_transport(cluster), max_requests),
             "transfer_layers": choose_layers(cluster),
-            **node_graphs.describe(*graphs),
         },
+        graphs=tuple(node_graphs.report(each) for each in graphs),
     )
     return RouterLink(
         context,

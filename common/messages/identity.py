@@ -60,6 +60,25 @@ class GraphTotals(msgspec.Struct, frozen=True, kw_only=True):
     unused: int = 0  # graphs of these that no batch has replayed yet
 
 
+class GraphReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the graphs of one forward at the node's start: a row of the table that it logs."""
+
+    phase: str  # with `model`, as in GraphTotals
+    model: str
+    backend: str  # none, full, breakable, piecewise
+    hidden_mode: str  # of what it returns: NULL, LAST, FULL
+    unit: str = ""  # of shapes: tokens, requests, requests of 4 tokens ...
+    shapes: tuple[int, ...] = ()  # asked for, ascending; empty: always eager
+    captured: int = 0  # graphs: of each shape one per variant
+    failed: dict[str, str] = {}  # graph -> why it runs eagerly
+    seconds: float = 0.0  # of capture
+    mib: float = 0.0  # of memory, in all
+    compiler: str = ""  # of piecewise graphs
+    compile_seconds: float = 0.0  # before capture
+    pieces: int = 0
+    reasons: tuple[str, ...] = ()  # why it is off, or has not the backend that was asked for
+
+
 class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the node's start; the router federates them under /metrics and /server_info."""
 

@@ -8,7 +8,7 @@ import msgspec
 
 from common.errors import RequestError
 from common.messages.generation import OutputToken
-from common.messages.identity import MAX_ROOM, NodeCounters, NodeLoad, NodeRef, NodeState
+from common.messages.identity import MAX_ROOM, GraphReport, NodeCounters, NodeLoad, NodeRef, NodeState
 from common.messages.wire import InboxCodec
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROOM)]
@@ -29,6 +29,7 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     page_size: int
     total_pages: int
     effective_config: dict[str, ConfigValue]  # for /server_info, which has to be able to write it as JSON
+    graphs: tuple[GraphReport, ...] = ()  # for /server_info
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):

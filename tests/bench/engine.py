@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -145,7 +146,7 @@ class PrefillSteps:
             runner, PhaseSwitch(backend), chunk, 64, CaptureHiddenMode.NULL, bodies
         )
         node_graphs.capture(graphs, LOG)
-        self.told = node_graphs.describe(graphs)
+        self.told = node_graphs.report(graphs)
         self._device = device = runner.pool.device
         adjustments = AdjustmentRows.allocate(1, runner.model.embed_tokens.weight.shape[0], device)
         rest = adjustments, OneAxis(), PAGE, device, completion_for(device, one_behind=False)
@@ -204,7 +205,7 @@ class DecodeSteps:
         self._relay = RelayState.allocate(most, runner.model.embed_tokens.weight.shape[0], device)
         graphs = node_graphs.decode_graphs(runner, self._relay, table, PhaseSwitch(wanted), most, longest)
         node_graphs.capture(graphs, LOG)
-        self.told = node_graphs.describe(graphs)
+        self.told = node_graphs.report(graphs)
         completion = completion_for(device, one_behind=True)
         self._step = AutoregressiveStep(graphs.forward, table, device, completion)
         self._requests = []
@@ -289,12 +290,12 @@ def main() -> None:
             steps = PrefillSteps(runner, wanted, chunk)
         else:
             steps = DecodeSteps(runner, wanted, max(sizes), options.context, options.steps)
-        told = {**steps.told, "driver_mib": round(driver_mib() - before) if cuda else 0}
-        captures[f"{what} {wanted}"] = told
+        told, driver = steps.told, round(driver_mib() - before) if cuda else 0
+        captures[f"{what} {wanted}"] = {**msgspec.to_builtins(told), "driver_mib": driver}
         print(
-            f"{what:8} {wanted:>18} {told['graphs_captured']} graphs, {told['graphs_failed']} failed: capture "
-            f"{told['graph_seconds']} s, compilation {told['graph_compile_seconds']} s, {told['graph_mib']} MiB, "
-            f"{told['driver_mib']} more of the driver",
+            f"{what:8} {wanted:>18} {told.captured} graphs, {len(told.failed)} failed: capture "
+            f"{told.seconds} s, compilation {told.compile_seconds} s, {told.mib} MiB, "
+            f"{driver} more of the driver",
             flush=True,
         )
         if cuda:

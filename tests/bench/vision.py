@@ -45,8 +45,9 @@ async def measure(url: str, count: int, seed: int) -> dict[str, Any]:
             nodes = (await response.json())["nodes"]
         seen = [await first_token_ms(session, picture_body(each)) for each in asked][3:]  # behind the warm-up
         text = [await first_token_ms(session, picture_body(each)) for each in plain][3:]
-    prefill = next(node["config"] for node in nodes if node["role"] == "prefill")
-    result = {"count": count, "graphs": prefill["graph_backend"], "device": prefill["device"]}
+    prefill = next(node for node in nodes if node["role"] == "prefill")
+    backends = " ".join(dict.fromkeys(row["backend"] for row in prefill["graphs"]))
+    result = {"count": count, "graphs": backends, "device": prefill["config"]["device"]}
     for name, times in (("picture", seen), ("text", text)):
         p50, p99 = np.percentile(times, (50, 99))
         result |= {f"{name}_p50_ms": round(float(p50), 2), f"{name}_p99_ms": round(float(p99), 2)}

@@ -19,6 +19,12 @@ GRAPHS: dict[str, Any] = {
     "process": {"poison_graphs": True},
 }
 
+HIDDEN = {  # what the target's graphs return, then the draft's
+    "eagle3": ["FULL", "LAST"],
+    "mtp": ["FULL", "LAST", "LAST", "LAST"],
+    "standalone": ["NULL", "NULL"],
+}
+
 
 async def test_a_served_load_replays(prompts: list[list[int]], reference: Reference, tmp_path: Path) -> None:
     """Row B, the test we must own: with default ladders at least 95 % of prefills and of decode steps replay.
@@ -35,17 +41,17 @@ async def test_a_served_load_replays(prompts: list[list[int]], reference: Refere
         await client.wait_idle()
         async with client.session.get("/metrics") as response:
             text = await response.text()
-        info = (await client.info())["nodes"]
-        nodes = {node["role"]: node["counters"]["graphs"] for node in info}
-        told = {node["role"]: node["config"]["graph_reasons"] for node in info}
-    assert told == {"prefill": "enforced; padding is poisoned", "decode": "padding is poisoned"}
+        nodes = {node["role"]: node for node in (await client.info())["nodes"]}
+    why = {"prefill": ["enforced", "padding is poisoned"], "decode": ["padding is poisoned"]}
     for role, phase in (("prefill", "prefill"), ("decode", "decode")):
         series = graph_series(text, role)
         assert replay_share(series, phase, "target") >= 0.95, series
-        (totals,) = nodes[role]
+        (totals,), (told,) = nodes[role]["counters"]["graphs"], nodes[role]["graphs"]
         assert (totals["phase"], totals["model"]) == (phase, "target")
         assert totals["replays"] == series["graph_replays_total", phase, "target", ""] > 4
         assert 0 <= totals["unused"] < totals["captured"] == series["graphs_captured", phase, "target", ""]
+        assert (told["phase"], told["captured"], told["failed"]) == (phase, totals["captured"], {})
+        assert told["reasons"] == why[role]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +84,14 @@ async def test_target_and_draft_prefill_replay(
     for model in ("target", *drafts):
         assert replay_share(series, "prefill", model) >= 0.95, series
         assert series["graph_replays_total", "prefill", model, ""] > 4
-    told = node["config"]
-    assert told["graph_backend"] == " ".join(dict.fromkeys((graphs, "breakable")))
-    assert (told["graph_compiler"], told["graph_compile_seconds"] > 0) == (
+    told = node["graphs"]
+    assert [(row["model"], row["backend"]) for row in told] == [
+        ("target", graphs),
+        *((model, "breakable") for model in drafts),
+    ]
+    assert [row["hidden_mode"] for row in told] == HIDDEN[algorithm]
+    assert all(row["captured"] == len(row["shapes"]) > 4 and not row["failed"] for row in told)
+    assert (told[0]["compiler"], told[0]["compile_seconds"] > 0) == (
         ("eager", True) if graphs == "piecewise" else ("", False)
     )
+    assert {row["compiler"] for row in told[1:]} == {""}

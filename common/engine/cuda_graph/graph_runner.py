@@ -76,12 +76,6 @@ class GraphRunner(Generic[Batch, Output]):
         return list(self._recordings)
 
     @property
-    def captured_sizes(self) -> set[int]:
-        """Tokens of each graph, or requests where all have the same number of tokens."""
-        any_mix = self.spec.tokens_per_request is None
-        return {key.shape.tokens if any_mix else key.shape.requests for key in self._recordings}
-
-    @property
     def compilation(self) -> Compilation | None:
         """What was compiled before capture; not in the seconds of `rows`."""
         return self._backend.compilation

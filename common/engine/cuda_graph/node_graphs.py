@@ -26,7 +26,7 @@ from common.engine.cuda_graph.ladders import (
 )
 from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs, patch_spec
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
-from common.engine.cuda_graph.report import table
+from common.engine.cuda_graph.report import start_report, table
 from common.engine.cuda_graph.rules import Decision, Phase, PhaseSwitch, StartupFacts, decide
 from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.cuda_graph.static_extend import BROKEN, UNBROKEN_TOKENS
@@ -40,7 +40,7 @@ from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import largest_batch
 from common.engine.mtp_runner import MultiLayerRunner
-from common.messages.identity import GraphTotals
+from common.messages.identity import GraphReport, GraphTotals
 from common.observability.logs import Log
 
 GRAPH_BYTES = 4 << 20  # one graph's nodes, which the driver keeps and torch does not see
@@ -178,17 +178,17 @@ def round_plans(
 
 
 def capture(node: NodeGraphs[Any], log: Log) -> None:
-    """Capture all shapes and log the table; a shape that failed runs eagerly, for the first time here, and says why.
+    """Capture all shapes; one that failed is logged with its reason, and runs eagerly, for the first time here.
 
     Under inductor nothing else has run our own kernels by then: they would compile at the first request.
     """
     graphs: GraphRunner[Any, Any] = node.forward.graphs
     graphs.capture()
-    compilation = graphs.compilation
-    failed = {f"{row.tokens}/{row.requests} {row.variant}": row.error for row in graphs.rows if row.error}
-    log.info("graphs", failed=failed, **describe(node))
     if graphs.rows:
-        log.debug("captured shapes", table=table(graphs.rows, compilation))
+        log.debug("captured shapes", table=table(graphs.rows, graphs.compilation))
+    told = report(node)
+    if told.failed:
+        log.warning("graphs not captured", phase=told.phase, model=told.model, failed=told.failed)
     graphs.run_missing()  # behind the log: where the eager run fails too, the capture's error tells more
 
 
@@ -246,34 +246,11 @@ def _both(one: GraphTotals, other: GraphTotals) -> GraphTotals:
     )
 
 
-def describe(*nodes: NodeGraphs[Any]) -> dict[str, str | int | float]:
-    """For the log and /server_info: the phases of one node, one ladder for all but the encoder."""
-    rows = [row for node in nodes for row in node.forward.graphs.rows]
-    compiled = [made for node in nodes if (made := node.forward.graphs.compilation) is not None]
-
-    def sizes(encoder: bool) -> str:
-        some = [node for node in nodes if (node.decision.phase is Phase.ENCODER) == encoder]
-        return " ".join(
-            map(str, sorted({size for node in some for size in node.forward.graphs.captured_sizes}))
-        )
-
-    def each(values: Iterable[str]) -> Iterable[str]:
-        return dict.fromkeys(value for value in values if value)
-
-    return {
-        "graph_phase": " ".join(each(node.decision.phase.value for node in nodes)),
-        "graph_backend": " ".join(each(node.decision.backend for node in nodes)),
-        "graph_reasons": "; ".join(each(reason for node in nodes for reason in node.decision.reasons)),
-        "graph_sizes": sizes(encoder=False),
-        "graph_encoder_sizes": sizes(encoder=True),
-        "graphs_captured": sum(not row.error for row in rows),
-        "graphs_failed": sum(bool(row.error) for row in rows),
-        "graph_seconds": round(sum(row.seconds for row in rows), 2),
-        "graph_compiler": " ".join(each(made.compiler for made in compiled)),
-        "graph_compile_seconds": round(sum(made.seconds for made in compiled), 2),
-        "graph_pieces": sum(made.pieces for made in compiled),
-        "graph_mib": round(sum(row.nbytes for row in rows) / 2**20, 1),
-    }
+def report(node: NodeGraphs[Any]) -> GraphReport:
+    """Its row of the start-up table and of /server_info."""
+    graphs: GraphRunner[Any, Any] = node.forward.graphs
+    decision = node.decision
+    return start_report(graphs.spec, decision.backend, decision.reasons, graphs.rows, graphs.compilation)
 
 
 def _decide(phase: Phase, placement: Placement, wanted: PhaseSwitch, needs_host: bool = False) -> Decision:

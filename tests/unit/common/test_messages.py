@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from common.errors import ProtocolError
 from common.messages import decode_inbox, prefill_inbox, router_inbox
 from common.messages.generation import OutputToken, SamplingParams, TokenLogprob
-from common.messages.identity import MAX_ROOM, NodeCounters, NodeLoad, NodeRef, new_incarnation, new_room
+from common.messages.identity import (
+    MAX_ROOM,
+    GraphReport,
+    NodeCounters,
+    NodeLoad,
+    NodeRef,
+    new_incarnation,
+    new_room,
+)
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.wire import InboxCodec, encode
 
@@ -64,6 +72,17 @@ FOR_ROUTER = [
         page_size=16,
         total_pages=100,
         effective_config={"device": "cpu", "pool_bytes": 2**40, "share": 0.5, "graphs": False, "tp": None},
+        graphs=(
+            GraphReport(
+                phase="decode",
+                model="target",
+                backend="full",
+                hidden_mode="NULL",
+                shapes=(1, 8),
+                failed={"8 greedy": "CaptureError: why"},
+                reasons=("enforced",),
+            ),
+        ),
     ),
     router_inbox.Heartbeat(
         as_of=1.7e9,

@@ -84,9 +84,9 @@ def test_what_the_config_says_of_prompts_holds_for_images(part: LlavaPart) -> No
     poisoned = node_graphs.encoder_graphs(part, PhaseSwitch("breakable", poisoned=True))
     assert poisoned.forward.graphs._inputs._poisoned
     node_graphs.capture(taped, Log("test"))
-    told = node_graphs.describe(taped)
-    assert (told["graph_phase"], told["graph_backend"], told["graph_sizes"]) == ("encoder", "full", "")
-    assert told["graph_encoder_sizes"] == "1 2 3 4 6 8"
+    told = node_graphs.report(taped)
+    assert (told.phase, told.backend, told.unit) == ("encoder", "full", "images of 4 tokens")
+    assert (told.shapes, told.captured) == ((1, 2, 3, 4, 6, 8), 6)
     assert node_graphs.trial(lambda: [taped], lambda: 7) == 6 * node_graphs.GRAPH_BYTES
 
 

@@ -231,10 +231,10 @@ def test_one_token_replays_as_two() -> None:
     driver.runner = graphs.forward  # type: ignore[assignment]
     expected = Driver(model(), IDS, 4).run([0], [1]).logits
     torch.testing.assert_close(driver.run([0], [1]).logits, expected, atol=1e-4, rtol=0)
-    described = node_graphs.describe(graphs)
-    assert (described["graph_sizes"], described["graph_backend"]) == ("2 4 8", "piecewise")
-    assert (described["graph_compiler"], described["graph_pieces"]) == ("eager", BODIES.compilation.pieces)
-    assert described["graph_compile_seconds"] == round(BODIES.compilation.seconds, 2) > 0
+    told = node_graphs.report(graphs)
+    assert (told.shapes, told.unit, told.backend) == ((2, 4, 8), "tokens", "piecewise")
+    assert (told.compiler, told.pieces) == ("eager", BODIES.compilation.pieces)
+    assert told.compile_seconds == round(BODIES.compilation.seconds, 2) > 0
     assert graphs.forward.graphs.counters.fallbacks == {}
 
 

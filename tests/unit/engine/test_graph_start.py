@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import count
 
@@ -13,6 +14,8 @@ from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.node_graphs import GRAPH_BYTES, NodeGraphs
 from common.engine.cuda_graph.prefill_extend import PrefillExtend
+from common.engine.cuda_graph.report import node_table
+from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.layers.placement import Placement
 from common.engine.memory import GIB, MemoryPlan, PoolWish
@@ -22,6 +25,7 @@ from common.observability.logs import Log
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, tiny_model
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
 
+FULL = CaptureHiddenMode.FULL
 PAGE = 16
 TOKENS = 64 * PAGE
 GPU = Placement(torch.float32, torch.device("cuda", 0))  # a name: nothing here lies on it
@@ -50,7 +54,7 @@ def served(tokens: int | None, placement: Placement = GPU) -> ServingModel:
 def build() -> list[NodeGraphs[PrefillExtend]]:
     """Four graphs on the tape."""
     driver = DeviceDriver(model(), sequences([9]), 4)
-    return [node_graphs.prefill_graphs(driver.runner, "breakable", 8, 8, CaptureHiddenMode.NULL)]
+    return [node_graphs.prefill_graphs(driver.runner, PhaseSwitch("breakable"), 8, 8, CaptureHiddenMode.NULL)]
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, None])
@@ -114,3 +118,46 @@ def test_what_runs_neither_under_a_graph_nor_without_one_is_refused(monkeypatch:
         ConfigError, match=r"prefill\.graphs: prefill runs neither under a graph nor .* 20.00 MiB"
     ):
         graph_start.capture(served(TOKENS), graphs, Log("test"))
+
+
+def test_each_node_logs_one_table(caplog: pytest.LogCaptureFixture) -> None:
+    """Issue 3 part 4: phase, backend, shapes, hidden mode, memory and seconds of capture, and why anything is off."""
+    graphs = build()
+    runner = DeviceDriver(model(), sequences([9]), 4).runner
+    off = node_graphs.prefill_graphs(runner, PhaseSwitch("none"), 8, 8, FULL)
+    with caplog.at_level("INFO", "tandem.test"):
+        graph_start.capture(served(TOKENS), [*graphs, off], Log("test"))
+    lines = [record.fields["table"] for record in caplog.records]  # type: ignore[attr-defined]
+    assert {record.getMessage() for record in caplog.records} == {"graphs"}
+    assert lines[0].split() == [
+        "phase",
+        "model",
+        "backend",
+        "shapes",
+        "hidden",
+        "graphs",
+        "s",
+        "MiB",
+        "state",
+    ]
+    rows = [node_graphs.report(each) for each in (*graphs, off)]
+    assert lines == node_table(rows)
+    assert lines[1].split()[:9] == ["prefill", "target", "breakable", "1", "2", "4", "8", "tokens", "NULL"]
+    assert re.search(r"  always eager +FULL +0 +0\.00 +0\.0 +graphs\.prefill is none$", lines[2])
+
+
+def test_a_graph_that_failed_is_told_with_its_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the log at once, in the table, and in what /server_info says, for each shape."""
+    begin, begun = TapeRecorder.begin, count()
+    monkeypatch.setattr(TapeRecorder, "begin", lambda self: _full() if next(begun) in (1, 2) else begin(self))
+    graphs = build()
+    with caplog.at_level("INFO", "tandem.test"):
+        graph_start.capture(served(TOKENS), graphs, Log("test"))
+    reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."
+    told = node_graphs.report(graphs[0])
+    assert (told.captured, told.failed) == (2, {"4": reason, "2": reason})
+    warned, *table = caplog.records
+    assert (warned.levelname, warned.fields["failed"]) == ("WARNING", told.failed)  # type: ignore[attr-defined]
+    assert table[1].fields["table"].endswith(f"  eager: 4, 2: {reason}")  # type: ignore[attr-defined]
