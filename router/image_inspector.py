@@ -12,16 +12,18 @@ import contextlib
 import sys
 import traceback
 from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
 
 import msgspec
 
-from common.errors import InternalError, InvalidRequest, ProtocolError
+from common.errors import InternalError, InvalidRequest, Overloaded, ProtocolError
 from common.image_files import decode_image
 from router.child_process import START_SECONDS, confine, framed, read_frame
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 64
 SECONDS = 3.0  # for one image, waiting for those before it not counted; the others wait for it
+TURN_SECONDS = 30.0  # that an image waits for those before it
 VERDICT_BYTES = 1 << 16
 
 
@@ -56,9 +58,9 @@ class ImageInspector:
         self._turn = asyncio.Lock()
 
     async def check(self, data: bytes, media_type: str | None) -> tuple[int, int]:
-        """(width, height) in pixels. Raises InvalidRequest with what is wrong with the image."""
+        """(width, height) in pixels. Raises InvalidRequest with what is wrong with the image, or Overloaded."""
         frame = framed(Inspection(media_type, self._max_pixels, data))
-        async with self._turn:
+        async with self._next():
             process = await self._running()
             assert process.stdin is not None
             try:
@@ -81,6 +83,18 @@ class ImageInspector:
         if verdict.problem:
             raise InvalidRequest(verdict.problem)
         return verdict.width, verdict.height
+
+    @contextlib.asynccontextmanager
+    async def _next(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Overloaded("the images of other requests keep the decoder busy; try again later") from None
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def close(self) -> None:
         async with self._turn:

@@ -168,7 +168,7 @@ class PrefillExtend:
         device = runner.model.placement.device
         longest = max(runner.model.config.max_position_embeddings, unbroken.tokens)
         max_pages = -(-longest // runner.pool.page_size)
-        body = ExtendBody(runner, StaticExtend(unbroken, max_pages, device))
+        body = ExtendBody(runner, StaticExtend(unbroken, max_pages, device, poisoned))
         largest = spec.largest if spec.shapes else ShapeKey(0)
         inputs = StaticInputs(body.slots(), largest, device, poisoned)
         self.graphs = GraphRunner(spec, backend, body, inputs, OUTPUTS)

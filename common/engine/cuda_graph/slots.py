@@ -136,7 +136,7 @@ class StaticInputs(Generic[Batch]):
     def _pad(self, slot: Slot[Batch], padding: Tensor) -> None:
         slot.pad.reset(padding)
         if self._poisoned and slot.poison != "keep":
-            poison = Fill(_worst(slot.dtype)) if slot.poison == "auto" else slot.poison
+            poison = Fill(worst(slot.dtype)) if slot.poison == "auto" else slot.poison
             poison.reset(padding)
 
     def _slot(self, name: str) -> Slot[Batch]:
@@ -164,7 +164,7 @@ def _checked(
     return value
 
 
-def _worst(dtype: torch.dtype) -> float:
+def worst(dtype: torch.dtype) -> float:
     """A value that shows in any result that it reaches."""
     if dtype.is_floating_point:
         return float("nan")

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from common.engine.attention.whole_prompt import MIN_TOKENS
+from common.engine.cuda_graph.slots import worst
 from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.forward.batch import ForwardBatch
 
@@ -20,10 +21,15 @@ BROKEN = ShapeKey(0)  # the limit of graphs that all have breaks
 
 
 class StaticExtend:
-    """Page table and lengths of up to `limit.requests` requests with at most `limit.tokens` new tokens in all."""
+    """Page table and lengths of up to `limit.requests` requests with at most `limit.tokens` new tokens in all.
 
-    def __init__(self, limit: ShapeKey, max_pages: int, device: torch.device) -> None:
+    `poisoned`: debug switch of `StaticInputs`, of the pages alone: that requests behind the live ones are empty is the
+    contract itself.
+    """
+
+    def __init__(self, limit: ShapeKey, max_pages: int, device: torch.device, poisoned: bool = False) -> None:
         self._limit = limit
+        self._poisoned = poisoned
         self._pages = torch.zeros(limit.requests, max_pages, dtype=torch.int32, device=device)
         self._starts = torch.zeros(limit.requests + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(limit.requests, dtype=torch.int32, device=device)
@@ -37,6 +43,8 @@ class StaticExtend:
         count, width = batch.page_table.shape
         if count > self._limit.requests:
             return batch  # only an eager run: no graph of this size has been admitted
+        if self._poisoned:
+            self._pages.fill_(worst(self._pages.dtype))
         self._pages[:count, :width].copy_(batch.page_table)
         self._starts[: count + 1].copy_(batch.query_start)
         self._starts[count + 1 :] = batch.query_start[-1]

@@ -72,6 +72,8 @@ def test_a_replay_says_what_the_eager_tower_says(part: QwenPart) -> None:
         )
     ):
         images = pictures(seed, *grids)
+        for runs in (encoder._program._windows, encoder._program._images):
+            runs.fill_(torch.iinfo(runs.dtype).max)  # stale: all of it is written anew
         for rows, wanted, grid in zip(encoder(images), part(images), grids, strict=True):
             assert rows.shape == (*grid, 24)
             torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=1e-5)

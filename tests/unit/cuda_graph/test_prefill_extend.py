@@ -22,11 +22,11 @@ from common.engine.cuda_graph.prefill_extend import ExtendCall, PrefillExtend, e
 from common.engine.cuda_graph.rules import Decision, Phase, PhaseSwitch
 from common.engine.cuda_graph.slots import SlotError
 from common.engine.cuda_graph.spec import ShapeKey
-from common.engine.cuda_graph.static_extend import BROKEN
+from common.engine.cuda_graph.static_extend import BROKEN, StaticExtend
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode, ForwardOutput
 from common.messages.generation import SamplingParams
 from tests.unit.cuda_graph.rig import AUX, BACKENDS, DecodeRig, extend_driver, model, piecewise, sequences
-from tests.unit.engine.paged_driver import Driver
+from tests.unit.engine.paged_driver import BAD_PAGE, Driver
 
 NULL, LAST, FULL = CaptureHiddenMode
 LENGTHS = (60, 41, 23, 9)
@@ -57,9 +57,16 @@ def test_replay_equals_eager(
     """Rows A1, A6, C3; issue 3: below, at and above the captured maximum, after shrinking and growing, poison clean."""
     eager = Driver(model(aux), IDS, 4)
     driver, extend = extend_driver(IDS, backend(), BUCKETS, poisoned=poisoned, aux=aux, unbroken=unbroken)
+    static: StaticExtend = extend.graphs._program._static  # type: ignore[attr-defined]
     for rows, lengths in STEPS:
         for_hidden = FULL if sum(lengths) % 2 else LAST
         expected = eager.run(rows, lengths, hidden_mode=for_hidden)
+        for stale in (
+            static._pages,
+            static._starts,
+            static._lens,
+        ):  # no slots: all that counts is written anew
+            stale.fill_(BAD_PAGE)
         actual = driver.run(rows, lengths, hidden_mode=for_hidden)
         assert torch.equal(actual.logits, expected.logits)
         assert expected.hidden is not None
@@ -69,6 +76,20 @@ def test_replay_equals_eager(
     counters = extend.graphs.counters
     assert counters.replays.total() == len(STEPS) - 1
     assert counters.fallbacks == {Fallback.TOO_LARGE: 1}
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_lengths_of_requests_that_are_not_there(poisoned: bool) -> None:
+    """They are empty, which graphs without breaks rely on; their pages may be anything, poison too."""
+    driver = Driver(model(), IDS, 4)
+    static = StaticExtend(ShapeKey(16, 4), driver.width + 3, torch.device("cpu"), poisoned)
+    static.load(driver.batch([0, 1, 2], [9, 8, 7]))
+    batch = driver.batch([1, 3], [5, 3])
+    loaded = static.load(batch)
+    assert (loaded.query_start.tolist(), loaded.seq_lens.tolist()) == ([0, 5, 8, 8, 8], [5, 3, 0, 0])
+    assert torch.equal(loaded.page_table[:2, : driver.width], batch.page_table)
+    rest = torch.cat((loaded.page_table[2:].flatten(), loaded.page_table[:2, driver.width :].flatten()))
+    assert bool((rest == BAD_PAGE).all()) is poisoned
 
 
 def _live(driver: Driver) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from kv_transfer.transport.base import WriteState
+from kv_transfer.transport.cuda_ipc_layers import CudaLayers
 from kv_transfer.transport.cuda_ipc_writes import Mapped
 from kv_transfer.transport.layers import PageList
 from tests.unit.kv_transfer.test_cuda_ipc import DST, SRC, Pair
@@ -139,3 +141,23 @@ def test_a_peer_that_is_let_go_of_during_a_launch(pair: Pair) -> None:
     ((ticket,), _) = write.close()
     assert pair.sending.poll(ticket) is WriteState.FAILED
     assert pair.sending.poll(write.rest(1).ticket) is WriteState.FAILED
+
+
+def test_sums_of_layers_live_until_the_other_lane_has_read_them(pair: Pair) -> None:
+    """A write is let go of with its room; the allocator must not hand its sums to a forward before they are read."""
+    peer = pair.sending.attach(pair.target())
+    lane = pair.cuda.lanes[-2]
+    write = pair.sending.write_layers(peer, DST, LISTS, True)
+    write.send(range(2))
+    write.close()
+    assert isinstance(write, CudaLayers)
+    assert write._sums is not None
+    sums = weakref.ref(write._sums)
+    lane.held = True
+    ticket = write.rest(0).ticket
+    del write
+    assert sums() is not None
+    assert pair.sending.poll(ticket) is WriteState.PENDING
+    lane.held = False
+    assert pair.sending.poll(ticket) is WriteState.DONE
+    assert sums() is None

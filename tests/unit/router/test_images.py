@@ -265,6 +265,16 @@ async def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
         await inspector.close()
 
 
+async def test_how_long_an_image_waits_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_inspector, "TURN_SECONDS", 0.01)
+    inspector = ImageInspector(max_pixels=1_000)
+    async with inspector._turn:
+        with pytest.raises(Overloaded, match="keep the decoder busy"):
+            await inspector.check(file(), None)
+    await inspector.check(file(), None)
+    await inspector.close()
+
+
 async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next() -> None:
     inspector = ImageInspector(max_pixels=1_000, seconds=PATIENCE)
     try:
