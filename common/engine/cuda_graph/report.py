@@ -82,7 +82,7 @@ def start_report(
         shapes=tuple(shape.tokens if by_tokens else shape.requests for shape in spec.shapes),
         captured=sum(not row.error for row in rows),
         failed=failed,
-        seconds=round(sum(row.seconds for row in rows), 2),
+        seconds=round(sum((row.seconds for row in rows), 0.0), 2),
         mib=round(sum(row.nbytes for row in rows) / 2**20, 1),
         compiler="" if compilation is None else compilation.compiler,
         compile_seconds=0.0 if compilation is None else round(compilation.seconds, 2),
