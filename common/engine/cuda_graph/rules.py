@@ -37,6 +37,12 @@ class Phase(StrEnum):
     DRAFT = "draft"
     DRAFT_EXTEND = "draft_extend"
 
+    @property
+    def section(self) -> str:
+        """Of the config, whose key `graphs` decides."""
+        of_prompts = self in (Phase.PREFILL, Phase.DRAFT_PREFILL, Phase.ENCODER)
+        return "prefill" if of_prompts else "decode"
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseSwitch:
@@ -104,7 +110,7 @@ def decide(phase: Phase, facts: StartupFacts, switch: PhaseSwitch) -> Decision:
     if switch.enforce:
         return Decision(phase, wanted, ("enforced", *told))
     if switch.backend == NONE:
-        return Decision(phase, NONE, (f"graphs.{phase.value} is none",))
+        return Decision(phase, NONE, (f"{phase.section}.graphs is none",))
     reasons = tuple(f"{rule.name}: {rule.reason}" for rule in RULES if rule.applies(facts, switch))
     return Decision(phase, NONE, reasons) if reasons else Decision(phase, wanted, told)
 

@@ -95,7 +95,7 @@ def test_other_devices_refuse_the_config(section: str, device: str, tmp_path: Pa
         ("{graphs: breakable}", "breakable", ()),
         ("{enforce_graphs: true}", "breakable", ("enforced",)),
         ("{graphs: piecewise, enforce_graphs: true}", "piecewise", ("enforced",)),
-        ("{graphs: none}", "none", ("graphs.prefill is none",)),
+        ("{graphs: none}", "none", ("prefill.graphs is none",)),
     ],
 )
 def test_a_node_on_a_cpu_by_its_config(
@@ -200,8 +200,10 @@ def test_images_are_captured_full_or_not_at_all(wanted: str) -> None:
 def test_switches_are_per_phase() -> None:
     """Rows X8, A10: decode off leaves prompts as they are, and the other way round."""
     off = PhaseSwitch("none")
+    sections = {"prefill": "prefill", "draft_prefill": "prefill", "encoder": "prefill"}
     for phase in Phase:
-        assert decide(phase, PLAIN, off).reasons == (f"graphs.{phase} is none",)
+        section = sections.get(phase, "decode")
+        assert decide(phase, PLAIN, off).reasons == (f"{section}.graphs is none",)
         assert decide(phase, PLAIN, AUTO).backend != "none"
 
 
