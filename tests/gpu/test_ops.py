@@ -31,7 +31,12 @@ from common.engine.ops.rotary import (
     rotary_angles_by_axis_reference,
     rotary_angles_reference,
 )
-from common.engine.ops.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
+from common.engine.ops.rotary_kv_write import (
+    rotary_kv_write,
+    rotary_kv_write_reference,
+    rotary_qk,
+    rotary_qk_reference,
+)
 from common.engine.ops.round_inputs import (
     gather_rows,
     gather_rows_reference,
@@ -117,6 +122,28 @@ def test_rotary_angles_by_axis(dtype: torch.dtype) -> None:
     args = positions, axes, inv_freq, 1.0, dtype
     for actual, expected in zip(rotary_angles_by_axis(*args), rotary_angles_by_axis_reference(*args)):
         close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_angles(dtype: torch.dtype) -> None:
+    positions = torch.randint(0, 100_000, (1000,), device=CUDA)
+    inv_freq = 5e5 ** (-torch.arange(0, 128, 2, device=CUDA) / 128)
+    args = positions, inv_freq, 0.9, dtype
+    for actual, expected in zip(rotary_angles(*args), rotary_angles_reference(*args), strict=True):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_qk(dtype: torch.dtype) -> None:
+    """Heads of 80 numbers, as in Qwen2.5-VL's tower; angles in float32."""
+    angles = 6.3 * torch.rand(300, 1, 40, device=CUDA)
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
+    sin = torch.cat((-angles.sin(), angles.sin()), dim=-1)
+    qkv = normal(300, 3, 16, 80, dtype=dtype)
+    expected = qkv.clone()
+    rotary_qk_reference(expected, cos, sin)
+    rotary_qk(qkv, cos, sin)
+    close(qkv, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
