@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,64 +30,69 @@ def send(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    block = torch.empty(packed_bytes(arrays), dtype=torch.uint8, pin_memory=True)
-    pack(arrays, block)
-    return unpack(arrays, block.to(device, non_blocking=True))
+    packing = Packing(arrays)
+    block = torch.empty(packing.nbytes, dtype=torch.uint8, pin_memory=True)
+    packing.fill(block)
+    return packing.views(block.to(device, non_blocking=True))
 
 
 def send_one(array: Array, device: torch.device) -> Tensor:
     return send((array,), device)[0]
 
 
-def packed_bytes(arrays: Sequence[Array]) -> int:
-    return sum(_room(array) for array in arrays)
+class Packing:
+    """Where arrays lie in one block: those of one dtype one behind another, each at a multiple of ALIGNMENT.
+
+    Few calls for many arrays: a prompt waits for them.
+    """
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._arrays = [np.ascontiguousarray(array) for array in arrays]
+        self._runs: list[_Run] = []
+        owners: dict[np.dtype[np.generic], list[int]] = {}
+        for index, array in enumerate(self._arrays):
+            owners.setdefault(array.dtype, []).append(index)
+        self.nbytes = 0
+        for dtype, group in owners.items():
+            aligned = ALIGNMENT // dtype.itemsize
+            counts = [self._arrays[index].size for index in group]
+            elements = [number for count in counts for number in (count, -count % aligned)]
+            begin, self.nbytes = self.nbytes, self.nbytes + sum(elements) * dtype.itemsize
+            self._runs.append(_Run(dtype, group, elements, begin, self.nbytes))
+
+    def fill(self, block: Tensor) -> None:
+        """Write the arrays into a block [nbytes] uint8 of host memory."""
+        memory = block.numpy()
+        for run in self._runs:
+            flat, start = memory[run.begin : run.end].view(run.dtype), 0
+            for index, count, gap in zip(run.owners, run.elements[::2], run.elements[1::2]):
+                flat[start : start + count] = self._arrays[index].reshape(-1)
+                start += count + gap
+
+    def views(self, block: Tensor) -> list[Tensor]:
+        """The arrays as they lie in a block [nbytes] uint8, wherever it is."""
+        found = [block] * len(self._arrays)
+        for run in self._runs:
+            flat = block[run.begin : run.end].view(_of_torch(run.dtype))
+            for index, view in zip(run.owners, torch.split_with_sizes(flat, run.elements)[::2]):
+                shape = self._arrays[index].shape
+                found[index] = view if len(shape) == 1 else view.view(shape)
+        return found
 
 
-def pack(arrays: Sequence[Array], block: Tensor) -> None:
-    """Into a block [packed_bytes] uint8 of host memory, those of one dtype one behind another."""
-    memory, start = block.numpy(), 0
-    for group in _by_dtype(arrays).values():
-        for index in group:
-            array = arrays[index]
-            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-            start += _room(array)
+class _Run(NamedTuple):
+    """Arrays of one dtype, in bytes begin .. end of a block."""
 
-
-def unpack(arrays: Sequence[Array], block: Tensor) -> list[Tensor]:
-    """Views of a packed block with the shapes and dtypes of `arrays`: few calls for many arrays, as steps wait."""
-    views, start = [block] * len(arrays), 0
-    for dtype, group in _by_dtype(arrays).items():
-        rooms = [_room(arrays[index]) for index in group]
-        end = start + sum(rooms)
-        elements = [number for index, room in zip(group, rooms) for number in _elements(arrays[index], room)]
-        for index, view in zip(
-            group, torch.split_with_sizes(block[start:end].view(_of_torch(dtype)), elements)[::2]
-        ):
-            shape = arrays[index].shape
-            views[index] = view if len(shape) == 1 else view.view(shape)
-        start = end
-    return views
-
-
-def _by_dtype(arrays: Sequence[Array]) -> dict[np.dtype[np.generic], list[int]]:
-    groups: dict[np.dtype[np.generic], list[int]] = {}
-    for index, array in enumerate(arrays):
-        groups.setdefault(array.dtype, []).append(index)
-    return groups
-
-
-def _elements(array: Array, room: int) -> tuple[int, int]:
-    """Of an array, and of the gap behind it."""
-    return array.size, room // array.itemsize - array.size
+    dtype: np.dtype[np.generic]
+    owners: list[int]
+    elements: list[int]  # of each array, and of the gap behind it
+    begin: int
+    end: int
 
 
 @functools.cache
 def _of_torch(dtype: np.dtype[np.generic]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
-
-
-def _room(array: Array) -> int:
-    return -(-array.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -40,6 +40,10 @@ from common.model_files import read_weight_files
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 
+OLDEST_GPU = (
+    8,
+    0,
+)  # compute capability: the oldest that kernels are compiled for (tests/fakes/compile_for.py)
 TRIAL_PAGES = 2  # the padding page, where graphs are captured, and one more
 
 
@@ -243,6 +247,12 @@ def _device(name: str) -> torch.device:
     if index >= count:
         raise ConfigError(
             "device", f"{name!r}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}"
+        )
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < OLDEST_GPU:
+        raise ConfigError(
+            "device",
+            f"{name!r} has compute capability {major}.{minor}; the kernels need 8.0 (A100 and later), or write cpu",
         )
     torch.cuda.set_device(index)  # kernels are launched on the current device
     return torch.device("cuda", index)

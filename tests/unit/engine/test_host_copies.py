@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.host_copies import ALIGNMENT, Array, on_host, pack, packed_bytes, send, unpack
+from common.engine.host_copies import ALIGNMENT, Array, Packing, on_host, send
 
 DTYPES = (np.int32, np.int64, np.float32, np.uint8)
 
@@ -25,9 +25,10 @@ def arrays(draw: st.DrawFn) -> list[Array]:
 
 @given(arrays())
 def test_unpacked_is_what_was_packed(given_arrays: list[Array]) -> None:
-    block = torch.empty(packed_bytes(given_arrays), dtype=torch.uint8)
-    pack(given_arrays, block)
-    views = unpack(given_arrays, block)
+    packing = Packing(given_arrays)
+    block = torch.empty(packing.nbytes, dtype=torch.uint8)
+    packing.fill(block)
+    views = packing.views(block)
     for array, view in zip(given_arrays, views, strict=True):
         assert torch.equal(view, torch.from_numpy(array))
         assert view.dtype == torch.from_numpy(array).dtype
@@ -45,6 +46,7 @@ def test_on_a_cpu_nothing_is_packed(given_arrays: list[Array]) -> None:
 
 def test_arrays_that_are_not_contiguous() -> None:
     table = np.arange(24, dtype=np.int32).reshape(4, 6)[:, ::2]
-    block = torch.empty(packed_bytes([table]), dtype=torch.uint8)
-    pack([table], block)
-    assert torch.equal(unpack([table], block)[0], torch.from_numpy(table.copy()))
+    packing = Packing([table])
+    block = torch.empty(packing.nbytes, dtype=torch.uint8)
+    packing.fill(block)
+    assert torch.equal(packing.views(block)[0], torch.from_numpy(table.copy()))

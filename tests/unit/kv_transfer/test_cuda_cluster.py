@@ -128,11 +128,13 @@ def load(given: Cluster, device: str = "cpu") -> serving_model.ServingModel:
         ("cuda:7", "this machine has 2 CUDA devices, cuda:0 to cuda:1"),
         ("cuda:x", "is not a device; write cpu, cuda or cuda:N"),
         ("meta", "is not supported; write cpu, cuda or cuda:N"),
+        ("cuda:1", r"has compute capability 7\.5; the kernels need 8\.0 \(A100 and later\), or write cpu"),
     ],
 )
-def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, device: str, says: str) -> None:
+def test_devices_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, device: str, says: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9 - 2 * index, 5 * index))
     with pytest.raises(ConfigError, match=says):
         serving_model._device(device)
 
@@ -147,6 +149,7 @@ def test_cuda_is_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     current = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8 + index, 0))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert serving_model._device("cuda") == torch.device("cuda", 0)
     assert serving_model._device("cuda:1") == torch.device("cuda", 1)
