@@ -77,8 +77,9 @@ def test_exit_code_and_log(make: Callable[[str], Child]) -> None:
 
 
 def test_stop_lets_it_finish(make: Callable[[str], Child]) -> None:
+    """Short sleeps: a signal just before a long one would be handled behind it."""
     child = make(
-        'signal.signal(15, lambda n, f: sys.exit(0)); say(\'{"phase":"ready"}\\n\'); time.sleep(600)'
+        """signal.signal(15, lambda n, f: sys.exit(0)); say('{"phase":"ready"}\\n')\nwhile True: time.sleep(0.01)"""
     )
     child.start()
     until(lambda: child.read_progress().phase == "ready")
