@@ -14,9 +14,8 @@ from PIL import Image, ImageOps
 from common.errors import InvalidRequest
 
 MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
-MAX_SCANS = (
-    50  # of a progressive JPEG, each over all of its pixels for a few bytes; encoders write up to about 20
-)
+# Scans of a progressive JPEG: each goes over all pixels for a few bytes; encoders write up to about 20.
+MAX_SCANS = 50
 # MPO is several pictures in one JPEG file, as phones write them; the first one counts.
 _KINDS = {**MEDIA_TYPES, "MPO": "image/jpeg"}
 _JPEG_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")  # of a segment with a length, or the end of all

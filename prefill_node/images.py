@@ -204,9 +204,8 @@ class ImageIntake:
                 self._log.warning("refused a message from the router", error=str(error))
                 continue
             known = self._pixels.get(message.digest)
-            if known is not None and not _failed(
-                known
-            ):  # what failed once may do better: memory, other bytes
+            # what failed once may do better: memory, other bytes
+            if known is not None and not _failed(known):
                 continue
             if self._cache.get(message.digest) is not None:
                 continue

@@ -30,9 +30,8 @@ class Seeing:
 
     images: Images
     embeds: PromptEmbeds
-    graphs: Sequence[
-        NodeGraphs[EncoderGraphs | PatchEncoderGraphs]
-    ] = ()  # of the encoder within `embeds`, not captured yet
+    # of the encoder within `embeds`, not captured yet
+    graphs: Sequence[NodeGraphs[EncoderGraphs | PatchEncoderGraphs]] = ()
 
 
 def load_seeing(

@@ -15,10 +15,8 @@ from common.engine.serving_model import ServingModel
 from common.errors import ConfigError
 from common.observability.logs import Log
 
-SMALLER = {
-    "prefill": "chunk_tokens or max_batch",
-    "decode": "max_running",
-}  # of a section: less for its graphs
+# Keys of a section: less of these, less for its graphs.
+SMALLER = {"prefill": "chunk_tokens or max_batch", "decode": "max_running"}
 
 
 def sized(served: ServingModel, build: Callable[[], Iterable[NodeGraphs[Any]]]) -> ServingModel:

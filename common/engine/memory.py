@@ -25,9 +25,7 @@ class MemoryPlan:
     pool: int
     working: int = WORKING_BYTES
     sampling: int = 0  # penalties and biases: common.engine.logit_adjustments
-    graphs: int | None = (
-        None  # by a trial (graph_start.py), which needs the weights on the GPU; None: before it
-    )
+    graphs: int | None = None  # by a trial (graph_start.py) beside the weights; None: before it
     images: int = 0  # cache of their embeddings
     encoder: int = 0  # what a forward of the vision part takes: encoder_memory.py
 

@@ -87,15 +87,18 @@ def await_previous(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @functools.cache
+def _hopper_or_later(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
 def chained(device: torch.device) -> dict[str, bool]:
     """Launch options of kernels with a CHAINED parameter: programmatic dependent launch, where the GPU has it.
 
     A launch costs a microsecond or two between the end of one kernel and the first instruction of the next; so it is
     spent while the one before still runs.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
-        return {"CHAINED": False}
-    return {"CHAINED": True, "launch_pdl": True}
+    return {"CHAINED": True, "launch_pdl": True} if _hopper_or_later(device) else {"CHAINED": False}
 
 
 BULK_ALIGNMENT = 16  # bytes: where rows begin
@@ -103,9 +106,7 @@ BULK_ALIGNMENT = 16  # bytes: where rows begin
 
 def copies_in_bulk(*matrices: torch.Tensor) -> bool:
     """Whether the GPU copies tiles of these by itself: one instruction instead of an address per thread (Hopper)."""
-    if matrices[0].device.type != "cuda" or torch.cuda.get_device_capability(matrices[0].device)[0] < 9:
-        return False
-    return all(
+    return _hopper_or_later(matrices[0].device) and all(
         each.data_ptr() % BULK_ALIGNMENT == 0 and each.stride(0) * each.element_size() % BULK_ALIGNMENT == 0
         for each in matrices
     )
