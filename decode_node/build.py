@@ -145,7 +145,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         security,
         log,
     )
-    peers = PeerConnections(context, incarnation, receiver, poller, security)
+    peers = PeerConnections(context, name, incarnation, receiver, poller, security)
     node = decode.DecodeNode(
         incarnation,
         link,

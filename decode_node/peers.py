@@ -8,7 +8,7 @@ import zmq
 
 from common.errors import ConfigError, Overloaded, TransferFailed
 from common.ipc import Dealer, LinkSecurity
-from common.messages.identity import NodeRef
+from common.messages.identity import NodeRef, routing_id
 from kv_transfer.receiver import Receiver
 
 MAX_PEERS = 256
@@ -20,13 +20,15 @@ class PeerConnections:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
+        name: str,
         incarnation: str,
         receiver: Receiver,
         poller: zmq.Poller,
         security: LinkSecurity | None = None,
     ) -> None:
         self._context = context
-        self._identity = incarnation.encode()
+        self._name = name
+        self._incarnation = incarnation
         self._receiver = receiver
         self._poller = poller
         self._security = security
@@ -71,8 +73,10 @@ class PeerConnections:
     def _open(self, peer: NodeRef) -> Dealer:
         if len(self._dealers) >= MAX_PEERS:
             raise Overloaded(f"this decode node talks to {MAX_PEERS} prefill nodes already")
+        # With the peer's incarnation: the socket to an earlier life of the peer reconnects to the new one's address.
+        identity = routing_id(self._name, self._incarnation, peer.incarnation).encode()
         try:
-            dealer = Dealer(self._context, peer.peer_address, self._identity, peer.name, self._security)
+            dealer = Dealer(self._context, peer.peer_address, identity, peer.name, self._security)
         except ConfigError as error:
             raise TransferFailed(f"prefill node {peer.name} cannot be connected to: {error}") from error
         self._dealers[peer.incarnation] = dealer

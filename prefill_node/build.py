@@ -35,7 +35,7 @@ from common.errors import ConfigError
 from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind, link_security
 from common.ipc.router_link import ROUTER_NAME, RouterLink
 from common.messages import image_inbox, prefill_inbox
-from common.messages.identity import NodeRef, new_incarnation
+from common.messages.identity import NodeRef, new_incarnation, routing_id
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_config import kv_layout, transfer_limits
@@ -111,7 +111,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         resolved.draft_path,
     )
     incarnation = new_incarnation()
-    images = f"{incarnation}{image_inbox.SUFFIX}".encode()
+    images = routing_id(name, incarnation, image_inbox.LINK).encode()
     sight = load_seeing(
         resolved.model_path,
         served.model,

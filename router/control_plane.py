@@ -7,6 +7,7 @@ dropped.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -33,6 +34,23 @@ from router.node_registry import Node, NodeRegistry
 SWEEP_INTERVAL = 0.25
 # the pipe of a dead peer goes a moment after the event, later on a busy host
 PROBE_PAUSES = (0.02, 0.2, 0.4, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Who sent a message, by the routing id of its socket: NAME/INCARNATION[/LINK]."""
+
+    routing_id: bytes
+    name: str
+    incarnation: str
+
+    @classmethod
+    def of(cls, routing_id: bytes) -> Speaker:
+        """Raises ProtocolError for a routing id of another form."""
+        parts = routing_id.decode("ascii").split("/")
+        if len(parts) not in (2, 3):
+            raise ProtocolError("the sender's routing id is not NAME/INCARNATION[/LINK]")
+        return cls(routing_id, parts[0], parts[1])
 
 
 class ControlPlane:
@@ -83,22 +101,22 @@ class ControlPlane:
         self._monitor.close(linger=0)
         self._socket.close()
 
-    def send(self, incarnation: str, message: msgspec.Struct) -> bool:
-        """False if the node cannot be reached. Sending may hide a readable edge, hence the extra look."""
-        sent = self._socket.send(incarnation.encode(), encode(message))
-        asyncio.get_running_loop().call_soon(self._on_readable)
+    def send(self, peer: str, message: msgspec.Struct) -> bool:
+        """False if the node at this routing id cannot be reached."""
+        sent = self._socket.send(peer.encode(), encode(message))
+        asyncio.get_running_loop().call_soon(self._on_readable)  # sending may hide a readable edge
         return sent
 
     def drain_nodes(self) -> None:
         """Ask every node to finish what it has and leave."""
         for node in self._registry:
-            self.send(node.incarnation, Drain())
+            self.send(node.routing_id, Drain())
 
     def announce_loss(self, node: Node) -> None:
         """Tell the nodes of the other role that a peer is gone."""
         for other in self._registry:
             if other.role != node.role:
-                self.send(other.incarnation, PeerLost(incarnation=node.incarnation))
+                self.send(other.routing_id, PeerLost(incarnation=node.incarnation))
 
     def _on_readable(self) -> None:
         if self._closed:  # a look that was scheduled before
@@ -106,12 +124,13 @@ class ControlPlane:
         while batch := self._socket.drain():  # the descriptor is edge-triggered: until it is empty
             for identity, frame in batch:
                 try:
-                    self._on_message(identity.decode("ascii"), codec.decode(frame))
+                    self._on_message(Speaker.of(identity), codec.decode(frame))
                 except (ProtocolError, UnicodeDecodeError) as error:
                     self.refused_messages += 1
                     self._log.warning("refused a message", error=str(error))
 
-    def _on_message(self, identity: str, message: RouterMessage) -> None:
+    def _on_message(self, speaker: Speaker, message: RouterMessage) -> None:
+        identity = speaker.incarnation
         if isinstance(message, Tokens):
             for run in message.runs:
                 attempt = self._dispatcher.attempt(run.room)
@@ -123,9 +142,9 @@ class ControlPlane:
                     self._dispatcher.timelines.anchor(run.room, identity, run.stages, run.accept_length)
                 attempt.on_run(run)
         elif isinstance(message, Heartbeat):
-            if message.incarnation == identity.removesuffix("/beat"):
+            if message.incarnation == identity:
                 known = self._registry.heartbeat(message)
-                self._socket.send(identity.encode(), encode(self._ack(message.sequence, known)))
+                self._socket.send(speaker.routing_id, encode(self._ack(message.sequence, known)))
         elif isinstance(message, FirstToken):
             attempt = self._dispatcher.attempt(message.room)
             if attempt is not None and attempt.prefill.incarnation == identity:
@@ -143,7 +162,7 @@ class ControlPlane:
         elif isinstance(message, Failed):
             self._on_failed(identity, message)
         elif isinstance(message, Register):
-            self._on_register(identity, message)
+            self._on_register(speaker, message)
         elif isinstance(message, Goodbye) and message.incarnation == identity:
             self._registry.leave(identity)
 
@@ -162,8 +181,8 @@ class ControlPlane:
             attempt.decode_over = True
         attempt.fail(error)
 
-    def _on_register(self, identity: str, message: Register) -> None:
-        if message.node.incarnation != identity:
+    def _on_register(self, speaker: Speaker, message: Register) -> None:
+        if message.node.routing_id.encode() != speaker.routing_id:
             self.refused_messages += 1
             return
         refusal = self._registry.register(message)
@@ -172,7 +191,7 @@ class ControlPlane:
         )
         if refusal is not None:
             self._log.error("refused a node", peer=message.node.name, reason=refusal)
-        self._socket.send(identity.encode(), encode(answer))
+        self._socket.send(speaker.routing_id, encode(answer))
 
     def _on_disconnect(self) -> None:
         """Some peer's socket closed: find out whose by asking all. A dead process is noticed within milliseconds."""
@@ -200,7 +219,7 @@ class ControlPlane:
         self._probe_after(later)
         ack = encode(self._ack(0, known=True))
         for node in self._registry:
-            if not self._socket.send(node.incarnation.encode(), ack):
+            if not self._socket.send(node.routing_id.encode(), ack):
                 self._registry.lose(node, "its socket closed")
 
     def _ack(self, sequence: int, known: bool) -> HeartbeatAck:

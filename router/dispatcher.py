@@ -28,8 +28,8 @@ from common.errors import (
 )
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_STOP
-from common.messages.identity import Role, new_room
-from common.messages.image_inbox import SUFFIX, ImageData
+from common.messages.identity import Role, new_room, routing_id
+from common.messages.image_inbox import LINK, ImageData
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
@@ -66,7 +66,7 @@ class Dispatcher:
         metrics: RouterMetrics,
         log: Log,
     ) -> None:
-        """`send` takes (incarnation, message) and returns False if the node cannot be reached."""
+        """`send` takes (routing id, message) and returns False if the node cannot be reached."""
         self._registry = registry
         self._policies = policies
         self._send = send
@@ -290,11 +290,14 @@ class Dispatcher:
             deadline_ms=remaining_ms,
             images=spans,
         )
-        parts = [(f"{prefill.incarnation}{SUFFIX}", prefill, data) for data in _image_data(request)]
+        parts = [
+            (routing_id(prefill.name, prefill.incarnation, LINK), prefill, data)
+            for data in _image_data(request)
+        ]
         for address, node, part in (
-            (decode.incarnation, decode, reserve),
+            (decode.routing_id, decode, reserve),
             *parts,
-            (prefill.incarnation, prefill, prompt),
+            (prefill.routing_id, prefill, prompt),
         ):
             if not self._send(address, part):
                 attempt.blamed.add(node.incarnation)
@@ -313,7 +316,7 @@ class Dispatcher:
         for node, over in ((attempt.prefill, prefill_over), (attempt.decode, attempt.decode_over)):
             node.rooms.pop(attempt.room, None)
             if not over:
-                self._send(node.incarnation, Abort(room=attempt.room, reason=reason))
+                self._send(node.routing_id, Abort(room=attempt.room, reason=reason))
 
 
 def _image_data(request: GenerationRequest) -> list[ImageData]:

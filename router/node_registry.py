@@ -37,6 +37,11 @@ class Node:
         return self.register.node.incarnation
 
     @property
+    def routing_id(self) -> str:
+        """Of its control link."""
+        return self.register.node.routing_id
+
+    @property
     def role(self) -> Role:
         return self.register.node.role
 

@@ -21,7 +21,7 @@ import zmq
 from common.errors import ProtocolError
 from common.ipc.channel import Dealer
 from common.ipc.curve import LinkSecurity
-from common.messages.identity import NodeCounters, NodeLoad, NodeState
+from common.messages.identity import NodeCounters, NodeLoad, NodeState, routing_id
 from common.messages.node_inbox import (
     Abort,
     AnyNodeMessage,
@@ -38,6 +38,7 @@ from common.observability.logs import Log
 M = TypeVar("M")  # the inbox of the node's role
 _CONTROL = (Abort, Drain, PeerLost, Registered, Rejected, HeartbeatAck)
 ROUTER_NAME = "router"  # of its key
+BEAT = "beat"  # last part of the routing id of the socket for heartbeats
 REGISTER_INTERVAL = 0.5  # seconds between repetitions until the router answers
 
 
@@ -86,7 +87,7 @@ class RouterLink(Generic[M]):
         self._timeout = router_timeout
         self._log = log
         self._clock = clock
-        self._dealer = Dealer(context, address, register.node.incarnation.encode(), ROUTER_NAME, security)
+        self._dealer = Dealer(context, address, register.node.routing_id.encode(), ROUTER_NAME, security)
         self._router: str | None = None  # incarnation that has registered us
         self._asked_at = -1e9
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
@@ -166,9 +167,8 @@ class RouterLink(Generic[M]):
 
     def _beat(self) -> None:
         incarnation = self._register.node.incarnation
-        dealer = Dealer(
-            self._context, self._address, f"{incarnation}/beat".encode(), ROUTER_NAME, self._security
-        )
+        identity = routing_id(self._register.node.name, incarnation, BEAT).encode()
+        dealer = Dealer(self._context, self._address, identity, ROUTER_NAME, self._security)
         try:
             while not self._stop.wait(self._interval):
                 self._sequence += 1

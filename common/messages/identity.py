@@ -23,6 +23,15 @@ def new_room() -> int:
     return secrets.randbits(63) or 1
 
 
+def routing_id(name: str, incarnation: str, *link: str) -> str:
+    """The ZMQ routing id of one socket of one incarnation: NAME/INCARNATION[/LINK].
+
+    The name comes first because a key is bound to it. Two sockets that reach one listener must never share a routing
+    id: the later connection would take the route of the earlier one.
+    """
+    return "/".join((name, incarnation, *link))
+
+
 class NodeRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where one incarnation of a node is reached by its peers."""
 
@@ -32,6 +41,11 @@ class NodeRef(msgspec.Struct, frozen=True, kw_only=True):
     peer_address: str = (
         ""  # prefill nodes: the ZMQ address that decode nodes connect to; decode nodes connect, so ""
     )
+
+    @property
+    def routing_id(self) -> str:
+        """Of its control link to the router."""
+        return routing_id(self.name, self.incarnation)
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import msgspec
 from common.messages.wire import InboxCodec
 
 MAX_IMAGE_BYTES = 15 << 20  # of one image as its client sent it; a message holds 16 MiB
-SUFFIX = "/images"  # behind the incarnation: the identity of that socket
+LINK = "images"  # last part of that socket's routing id
 
 
 class ImageData(msgspec.Struct, frozen=True, tag=True, kw_only=True):

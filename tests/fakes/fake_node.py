@@ -57,8 +57,8 @@ class FakeNode:
         """`options`: of `registration`."""
         self._register = registration(role, name, **options)
         self.ref = self._register.node
-        self._dealer = Dealer(context, address, self.ref.incarnation.encode())
-        self._beats = Dealer(context, address, f"{self.ref.incarnation}/beat".encode())
+        self._dealer = Dealer(context, address, self.ref.routing_id.encode())
+        self._beats = Dealer(context, address, f"{self.ref.routing_id}/beat".encode())
         self._codec = prefill_inbox.codec if role == "prefill" else decode_inbox.codec
         self._got: deque[msgspec.Struct] = deque()
         self._sequence = 0

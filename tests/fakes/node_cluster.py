@@ -564,7 +564,7 @@ class NodeCluster:
         step = shape.step(Parts(runner, draft_pool, table, relay, shape.page_size, max_len, shape.completion))
         link = FakeLink(self.context, decode_inbox.codec)  # type: ignore[arg-type]
         poller = zmq.Poller()
-        peers = PeerConnections(self.context, incarnation, receiver, poller)
+        peers = PeerConnections(self.context, name, incarnation, receiver, poller)
         pools = [pool, *([] if draft_pool is None else [draft_pool])]
         rotary = rotary_places(shape.model.rope)
         retraction = Retraction(pools, space, table, relay, rotary, shape.backup_bytes)

@@ -27,7 +27,8 @@ from tests.fakes.waiting import until
 
 T = TypeVar("T")
 NODE = "n" * 32
-BEAT = f"{NODE}/beat".encode()
+MAIN = f"prefill-0/{NODE}".encode()
+BEAT = MAIN + b"/beat"
 INTERVAL = 0.01  # real seconds between heartbeats
 TIMEOUT = 2.0  # of the test's clock
 
@@ -98,7 +99,7 @@ class Rig:
             HeartbeatAck(router_incarnation=self.incarnation, sequence=sequence, known=self.known), to=BEAT
         )
 
-    def say(self, message: msgspec.Struct, to: bytes = NODE.encode()) -> None:
+    def say(self, message: msgspec.Struct, to: bytes = MAIN) -> None:
         assert self.router is not None
         assert self.router.send(to, encode(message))
 
@@ -170,7 +171,7 @@ def test_a_node_speaks_under_its_incarnation(rig: Rig) -> None:
     rig.link.start()
     until(lambda: rig.said(Heartbeat) and rig.said(Register))
     assert {(peer, type(message)) for peer, message in rig.heard} == {
-        (NODE.encode(), Register),
+        (MAIN, Register),
         (BEAT, Heartbeat),
     }
 
@@ -363,7 +364,7 @@ def test_order_within_a_kind_is_kept() -> None:
 def test_what_is_not_in_the_inbox_is_counted(rig: Rig) -> None:
     rig.register()
     assert rig.router is not None
-    rig.router.send(NODE.encode(), b"\xc1")
+    rig.router.send(MAIN, b"\xc1")
     rig.say(Failed(room=1, code="x", message=""))  # the router's own inbox
     rig.say(Drain())
     assert rig.receive() == [Drain()]

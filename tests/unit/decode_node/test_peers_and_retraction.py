@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
 from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.radix_cache import NoPrefixCache
@@ -13,6 +16,7 @@ from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.rotary_places import ImageAxes
 from common.errors import Overloaded, TransferFailed
+from common.ipc import RouterSocket
 from common.messages.generation import ImageSpan, SamplingParams
 from common.messages.identity import NodeRef
 from decode_node import peers as module
@@ -20,6 +24,7 @@ from decode_node.request import DecodeRequest
 from decode_node.retraction import Retraction
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import expect_reference, prompt_of
+from tests.fakes.waiting import until
 
 CPU = torch.device("cpu")
 SMALL = Shape(page_size=4, decode_pool=96, reserved_tokens=4)
@@ -53,6 +58,63 @@ def test_one_socket_per_incarnation_and_lost_ones_are_closed_when_nobody_needs_t
         peers.lost(ref(7).incarnation)
         peers.close_unused(set())
         assert set(peers._dealers) == {ref(8).incarnation}
+
+
+def test_a_restarted_prefill_node_is_heard_while_its_earlier_life_is_still_connected(tmp_path: Path) -> None:
+    """The socket to the earlier incarnation reconnects to the same address, perhaps last: it must take no route."""
+    address = f"ipc://{tmp_path}/peer.sock"
+    context = zmq.Context[zmq.Socket[bytes]]()
+    receiver = FakeReceiver()
+    connections = module.PeerConnections(context, "decode-0", "d" * 32, receiver, zmq.Poller())  # type: ignore[arg-type]
+    try:
+        first = RouterSocket(context, address)
+        connections.ensure(ref(1, address))
+        until(first.drain)
+        first.close()  # its process dies; a request of it still runs, so its socket stays
+        second = RouterSocket(context, address)
+        connections.ensure(ref(2, address))
+        routes: set[bytes] = set()
+
+        def heard_from_both() -> bool:
+            receiver.say(ref(1).incarnation)
+            routes.update(route for route, _ in second.drain())
+            return len(routes) == 2
+
+        until(heard_from_both)
+        [route] = [each for each in routes if ref(2).incarnation.encode() in each]
+        assert second.send(route, b"for the new one")
+
+        def answered() -> bool:
+            connections.pump()
+            return (ref(2).incarnation, b"for the new one") in receiver.handled
+
+        until(answered)
+        assert ref(1).incarnation not in dict(receiver.handled)
+        second.close()
+    finally:
+        connections.close()
+        context.term()
+
+
+class FakeReceiver:
+    """What PeerConnections asks of a Receiver."""
+
+    def __init__(self) -> None:
+        self.sends: dict[str, Callable[[bytes], object]] = {}
+        self.handled: list[tuple[str, bytes]] = []
+
+    def connect(self, incarnation: str, send: Callable[[bytes], object]) -> None:
+        self.sends[incarnation] = send
+        self.say(incarnation)
+
+    def say(self, incarnation: str) -> None:
+        self.sends[incarnation](b"from the decode node")
+
+    def handle(self, incarnation: str, frame: bytes) -> None:
+        self.handled.append((incarnation, frame))
+
+    def peer_lost(self, incarnation: str) -> None:
+        pass
 
 
 def test_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
-from common.messages.identity import NodeCounters, NodeLoad
-from common.messages.image_inbox import SUFFIX
+from common.messages.identity import NodeCounters, NodeLoad, routing_id
+from common.messages.image_inbox import LINK
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Rejected
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone, TokenRun, Tokens
 from common.messages.wire import encode
@@ -225,7 +225,12 @@ async def test_a_killed_process_is_noticed_without_heartbeats() -> None:
         import sys
 
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", program, rig.control.address, "a" * 32, _as(node, "a" * 32).hex()
+            sys.executable,
+            "-c",
+            program,
+            rig.control.address,
+            "decode-0/" + "a" * 32,
+            _as(node, "a" * 32).hex(),
         )
         try:
             await eventually(lambda: rig.registry.count("decode") == 1)
@@ -401,7 +406,7 @@ async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
     asked = GenerationRequest("r", [1, 2, 3], SamplingParams(max_tokens=9), images=(image,))
     async with router_rig(queued_bytes=4 << 20) as rig:
         prefill, _ = await rig.pair()
-        identity = f"{prefill.ref.incarnation}{SUFFIX}"
+        identity = routing_id(prefill.ref.name, prefill.ref.incarnation, LINK)
         with closing(Dealer(rig.context, rig.control.address, identity.encode(), received=1)) as stalled:
             await eventually(lambda: rig.control.send(identity, Drain()))
 

@@ -492,7 +492,7 @@ async def test_a_node_that_cannot_be_reached_while_placing() -> None:
         prefill, decode = await rig.pair(0)
         spare = await rig.node("decode", "decode-1")
         send = rig.dispatcher._send
-        rig.dispatcher._send = lambda inc, message: inc != decode.ref.incarnation and send(inc, message)
+        rig.dispatcher._send = lambda peer, message: peer != decode.ref.routing_id and send(peer, message)
         client = rig.client()
         prompt = await prefill.expect(Prefill)
         assert prompt.decode == spare.ref.incarnation
