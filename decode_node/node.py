@@ -178,6 +178,7 @@ class DecodeNode:
                 received=now,
                 deadline=now + message.deadline_ms / 1000,
                 images=message.images,
+                salt=message.salt,
             )
             self._check(request)
             self._peers.ensure(message.prefill)

@@ -46,7 +46,7 @@ class Occupancy:
         """Pages for a prompt, if those who are here already can still go on afterwards."""
         pages = self._space.pages_for(len(request.prompt))
         keys = self._space.keys(request.contents)
-        lease = self._space.lease(keys, pages, max_cached_tokens=len(keys))
+        lease = self._space.lease(keys, pages, max_cached_tokens=len(keys), salt=request.salt)
         if lease is not None and not self._leaves_headroom(request, needed=0):
             lease.release()
             return None

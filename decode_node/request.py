@@ -46,6 +46,7 @@ class DecodeRequest:
     received: float  # monotonic seconds
     deadline: float
     images: tuple[ImageSpan, ...] = ()  # in the prompt
+    salt: bytes = b""  # of its pages in the prefix cache
     lease: PageLease | None = None
     row: int = 0  # in RequestTable and RelayState, 0 = none
     output: list[int] = field(

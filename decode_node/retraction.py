@@ -61,7 +61,10 @@ class Retraction:
         assert request.backup is not None
         keys = self._space.keys(request.computed())
         lease = self._space.lease(
-            keys, self._space.pages_for(request.seq_len + 1), max_cached_tokens=len(keys)
+            keys,
+            self._space.pages_for(request.seq_len + 1),
+            max_cached_tokens=len(keys),
+            salt=request.salt,
         )
         if lease is None:
             return False

@@ -34,6 +34,7 @@ class PrefillRequest:
     received: float  # monotonic seconds
     deadline: float  # monotonic seconds
     images: tuple[PromptImage, ...] = ()
+    salt: bytes = b""  # of its pages in the prefix cache
     granted: bool = False  # the decode node has set its pages aside
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
     keyed: int = 0  # tokens whose KV depends on the prompt alone; a draft reads further ahead

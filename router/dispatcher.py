@@ -278,6 +278,7 @@ class Dispatcher:
             sampling=request.sampling,
             prefill=prefill.register.node,
             deadline_ms=remaining_ms,
+            salt=request.salt,
             images=spans,
         )
         prompt = Prefill(
@@ -288,6 +289,7 @@ class Dispatcher:
             sampling=request.sampling,
             decode=decode.incarnation,
             deadline_ms=remaining_ms,
+            salt=request.salt,
             images=spans,
         )
         parts = [

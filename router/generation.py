@@ -33,6 +33,8 @@ class GenerationRequest:
     sampling: SamplingParams
     timeout_s: float | None = None
     images: tuple[PromptImage, ...] = ()
+    client: str = ""  # API key id, or the client's address where the cluster has no keys
+    salt: bytes = b""  # cached pages are shared within one salt only
     batch: Batch = field(default_factory=Batch)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages.generation import ImageSpans, SamplingParams, TokenIds
+from common.messages.generation import CacheSalt, ImageSpans, SamplingParams, TokenIds
 from common.messages.identity import NodeRef
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import Room
@@ -21,6 +21,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: SamplingParams
     prefill: NodeRef
     deadline_ms: int  # remaining
+    salt: CacheSalt = b""  # as in Prefill
     images: ImageSpans = ()  # for the prefix cache alone: a decode node never sees pixels
 
 

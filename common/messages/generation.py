@@ -16,6 +16,10 @@ Int64 = Annotated[
 TokenIds = list[Int64]
 TokenBias = tuple[Int64, float]  # added to this token's logit
 TokenBiases = Annotated[tuple[TokenBias, ...], msgspec.Meta(max_length=MAX_BIASES)]
+MAX_SALT_BYTES = 32
+CacheSalt = Annotated[
+    bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)
+]  # see PageSpace.lease; b"": shared by all
 StopTokens = Annotated[tuple[Int64, ...], msgspec.Meta(max_length=MAX_STOP_IDS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages.generation import ImageSpans, SamplingParams, TokenIds
+from common.messages.generation import CacheSalt, ImageSpans, SamplingParams, TokenIds
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import Room
 from common.messages.wire import InboxCodec
@@ -22,6 +22,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: SamplingParams
     decode: str  # incarnation of the decode node that holds the reservation
     deadline_ms: int  # remaining
+    salt: CacheSalt = b""  # cached pages are shared within one salt only
     images: ImageSpans = ()  # any token of the vocabulary stands in token_ids there
 
 

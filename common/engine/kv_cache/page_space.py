@@ -98,19 +98,22 @@ class PageSpace:
     def free(self, pages: Sequence[int]) -> None:
         self._allocator.free(pages)
 
-    def lease(self, keys: Keys, num_pages: int, max_cached_tokens: int) -> PageLease | None:
+    def lease(
+        self, keys: Keys, num_pages: int, max_cached_tokens: int, salt: bytes = b""
+    ) -> PageLease | None:
         """`num_pages` pages for a sequence: a cached prefix of at most `max_cached_tokens`, fresh ones behind it.
 
+        Only pages that were committed under the same `salt` are found, and what is committed is found under it only.
         None if there is not enough room; then nothing is held.
         """
         limit = min(max_cached_tokens // self.page_size, num_pages)
-        match = self.cache.match(keys[: limit * self.page_size])
+        match = self.cache.match(keys[: limit * self.page_size], salt)
         self.cache.lock(match.node)  # before allocating: eviction must not take what was just matched
         fresh = self.allocate(num_pages - len(match.pages))
         if fresh is None:
             self.cache.unlock(match.node)
             return None
-        return PageLease(self, match.pages + fresh, fresh, match.node)
+        return PageLease(self, match.pages + fresh, fresh, match.node, salt)
 
     def check_integrity(self) -> None:
         self._allocator.check_integrity()
@@ -121,10 +124,11 @@ class PageSpace:
 class PageLease:
     """The pages of one request in logical order. `release` exactly once."""
 
-    __slots__ = ("_committed", "_node", "_own", "_released", "_space", "cached_pages", "pages")
+    __slots__ = ("_committed", "_node", "_own", "_released", "_salt", "_space", "cached_pages", "pages")
 
-    def __init__(self, space: PageSpace, pages: list[int], own: list[int], node: Node) -> None:
+    def __init__(self, space: PageSpace, pages: list[int], own: list[int], node: Node, salt: bytes) -> None:
         self._space = space
+        self._salt = salt
         self._own = (
             own  # those of `pages` (or duplicates of cached ones) that go back to the free list at release
         )
@@ -158,7 +162,7 @@ class PageLease:
             return
         self._committed = whole
         cache = self._space.cache
-        node, first_adopted = cache.insert(keys, self.pages[:whole])
+        node, first_adopted = cache.insert(keys, self.pages[:whole], self._salt)
         cache.lock(node)
         cache.unlock(self._node)
         self._node = node

@@ -4,6 +4,10 @@ Keys are one integer per token, or one row of integers (token ids; with a draft 
 tokens behind it too), so page p of a sequence is described by keys[p*page_size:(p+1)*page_size]. Only whole pages are
 ever matched or stored.
 
+Sequences with different salts never share a page: the salt stands before the keys of the first page, so each salt has
+branches of its own below the root. A salt that nothing is cached for takes no memory, and all salts are evicted in one
+order.
+
 A node that a request uses is locked, with all its ancestors; an unlocked leaf may be evicted, least recently
 used first.
 """
@@ -24,13 +28,14 @@ Keys = npt.NDArray[np.int64]
 class Node:
     """One edge and the pages it stands for; the root stands for nothing."""
 
-    __slots__ = ("children", "keys", "last_used", "locks", "pages", "parent")
+    __slots__ = ("children", "keys", "last_used", "locks", "pages", "parent", "salt")
 
-    def __init__(self, keys: Keys, pages: list[int], parent: Node | None) -> None:
+    def __init__(self, keys: Keys, pages: list[int], parent: Node | None, salt: bytes = b"") -> None:
         self.keys = keys  # [len(pages) * page_size] or [len(pages) * page_size, tokens]
         self.pages = pages
         self.parent = parent
-        self.children: dict[bytes, Node] = {}  # keys of the child's first page -> child
+        self.salt = salt  # of the sequence; b"" in every node that is not a child of the root
+        self.children: dict[bytes, Node] = {}  # salt and keys of the child's first page -> child
         self.locks = 0
         self.last_used = 0
 
@@ -50,10 +55,10 @@ class PrefixCache(Protocol):
     def cached_pages(self) -> int: ...
     @property
     def evictable_pages(self) -> int: ...
-    def match(self, keys: Keys) -> Match: ...
+    def match(self, keys: Keys, salt: bytes = b"") -> Match: ...
     def lock(self, node: Node) -> None: ...
     def unlock(self, node: Node) -> None: ...
-    def insert(self, keys: Keys, pages: Sequence[int]) -> tuple[Node, int]: ...
+    def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[Node, int]: ...
     def evict(self, count: int) -> list[int]: ...
     def check_integrity(self) -> None: ...
 
@@ -78,9 +83,9 @@ class RadixCache:
         """Pages in unlocked nodes: `evict` can return all of them."""
         return self._evictable
 
-    def match(self, keys: Keys) -> Match:
-        """Longest cached prefix of whole pages; splits an edge that matches in part. O(length)."""
-        node, pages = self._descend(keys, len(keys) // self._page_size)
+    def match(self, keys: Keys, salt: bytes = b"") -> Match:
+        """Longest prefix of whole pages cached under `salt`; splits an edge that matches in part. O(length)."""
+        node, pages = self._descend(keys, len(keys) // self._page_size, salt)
         return Match(pages, node)
 
     def lock(self, node: Node) -> None:
@@ -98,21 +103,21 @@ class RadixCache:
             if each.locks == 0:
                 self._evictable += len(each.pages)
 
-    def insert(self, keys: Keys, pages: Sequence[int]) -> tuple[Node, int]:
-        """Offer the pages of a computed sequence: len(keys) >= len(pages) * page_size.
+    def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[Node, int]:
+        """Offer the pages of a computed sequence to later ones with this salt: len(keys) >= len(pages) * page_size.
 
         Returns (node, first_adopted): the tree owns pages[first_adopted:] from now on; pages[:first_adopted] stand in
         the tree already (perhaps as other page ids), and those that are not the tree's stay the caller's.
         """
         keys = keys[: len(pages) * self._page_size]
-        node, present = self._descend(keys, len(pages))
+        node, present = self._descend(keys, len(pages), salt)
         first_adopted = len(present)
         if first_adopted == len(pages):
             return node, first_adopted
         rest = keys[first_adopted * self._page_size :].copy()
-        child = Node(rest, list(pages[first_adopted:]), node)
+        child = Node(rest, list(pages[first_adopted:]), node, salt if node is self._root else b"")
         child.last_used = self._clock
-        node.children[self._edge(rest)] = child
+        node.children[self._edge(rest, child.salt)] = child
         self._cached += len(child.pages)
         self._evictable += len(child.pages)
         return child, first_adopted
@@ -136,7 +141,7 @@ class RadixCache:
                 break
             freed.extend(node.pages)
             self._account(-len(node.pages))
-            del parent.children[self._edge(node.keys)]
+            del parent.children[self._edge(node.keys, node.salt)]
             if parent is not self._root and not parent.children and parent.locks == 0:
                 heapq.heappush(heap, (parent.last_used, id(parent), parent))
         return freed
@@ -157,7 +162,8 @@ class RadixCache:
                 evictable += len(node.pages) if node.locks == 0 else 0
             for edge, child in node.children.items():
                 assert child.parent is node, "a child that does not know its parent"
-                assert edge == self._edge(child.keys), "an edge under a wrong key"
+                assert edge == self._edge(child.keys, child.salt), "an edge under a wrong key"
+                assert node is self._root or not child.salt, "a salt below the first edge"
                 stack.append(child)
             if node is not self._root:
                 below = sum(child.locks for child in node.children.values())
@@ -169,8 +175,9 @@ class RadixCache:
         self._cached += pages
         self._evictable += pages
 
-    def _edge(self, keys: Keys) -> bytes:
-        return keys[: self._page_size].tobytes()
+    def _edge(self, keys: Keys, salt: bytes) -> bytes:
+        """Unambiguous: the keys of a page always have the same length."""
+        return salt + keys[: self._page_size].tobytes()
 
     def _path(self, node: Node) -> Iterator[Node]:
         """From `node` up to, not including, the root."""
@@ -188,13 +195,13 @@ class RadixCache:
             else:
                 yield node
 
-    def _descend(self, keys: Keys, num_pages: int) -> tuple[Node, list[int]]:
+    def _descend(self, keys: Keys, num_pages: int, salt: bytes) -> tuple[Node, list[int]]:
         """Follow at most `num_pages` whole pages of keys, splitting the last edge if it matches in part."""
         self._clock += 1
         node, pages, size = self._root, list[int](), self._page_size
         while len(pages) < num_pages:
             rest = keys[len(pages) * size : num_pages * size]
-            child = node.children.get(self._edge(rest))
+            child = node.children.get(self._edge(rest, b"" if pages else salt))
             if child is None:
                 break
             common = min(len(child.pages), num_pages - len(pages)) * size
@@ -215,11 +222,11 @@ class RadixCache:
         assert parent is not None
         assert 0 < at < len(node.pages)
         cut = at * self._page_size
-        upper = Node(node.keys[:cut].copy(), node.pages[:at], parent)
+        upper = Node(node.keys[:cut].copy(), node.pages[:at], parent, node.salt)
         upper.locks, upper.last_used = node.locks, node.last_used
-        parent.children[self._edge(upper.keys)] = upper
-        node.keys, node.pages, node.parent = node.keys[cut:].copy(), node.pages[at:], upper
-        upper.children[self._edge(node.keys)] = node
+        parent.children[self._edge(upper.keys, upper.salt)] = upper
+        node.keys, node.pages, node.parent, node.salt = node.keys[cut:].copy(), node.pages[at:], upper, b""
+        upper.children[self._edge(node.keys, b"")] = node
         return upper
 
 
@@ -232,7 +239,7 @@ class NoPrefixCache:
     cached_pages = 0
     evictable_pages = 0
 
-    def match(self, keys: Keys) -> Match:
+    def match(self, keys: Keys, salt: bytes = b"") -> Match:
         return Match([], self._root)
 
     def lock(self, node: Node) -> None:
@@ -241,7 +248,7 @@ class NoPrefixCache:
     def unlock(self, node: Node) -> None:
         pass
 
-    def insert(self, keys: Keys, pages: Sequence[int]) -> tuple[Node, int]:
+    def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[Node, int]:
         return self._root, len(pages)
 
     def evict(self, count: int) -> list[int]:

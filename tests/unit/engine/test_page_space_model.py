@@ -1,7 +1,8 @@
 """Page bookkeeping against a model that a reader can check by eye: a dict of all cached prefixes.
 
 The tree under test splits edges, evicts in parts and counts locks; the model has one entry per cached page, keyed by
-the whole prefix that the page ends, with the time it was last used. Both must agree after every step.
+the whole prefix that the page ends, with the time it was last used. Both must agree after every step. To the model, a
+salt makes other tokens of its sequence's tokens: token t of a sequence with salt s is t + 2 * s.
 """
 
 from __future__ import annotations
@@ -13,10 +14,28 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys
-from common.engine.kv_cache.radix_cache import Node, NoPrefixCache, RadixCache
+from common.engine.kv_cache.radix_cache import Keys, Node, NoPrefixCache, RadixCache
 
 Prefix = tuple[int, ...]
-TOKENS = st.lists(st.integers(0, 1), max_size=14)
+SALTS = [b"", b"tenant-a", b"tenant-bb"]
+
+
+def _sequence(salt: int, tokens: list[int]) -> list[int]:
+    return [token + 2 * salt for token in tokens]
+
+
+BITS = st.lists(st.integers(0, 1), max_size=14)
+SALTED = st.builds(_sequence, st.integers(0, len(SALTS) - 1), BITS)
+
+
+def keys_of(tokens: list[int]) -> Keys:
+    """What the tree is given of a sequence, beside its salt."""
+    return as_keys([token % 2 for token in tokens])
+
+
+def salt_of(tokens: list[int]) -> bytes:
+    """Of an empty sequence it makes no difference."""
+    return SALTS[tokens[0] // 2] if tokens else b""
 
 
 @dataclass
@@ -91,26 +110,27 @@ class PageSpaceMachine(RuleBasedStateMachine):
     def tree(self) -> dict[Prefix, int]:
         """What the tree under test holds: prefix -> page."""
         found: dict[Prefix, int] = {}
-        stack: list[tuple[Node, Prefix]] = [(self.cache._root, ())]
+        stack: list[tuple[Node, Prefix, int]] = [(self.cache._root, (), 0)]
         while stack:
-            node, prefix = stack.pop()
+            node, prefix, salt = stack.pop()
             for index, page in enumerate(node.pages):
                 end = (index + 1) * self.size
-                found[prefix + tuple(node.keys[:end].tolist())] = page
-            whole = prefix + tuple(node.keys.tolist())
-            stack.extend((child, whole) for child in node.children.values())
+                found[prefix + tuple(_sequence(salt, node.keys[:end].tolist()))] = page
+            whole = prefix + tuple(_sequence(salt, node.keys.tolist()))
+            for child in node.children.values():
+                stack.append((child, whole, SALTS.index(child.salt) if node is self.cache._root else salt))
         return found
 
     # -- what requests do --------------------------------------------------------------------------------------
 
-    @rule(tokens=TOKENS, extra=st.integers(0, 3), spare=st.integers(0, 4))
+    @rule(tokens=SALTED, extra=st.integers(0, 3), spare=st.integers(0, 4))
     def lease(self, tokens: list[int], extra: int, spare: int) -> None:
         wanted = self.space.pages_for(len(tokens)) + extra
         limit = max(len(tokens) - spare, 0)
         free = self.free()
         matched = self.longest(tokens, limit // self.size) if self.caching else []
         needed = wanted - len(matched)
-        lease = self.space.lease(as_keys(tokens), wanted, limit)
+        lease = self.space.lease(keys_of(tokens), wanted, limit, salt_of(tokens))
         if needed > free + self.evictable(matched):
             assert lease is None
             return
@@ -133,6 +153,8 @@ class PageSpaceMachine(RuleBasedStateMachine):
         assert fresh is not None
         assert held.lease.pages[len(held.lease.pages) - count :] == fresh
         self.expect_eviction(count - free, [])
+        if held.tokens:  # a lease keeps the salt that it began with
+            more = _sequence(held.tokens[0] // 2, more)
         held.tokens = (held.tokens + more)[: len(held.lease.pages) * self.size]
 
     @precondition(lambda self: self.held)
@@ -140,7 +162,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from(self.held))
         length = data.draw(st.integers(0, len(held.tokens)))
-        held.lease.commit(as_keys(held.tokens[:length]))
+        held.lease.commit(keys_of(held.tokens[:length]))
         whole = length // self.size
         if not self.caching or whole * self.size <= len(held.locked):
             return
@@ -157,11 +179,11 @@ class PageSpaceMachine(RuleBasedStateMachine):
         self.held.remove(held)
         held.lease.release()
 
-    @rule(tokens=TOKENS)
+    @rule(tokens=SALTED)
     def look(self, tokens: list[int]) -> None:
         if self.caching:
             expected = [self.cached[prefix].page for prefix in self.longest(tokens, len(tokens))]
-            assert self.cache.match(as_keys(tokens)).pages == expected
+            assert self.cache.match(keys_of(tokens), salt_of(tokens)).pages == expected
 
     # -- what always holds -------------------------------------------------------------------------------------
 

@@ -296,3 +296,40 @@ def test_match_is_the_longest_common_prefix_in_whole_pages(
         for tokens in sequences
     ]
     assert len(get(cache, query)) == min(max(shared, default=0), len(query) // page_size)
+
+
+def test_salts_never_share_a_page() -> None:
+    cache = RadixCache(2)
+    keys = as_keys([1, 1, 2, 2, 3, 3])
+    for salt, pages in ((b"a", [11, 12, 13]), (b"bb", [21, 22, 23]), (b"", [31, 32, 33])):
+        assert cache.match(keys, salt).pages == []
+        assert cache.insert(keys, pages, salt)[1] == 0
+        cache.check_integrity()
+    for salt, pages in ((b"a", [11, 12, 13]), (b"bb", [21, 22, 23]), (b"", [31, 32, 33])):
+        assert cache.match(keys[:2], salt).pages == pages[:1]  # splits the edge: the salt goes with its upper half
+        assert cache.match(keys, salt).pages == pages
+        cache.check_integrity()
+    assert cache.match(keys, b"b").pages == []
+
+
+def test_a_salt_is_not_mistaken_for_keys() -> None:
+    """Nobody finds pages by a prompt that looks like another's salt."""
+    cache = RadixCache(1)
+    cache.insert(as_keys([7]), [21], as_keys([5]).tobytes())
+    assert cache.match(as_keys([5, 7])).pages == []
+    assert cache.match(as_keys([7]), as_keys([5]).tobytes()).pages == [21]
+
+
+def test_salts_that_nothing_is_cached_for_take_no_memory() -> None:
+    cache = RadixCache(1)
+    for number in range(100):
+        salt = number.to_bytes(2, "big")
+        cache.insert(as_keys([1, 2]), [2 * number + 1, 2 * number + 2], salt)
+        cache.match(as_keys([1]), salt)
+        cache.match(as_keys([9]), b"never used" + salt)
+    assert len(cache._root.children) == 100
+    assert cache.evict(150)[:3] == [2, 1, 4]  # the order is by use, across salts
+    cache.check_integrity()
+    assert len(cache._root.children) == 25
+    assert cache.evict(99) != []
+    assert not cache._root.children
