@@ -10,9 +10,12 @@
     +-- RequestError           one request ends, all others go on
         +-- InvalidRequest     400  the client can mend it; names the field
         |   +-- ContextTooLong 400  more tokens than the model's context holds
+        +-- Unauthorized       401  no API key, or one that is unknown or has expired
+        +-- Forbidden          403  a key without the scope, or a foreign Host or Origin header
         +-- ModelNotFound      404  `model` is not the served one
         +-- RequestTooLarge    413  body over the limit
         +-- UnsupportedMedia   415  a body that is not plain JSON
+        +-- RateLimited        429  a client is over its limit; it knows when to come back
         +-- Overloaded         503  a bounded queue is full; retry later
         +-- Unavailable        503  no node of a role can serve
         +-- DeadlineExceeded   408  the request's own deadline passed
@@ -94,6 +97,22 @@ class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class Unauthorized(RequestError):
+    """The request carries no API key that opens this route."""
+
+    status = 401
+    code = "invalid_api_key"
+    type = "invalid_request_error"
+
+
+class Forbidden(RequestError):
+    """The client is known, or needs no key, and may not do this."""
+
+    status = 403
+    code = "permission_denied"
+    type = "invalid_request_error"
+
+
 class ModelNotFound(RequestError):
     """`model` names something that is not served here."""
 
@@ -116,6 +135,18 @@ class UnsupportedMedia(RequestError):
     status = 415
     code = "unsupported_media_type"
     type = "invalid_request_error"
+
+
+class RateLimited(RequestError):
+    """The client is over its limit; `retry_after` seconds from now it is not."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after = retry_after
 
 
 class Overloaded(RequestError):
@@ -179,9 +210,12 @@ BY_CODE: dict[str, type[RequestError]] = {
     for cls in (
         InvalidRequest,
         ContextTooLong,
+        Unauthorized,
+        Forbidden,
         ModelNotFound,
         RequestTooLarge,
         UnsupportedMedia,
+        RateLimited,
         Overloaded,
         Unavailable,
         DeadlineExceeded,

@@ -21,7 +21,7 @@ from common.engine.models.vision_part import Pixels
 from common.errors import InternalError, InvalidRequest, Overloaded, ProtocolError
 from common.ipc import Dealer
 from common.messages.generation import ImageSpan
-from common.messages.image_inbox import codec
+from common.messages.image_inbox import ImageData, codec, salted_digest
 from common.observability.logs import Log
 
 MAX_WAITING = 512  # images of prompts that wait; their pixels are in host memory
@@ -209,7 +209,7 @@ class ImageIntake:
                 continue
             if self._cache.get(message.digest) is not None:
                 continue
-            self._pixels[message.digest] = self._threads.submit(self._decode, message.digest, message.data)
+            self._pixels[message.digest] = self._threads.submit(self._decode, message)
             self._make_room()
 
     def claim(self, images: Iterable[PromptImage]) -> None:
@@ -243,8 +243,9 @@ class ImageIntake:
         done = [future for future in futures if future.done() and future.exception() is None]
         return sum(future.result().values.nbytes for future in done)
 
-    def _decode(self, digest: bytes, data: bytes) -> Pixels:
-        if hashlib.sha256(data).digest() != digest:
+    def _decode(self, image: ImageData) -> Pixels:
+        data = image.data
+        if salted_digest(hashlib.sha256(data).digest(), image.salt) != image.digest:
             raise InvalidRequest("an image is not the one that its digest names")
         try:
             return self._read(data)

@@ -324,4 +324,4 @@ class Dispatcher:
 def _image_data(request: GenerationRequest) -> list[ImageData]:
     """Each image once, however often the prompt shows it."""
     by_content = {image.span.digest: image.data for image in request.images}
-    return [ImageData(digest=digest, data=data) for digest, data in by_content.items()]
+    return [ImageData(digest=digest, data=data, salt=request.salt) for digest, data in by_content.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from common.errors import ContextTooLong, InternalError, RequestError
+from common.errors import ContextTooLong, InternalError, RateLimited, RequestError, Unauthorized
 from common.observability.logs import Log
 
 REQUEST_ID = "X-Request-Id"
@@ -30,7 +31,7 @@ def error_body(message: str, kind: str, param: str | None, code: int | str) -> d
 
 
 def body_of(error: RequestError) -> dict[str, Any]:
-    named = error.status >= 500 or isinstance(error, ContextTooLong)
+    named = error.status >= 500 or error.status in (401, 403, 429) or isinstance(error, ContextTooLong)
     return error_body(str(error), error.type, error.param, error.code if named else error.status)
 
 
@@ -39,6 +40,10 @@ def response_of(error: RequestError) -> web.Response:
     headers = {SHOULD_RETRY: "false"}
     if error.status == 503:
         headers = {SHOULD_RETRY: "true", "Retry-After": str(RETRY_AFTER_SECONDS)}
+    if isinstance(error, RateLimited):
+        headers = {SHOULD_RETRY: "true", "Retry-After": str(max(math.ceil(error.retry_after), 1))}
+    elif isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
     return json_response(body_of(error), error.status, headers)
 
 

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from common.messages.generation import ImageSpan
+from common.messages.image_inbox import salted_digest
 from common.vision_config import VisionConfig
 from router.generation import PromptImage
 from router.images import Image
 
 
 def place_images(
-    token_ids: Sequence[int], images: Sequence[Image], vision: VisionConfig, vocab_size: int
+    token_ids: Sequence[int],
+    images: Sequence[Image],
+    vision: VisionConfig,
+    vocab_size: int,
+    salt: bytes = b"",
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Token ids of the vocabulary with room for every image, and where that is.
+    """Token ids of the vocabulary with room for every image, and where that is. Nodes cache images by content and salt.
 
     A placeholder outside the vocabulary is written as a token that the prompt has anyway: nothing embeds it, and
     repetition_penalty falls on no token that the prompt lacks. Raises InvalidRequest where the text itself spells the
@@ -42,6 +47,7 @@ def place_images(
             continue
         image = images[len(placed)]
         tokens = image.rows * image.columns
-        placed.append(PromptImage(ImageSpan(len(prompt), tokens, image.digest, image.rows), image.data))
+        digest = salted_digest(image.digest, salt)
+        placed.append(PromptImage(ImageSpan(len(prompt), tokens, digest, image.rows), image.data))
         prompt += [filler] * tokens
     return prompt, tuple(placed)

@@ -29,7 +29,7 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
     offset: Annotated[int, msgspec.Meta(ge=0)]
     length: Annotated[int, msgspec.Meta(ge=1)]
-    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # SHA-256 of the image's bytes
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # see salted_digest
     rows: Annotated[int, msgspec.Meta(ge=1)] = (
         1  # of equal length, in which its placeholders lie, top to bottom
     )

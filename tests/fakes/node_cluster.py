@@ -198,6 +198,7 @@ class Call:
     prompt: list[int]
     sampling: SamplingParams
     images: tuple[ImageSpan, ...] = ()
+    salt: bytes = b""
     room: int = 0
     prefill: PrefillSide = None  # type: ignore[assignment]
     decode: DecodeSide = None  # type: ignore[assignment]
@@ -288,11 +289,12 @@ class NodeCluster:
         deadline: float = 1e6,
         legs: str = "dp",
         images: tuple[ImageSpan, ...] = (),
+        salt: bytes = b"",
         **sampling: object,
     ) -> Call:
         """`legs`: which halves are sent, in order: d for the reservation, p for the prompt."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
-        call = Call(list(prompt), params, images)
+        call = Call(list(prompt), params, images, salt)
         self.calls.append(call)
         self.place(call, prefill, decode, deadline, legs)
         return call
@@ -317,6 +319,7 @@ class NodeCluster:
             "emitted": call.base,
             "sampling": call.sampling,
             "images": call.images,
+            "salt": call.salt,
             "deadline_ms": int(deadline * 1000),
         }
         if leg == "d":

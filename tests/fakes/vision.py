@@ -19,7 +19,7 @@ from common.engine.models.vision_part import Pixels
 from common.errors import InvalidRequest
 from common.ipc import Dealer, RouterSocket
 from common.messages.generation import ImageSpan
-from common.messages.image_inbox import ImageData
+from common.messages.image_inbox import ImageData, salted_digest
 from common.messages.wire import encode
 from common.model_config import ModelConfig
 from common.observability.logs import Log
@@ -114,12 +114,12 @@ class TinyVision:
         self.embeds.append(embeds)
         return Seeing(intake, embeds)
 
-    def send(self, *numbers: int) -> None:
+    def send(self, *numbers: int, salt: bytes = b"") -> None:
         for socket in self.sockets:
             for number in numbers:
-                assert socket.send(
-                    b"p/images", encode(ImageData(digest=digest_of(number), data=file_of(number)))
-                )
+                digest = salted_digest(digest_of(number), salt)
+                image = ImageData(digest=digest, data=file_of(number), salt=salt)
+                assert socket.send(b"p/images", encode(image))
 
     def close(self) -> None:
         for intake, socket in zip(self.intakes, self.sockets, strict=True):

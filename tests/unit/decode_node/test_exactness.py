@@ -52,6 +52,33 @@ def test_prefix_hits_at_every_page_boundary(page_size: int, prefill_cache: bool,
         cluster.settle()
 
 
+def test_salts_share_no_page_on_either_node() -> None:
+    """SECURITY.md control 10: the first request of a salt computes and moves every page, whatever others have sent."""
+    with NodeCluster(Shape(page_size=4)) as cluster:
+        cached, moved = [], []
+        for salt in (b"one", b"other", b"", b"one", b"other", b""):
+            before = cluster.decode.receiver.counters.pages_received
+            call = _answer(cluster, prompt_of(13), salt=salt)
+            expect_reference(call)
+            cached.append(call.cached_tokens)
+            moved.append(cluster.decode.receiver.counters.pages_received - before)
+            cluster.settle()
+        assert (cached, moved) == ([0, 0, 0, 12, 12, 12], [4, 4, 4, 1, 1, 1])
+
+
+def test_many_salts_in_a_small_pool() -> None:
+    """Cached pages of all salts give way to what is needed, in one order; retracted requests come back under theirs."""
+    with NodeCluster(Shape(page_size=4, prefill_pool=160, decode_pool=96, reserved_tokens=4)) as cluster:
+        for _ in range(2):
+            calls = [
+                cluster.submit(prompt_of(21), 20, salt=number.to_bytes(2, "big")) for number in range(24)
+            ]
+            cluster.run()
+            expect_reference(*calls)
+            cluster.settle()
+        assert cluster.decode.link.counters.retractions > 0
+
+
 def test_the_next_turn_of_a_chat_moves_only_new_pages() -> None:
     with NodeCluster(Shape(page_size=4)) as cluster:
         history = prompt_of(21)
@@ -67,8 +94,8 @@ def test_the_next_turn_of_a_chat_moves_only_new_pages() -> None:
         cluster.settle()
 
 
-def _answer(cluster: NodeCluster, prompt: list[int], max_tokens: int = 3) -> Call:
-    call = cluster.submit(prompt, max_tokens)
+def _answer(cluster: NodeCluster, prompt: list[int], max_tokens: int = 3, salt: bytes = b"") -> Call:
+    call = cluster.submit(prompt, max_tokens, salt=salt)
     cluster.run()
     return call
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from common.errors import InvalidRequest
 from common.messages.generation import ImageSpan
+from common.messages.image_inbox import salted_digest
 from prefill_node import images as intake
 from prefill_node.draft import ModelPrefill
 from prefill_node.images import NoImages
@@ -191,6 +193,25 @@ def test_prefix_hits_by_content(page_size: int, draft_name: str) -> None:
         assert vision.embeds[0].encoded == 2
 
 
+def test_salts_share_neither_pages_nor_embeddings() -> None:
+    """SECURITY.md control 10: a tenant cannot find out what images another one has sent."""
+    parts: tuple[Part, ...] = (1, 2, 3, 4, (1,), 5, 6, 7, 8, 9)
+    with seeing(page_size=1) as (cluster, vision):
+        cached = []
+        for salt in (b"one", b"other", b"", b"one", b"other", b""):
+            vision.send(1, salt=salt)
+            ids, spans = prompt_of(parts, 0)
+            salted = tuple(structs.replace(span, digest=salted_digest(span.digest, salt)) for span in spans)
+            call = cluster.submit(ids, 6, images=salted, salt=salt)
+            cluster.run()
+            assert call.ids == greedy(parts, 6)
+            cached.append(call.cached_tokens)
+            cluster.settle()
+        assert cached[:3] == [0, 0, 0]
+        assert cached[3] == cached[4] == cached[5] == len(ids) - 1
+        assert vision.embeds[0].encoded == 3
+
+
 def test_the_encoder_runs_before_serving_where_there_is_one() -> None:
     """All batches that its family names, and nothing of them stays."""
     with seeing() as (_, vision):
@@ -271,7 +292,7 @@ def test_images_that_wait_for_a_decoder_have_come(monkeypatch: pytest.MonkeyPatc
     """However long others take; the request's own deadline goes on."""
     held, pace = threading.Event(), intake.ARRIVAL_SECONDS / 50
     monkeypatch.setattr(
-        intake.ImageIntake, "_decode", lambda self, digest, data: held.wait(PATIENCE) and read(data)
+        intake.ImageIntake, "_decode", lambda self, image: held.wait(PATIENCE) and read(image.data)
     )
     with seeing() as (cluster, vision), ExitStack() as at_end:
         at_end.callback(held.set)

@@ -11,7 +11,16 @@ import aiohttp.http_parser
 import pytest
 from aiohttp import web
 
-from common.errors import DeadlineExceeded, InternalError, Overloaded, TransferFailed, Unavailable
+from common.errors import (
+    DeadlineExceeded,
+    Forbidden,
+    InternalError,
+    Overloaded,
+    RateLimited,
+    TransferFailed,
+    Unauthorized,
+    Unavailable,
+)
 from router.http_server import http_runner
 from tests.fakes.waiting import PATIENCE
 from tests.unit.router.conftest import Rig
@@ -52,6 +61,26 @@ async def test_503_says_when_to_retry(rig: Rig, error: Exception, stream: bool) 
     assert headers["content-type"].startswith("application/json")
     assert answer["error"]["code"] == type(error).code
     assert headers["x-request-id"]
+
+
+async def test_429_says_when_the_limit_allows_it(rig: Rig) -> None:
+    rig.generator.will(RateLimited("x", retry_after=2.1))
+    status, answer, headers = await rig.post(CHAT, BODY)
+    assert (status, headers["retry-after"], headers["x-should-retry"]) == (429, "3", "true")
+    assert answer["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_401_and_403_have_openai_codes(rig: Rig) -> None:
+    rig.generator.will(Unauthorized("x"))
+    status, answer, headers = await rig.post(CHAT, BODY)
+    assert (status, answer["error"]["code"], headers["www-authenticate"]) == (
+        401,
+        "invalid_api_key",
+        "Bearer",
+    )
+    rig.generator.scripts = [[Forbidden("x")]]
+    status, answer, _ = await rig.post(CHAT, BODY)
+    assert (status, answer["error"]["code"]) == (403, "permission_denied")
 
 
 async def test_other_statuses_do_not(rig: Rig) -> None:
