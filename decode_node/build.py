@@ -32,7 +32,8 @@ from common.engine.serving_draft import AnyDraftRunner
 from common.engine.serving_link import serving_link
 from common.engine.serving_model import ServingModel, load_serving_model, page_space, pool_wish
 from common.engine.stopwatch import stopwatch_for
-from common.ipc import LinkSecurity, check_bind, link_security
+from common.ipc import LinkSecurity, check_bind
+from common.ipc.from_config import link_security
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation
@@ -118,7 +119,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     incarnation = new_incarnation()
     limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
     context = zmq.Context[zmq.Socket[bytes]]()
-    security = link_security(context, resolved.keys_path, name)
+    security = link_security(context, resolved, name)
     endpoint = _endpoint(cluster, own, device, incarnation, limits, security)
     forwards = _forwards(
         cluster, served, relay, lambda nbytes: as_storage(endpoint.allocate(Region.KV, nbytes))

@@ -1,6 +1,7 @@
 """`deploy/keygen DIR CLUSTER.yaml`: one CURVE key pair per process of the cluster, for links that leave the host.
 
-Copy every NAME.key to every host, and NAME.key_secret only to the host that runs NAME; then set security.keys.
+Copy every NAME.key to every host, and NAME.key_secret only to the host that runs NAME; then set security.keys. A key
+speaks for its NAME only. Removing NAME.key from a host revokes the key there.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import zmq.auth
 
 from common.config import load_cluster
 from common.errors import ConfigError
+from common.ipc.from_config import all_names
+from common.ipc.key_files import make_key_pairs
 
 
 def main(
@@ -26,14 +28,13 @@ def main(
     except ConfigError as error:
         print(f"{cluster}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    names = ["router", *(n.name for n in file.prefill.nodes), *(n.name for n in file.decode.nodes)]
-    for name in names:
-        if (directory / f"{name}.key_secret").exists():
-            continue
-        _, secret = zmq.auth.create_certificates(directory, name)
-        Path(secret).chmod(0o600)
-    print(f"{len(names)} key pairs in {directory}: {', '.join(names)}")
+    names = all_names(file)
+    try:
+        made = make_key_pairs(directory, names)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    print(f"{len(names)} key pairs in {directory}, {len(made)} of them new: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -32,10 +32,11 @@ from common.engine.rotary_places import rotary_places
 from common.engine.serving_link import serving_link
 from common.engine.serving_model import ServingModel, load_serving_model, page_space, pool_wish
 from common.errors import ConfigError
-from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind, link_security
-from common.ipc.router_link import ROUTER_NAME, RouterLink
+from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind
+from common.ipc.from_config import link_security
+from common.ipc.router_link import RouterLink
 from common.messages import image_inbox, prefill_inbox
-from common.messages.identity import NodeRef, new_incarnation, routing_id
+from common.messages.identity import ROUTER_NAME, NodeRef, new_incarnation, routing_id
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_config import kv_layout, transfer_limits
@@ -97,7 +98,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     section, own = cluster.prefill, cluster.prefill_node(name)
     address = peer_address(resolved, name)
     context = zmq.Context[zmq.Socket[bytes]]()
-    security = link_security(context, resolved.keys_path, name)
+    security = link_security(context, resolved, name)
     check_bind(address, f"prefill.nodes[{name}].peer_address", security)
     bodies = _bodies(section, own.device)
     served = load_serving_model(

@@ -16,7 +16,8 @@ from common.config.run_directory import control_address
 from common.config.schema import Router
 from common.config.unread import refuse_unread, unread_by_text_models
 from common.errors import ConfigError, ModelError, Unavailable
-from common.ipc import LinkSecurity, check_bind, link_security
+from common.ipc import LinkSecurity, check_bind
+from common.ipc.from_config import link_security
 from common.messages.identity import new_incarnation
 from common.model_config import ModelConfig, model_fingerprint
 from common.observability.logs import Log
@@ -171,7 +172,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         vision=config.vision,
     )
     context = zmq.Context[zmq.Socket[bytes]]()
-    security = link_security(context, resolved.keys_path, "router")
+    security = link_security(context, resolved, "router")
     check_bind(address, "router.control_address", security)
     incarnation = new_incarnation()
     control = ControlPlane(context, address, incarnation, security, log, cluster.router.max_queued_mib << 20)

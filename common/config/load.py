@@ -48,7 +48,7 @@ class Resolved:
 
     @property
     def keys_path(self) -> Path | None:
-        """Directory of the link keys; None: loopback only."""
+        """Directory of the link keys; None: loopback only, with keys that the run directory holds."""
         keys = self.cluster.security.keys
         return None if keys is None else self._relative(keys)
 

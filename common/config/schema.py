@@ -228,7 +228,8 @@ class Health(Section, frozen=True, kw_only=True):
 class Security(Section, frozen=True, kw_only=True):
     """Who may speak on the links between processes."""
 
-    keys: str | None = None  # directory made by deploy/keygen; without it sockets bind to loopback only
+    # Directory made by deploy/keygen; without it sockets bind to loopback only, with keys made in the run directory.
+    keys: str | None = None
     isolated_network: bool = False  # only these nodes reach transfer.nixl_devices; transport nixl asks for it
 
 

@@ -1,6 +1,6 @@
-"""ZMQ sockets as typed, bounded, non-blocking channels. No torch, no threads of its own."""
+"""ZMQ sockets as typed, bounded, non-blocking channels, and who may use them. No torch."""
 
 from common.ipc.channel import Dealer, RouterSocket, check_bind
-from common.ipc.curve import LinkSecurity, LoopbackOnly, link_security
+from common.ipc.curve import LinkSecurity, Plain
 
-__all__ = ["Dealer", "LinkSecurity", "LoopbackOnly", "RouterSocket", "check_bind", "link_security"]
+__all__ = ["Dealer", "LinkSecurity", "Plain", "RouterSocket", "check_bind"]

@@ -7,7 +7,6 @@ that waits on `fileno()` must drain until `drain()` returns nothing.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ import zmq
 
 from common.errors import ConfigError
 from common.ipc.backlog import LARGE, Backlog
-from common.ipc.curve import LinkSecurity, LoopbackOnly
+from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
+from common.ipc.gate import Gate
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
 HIGH_WATER_MARK = 10_000  # messages
@@ -34,14 +34,7 @@ def check_bind(address: str, key: str, security: LinkSecurity) -> None:
         raise ConfigError(
             key, f"{address} is a socket without a file, so without permissions: give it a path"
         )
-    if security.open_binds or address.startswith(("ipc://", "inproc://")):
-        return
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
+    if not security.open_binds and is_tcp(address) and not is_loopback(address):
         raise ConfigError(
             key,
             f"{address} can be reached from other hosts, and the cluster has no keys: make some with deploy/keygen and "
@@ -119,8 +112,9 @@ class RouterSocket(_Channel):
         """
         super().__init__(context, zmq.ROUTER)
         self._backlog = Backlog(queued_bytes)
+        self._gate: Gate | None = None
         try:
-            (security or LoopbackOnly()).secure_server(self._socket)
+            self._gate = (security or Plain()).secure_server(self._socket, address)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
             self._socket.setsockopt(
                 zmq.ROUTER_HANDOVER, 1
@@ -164,6 +158,27 @@ class RouterSocket(_Channel):
         """(peer identity, frame) of everything that has arrived; malformed multiparts are dropped."""
         return [(parts[0], parts[1]) for parts in self._receive() if len(parts) == 2]
 
+    @property
+    def refused(self) -> int:
+        """Messages of connections whose key does not belong to the routing id."""
+        return 0 if self._gate is None else self._gate.refused
+
+    def _receive(self, most: int = DRAIN_LIMIT) -> list[list[bytes]]:
+        """Everything that has arrived and comes from who it claims to come from."""
+        gate = self._gate
+        if gate is None:
+            return super()._receive(most)
+        messages: list[list[bytes]] = []
+        for _ in range(most):
+            try:
+                identity = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            parts = [identity.bytes, *self._socket.recv_multipart()]
+            if gate.admits(parts[0], identity):
+                messages.append(parts)
+        return messages
+
 
 def _remove_stale(file: Path) -> None:
     """Unlink the socket of a process that was killed; never that of a living one, nor a file that is no socket."""
@@ -198,7 +213,7 @@ class Dealer(_Channel):
         """
         super().__init__(context, zmq.DEALER, received)
         try:
-            (security or LoopbackOnly()).secure_client(self._socket, server)
+            (security or Plain()).secure_client(self._socket, address, server)
             self._socket.setsockopt(zmq.IDENTITY, identity)
             self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)

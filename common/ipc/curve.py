@@ -1,23 +1,32 @@
-"""Keys of the links between processes: CURVE on every socket, and an allow-list of the cluster's public keys.
+"""Security of the links between processes: every tcp:// socket uses CURVE, and a key speaks for one name only.
 
-A keys directory (made by `deploy/keygen`) holds NAME.key (public) of every process and NAME.key_secret of those that
-run on this host. Without keys, sockets bind to loopback only (check_bind).
+Three kinds, chosen once per process (from_config.py):
+
+    Curve          keys from security.keys, on every socket
+    PerRunCurve    no keys are configured: keys of this run on tcp:// sockets, plain ipc:// sockets of mode 0600
+    Plain          no keys: ipc:// and inproc:// only
 """
 
 from __future__ import annotations
 
+import ipaddress
 import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
 import zmq
 import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
 from common.errors import ConfigError
+from common.ipc.allow_list import AllowList
+from common.ipc.gate import Gate
+from common.ipc.key_files import public_file, secret_file
+from common.ipc.zap import DOMAIN, ZapHandler
+from common.observability.bounded_log import BoundedLog
+from common.observability.logs import Log
 
 KEY = "security.keys"
-ZAP_DOMAIN = "tandem"
 
 
 class LinkSecurity(Protocol):
@@ -28,68 +37,133 @@ class LinkSecurity(Protocol):
         """Whether sockets may bind to addresses that other hosts reach."""
         ...
 
-    def secure_server(self, socket: zmq.Socket[bytes]) -> None: ...
-    def secure_client(self, socket: zmq.Socket[bytes], server: str) -> None: ...
+    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
+        """What checks every message of the socket; None on a plain one."""
+        ...
+
+    def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:
+        """`server` is the name of the process at `address`: its key is pinned."""
+        ...
+
     def close(self) -> None: ...
 
 
-class LoopbackOnly:
-    """No keys: everything stays on this host."""
+class Plain:
+    """No keys: file permissions and process boundaries protect the sockets."""
 
     open_binds = False
 
-    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        pass
+    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
+        self._refuse_tcp(address)
+        return None
 
-    def secure_client(self, socket: zmq.Socket[bytes], server: str) -> None:
-        pass
+    def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:
+        self._refuse_tcp(address)
 
     def close(self) -> None:
         pass
+
+    @staticmethod
+    def _refuse_tcp(address: str) -> None:
+        if is_tcp(address):
+            raise ConfigError(KEY, f"{address} can be reached by every user of this host: it needs keys")
 
 
 class Curve:
-    """One process's key pair and the public keys that it talks to."""
+    """One process's key pair, and the public keys that it talks to."""
 
     open_binds = True
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, name: str) -> None:
-        """Raises ConfigError naming the missing or readable file."""
-        self._directory = directory
-        secret_file = directory / f"{name}.key_secret"
-        if not secret_file.is_file():
-            raise ConfigError(
-                KEY, f"{secret_file} is missing; make it with deploy/keygen and copy it to this host"
-            )
-        if stat.S_IMODE(secret_file.stat().st_mode) & 0o077:
-            raise ConfigError(KEY, f"{secret_file} can be read by others; chmod 600 it")
-        self._public, secret = _load(secret_file)
-        if secret is None:
-            raise ConfigError(KEY, f"{secret_file} is not a key file: it has no secret key")
-        self._secret = secret
-        self._authenticator = ThreadAuthenticator(
-            context
-        )  # answers ZAP: only keys in the directory are let in
-        self._authenticator.start()
-        self._authenticator.configure_curve(domain=ZAP_DOMAIN, location=str(directory))
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, name: str, admitted: Iterable[str]
+    ) -> None:
+        """`admitted`: names whose keys may connect to the sockets of this process.
 
-    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        Raises ConfigError naming the missing or readable file.
+        """
+        self._directory = directory
+        file = secret_file(directory, name)
+        if not file.is_file():
+            raise ConfigError(KEY, f"{file} is missing; make it with deploy/keygen and copy it to this host")
+        if stat.S_IMODE(file.stat().st_mode) & 0o077:
+            raise ConfigError(KEY, f"{file} can be read by others; chmod 600 it")
+        self._public, secret = _load(file)
+        if secret is None:
+            raise ConfigError(KEY, f"{file} is not a key file: it has no secret key")
+        self._secret = secret
+        log = Log("links")
+        self.allowed = AllowList(directory, admitted)
+        self._refusals = BoundedLog(log, "refused a message")
+        self._zap = ZapHandler(context, self.allowed, BoundedLog(log, "refused a connection"))
+
+    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
-        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        return Gate(self.allowed, self._refusals)
 
-    def secure_client(self, socket: zmq.Socket[bytes], server: str) -> None:
-        """`server` is the name of the process at the other end: its key is pinned."""
-        public_file = self._directory / f"{server}.key"
-        if not public_file.is_file():
-            raise ConfigError(KEY, f"{public_file} is missing; copy the public key of {server} to this host")
+    def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:
+        file = public_file(self._directory, server)
+        if not file.is_file():
+            raise ConfigError(KEY, f"{file} is missing; copy the public key of {server} to this host")
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, _load(public_file)[0])
+        socket.setsockopt(zmq.CURVE_SERVERKEY, _load(file)[0])
 
     def close(self) -> None:
-        self._authenticator.stop()
+        self._zap.close()
+
+
+class PerRunCurve:
+    """Keys that the processes of one user and host share through the run directory; made for the first tcp:// socket.
+
+    They keep other users of the host out of loopback TCP. Other hosts have no way to get them, so sockets
+    that other hosts reach stay refused.
+    """
+
+    open_binds = False
+
+    def __init__(self, make: Callable[[], Curve]) -> None:
+        self._make = make
+        self._curve: Curve | None = None
+
+    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
+        return self._made().secure_server(socket, address) if is_tcp(address) else None
+
+    def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:
+        if not is_tcp(address):
+            return
+        if not is_loopback(address):
+            raise ConfigError(
+                KEY,
+                f"{address} is on another host, and the cluster has no keys: make some with deploy/keygen and name "
+                "their directory in security.keys",
+            )
+        self._made().secure_client(socket, address, server)
+
+    def close(self) -> None:
+        if self._curve is not None:
+            self._curve.close()
+
+    def _made(self) -> Curve:
+        if self._curve is None:
+            self._curve = self._make()
+        return self._curve
+
+
+def is_tcp(address: str) -> bool:
+    """Whether other users of the host, or other hosts, may reach the address: anything but ipc and inproc."""
+    return not address.startswith(("ipc://", "inproc://"))
+
+
+def is_loopback(address: str) -> bool:
+    """Of a tcp:// address; False for a name other than localhost."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _load(file: Path) -> tuple[bytes, bytes | None]:
@@ -97,8 +171,3 @@ def _load(file: Path) -> tuple[bytes, bytes | None]:
         return zmq.auth.load_certificate(file)
     except (OSError, ValueError) as error:
         raise ConfigError(KEY, f"{file} is not a key file: {error}") from error
-
-
-def link_security(context: zmq.Context[zmq.Socket[bytes]], keys: Path | None, name: str) -> LinkSecurity:
-    """Chosen once per process."""
-    return LoopbackOnly() if keys is None else Curve(context, keys, name)

@@ -21,7 +21,7 @@ import zmq
 from common.errors import ProtocolError
 from common.ipc.channel import Dealer
 from common.ipc.curve import LinkSecurity
-from common.messages.identity import NodeCounters, NodeLoad, NodeState, routing_id
+from common.messages.identity import ROUTER_NAME, NodeCounters, NodeLoad, NodeState, routing_id
 from common.messages.node_inbox import (
     Abort,
     AnyNodeMessage,
@@ -37,7 +37,6 @@ from common.observability.logs import Log
 
 M = TypeVar("M")  # the inbox of the node's role
 _CONTROL = (Abort, Drain, PeerLost, Registered, Rejected, HeartbeatAck)
-ROUTER_NAME = "router"  # of its key
 BEAT = "beat"  # last part of the routing id of the socket for heartbeats
 REGISTER_INTERVAL = 0.5  # seconds between repetitions until the router answers
 

@@ -11,6 +11,7 @@ Role = Literal["prefill", "decode"]
 NodeState = Literal["loading", "up", "draining"]
 
 MAX_ROOM = 2**63 - 1
+ROUTER_NAME = "router"  # of the router's key; no node may be called so
 
 
 def new_incarnation() -> str:

@@ -57,6 +57,7 @@ class RunningCluster:
     config: dict[str, Any] = field(default_factory=dict)  # sections, merged over the harness's
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     held: list[socket.socket] = field(default_factory=list)  # ports
+    addresses: dict[str, int] = field(default_factory=dict)  # of links over tcp: who listens -> port
 
     def __post_init__(self) -> None:
         self.port = self._port()
@@ -72,7 +73,8 @@ class RunningCluster:
             "process": {"run_dir": f"/tmp/tandem-test-{secrets.token_hex(4)}"},
         }
         if tcp:
-            base["router"]["control_address"] = f"tcp://127.0.0.1:{self._port()}"
+            self.addresses["router"] = self._port()
+            base["router"]["control_address"] = f"tcp://127.0.0.1:{self.addresses['router']}"
         for section, values in self.config.items():
             base.setdefault(section, {}).update(values)
         self.run_dir = Path(base["process"]["run_dir"])
@@ -85,7 +87,8 @@ class RunningCluster:
     def _prefill_node(self, index: int, tcp: bool) -> dict[str, Any]:
         node: dict[str, Any] = {"name": f"prefill-{index}"}
         if tcp:
-            node["peer_address"] = f"tcp://127.0.0.1:{self._port()}"
+            self.addresses[node["name"]] = self._port()
+            node["peer_address"] = f"tcp://127.0.0.1:{self.addresses[node['name']]}"
         return node
 
     @property

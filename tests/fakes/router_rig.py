@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from common.ipc.channel import QUEUED_BYTES
-from common.ipc.curve import LoopbackOnly
+from common.ipc.curve import Plain
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import SamplingParams
 from common.messages.identity import Role
@@ -45,7 +45,7 @@ class RouterRig:
             context,
             f"ipc://{self.directory}/control",
             "router-incarnation",
-            LoopbackOnly(),
+            Plain(),
             self.log,
             limits.pop("queued_bytes", QUEUED_BYTES),
         )

@@ -1,8 +1,9 @@
-"""Keys on the links: who has one of the cluster's keys is heard, nobody else, and nothing changes for them."""
+"""Keys on the links: a key speaks for its own name, to the sockets that admit that name, and nobody else is heard."""
 
 from __future__ import annotations
 
-import time
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,89 +12,230 @@ import zmq
 import zmq.auth
 
 from common.errors import ConfigError
-from common.ipc import Dealer, LoopbackOnly, RouterSocket, check_bind, link_security
+from common.ipc import Dealer, LinkSecurity, RouterSocket, allow_list, check_bind
+from common.ipc.curve import Curve, PerRunCurve, Plain
+from common.ipc.key_files import make_key_pairs
+from tests.fakes.held_context import Context
+from tests.fakes.keyless import Keyless
 from tests.fakes.waiting import until
+
+NAMES = ("router", "prefill-0", "decode-0", "decode-1")
+TCP = "tcp://127.0.0.1:*"
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    directory = tmp_path / "keys"
-    directory.mkdir(mode=0o700)
-    for name in ("router", "prefill-0", "decode-0"):
-        zmq.auth.create_certificates(directory, name)
-    for secret in directory.glob("*.key_secret"):
-        secret.chmod(0o600)
-    return directory
+    make_key_pairs(tmp_path / "keys", NAMES)
+    return tmp_path / "keys"
+
+
+class Wire:
+    """A listening socket of the router, and clients with contexts of their own, as separate processes have."""
+
+    def __init__(self, keys: Path, admitted: tuple[str, ...] = NAMES[1:], name: str = "router") -> None:
+        self._opened: list[tuple[Context, LinkSecurity]] = []
+        context = Context()
+        self.security = Curve(context, keys, name, admitted)
+        self._opened.append((context, self.security))
+        self.server = RouterSocket(context, TCP, self.security)
+        self._keys = keys
+        self._name = name
+
+    def client(self, identity: str, key: str, keys: Path | None = None) -> Dealer:
+        """A socket that calls itself `identity` and uses the key pair `key`."""
+        context = Context()
+        security = Curve(context, keys or self._keys, key, ())
+        self._opened.append((context, security))
+        return Dealer(context, self.server.address, identity.encode(), self._name, security)
+
+    def bare(self, identity: str) -> zmq.Socket[bytes]:
+        """Without security; the caller chooses a mechanism."""
+        context = Context()
+        self._opened.append((context, Plain()))
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity.encode())
+        return socket
+
+    def hears_only(self, honest: str, key: str) -> None:
+        """What `honest` says arrives, and nothing else had arrived before."""
+        dealer = self.client(honest, key)
+        assert dealer.send(b"fine")
+        assert until(self.server.drain) == [(honest.encode(), b"fine")]
+
+    def close(self) -> None:
+        for context, security in self._opened:
+            security.close()
+            context.destroy(linger=0)
 
 
 @pytest.fixture
-def contexts() -> Iterator[list[zmq.Context[zmq.Socket[bytes]]]]:
-    made = [zmq.Context[zmq.Socket[bytes]]() for _ in range(2)]
+def wire(keys: Path) -> Iterator[Wire]:
+    made = Wire(keys)
     yield made
-    for context in made:
-        context.destroy(linger=0)
+    made.close()
 
 
-def test_a_node_with_a_key_of_the_cluster_is_heard(
-    keys: Path, contexts: list[zmq.Context[zmq.Socket[bytes]]]
-) -> None:
-    ours, theirs = link_security(contexts[0], keys, "router"), link_security(contexts[1], keys, "prefill-0")
+def test_a_node_with_its_own_key_is_heard_and_answered(wire: Wire) -> None:
+    dealer = wire.client("prefill-0/abc", "prefill-0")
+    assert dealer.send(b"hello")
+    assert until(wire.server.drain) == [(b"prefill-0/abc", b"hello")]
+    assert wire.server.send(b"prefill-0/abc", b"welcome")
+    assert until(dealer.drain) == [b"welcome"]
+    assert wire.server.refused == 0
+
+
+@pytest.mark.parametrize(
+    "claimed", ["prefill-0/abc", "decode-1/abc", "router/abc", "abc", "decode-0-x/abc", "/decode-0/abc"]
+)
+def test_a_key_cannot_speak_under_another_name(wire: Wire, claimed: str) -> None:
+    """A decode node's key neither as a prefill node, nor as another decode node, nor without a name."""
+    forger = wire.client(claimed, "decode-0")
+    assert forger.send(b"I am somebody else")
+    until(lambda: wire.server.drain() or wire.server.refused)
+    assert wire.server.refused == 1
+    wire.hears_only("decode-0/abc", "decode-0")
+
+
+def test_a_key_that_this_socket_does_not_admit_is_refused(keys: Path) -> None:
+    """A prefill node's socket for peers: decode nodes only, not itself and not the router."""
+    wire = Wire(keys, ("decode-0", "decode-1"), "prefill-0")
     try:
-        server = RouterSocket(contexts[0], "tcp://127.0.0.1:*", ours)
-        client = Dealer(contexts[1], server.address, b"node", "router", theirs)
-        assert client.send(b"hello")
-        assert until(server.drain) == [(b"node", b"hello")]
-        client.close()
-        server.close()
+        for name in ("router", "prefill-0"):
+            wire.client(f"{name}/abc", name).send(b"x")
+        wire.hears_only("decode-1/abc", "decode-1")
+        assert wire.server.refused == 0, "they never got as far as a message"
+        assert not wire.server.send(b"prefill-0/abc", b"x")
     finally:
-        ours.close()
-        theirs.close()
+        wire.close()
 
 
-def test_a_stranger_is_not_heard(
-    keys: Path, tmp_path: Path, contexts: list[zmq.Context[zmq.Socket[bytes]]]
-) -> None:
-    """Without a key, and with a key pair that the cluster does not know."""
+def test_strangers_get_nothing(wire: Wire, tmp_path: Path, keys: Path) -> None:
+    """No key, NULL or PLAIN on a CURVE socket, and key pairs that the cluster does not know."""
     foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    zmq.auth.create_certificates(foreign, "prefill-0")
-    (foreign / "prefill-0.key_secret").chmod(0o600)
-    (foreign / "router.key").write_bytes((keys / "router.key").read_bytes())
-    ours, theirs = (
-        link_security(contexts[0], keys, "router"),
-        link_security(contexts[1], foreign, "prefill-0"),
-    )
+    make_key_pairs(foreign, ["prefill-0"])
+    shutil.copy(keys / "router.key", foreign)
+    unknown = wire.client("prefill-0/stranger", "prefill-0", foreign)
+    null, plain = wire.bare("prefill-0/null"), wire.bare("prefill-0/plain")
+    plain.setsockopt(zmq.PLAIN_USERNAME, b"prefill-0")
+    plain.setsockopt(zmq.PLAIN_PASSWORD, b"password")
+    for socket in (null, plain):
+        socket.connect(wire.server.address)
+        socket.send(b"let me in", zmq.NOBLOCK)
+    unknown.send(b"let me in")
+    wire.hears_only("prefill-0/abc", "prefill-0")
+    for identity in (b"prefill-0/stranger", b"prefill-0/null", b"prefill-0/plain"):
+        assert not wire.server.send(identity, b"secret")
+
+
+def test_a_revoked_key_is_not_heard_any_more(wire: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the connection that it has nor on a new one; and it is again once the file is back."""
+    monkeypatch.setattr(allow_list, "CHECK_SECONDS", 0.0)
+    dealer = wire.client("decode-0/abc", "decode-0")
+    dealer.send(b"before")
+    assert until(wire.server.drain) == [(b"decode-0/abc", b"before")]
+    (keys / "decode-0.key").rename(keys / "decode-0.gone")
+    assert not wire.security.allowed.admits("decode-0")
+    dealer.send(b"after")
+    wire.client("decode-0/new", "decode-0").send(b"after")
+    until(lambda: wire.server.drain() or wire.server.refused)
+    wire.hears_only("decode-1/abc", "decode-1")
+    (keys / "decode-0.gone").rename(keys / "decode-0.key")
+    dealer.send(b"again")
+    assert until(lambda: [frame for _, frame in wire.server.drain() if frame == b"again"])
+
+
+def test_a_key_in_two_files_belongs_to_nobody(wire: Wire, keys: Path) -> None:
+    shutil.copy(keys / "decode-0.key", keys / "prefill-0.key")
+    assert not wire.security.allowed.admits("decode-0")
+    assert not wire.security.allowed.admits("prefill-0")
+    assert wire.security.allowed.admits("decode-1")
+
+
+def test_a_banned_key_comes_back_after_the_ban(keys: Path) -> None:
+    now = 100.0
+    allowed = allow_list.AllowList(keys, ["decode-0"], lambda: now)
+    key = zmq.auth.load_certificate(keys / "decode-0.key")[0].decode()
+    assert allowed.name_of(key) == "decode-0"
+    allowed.ban("decode-0", 10.0)
+    assert allowed.name_of(key) is None
+    now += 10.1
+    assert allowed.name_of(key) == "decode-0"
+
+
+# -- keys of one run ---------------------------------------------------------------------------------------------
+
+
+def test_loopback_tcp_without_configured_keys_uses_keys_of_the_run(tmp_path: Path) -> None:
+    """Another user of the host cannot read them, so it gets nothing; ipc sockets stay plain."""
+    keys = tmp_path / "keys"
+    contexts = [Context() for _ in range(3)]
+
+    def security(context: Context, name: str) -> PerRunCurve:
+        def make() -> Curve:
+            make_key_pairs(keys, NAMES)
+            return Curve(context, keys, name, NAMES[1:])
+
+        return PerRunCurve(make)
+
+    ours, theirs = security(contexts[0], "router"), security(contexts[1], "decode-0")
     try:
-        server = RouterSocket(contexts[0], "tcp://127.0.0.1:*", ours)
-        bare = Dealer(contexts[1], server.address, b"bare", "router", LoopbackOnly())
-        wrong = Dealer(contexts[1], server.address, b"wrong", "router", theirs)
-        bare.send(b"x")
-        wrong.send(b"x")
-        time.sleep(0.3)
-        assert server.drain() == []
-        for socket in (bare, wrong, server):
-            socket.close()
+        plain = RouterSocket(contexts[0], f"ipc://{tmp_path}/r.sock", ours)
+        Dealer(contexts[1], plain.address, b"decode-0/abc", "router", theirs).send(b"ipc")
+        assert until(plain.drain) == [(b"decode-0/abc", b"ipc")]
+        assert not keys.exists(), "nothing needed them"
+        server = RouterSocket(contexts[0], TCP, ours)
+        stranger = Dealer(contexts[2], server.address, b"decode-0/stranger", "router", Keyless())
+        stranger.send(b"x")
+        Dealer(contexts[1], server.address, b"decode-0/abc", "router", theirs).send(b"tcp")
+        assert until(server.drain) == [(b"decode-0/abc", b"tcp")]
+        assert not server.send(b"decode-0/stranger", b"secret")
+        assert keys.stat().st_mode & 0o777 == 0o700
+        assert {file.stat().st_mode & 0o777 for file in keys.glob("*.key_secret")} == {0o600}
+        with pytest.raises(ConfigError, match=r"security\.keys: tcp://192\.0\.2\.1:7000 is on another host"):
+            Dealer(contexts[1], "tcp://192.0.2.1:7000", b"decode-0/abc", "router", theirs)
+        with pytest.raises(ConfigError, match="deploy/keygen"):
+            check_bind("tcp://0.0.0.0:7100", "router.control_address", ours)
     finally:
-        ours.close()
-        theirs.close()
+        for each in (ours, theirs):
+            each.close()
+        for context in contexts:
+            context.destroy(linger=0)
 
 
-def test_missing_or_readable_keys_are_refused_by_name(
-    keys: Path, contexts: list[zmq.Context[zmq.Socket[bytes]]]
-) -> None:
-    with pytest.raises(ConfigError, match=r"security\.keys: .*decode-9\.key_secret is missing"):
-        link_security(contexts[0], keys, "decode-9")
-    (keys / "decode-0.key_secret").chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        link_security(contexts[0], keys, "decode-0")
+def test_no_socket_over_tcp_is_without_keys() -> None:
+    context = Context()
+    for make in (lambda: RouterSocket(context, TCP), lambda: Dealer(context, "tcp://127.0.0.1:1", b"x")):
+        with pytest.raises(ConfigError, match="it needs keys"):
+            make()
+    context.term()
 
 
-def test_addresses_off_loopback_need_keys(keys: Path, contexts: list[zmq.Context[zmq.Socket[bytes]]]) -> None:
-    with pytest.raises(ConfigError, match=r"router\.control_address: .*deploy/keygen"):
-        check_bind("tcp://0.0.0.0:7100", "router.control_address", LoopbackOnly())
-    check_bind("tcp://127.0.0.1:7100", "router.control_address", LoopbackOnly())
-    security = link_security(contexts[0], keys, "router")
-    try:
-        check_bind("tcp://0.0.0.0:7100", "router.control_address", security)
-    finally:
-        security.close()
+def test_pairs_are_made_once_whoever_comes_first(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    children = []
+    for _ in range(6):
+        child = os.fork()
+        if child == 0:
+            make_key_pairs(keys, NAMES)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
+    before = {file.name: file.read_bytes() for file in keys.iterdir()}
+    assert make_key_pairs(keys, [*NAMES, "decode-2"]) == ["decode-2"], "a node that was added to the file"
+    assert before.items() <= {file.name: file.read_bytes() for file in keys.iterdir()}.items()
+    for name in NAMES:
+        pair = zmq.auth.load_certificate(keys / f"{name}.key_secret")
+        assert pair[0] == zmq.auth.load_certificate(keys / f"{name}.key")[0]
+
+
+def test_a_keys_directory_that_others_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name in ("open", "link"):
+        with pytest.raises(ConfigError, match="others can write"):
+            make_key_pairs(tmp_path / name, ["router"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot make keys"):
+        make_key_pairs(tmp_path / "file" / "keys", ["router"])

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from common.ipc import Dealer, RouterSocket, channel
+from tests.fakes.keyless import Keyless
 from tests.fakes.waiting import until
 
 
@@ -73,9 +74,11 @@ def test_a_connection_that_goes_silent_is_made_anew(
     monkeypatch.setattr(channel, "HEARTBEAT_MS", 20)
     monkeypatch.setattr(channel, "HEARTBEAT_TIMEOUT_MS", 100)
     monkeypatch.setattr(channel, "LINGER_MS", 0)
-    with closing(RouterSocket(context, "tcp://127.0.0.1:0")) as router:
+    with closing(RouterSocket(context, "tcp://127.0.0.1:0", Keyless())) as router:
         with closing(Wire(int(router.address.rpartition(":")[2]))) as wire:
-            with closing(Dealer(context, f"tcp://127.0.0.1:{wire.port}", b"peer")) as dealer:
+            with closing(
+                Dealer(context, f"tcp://127.0.0.1:{wire.port}", b"peer", security=Keyless())
+            ) as dealer:
                 dealer.send(b"before")
                 assert until(router.drain)[0] == (b"peer", b"before")
                 wire.cut()

@@ -1,0 +1,93 @@
+"""Which public keys may connect to this process, and whose each one is.
+
+The keys directory is the list: NAME.key belongs to NAME. Removing a file revokes the key, replacing it exchanges the
+key; both take effect within CHECK_SECONDS, on connections that exist as well, since every message names its key.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import zmq.auth
+
+CHECK_SECONDS = 1.0  # between two looks at the files
+
+_Stamp = tuple[int, int, int] | None  # inode, modification time and size; None: the file does not exist
+
+
+class AllowList:
+    """Shared by the ZAP thread and the thread of the socket: a reload replaces the whole table."""
+
+    def __init__(
+        self, directory: Path, admitted: Iterable[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`admitted`: the names that may connect; other files of the directory are not read."""
+        self._files = {name: directory / f"{name}.key" for name in admitted}
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stamps: dict[str, _Stamp] = {}
+        self._names: dict[str, str] = {}  # public key in Z85 -> name
+        self._banned: dict[str, float] = {}  # name -> until when
+        self._checked_at = -CHECK_SECONDS
+
+    def name_of(self, key: str) -> str | None:
+        """Whose public key (Z85) this is; None for a key that may not connect."""
+        self._refresh()
+        name = self._names.get(key)
+        if name is not None and self._banned and self._banned.get(name, 0.0) > self._clock():
+            return None
+        return name
+
+    def admits(self, name: str) -> bool:
+        """Whether `name` has a key that may connect."""
+        self._refresh()
+        return name in self._names.values()
+
+    def ban(self, name: str, seconds: float) -> None:
+        """Refuse this name's key for a while, on new connections and on those that exist."""
+        now = self._clock()
+        with self._lock:
+            banned = {each: until for each, until in self._banned.items() if until > now}
+            self._banned = {**banned, name: now + seconds}
+
+    def _refresh(self) -> None:
+        now = self._clock()
+        if now - self._checked_at < CHECK_SECONDS:
+            return
+        with self._lock:
+            self._checked_at = now
+            stamps = {name: _stamp(file) for name, file in self._files.items()}
+            if stamps == self._stamps:
+                return
+            self._stamps = stamps
+            names: dict[str, str] = {}
+            shared: set[str] = set()
+            for name, file in self._files.items():
+                key = _public_key(file) if stamps[name] is not None else None
+                if key is None:
+                    continue
+                if key in names:
+                    shared.add(key)
+                names[key] = name
+            # A key in two files could speak under either name.
+            self._names = {key: name for key, name in names.items() if key not in shared}
+
+
+def _stamp(file: Path) -> _Stamp:
+    try:
+        info = file.stat()
+    except OSError:
+        return None
+    return info.st_ino, info.st_mtime_ns, info.st_size
+
+
+def _public_key(file: Path) -> str | None:
+    """None for a file that is being replaced or is not a key file: its key is not admitted."""
+    try:
+        public, _ = zmq.auth.load_certificate(file)
+    except (OSError, ValueError):
+        return None
+    return public.decode("ascii", errors="replace")

@@ -1,0 +1,44 @@
+"""Which security a process's links have, and who may connect to it: decided by the cluster file."""
+
+from __future__ import annotations
+
+import zmq
+
+from common.config import Resolved
+from common.config.run_directory import run_directory
+from common.config.schema import Cluster
+from common.ipc.curve import Curve, LinkSecurity, PerRunCurve
+from common.ipc.key_files import make_key_pairs
+from common.messages.identity import ROUTER_NAME
+
+RUN_KEYS = "keys"  # directory in the run directory
+
+
+def link_security(context: zmq.Context[zmq.Socket[bytes]], resolved: Resolved, name: str) -> LinkSecurity:
+    """Of the process `name`: "router" or a node of the file. Raises ConfigError."""
+    admitted = admitted_names(resolved.cluster, name)
+    configured = resolved.keys_path
+    if configured is not None:
+        return Curve(context, configured, name, admitted)
+
+    def make() -> Curve:
+        directory = run_directory(resolved) / RUN_KEYS
+        make_key_pairs(directory, all_names(resolved.cluster))
+        return Curve(context, directory, name, admitted)
+
+    return PerRunCurve(make)
+
+
+def all_names(cluster: Cluster) -> list[str]:
+    """Of the processes of a cluster: each has a key pair."""
+    prefill, decode = cluster.prefill.nodes, cluster.decode.nodes
+    return [ROUTER_NAME, *(node.name for node in prefill), *(node.name for node in decode)]
+
+
+def admitted_names(cluster: Cluster, name: str) -> frozenset[str]:
+    """Who may connect to the sockets of `name`: nodes to the router, decode nodes to prefill nodes."""
+    decode = {node.name for node in cluster.decode.nodes}
+    prefill = {node.name for node in cluster.prefill.nodes}
+    if name == ROUTER_NAME:
+        return frozenset(prefill | decode)
+    return frozenset(decode if name in prefill else ())

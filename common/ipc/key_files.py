@@ -1,0 +1,86 @@
+"""Files of a keys directory: NAME.key is public and for every host, NAME.key_secret (0600) for the host of NAME."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import zmq.auth
+
+from common.errors import ConfigError
+
+LOCK_SECONDS = 10.0  # another process makes the keys meanwhile, which takes milliseconds
+
+
+def public_file(directory: Path, name: str) -> Path:
+    return directory / f"{name}.key"
+
+
+def secret_file(directory: Path, name: str) -> Path:
+    return directory / f"{name}.key_secret"
+
+
+def make_key_pairs(directory: Path, names: Iterable[str]) -> list[str]:
+    """Make the pairs that do not exist, in a directory of mode 0700; returns their names.
+
+    Processes may call this at the same time: each pair is made once. Raises ConfigError with the remedy.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_foreign(directory)
+        with _locked(directory):
+            missing = [name for name in names if not _complete(directory, name)]
+            for name in missing:
+                _make_pair(directory, name)
+    except OSError as error:
+        raise ConfigError(
+            "", f"cannot make keys in {directory}: {error.strerror}; make it writable for this user"
+        ) from error
+    return missing
+
+
+def _refuse_foreign(directory: Path) -> None:
+    info = directory.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
+        raise ConfigError(
+            "", f"{directory} is a link, belongs to another user, or others can write to it; remove it"
+        )
+
+
+def _complete(directory: Path, name: str) -> bool:
+    return secret_file(directory, name).exists() and public_file(directory, name).exists()
+
+
+def _make_pair(directory: Path, name: str) -> None:
+    """In a directory of its own first, so that nobody ever sees a half-written or readable secret."""
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as made:
+        public, secret = zmq.auth.create_certificates(made, name)
+        os.chmod(secret, 0o600)
+        os.replace(secret, secret_file(directory, name))
+        os.replace(public, public_file(directory, name))
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + LOCK_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        "", f"another process has held {directory}/.lock for {LOCK_SECONDS:g} s; end it"
+                    ) from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)

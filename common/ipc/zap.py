@@ -1,0 +1,86 @@
+"""Answers libzmq's question who may connect (ZAP, RFC 27), by the allow-list and in a thread of its own.
+
+ZAP knows the key of a connection, and not yet its routing id. The key therefore becomes the User-Id of the connection,
+which libzmq attaches to every message: the socket compares its owner with the NAME of the routing id (gate.py).
+"""
+
+from __future__ import annotations
+
+import threading
+
+import zmq
+from zmq.utils import z85
+
+from common.errors import ConfigError
+from common.ipc.allow_list import AllowList
+from common.observability.bounded_log import BoundedLog
+
+ENDPOINT = "inproc://zeromq.zap.01"
+DOMAIN = b"tandem"
+_VERSION = b"1.0"
+_FIELDS = 6  # version, request id, domain, address, routing id (of our socket), mechanism; then credentials
+_KEY_BYTES = 32
+
+
+class ZapHandler:
+    """One per ZMQ context. Admits CURVE clients whose key is on the list; refuses everything else."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], allowed: AllowList, refusals: BoundedLog
+    ) -> None:
+        self._allowed = allowed
+        self._refusals = refusals
+        self._stop, stopped = (context.socket(zmq.PAIR) for _ in range(2))
+        # Within the context, so that an id of this object is as unique as it has to be.
+        self._stop.bind(f"inproc://zap-stop-{id(self)}")
+        stopped.connect(f"inproc://zap-stop-{id(self)}")
+        self._socket = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.bind(ENDPOINT)
+        except zmq.ZMQError as error:
+            for each in (self._stop, stopped, self._socket):
+                each.close(linger=0)
+            raise ConfigError("", "this ZMQ context has a ZAP handler already") from error
+        self._thread = threading.Thread(target=self._run, args=(stopped,), name="zap", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._stop.closed:
+            return
+        self._stop.send(b"")
+        self._thread.join()
+        self._stop.close(linger=0)
+
+    def _run(self, stopped: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(stopped, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
+        try:
+            while stopped not in dict(poller.poll()):
+                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        finally:
+            self._socket.close()
+            stopped.close(linger=0)
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """[version, request id, status code, status text, user id, metadata]."""
+        request_id = request[1] if len(request) > 1 else b""
+        user, problem = self._check(request)
+        if not user:
+            address = request[3].decode(errors="replace") if len(request) > 3 else ""
+            self._refusals.warning(address, problem)
+        code, text = (b"200", b"OK") if user else (b"400", b"refused")
+        return [_VERSION, request_id, code, text, user.encode(), b""]
+
+    def _check(self, request: list[bytes]) -> tuple[str, str]:
+        """The user id of who may connect, or "" and the reason."""
+        if len(request) < _FIELDS or request[0] != _VERSION or request[2] != DOMAIN:
+            return "", "not a ZAP request of this cluster's sockets"
+        mechanism, credentials = request[5], request[6:]
+        if mechanism != b"CURVE" or len(credentials) != 1 or len(credentials[0]) != _KEY_BYTES:
+            return "", f"connected with {mechanism.decode(errors='replace')} and not with a key"
+        key = z85.encode(credentials[0]).decode("ascii")
+        if self._allowed.name_of(key) is None:
+            return "", f"the key {key[:8]}... may not connect here"
+        return key, ""

@@ -1,0 +1,63 @@
+"""Log lines about what other processes do: bounded in rate, however often they do it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from common.observability.logs import Log
+
+FIRST = 5  # lines of a window that are written at once
+WINDOW = 10.0  # seconds
+MAX_PEERS = 8  # named in the summary
+
+
+class BoundedLog:
+    """One kind of event: the first few of a window are logged, the others counted in one line at its end.
+
+    Thread-safe. A window ends at the first event or `flush` after WINDOW seconds.
+    """
+
+    def __init__(self, log: Log, event: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._event = event
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since = -WINDOW
+        self._written = 0
+        self._suppressed: Counter[str] = Counter()  # by peer, the most frequent ones
+        self.total = 0
+
+    def warning(self, peer: str, reason: str) -> None:
+        """`peer` did something that is refused for `reason`."""
+        with self._lock:
+            self.total += 1
+            self._end_window()
+            if self._written < FIRST:
+                self._written += 1
+                self._log.warning(self._event, peer=peer, reason=reason)
+            elif peer in self._suppressed or len(self._suppressed) < MAX_PEERS:
+                self._suppressed[peer] += 1
+            else:
+                self._suppressed["others"] += 1
+
+    def flush(self) -> None:
+        """Write the summary of a window that is over. Called from time to time, since the events may have ceased."""
+        with self._lock:
+            self._end_window()
+
+    def _end_window(self) -> None:
+        now = self._clock()
+        if now - self._since < WINDOW:
+            return
+        if self._suppressed:
+            self._log.warning(
+                f"{self._event}: not logged one by one",
+                count=self._suppressed.total(),
+                seconds=round(now - self._since, 1),
+                peers=dict(self._suppressed),
+            )
+        self._since, self._written = now, 0
+        self._suppressed.clear()
