@@ -18,6 +18,7 @@ from common.errors import ConfigError, ModelError
 from common.observability import logs
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
+from common.observability.stderr_file import write_stderr
 
 EXIT_REFUSED = 2
 
@@ -68,12 +69,15 @@ def run_process(
     try:
         with StartupReporter(status_fd, log) as reporter:
             resolved = load_cluster(cluster, overrides or [])
-            logs.configure(name, resolved.cluster.process.log_level)
+            process = resolved.cluster.process
+            # the supervisor opened the log file if it passed a descriptor; otherwise the file is the caller's
+            max_bytes = None if status_fd is None else process.log_max_mib << 20
+            logs.configure(name, process.log_level, max_bytes)
             body(resolved, reporter, log)
             log.info("drained")
     except (ConfigError, ModelError) as error:
         log.error("cannot start", reason=str(error))
-        print(f"{name}: {error}", file=sys.stderr)
+        write_stderr(f"{name}: {error}")
         sys.exit(EXIT_REFUSED)
 
 

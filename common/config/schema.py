@@ -239,6 +239,7 @@ class Process(Section, frozen=True, kw_only=True):
     run_dir: str = "auto"  # sockets, pids, logs; auto: 0700 under $XDG_RUNTIME_DIR or /tmp
     threads: NotNegative = 1  # torch threads per node on CPU; 0: torch's default
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_max_mib: Positive = 64  # of each log that deploy/up opens; one rotated file is kept
     poison_graphs: bool = (
         False  # NaN and maximum ids in the padding of all graphs before each replay: for tests
     )

@@ -1,16 +1,19 @@
 """One JSON object per line on stderr: time, level, node, event, and the fields of the call (room, request_id, ...).
 
-A log that cannot be written never stops serving: errors of the stream are swallowed by logging itself.
+A log that cannot be written (a full disk, a closed pipe) never stops a process: lines are lost, counted, and their
+number is logged once writing works again.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
+import os
 import time
 from typing import Any
 
 import msgspec
+
+from common.observability.stderr_file import STDERR, StderrFile
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
@@ -32,6 +35,44 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return _encode(line).decode()
+
+
+class _StderrHandler(logging.Handler):
+    """Writes each record to standard error in one call, without a buffer that a full disk would fill."""
+
+    def __init__(self, file: StderrFile | None) -> None:
+        super().__init__()
+        self._file = file
+        self._lost = 0  # records since the last one that was written
+        self._cut = False  # the last line was written in part
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+            if self._lost:
+                line = f"{self._loss()}\n{line}"
+        except Exception:  # a field whose str() fails must not reach the caller
+            self.handleError(record)
+            return
+        self._write(("\n" * self._cut + line + "\n").encode(errors="replace"))
+
+    def _write(self, data: bytes) -> None:
+        if self._file is not None:
+            self._file.make_room(len(data))
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(STDERR, data[written:])
+        except OSError:
+            self._lost += 1
+            self._cut = self._cut or written > 0
+        else:
+            self._lost, self._cut = 0, False
+
+    def _loss(self) -> str:
+        fields = {"lines": self._lost}
+        values = {"levelname": "WARNING", "msg": "log lines were lost: stderr could not be written"}
+        return self.format(logging.makeLogRecord({**values, "fields": fields}))
 
 
 class Log:
@@ -61,9 +102,12 @@ class Log:
             self._logger.log(level, event, extra={"fields": fields})
 
 
-def configure(node: str, level: str) -> None:
-    """Send this process's logs to stderr as JSON lines. Call once, in __main__."""
-    handler = logging.StreamHandler(sys.stderr)
+def configure(node: str, level: str, max_bytes: int | None = None) -> None:
+    """Send this process's logs to stderr as JSON lines. Call in __main__, again once the level is known.
+
+    `max_bytes`: rotate the file that stderr leads to at this size; None: leave it to whoever opened it.
+    """
+    handler = _StderrHandler(None if max_bytes is None else StderrFile(max_bytes))
     handler.setFormatter(_JsonFormatter(node))
     root = logging.getLogger()
     root.handlers[:] = [handler]

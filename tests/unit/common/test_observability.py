@@ -75,6 +75,143 @@ def test_a_stream_that_is_gone_does_not_stop_serving() -> None:
     assert done.stdout == "still here\n"
 
 
+def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path) -> None:
+    """Nothing is raised, nothing is buffered, and what was lost is said once there is room again."""
+    done = run(
+        "import os, sys\n"
+        f"file = os.open({str(tmp_path / 'log')!r}, os.O_CREAT | os.O_APPEND | os.O_WRONLY)\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
+        "logs.configure('n', 'info')\n"
+        "log = Log('n')\n"
+        "log.info('lost')\n"
+        "log.info('lost too')\n"
+        "os.dup2(file, 2)\n"
+        "log.info('written')\n"
+        "log.info('and again')\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
+        "log.info('lost at the end')\n"
+    )
+    assert done.returncode == 0  # 120: the interpreter could not flush stderr at its exit
+    told, *rest = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert (told["level"], told["lines"]) == ("warning", 2)
+    assert "lost" in told["event"]
+    assert [line["event"] for line in rest] == ["written", "and again"]
+
+
+def test_a_line_that_was_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
+    """A disk fills up in the middle of a line: RLIMIT_FSIZE cuts a write in the same way."""
+    log = tmp_path / "log"
+    done = run(
+        "import os, resource, signal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"os.dup2(os.open({str(log)!r}, os.O_CREAT | os.O_APPEND | os.O_WRONLY), 2)\n"
+        "logs.configure('n', 'info')\n"
+        "Log('n').info('first')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (os.fstat(2).st_size + 10, resource.RLIM_INFINITY))\n"
+        "Log('n').info('second')\n"
+        "Log('n').info('third')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
+        "Log('n').info('fourth')\n"
+    )
+    assert done.returncode == 0, done.stderr
+    first, cut, told, fourth = log.read_text().splitlines()
+    assert len(cut) == 10
+    assert [json.loads(line)["event"] for line in (first, fourth)] == ["first", "fourth"]
+    assert json.loads(told)["lines"] == 2
+
+
+def test_a_field_that_cannot_be_shown_is_not_the_callers_problem() -> None:
+    done = run(
+        "class Odd:\n    def __str__(self):\n        raise ValueError('odd')\n"
+        "logs.configure('n', 'info')\nLog('n').info('event', odd=Odd())\nprint('still here')\n"
+    )
+    assert (done.returncode, done.stdout) == (0, "still here\n")
+
+
+# -- rotation --------------------------------------------------------------------------------------------------
+
+LOG_TO_A_FILE = (
+    "import os, sys\n"
+    "os.chdir(sys.argv[1])\n"
+    "log_file = os.open('n.log', os.O_CREAT | os.O_APPEND | os.O_WRONLY)\n"
+    "os.dup2(log_file, 1)\n"
+    "os.dup2(log_file, 2)\n"
+    "os.close(log_file)\n"
+    "logs.configure('n', 'info', max_bytes=1000)\n"
+    "log = Log('n')\n"
+)
+
+
+def run_in(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return run(f"import sys\nsys.argv.append({str(directory)!r})\n" + LOG_TO_A_FILE + code)
+
+
+def numbers(path: Path) -> list[int]:
+    return [json.loads(line)["number"] for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+def test_a_log_rotates_and_one_old_file_is_kept(tmp_path: Path) -> None:
+    done = run_in(
+        tmp_path,
+        "before = len(os.listdir('/proc/self/fd'))\n"
+        "for number in range(100):\n    log.info('event', number=number)\n"
+        "assert len(os.listdir('/proc/self/fd')) == before\n"
+        "print('printed')\n"
+        "sys.stdout.flush()\n"
+        "os.write(2, b'a crash of native code\\n')\n",
+    )
+    assert done.returncode == 0, (tmp_path / "n.log").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["n.log", "n.log.1"]
+    kept = numbers(tmp_path / "n.log.1") + numbers(tmp_path / "n.log")
+    assert kept == list(range(kept[0], 100))
+    assert 500 < (tmp_path / "n.log.1").stat().st_size <= 1000
+    assert (tmp_path / "n.log").read_text().endswith("printed\na crash of native code\n")
+
+
+def test_a_log_that_cannot_be_rotated_is_emptied(tmp_path: Path) -> None:
+    """Where no new file can be made (a directory in the way stands for a disk without inodes), size stays bounded."""
+    (tmp_path / "n.log.1" / "in the way").mkdir(parents=True)
+    done = run_in(tmp_path, "for number in range(100):\n    log.info('event', number=number)\n")
+    assert done.returncode == 0
+    assert (tmp_path / "n.log").stat().st_size <= 1000
+    assert numbers(tmp_path / "n.log")[-1] == 99
+
+
+def test_a_log_that_somebody_else_moved_begins_anew(tmp_path: Path) -> None:
+    done = run_in(
+        tmp_path,
+        "log.info('event', number=0)\n"
+        "os.rename('n.log', 'moved')\n"
+        "for number in range(1, 12):\n    log.info('event', number=number)\n",
+    )
+    assert done.returncode == 0
+    assert not (tmp_path / "n.log.1").exists()
+    assert numbers(tmp_path / "moved") + numbers(tmp_path / "n.log") == list(range(12))
+
+
+def test_a_pipe_is_not_rotated() -> None:
+    done = run(
+        "logs.configure('n', 'info', max_bytes=10)\nfor n in range(3):\n    Log('n').info('event', n=n)\n"
+    )
+    assert [json.loads(line)["n"] for line in done.stderr.splitlines()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("supervised", "rotated"), [(True, True), (False, False)])
+def test_only_the_supervisors_log_is_rotated(tmp_path: Path, supervised: bool, rotated: bool) -> None:
+    """A process that a person started with `2> file` leaves that file alone."""
+    done = run_in(
+        tmp_path,
+        "from pathlib import Path\nfrom common.process import run_process\n"
+        "def body(resolved, reporter, log):\n"
+        "    for n in range(12):\n        log.info('x' * 100_000)\n"
+        "read_end, write_end = os.pipe()\n"
+        f"run_process('n', Path({str(LOCAL)!r}), ['process.log_max_mib=1'], "
+        f"write_end if {supervised} else None, body)\n",
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "n.log.1").exists() == rotated
+
+
 # -- progress --------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +275,7 @@ def test_without_a_descriptor() -> None:
 
 @pytest.mark.parametrize("error", [ConfigError("router.port", "taken"), ModelError("no weights")])
 def test_what_starting_again_would_not_mend(
-    error: Exception, pipe: tuple[int, int], capsys: pytest.CaptureFixture[str]
+    error: Exception, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         raise error
@@ -146,7 +283,7 @@ def test_what_starting_again_would_not_mend(
     with pytest.raises(SystemExit) as caught:
         run_process("router", LOCAL, None, pipe[1], body)
     assert caught.value.code == EXIT_REFUSED == 2
-    assert f"router: {error}" in capsys.readouterr().err
+    assert f"router: {error}" in capfd.readouterr().err
     assert lines(pipe[0]) == [Progress(phase="failed", message=str(error))]
     os.close(pipe[0])
 

@@ -1,0 +1,66 @@
+"""Writes to standard error without a buffer, and bounds the size of the file that it leads to.
+
+The supervisor opens one log file per process as stdout and stderr, so tracebacks and crashes of native code land in
+the same file as log lines. The process itself rotates that file: it renames it to `NAME.log.1`, opens a new one and
+puts it in place of both descriptors. So a rotation loses nothing and needs no supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+STDOUT, STDERR = 1, 2
+
+
+def write_stderr(text: str) -> None:
+    """Write one line; a disk that is full or a reader that is gone is ignored."""
+    with contextlib.suppress(OSError):
+        os.write(STDERR, text.encode(errors="replace") + b"\n")
+
+
+class StderrFile:
+    """The regular file that standard error leads to; anything else (a terminal, a pipe) is never rotated."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: size at which the file is rotated. One old file is kept."""
+        self._max_bytes = max_bytes
+        self._path: Path | None = None
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(os.fstat(STDERR).st_mode):
+                self._path = Path(os.readlink(f"/proc/self/fd/{STDERR}"))
+
+    def make_room(self, nbytes: int) -> None:
+        """Rotate if `nbytes` more would exceed the limit; empty the file if it cannot be rotated."""
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):
+            current = os.fstat(STDERR)
+            if current.st_size + nbytes <= self._max_bytes:
+                return
+            try:
+                self._rotate(self._path, current)
+            except OSError:
+                os.ftruncate(STDERR, 0)
+
+    def _rotate(self, path: Path, current: os.stat_result) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            # somebody else may have moved the file: then only a new one is missing
+            if os.path.samestat(path.stat(), current):
+                path.replace(path.with_name(f"{path.name}.1"))
+        fresh = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            for descriptor in (STDOUT, STDERR):
+                if _leads_to(descriptor, current):
+                    os.dup2(fresh, descriptor)
+        finally:
+            os.close(fresh)
+
+
+def _leads_to(descriptor: int, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file)
+    except OSError:
+        return False
