@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from common.observability.startup import Progress
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before any fork: not much is safe after it
 TAIL_BYTES = 2000
+LINE_CHARACTERS = 300  # of a log line in a report
 KILLED_SECONDS = 30.0  # after SIGKILL: what takes longer hangs in the kernel
 
 
@@ -36,30 +36,61 @@ class Child:
     command: Sequence[str]
     log_path: Path
     progress: Progress = field(default_factory=lambda: Progress(phase="importing"))
-    restarts: int = 0
+    log_problem: str = ""  # why its output is lost; empty while it has a log
     _process: subprocess.Popen[bytes] | None = None
     _status: int = -1
     _buffer: bytes = b""
 
     def start(self) -> None:
-        if self._status >= 0:  # the last process died before its end was read
-            os.close(self._status)
-        read_end, write_end = os.pipe()
-        os.set_blocking(read_end, False)
-        self.progress = Progress(phase="importing")
-        self._buffer = b""
-        with self.log_path.open("ab") as log:
+        """Start a process; of an earlier one the log is kept. Raises OSError if none can be started."""
+        self._close_status()  # the last process died before its end was read
+        with contextlib.ExitStack() as opened:
+            read_end, write_end = os.pipe()
+            opened.callback(os.close, write_end)
+            on_failure = opened.enter_context(contextlib.ExitStack())
+            on_failure.callback(os.close, read_end)
+            os.set_blocking(read_end, False)
+            log = self._open_log()
+            opened.callback(os.close, log)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *self.command, "--status-fd", str(write_end)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[write_end],
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which drains in order
+                start_new_session=True,  # Ctrl-C reaches only the supervisor, which drains in order
                 preexec_fn=_die_with_parent,
             )
-        os.close(write_end)
+            on_failure.pop_all()
+        self.progress = Progress(phase="importing")
+        self._buffer = b""
         self._status = read_end
+
+    def _open_log(self) -> int:
+        """Its log or, where that cannot be opened, /dev/null: a process without a log is better than none."""
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            log = os.open(self.log_path, flags, 0o600)
+        except OSError as error:
+            self.log_problem = f"{self.log_path} cannot be opened ({error.strerror}): its output is lost"
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        self.log_problem = ""
+        return log
+
+    def _close_status(self) -> None:
+        if self._status >= 0:
+            os.close(self._status)
+            self._status = -1
+
+    def remove_logs(self) -> None:
+        """Remove the logs of an earlier cluster."""
+        for path in (self.log_path, self._old_log):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    @property
+    def _old_log(self) -> Path:
+        return self.log_path.with_name(f"{self.log_path.name}.1")
 
     @property
     def launched(self) -> bool:
@@ -79,12 +110,13 @@ class Child:
 
     def read_progress(self) -> Progress:
         """Take in what it has said since the last call."""
-        while self._status >= 0 and select.select([self._status], [], [], 0)[0]:
-            data = os.read(self._status, 65536)
-            if not data:
-                os.close(self._status)
-                self._status = -1
+        while self._status >= 0:
+            try:
+                data = os.read(self._status, 65536)
+            except BlockingIOError:
                 break
+            if not data:
+                self._close_status()
             self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
@@ -105,17 +137,57 @@ class Child:
             self._process.wait(grace)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(KILLED_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILLED_SECONDS)
             return False
         return True
 
     def log_tail(self) -> str:
         """The end of its log, for the person who sees it fail."""
-        try:
-            data = self.log_path.read_bytes()
-        except OSError:
-            return ""
-        text = data[-TAIL_BYTES:].decode(errors="replace")
-        if len(data) > TAIL_BYTES:  # begin with a whole line, unless one long line is all there is
-            text = text.partition("\n")[2] or text
-        return text
+        return _tail(self.log_path) or _tail(self._old_log)  # it may have just been rotated
+
+    def last_words(self) -> str:
+        """Why it ended, in one line: the reason that it gave at start-up, or the last line of its log."""
+        if self.read_progress().phase == "failed" and self.progress.message:
+            return _shorten(self.progress.message)
+        lines = self.log_tail().split("\n")
+        return _shorten(next((_event(line) for line in reversed(lines) if line.strip()), "no log line"))
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from Popen's return code."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no names
+        return f"signal {-code}"
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(size - TAIL_BYTES, 0))
+            text = file.read(TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    if size > TAIL_BYTES:  # begin with a whole line, unless one long line is all there is
+        text = text.partition("\n")[2] or text
+    return text
+
+
+def _event(line: str) -> str:
+    """A log line for people: of a JSON line the event, and the reason or the last line of the traceback."""
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, object])
+    except msgspec.DecodeError:
+        return line.strip()
+    reason = fields.get("reason") or str(fields.get("exception") or "").strip().rpartition("\n")[2]
+    event = str(fields.get("event", line))
+    return f"{event}: {reason}" if reason else event
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= LINE_CHARACTERS else f"{text[:LINE_CHARACTERS]} ..."

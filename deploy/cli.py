@@ -1,4 +1,8 @@
-"""`deploy/up`, `down`, `status` and `config`. Exit codes: 0 good, 1 failed, 2 refused, 3 not running."""
+"""`deploy/up`, `down`, `status` and `config`.
+
+Exit codes: 0 good, 1 failed, 2 refused, 3 not running. `status`: 0 everything is up, 1 the router cannot serve,
+4 degraded: requests are served, but a process is down or the supervisor has a problem.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,18 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table as RichTable
 
 from common.config import Resolved, load_cluster
-from common.config.run_directory import run_directory
+from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError
+from common.observability.stderr_file import StderrFile
 from deploy.children import Child
 from deploy.process_table import read_table
+from deploy.status_view import show_status
 from deploy.supervisor import LOCAL, AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
 DETACH_TIMEOUT = 960.0
 ANSWER_SECONDS = 5.0  # of the router, asked for its state
+EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, 2, 3, 4
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 console = Console(stderr=True)
@@ -61,16 +68,22 @@ def up(
     try:
         with StartView() as view:
             supervisor.start(view.show)
+    except ConfigError as error:
+        _refuse(cluster, error)
     except StartError as error:
         _fail(str(error))
     name = resolved.cluster.model.served_name or resolved.model_path.name
     _say(f"{name} answers at {supervisor.url}/v1  (logs: {supervisor.run_dir}/logs)", "bold")
     _say("Ctrl-C stops it.")
+    own_log = StderrFile(resolved.cluster.process.log_max_mib << 20)
+
+    def report(text: str) -> None:
+        own_log.make_room(len(text.encode()) + 1)
+        _say(text, "yellow")
+
     try:
-        supervisor.watch(lambda text: _say(text, "yellow"))
+        supervisor.watch(report)
         _say("draining ...")
-    except StartError as error:
-        _fail(str(error))
     finally:
         supervisor.stop()
     _say("stopped")
@@ -80,7 +93,7 @@ def up(
 def down(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     """Drain and stop a cluster."""
     resolved = _load(cluster, overrides)
-    table = read_table(_run_dir(cluster, resolved))
+    table = read_table(_run_dir(cluster, resolved, to_write=False))
     if table is None:
         _say("not running")
         return
@@ -99,29 +112,11 @@ def down(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
 def status(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     """Show the processes of a cluster and what the router says of its nodes."""
     resolved = _load(cluster, overrides)
-    table = read_table(_run_dir(cluster, resolved))
+    table = read_table(_run_dir(cluster, resolved, to_write=False))
     if table is None:
         _say("not running")
-        raise typer.Exit(3)
-    info = _server_info(table.url)
-    nodes = {node["name"]: node for node in info.get("nodes", [])} if info else {}
-    view = RichTable("process", "pid", "state", "running", "queued", "pages free / all")
-    for name, process in table.processes.items():
-        node = nodes.get(name, {})
-        load = node.get("load", {})
-        state = node.get("state", "up" if name == "router" and info else "not registered")
-        view.add_row(
-            name,
-            str(process.pid),
-            state if process.alive else "dead",
-            str(load.get("running", "")),
-            str(load.get("queued", "")),
-            f"{load['free_pages'] + load['cached_pages']} / {load['total_pages']}" if load else "",
-        )
-    out = _output()
-    out.print(f"{table.url}: {table.state}")
-    out.print(view)
-    raise typer.Exit(0 if info is not None and info.get("ready") else 1)
+        raise typer.Exit(EXIT_NOT_RUNNING)
+    raise typer.Exit(show_status(table, _server_info(table.url), _output()))
 
 
 @app.command()
@@ -183,7 +178,12 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "deploy.cli", "up", str(cluster)]
     command += [part for item in overrides for part in ("--set", item)]
     log_path = run_dir / "supervisor.log"
-    with log_path.open("wb") as log:
+    try:
+        log_path.unlink(missing_ok=True)
+        log = log_path.open("ab")
+    except OSError as error:
+        _refuse(cluster, unwritable(run_dir, error.strerror or str(error)))
+    with log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
@@ -210,9 +210,9 @@ def _load(cluster: Path, overrides: list[str] | None) -> Resolved:
         _refuse(cluster, error)
 
 
-def _run_dir(cluster: Path, resolved: Resolved) -> Path:
+def _run_dir(cluster: Path, resolved: Resolved, to_write: bool = True) -> Path:
     try:
-        return run_directory(resolved)
+        return run_directory(resolved, to_write)
     except ConfigError as error:
         _refuse(cluster, error)
 
@@ -231,18 +231,25 @@ def _output() -> Console:
 
 
 def _say(text: str, style: str | None = None) -> None:
-    """One line to the person; brackets in it are no markup, and no path is broken in two."""
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    """One line to the person; brackets in it are no markup, and no path is broken in two.
+
+    A terminal that is gone and a log on a full disk are no reason to end a cluster.
+    """
+    with contextlib.suppress(OSError):
+        if console.is_terminal:
+            console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
 def _fail(text: str) -> NoReturn:
     _say(text, "red")
-    raise typer.Exit(1)
+    raise typer.Exit(EXIT_FAILED)
 
 
 def _refuse(cluster: Path, error: ConfigError) -> NoReturn:
     _say(f"{cluster}: {error}", "red")
-    raise typer.Exit(2) from None
+    raise typer.Exit(EXIT_REFUSED) from None
 
 
 if __name__ == "__main__":

@@ -16,17 +16,18 @@ from types import FrameType
 import msgspec
 
 from common.config import Resolved
-from common.config.run_directory import run_directory
+from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError, TandemError
-from deploy.children import Child
+from deploy.children import Child, describe_exit
+from deploy.disk import disk_problem
+from deploy.leftovers import end_leftovers
 from deploy.process_table import State, Table, entry, read_table, table_path, write_table
+from deploy.watcher import START_TIMEOUT, Report, Watcher
 from kv_transfer.transport.shm_segment import sweep_orphans
 
-START_TIMEOUT = 900.0  # seconds until every process has loaded its weights
 PROBE_TIMEOUT = 60.0
-RESTARTS = 5  # of one process within RESTART_WINDOW seconds; then the cluster is given up
-RESTART_WINDOW = 120.0
-EXIT_REFUSED = 2  # common.process: starting again would not help
+WATCH_INTERVAL = 0.1  # seconds between two looks at the processes
+DISK_INTERVAL = 1.0  # seconds between two looks at the disk, and between attempts to write the table
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # http_proxy is not for this host
 
 
@@ -56,16 +57,21 @@ class Supervisor:
         self.url = local_url(cluster.router.host, cluster.router.port)
         self._drain = cluster.health.drain_timeout
         logs = self._run_dir / "logs"
-        logs.mkdir(exist_ok=True)
+        try:
+            logs.mkdir(exist_ok=True)
+            self._lock = self._take_lock()
+        except OSError as error:
+            raise unwritable(self._run_dir, error.strerror or str(error)) from error
         common = ["--cluster", str(resolved.file), *(part for item in overrides for part in ("--set", item))]
         self.children = [Child("router", ["router", *common], logs / "router.log")]
         for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
             for node in nodes:
                 command = [f"{role}_node", "--name", node.name, *common]
                 self.children.append(Child(node.name, command, logs / f"{node.name}.log"))
+        self._watcher = Watcher(self.children)
         self._stop_requested = False
-        self._restarted: list[tuple[float, str]] = []
-        self._lock = self._take_lock()
+        self._problems: list[str] = []
+        self._table_problem = ""
 
     @property
     def run_dir(self) -> Path:
@@ -82,59 +88,54 @@ class Supervisor:
     def start(self, show: Callable[[list[Child]], None]) -> None:
         """Start everything and return once a probe request has gone through. `show` is called while it waits.
 
-        Raises StartError; then nothing is left running.
+        Raises StartError, or ConfigError if the run directory cannot be written to; then nothing is left running.
         """
-        sweep_orphans()
         try:
+            end_leftovers(self._run_dir, self._drain + 5)
+            sweep_orphans()
+            self._write_first()
             for child in self.children:
-                child.log_path.unlink(missing_ok=True)
+                child.remove_logs()
                 child.start()
             self._write("starting")
             self._wait_loaded(show)
             self._probe(show)
             self._write("ready")
+        except OSError as error:
+            self.stop()
+            raise StartError(f"no process can be started: {error}") from error
         except BaseException:
             self.stop()
             raise
 
-    def watch(self, report: Callable[[str], None]) -> None:
-        """Until a stop is requested: restart processes that die. Raises StartError when one dies too often."""
+    def watch(self, report: Report) -> None:
+        """Until a stop is requested: restart processes that end, and report that and every other problem."""
+        next_look = 0.0
         while not self._stop_requested:
-            time.sleep(0.2)
-            for child in self.children:
-                child.read_progress()
-                code = child.exit_code
-                if code is None or self._stop_requested:
-                    continue
-                report(f"{child.name} ended with {_describe(code)}; see {child.log_path}")
-                now = time.monotonic()
-                self._restarted = [(at, n) for at, n in self._restarted if now - at < RESTART_WINDOW]
-                if code == EXIT_REFUSED or sum(n == child.name for _, n in self._restarted) >= RESTARTS:
-                    raise StartError(f"{child.name} cannot be kept running:\n{child.log_tail()}")
-                time.sleep(min(0.2 * 2 ** sum(n == child.name for _, n in self._restarted), 5.0))
-                self._restarted.append((now, child.name))
-                child.restarts += 1
-                child.start()
+            changed = self._watcher.check(report)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + DISK_INTERVAL
+                changed = self._look_for_problems(report) or changed or bool(self._table_problem)
+            if changed:
                 self._write("ready")
-                report(f"{child.name} was started again")
+            time.sleep(WATCH_INTERVAL)
 
     def stop(self) -> None:
         """Drain: the router first, since it holds the clients, then the nodes. Leaves nothing behind."""
         started = [child for child in self.children if child.launched]
-        if not started:
-            return
-        self._write("stopping")
-        started[0].stop(self._drain + 5)
-        for child in started[1:]:
-            child.signal(signal.SIGTERM)
-        deadline = time.monotonic() + self._drain + 5
-        for child in started[1:]:
-            child.stop(max(deadline - time.monotonic(), 0.1))
-        sweep_orphans()
-        for socket in self._run_dir.glob("*.sock"):
-            socket.unlink(missing_ok=True)
-        table_path(self._run_dir).unlink(missing_ok=True)
-        self._lock_path.unlink(missing_ok=True)
+        if started:
+            self._write("stopping")
+            started[0].stop(self._drain + 5)
+            for child in started[1:]:
+                child.signal(signal.SIGTERM)
+            deadline = time.monotonic() + self._drain + 5
+            for child in started[1:]:
+                child.stop(max(deadline - time.monotonic(), 0.1))
+        with contextlib.suppress(OSError):
+            sweep_orphans()
+        for file in (*self._run_dir.glob("*.sock"), table_path(self._run_dir), self._lock_path):
+            with contextlib.suppress(OSError):  # on a disk that is read-only by now, it stays
+                file.unlink()
         os.close(self._lock)
 
     # -- start-up ------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Supervisor:
             if child.exit_code is not None:
                 child.read_progress()
                 reason = child.progress.message or child.log_tail()
-                raise StartError(f"{child.name} ended with {_describe(child.exit_code)}: {reason}")
+                raise StartError(f"{child.name} ended with {describe_exit(child.exit_code)}: {reason}")
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -207,18 +208,40 @@ class Supervisor:
                     return descriptor
             os.close(descriptor)  # the lock of a file that its last owner has just removed holds nobody off
 
+    def _write_first(self) -> None:
+        """As `_write`, but a table that cannot be written ends the start: `deploy/down` could not find the cluster."""
+        self._write("starting")
+        if self._table_problem:
+            raise unwritable(self._run_dir, self._table_problem)
+
     def _write(self, state: State) -> None:
-        write_table(
-            self._run_dir,
-            Table(
-                supervisor=entry(os.getpid()),
-                cluster=str(self._resolved.file),
-                url=self.url,
-                state=state,
-                processes={child.name: entry(child.pid) for child in self.children if child.launched},
-            ),
+        """Write the table; a failure is a problem to report, never the end of the cluster."""
+        table = Table(
+            supervisor=entry(os.getpid()),
+            cluster=str(self._resolved.file),
+            url=self.url,
+            state=state,
+            processes=self._watcher.records(),
+            problems=self._problems,
         )
+        try:
+            write_table(self._run_dir, table)
+            self._table_problem = ""
+        except OSError as error:
+            self._table_problem = f"cluster.json cannot be written: {error.strerror or error}"
 
-
-def _describe(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    def _look_for_problems(self, report: Report) -> bool:
+        """Report problems that have come or gone; True if there were any."""
+        found = [disk_problem(self._run_dir) or "", *(child.log_problem for child in self.children)]
+        if self._table_problem:
+            found.append(f"{self._run_dir}: {self._table_problem}; deploy/status shows an old state")
+        problems = [problem for problem in found if problem]
+        for problem in problems:
+            if problem not in self._problems:
+                report(problem)
+        for problem in self._problems:
+            if problem not in problems:
+                report(f"no longer so: {problem}")
+        changed = problems != self._problems
+        self._problems = problems
+        return changed

@@ -14,10 +14,11 @@ KEY = "process.run_dir"
 MAX_SOCKET_BYTES = 107  # sockaddr_un.sun_path, less its end
 
 
-def run_directory(resolved: Resolved) -> Path:
+def run_directory(resolved: Resolved, to_write: bool = True) -> Path:
     """Create (0700) and return it. Short on purpose, since sockets lie in it.
 
-    Raises ConfigError if it cannot be made, is somebody else's, or is too long for its sockets.
+    `to_write`: the caller makes files in it; without, a directory on a read-only file system is accepted.
+    Raises ConfigError if it cannot be made or written to, is somebody else's, or is too long for its sockets.
     """
     configured = resolved.cluster.process.run_dir
     try:
@@ -30,6 +31,8 @@ def run_directory(resolved: Resolved) -> Path:
         _own(path, follow=configured != "auto")
     except OSError as error:
         raise ConfigError(KEY, f"cannot make {error.filename}: {error.strerror}; set {KEY}") from error
+    if to_write and not os.access(path, os.W_OK | os.X_OK):
+        raise unwritable(path, "it is read-only for this user")
     names = ["router", *(node.name for node in resolved.cluster.prefill.nodes)]
     longest = path / f"{max(names, key=len)}.sock"
     if len(os.fsencode(longest)) > MAX_SOCKET_BYTES:
@@ -39,6 +42,14 @@ def run_directory(resolved: Resolved) -> Path:
             "socket's path may have; choose a shorter directory",
         )
     return path
+
+
+def unwritable(path: Path, problem: str) -> ConfigError:
+    """The error for a run directory in which files cannot be made: names the path and the remedy."""
+    return ConfigError(
+        KEY,
+        f"cannot write to {path}: {problem}; free space or give write access there, or set {KEY} to another directory",
+    )
 
 
 def _base() -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.children import TAIL_BYTES, Child
+from deploy.children import TAIL_BYTES, Child, describe_exit
 from tests.fakes.waiting import PATIENCE, until
 
 PROGRAM = """
@@ -156,3 +156,77 @@ def test_log_tail_of_one_long_line(tmp_path: Path) -> None:
     """A traceback is one line of JSON: the person has to see its end."""
     (tmp_path / "log").write_text("{" + "x" * 9000 + " out of memory}\n")
     assert Child("c", [], tmp_path / "log").log_tail().endswith(" out of memory}\n")
+
+
+# -- what it says last -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("", "no log line"),
+        ("one\ntwo  three\n\n", "two three"),
+        ('{"event":"cannot start","reason":"router.port: taken"}\n', "cannot start: router.port: taken"),
+        (
+            '{"event":"main loop","exception":"Traceback\\n  line\\nValueError: odd"}\n',
+            "main loop: ValueError: odd",
+        ),
+        ('{"event":"drained"}\n', "drained"),
+        ("[1, 2]\n", "[1, 2]"),
+        ("x" * 1000 + "\n", "x" * 300 + " ..."),
+    ],
+)
+def test_last_words(tmp_path: Path, log: str, words: str) -> None:
+    (tmp_path / "log").write_text(log)
+    assert Child("c", [], tmp_path / "log").last_words() == words
+
+
+def test_last_words_are_the_reason_given_at_start_up(make: Callable[[str], Child]) -> None:
+    child = make("""say('{"phase":"failed","message":"no such model"}\\n'); print('later', flush=True)""")
+    child.start()
+    until(lambda: child.exit_code is not None)
+    assert child.last_words() == "no such model"
+
+
+def test_the_tail_of_a_log_that_was_just_rotated(tmp_path: Path) -> None:
+    (tmp_path / "n.log").write_text("")
+    (tmp_path / "n.log.1").write_text("before\n")
+    assert Child("n", [], tmp_path / "n.log").log_tail() == "before\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(0, "exit code 0"), (2, "exit code 2"), (-9, "signal SIGKILL"), (-40, "signal 40")]
+)
+def test_exits_in_words(code: int, text: str) -> None:
+    assert describe_exit(code) == text
+
+
+def test_a_start_that_fails_leaves_no_descriptor(
+    make: Callable[[str], Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = make("pass")
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError):
+        child.start()
+    assert set(os.listdir("/proc/self/fd")) == before
+    monkeypatch.undo()
+
+
+def test_without_a_log_it_runs_all_the_same(make: Callable[[str], Child], tmp_path: Path) -> None:
+    child = make("print('lost'); sys.exit(4)")
+    child.log_path = tmp_path / "missing" / "log"
+    child.start()
+    until(lambda: child.exit_code is not None)
+    assert child.exit_code == 4
+    assert child.log_problem.startswith(f"{child.log_path} cannot be opened (No such file")
+    assert child.last_words() == "no log line"
+
+
+def test_logs_of_an_earlier_cluster_are_removed(tmp_path: Path) -> None:
+    child = Child("n", [], tmp_path / "n.log")
+    child.remove_logs()
+    for name in ("n.log", "n.log.1", "other.log"):
+        (tmp_path / name).write_text("old\n")
+    child.remove_logs()
+    assert [path.name for path in tmp_path.iterdir()] == ["other.log"]

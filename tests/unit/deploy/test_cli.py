@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import http.server
 import json
@@ -20,9 +21,12 @@ from common.config import load_cluster
 from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from deploy import cli
-from deploy.process_table import Entry, Table, entry, write_table
+from deploy.process_table import Entry, ProcessRecord, Table, entry, write_table
 from deploy.supervisor import LOCAL, AlreadyRunning, Supervisor, local_url
+from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.waiting import PATIENCE
+
+__all__ = ["small_disk"]
 
 RUNNER = CliRunner()
 
@@ -108,11 +112,18 @@ def test_set_is_checked(directory: Path) -> None:
     assert "'router.port'" in flat(result)
 
 
-def make_table(directory: Path, url: str, supervisor: Entry | None = None) -> Path:
+def make_table(
+    directory: Path, url: str, decode: ProcessRecord | None = None, problems: list[str] | None = None
+) -> Path:
+    """Of a running supervisor; `decode` stands for decode-0, which is up otherwise."""
     run_dir = run_directory(load_cluster(directory / "c.yaml"))
-    me = supervisor or entry(os.getpid())
-    processes = {"router": me, "prefill-0": me, "decode-0": Entry(pid=1, started=1)}
-    write_table(run_dir, Table(supervisor=me, cluster="c", url=url, state="ready", processes=processes))
+    me = entry(os.getpid())
+    up = ProcessRecord(pid=me.pid, started=me.started, state="up")
+    processes = {"router": up, "prefill-0": up, "decode-0": decode or up}
+    written = Table(
+        supervisor=me, cluster="c", url=url, state="ready", processes=processes, problems=problems or []
+    )
+    write_table(run_dir, written)
     return run_dir
 
 
@@ -146,21 +157,85 @@ class Server:
 LOAD = {"running": 2, "queued": 1, "free_pages": 5, "cached_pages": 3, "total_pages": 9}
 
 
-@pytest.mark.parametrize(("ready", "code"), [(True, 0), (False, 1)])
-def test_status(directory: Path, monkeypatch: pytest.MonkeyPatch, ready: bool, code: int) -> None:
+NODES = [{"name": "prefill-0", "state": "up", "load": LOAD}, {"name": "decode-0", "state": "up"}]
+ALIVE = {"pid": os.getpid(), "started": entry(os.getpid()).started}
+CRASHED = ProcessRecord(
+    pid=1,
+    started=1,
+    state="backing off",
+    restarts=7,
+    restart_at=1e12,
+    last_end="ended with exit code 1 (ENOMEM)",
+)
+
+
+def status_of(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ready: bool = True,
+    nodes: list[dict[str, Any]] = NODES,
+    decode: ProcessRecord | None = None,
+    problems: list[str] | None = None,
+) -> Result:
     monkeypatch.setattr(cli, "ANSWER_SECONDS", PATIENCE)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for this host
     monkeypatch.delenv("no_proxy", raising=False)
-    nodes = [{"name": "prefill-0", "state": "up", "load": LOAD}]
     with Server(json.dumps({"ready": ready, "nodes": nodes}).encode()) as server:
-        make_table(directory, server.url)
-        result = run("status", str(directory / "c.yaml"))
-    assert result.exit_code == code
-    assert f"{server.url}: ready" in result.stdout
-    lines = {line.replace("│", " ").split()[0]: line for line in result.stdout.splitlines() if "│" in line}
+        make_table(directory, server.url, decode, problems)
+        return run("status", str(directory / "c.yaml"))
+
+
+def test_status(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = status_of(directory, monkeypatch)
+    assert result.exit_code == 0
+    first, *rest = result.stdout.splitlines()
+    assert first.endswith(": ready")
+    lines = {line.replace("│", " ").split()[0]: line for line in rest if "│" in line}
     assert "8 / 9" in lines["prefill-0"]
-    assert "dead" in lines["decode-0"]
-    assert "up" in lines["router"]
+    assert all("up" in lines[name] for name in ("router", "prefill-0", "decode-0"))
+
+
+def test_status_while_no_request_can_be_served(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = status_of(directory, monkeypatch, ready=False)
+    assert result.exit_code == 1
+    assert ": not ready" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("nodes", "decode", "shown"),
+    [
+        (NODES, CRASHED, "down, starts again in"),
+        (NODES, ProcessRecord(pid=1, started=1, state="up"), "dead"),
+        (NODES[:1], ProcessRecord(**ALIVE, state="starting", restarts=1), "starting"),
+        (NODES[:1], ProcessRecord(**ALIVE, state="up"), "not registered"),
+        ([NODES[0], {"name": "decode-0", "state": "draining"}], None, "draining"),
+    ],
+)
+def test_status_of_a_degraded_cluster(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[dict[str, Any]],
+    decode: ProcessRecord | None,
+    shown: str,
+) -> None:
+    """Another node of the role answers requests; a script learns of the missing one by the exit code."""
+    result = status_of(directory, monkeypatch, nodes=nodes, decode=decode)
+    assert result.exit_code == 4
+    first, *rest = result.stdout.splitlines()
+    assert first.endswith(": degraded")
+    assert shown in next(line for line in rest if "decode-0" in line)
+
+
+def test_status_says_why_a_process_ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = status_of(directory, monkeypatch, decode=CRASHED)
+    assert "decode-0 last ended with exit code 1 (ENOMEM)" in result.stdout.splitlines()
+    assert "7" in next(line for line in result.stdout.splitlines() if "│ decode-0" in line)
+
+
+def test_status_shows_what_the_supervisor_cannot_do(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = status_of(directory, monkeypatch, problems=["the disk of [/run/x] is full"])
+    assert result.exit_code == 4
+    assert "problem: the disk of [/run/x] is full" in result.stdout.splitlines()
 
 
 @pytest.mark.parametrize("answer", [b"<html>", b"[]", b""])
@@ -174,7 +249,7 @@ def test_status_of_a_router_that_does_not_answer(directory: Path) -> None:
     make_table(directory, "http://127.0.0.1:9")
     result = run("status", str(directory / "c.yaml"))
     assert result.exit_code == 1
-    assert "not registered" in result.stdout
+    assert "does not answer" in result.stdout
 
 
 def test_the_loopback_opener_ignores_proxies() -> None:
@@ -200,6 +275,58 @@ def test_detach_beside_a_running_cluster(directory: Path) -> None:
     result = run("up", "--detach", str(directory / "c.yaml"))
     assert result.exit_code == 1
     assert f"runs already at http://127.0.0.1:9 (pid {os.getpid()})" in flat(result)
+
+
+# -- a run directory that cannot be written to -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [("up",), ("up", "--detach")])
+def test_a_read_only_run_directory_is_one_sentence(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    run_dir = run_directory(load_cluster(directory / "c.yaml"))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: path != run_dir and access(path, mode))
+    result = run(*arguments, str(directory / "c.yaml"))
+    assert result.exit_code == 2
+    (line,) = flat(result).splitlines()
+    assert f"process.run_dir: cannot write to {run_dir}" in line
+    assert "set process.run_dir to another directory" in line
+    assert run("status", str(directory / "c.yaml")).exit_code == 3  # reading needs no permission to write
+
+
+@pytest.mark.parametrize("arguments", [("up",), ("up", "--detach")])
+def test_a_real_read_only_run_directory(
+    directory: Path, small_disk: FullDisk, arguments: tuple[str, ...]
+) -> None:
+    small_disk.make_read_only()
+    result = run(*arguments, str(directory / "c.yaml"), "--set", f"process.run_dir={small_disk.path}")
+    assert result.exit_code == 2
+    (line,) = flat(result).splitlines()
+    assert f"cannot write to {small_disk.path}" in line
+
+
+@pytest.mark.parametrize("call", ["mkdir", "lock", "write_bytes"])
+def test_a_disk_that_is_full_at_the_start_is_one_sentence(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Whatever fails first: the directory of logs, the lock, or the table."""
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run_dir = run_directory(load_cluster(directory / "c.yaml"))
+    if call == "lock":
+        monkeypatch.setattr(Supervisor, "_take_lock", full)
+    else:
+        monkeypatch.setattr(Path, call, full)
+        monkeypatch.setattr("common.config.run_directory._own", lambda directory, follow: None)
+    result = run("up", str(directory / "c.yaml"))
+    assert result.exit_code == 2
+    (line,) = flat(result).splitlines()
+    assert f"process.run_dir: cannot write to {run_dir}: " in line
+    assert "No space left on device" in line
+    assert not list(run_dir.glob("lock"))
 
 
 # -- the supervisor's lock and address -------------------------------------------------------------------------

@@ -7,9 +7,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from deploy.process_table import Entry, Table, entry, read_table, start_time, table_path, write_table
+from deploy import process_table
+from deploy.process_table import (
+    Entry,
+    ProcessRecord,
+    Table,
+    entry,
+    read_any_table,
+    read_table,
+    start_time,
+    table_path,
+    write_table,
+)
+from tests.fakes.disks import FullDisk, full_disk
+
+__all__ = ["full_disk"]
 
 
 def table(supervisor: Entry) -> Table:
@@ -18,7 +33,17 @@ def table(supervisor: Entry) -> Table:
         cluster="/c.yaml",
         url="http://127.0.0.1:1",
         state="ready",
-        processes={"router": supervisor},
+        processes={
+            "router": ProcessRecord(
+                pid=7,
+                started=8,
+                state="backing off",
+                restarts=3,
+                restart_at=5.5,
+                last_end="ended with exit code 1",
+            )
+        },
+        problems=["the disk is full"],
     )
 
 
@@ -45,6 +70,46 @@ def test_what_a_killed_supervisor_left(tmp_path: Path) -> None:
     me = entry(os.getpid())
     write_table(tmp_path, table(Entry(pid=me.pid, started=me.started - 1)))  # its pid is somebody else's now
     assert read_table(tmp_path) is None
+    left = read_any_table(tmp_path)
+    assert left is not None
+    assert left.processes["router"].pid == 7
+
+
+def test_a_full_disk_keeps_the_table_current(full_disk: FullDisk) -> None:
+    """Its blocks are there already: what changes is written into them, and no half-written file takes up space."""
+    me = entry(os.getpid())
+    write_table(full_disk.path, table(me))
+    full_disk.fill()
+    for restarts in range(100):
+        record = ProcessRecord(pid=1, started=1, restarts=restarts, last_end="x" * 500)
+        changed = msgspec.structs.replace(table(me), processes={"router": record})
+        write_table(full_disk.path, changed)
+        assert read_table(full_disk.path) == changed
+    assert sorted(path.name for path in full_disk.path.iterdir()) == ["cluster.json", "filler"]
+    with pytest.raises(OSError, match="No space left"):
+        write_table(full_disk.path, msgspec.structs.replace(changed, url="x" * 20_000))
+    assert read_table(full_disk.path) == changed
+    full_disk.free()
+    write_table(full_disk.path, table(me))
+    assert read_table(full_disk.path) == table(me)
+
+
+def test_a_table_that_is_being_overwritten_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = table(entry(os.getpid()))
+    write_table(tmp_path, whole)
+    text = table_path(tmp_path).read_bytes()
+    table_path(tmp_path).write_bytes(text[:50])
+    waits: list[float] = []
+
+    def finish(seconds: float) -> None:
+        waits.append(seconds)
+        table_path(tmp_path).write_bytes(text)
+
+    monkeypatch.setattr(process_table.time, "sleep", finish)
+    assert read_table(tmp_path) == whole
+    assert len(waits) == 1
 
 
 def test_alive() -> None:

@@ -1,0 +1,43 @@
+"""Ends processes that a killed supervisor has left, so that a new cluster never shares names and sockets with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from deploy.process_table import Entry, read_any_table
+
+POLL_SECONDS = 0.05
+KILLED_SECONDS = 10.0  # after SIGKILL; what takes longer hangs in the kernel
+
+
+def end_leftovers(run_dir: Path, grace: float) -> list[str]:
+    """Drain what still runs of the last cluster in `run_dir`, kill it after `grace` seconds; return its names.
+
+    Call with the cluster's lock held: then the supervisor that wrote the table is gone.
+    """
+    table = read_any_table(run_dir)
+    alive = {name: each for name, each in table.processes.items() if each.alive} if table else {}
+    names = list(alive)
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILLED_SECONDS)):
+        for each in alive.values():
+            _signal(each, number)
+        deadline = time.monotonic() + patience
+        while alive and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            alive = {name: each for name, each in alive.items() if each.alive}
+    return names
+
+
+def _signal(process: Entry, number: signal.Signals) -> None:
+    """The descriptor holds the process: a later one with its pid is never signalled."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            if process.alive:
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)

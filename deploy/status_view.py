@@ -1,0 +1,62 @@
+"""What `deploy/status` shows: the supervisor's table of processes beside what the router says of its nodes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from deploy.process_table import ProcessRecord, Table
+
+UP, NOT_READY, DEGRADED = 0, 1, 4  # exit codes of deploy/status
+
+
+def show_status(table: Table, info: dict[str, Any] | None, out: Console) -> int:
+    """Print the state and return the exit code. `info`: the router's /server_info, None without an answer."""
+    nodes = {node["name"]: node for node in info.get("nodes", [])} if info else {}
+    view = RichTable("process", "pid", "state", "restarts", "running", "queued", "pages free / all")
+    states = {name: _state(name, record, nodes, info) for name, record in table.processes.items()}
+    for name, record in table.processes.items():
+        load = nodes.get(name, {}).get("load", {})
+        view.add_row(
+            escape(name),
+            str(record.pid),
+            escape(states[name]),
+            str(record.restarts),
+            str(load.get("running", "")),
+            str(load.get("queued", "")),
+            f"{load['free_pages'] + load['cached_pages']} / {load['total_pages']}" if load else "",
+        )
+    degraded = bool(table.problems) or any(state != "up" for state in states.values())
+    ready = info is not None and bool(info.get("ready"))
+    summary = table.state if table.state != "ready" or ready else "not ready"
+    out.print(f"{table.url}: {'degraded' if ready and degraded and summary == 'ready' else summary}")
+    out.print(view)
+    for name, record in table.processes.items():
+        if record.last_end:
+            _line(out, f"{name} last {record.last_end}")
+    for problem in table.problems:
+        _line(out, f"problem: {problem}")
+    if not ready:
+        return NOT_READY
+    return DEGRADED if degraded else UP
+
+
+def _state(name: str, record: ProcessRecord, nodes: dict[str, Any], info: dict[str, Any] | None) -> str:
+    if record.state == "backing off":
+        wait = max((record.restart_at or 0.0) - time.monotonic(), 0.0)
+        return f"down, starts again in {wait:.0f} s"
+    if not record.alive:
+        return "dead"
+    if name == "router":
+        return "up" if info is not None else "does not answer"
+    if name in nodes:
+        return str(nodes[name].get("state", "up"))
+    return "starting" if record.state == "starting" else "not registered"
+
+
+def _line(out: Console, text: str) -> None:
+    out.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,102 @@
+"""Starts the processes of a running cluster again when they end, each after its own back-off."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from deploy.backoff import Backoff
+from deploy.children import Child, describe_exit
+from deploy.process_table import ProcessRecord, ProcessState, entry
+
+START_TIMEOUT = 900.0  # seconds until a process must have loaded its weights
+Report = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One process. `restart_at` is set exactly while it is down."""
+
+    child: Child
+    started_at: float
+    backoff: Backoff = field(default_factory=Backoff)
+    up_since: float | None = None
+    restart_at: float | None = None
+    restarts: int = 0
+    last_end: str = ""
+
+
+class Watcher:
+    """Looks after all processes without ever waiting for one: while one is down, the others are looked after."""
+
+    def __init__(self, children: Sequence[Child], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._watched = {child.name: _Watched(child, clock()) for child in children}
+
+    def check(self, report: Report) -> bool:
+        """Look once at every process; restart what is due. Returns whether a record changed."""
+        changes = [self._check(each, report) for each in self._watched.values()]
+        return any(changes)
+
+    def records(self) -> dict[str, ProcessRecord]:
+        """The state of every process that was started, by name."""
+        return {name: _record(each) for name, each in self._watched.items() if each.child.launched}
+
+    def _check(self, each: _Watched, report: Report) -> bool:
+        now, child = self._clock(), each.child
+        if each.restart_at is not None:
+            if now >= each.restart_at:
+                self._restart(each, now, report)
+                return True
+            return False
+        ready = child.read_progress().phase == "ready"
+        code = child.exit_code
+        if code is not None:
+            _schedule(each, now, f"ended with {describe_exit(code)} ({child.last_words()})", report)
+            return True
+        if each.up_since is None and ready:
+            each.up_since = now
+            if each.restarts:
+                report(f"{child.name} is up again (pid {child.pid})")
+            return True
+        if each.up_since is None and now - each.started_at > START_TIMEOUT:
+            report(
+                f"{child.name} is not ready after {START_TIMEOUT:.0f} s and is killed; see {child.log_path}"
+            )
+            each.started_at = now
+            child.signal(signal.SIGKILL)
+        return False
+
+    def _restart(self, each: _Watched, now: float, report: Report) -> None:
+        try:
+            each.child.start()
+        except (OSError, subprocess.SubprocessError) as error:
+            _schedule(each, now, f"failed to start ({error})", report)
+            return
+        each.restart_at, each.started_at = None, now
+        each.restarts += 1
+        report(f"{each.child.name} was started again (pid {each.child.pid})")
+
+
+def _schedule(each: _Watched, now: float, end: str, report: Report) -> None:
+    """Set the time of the next start, and say what ended, why, and when it comes back."""
+    delay = each.backoff.next_delay(0.0 if each.up_since is None else now - each.up_since)
+    each.up_since, each.restart_at, each.last_end = None, now + delay, end
+    child = each.child
+    report(f"{child.name} {end}; it will be started again in {delay:.1f} s; log: {child.log_path}")
+
+
+def _record(each: _Watched) -> ProcessRecord:
+    process = entry(each.child.pid)
+    state: ProcessState = "up" if each.child.progress.phase == "ready" else "starting"
+    return ProcessRecord(
+        pid=process.pid,
+        started=process.started,
+        state="backing off" if each.restart_at is not None else state,
+        restarts=each.restarts,
+        restart_at=each.restart_at,
+        last_end=each.last_end,
+    )

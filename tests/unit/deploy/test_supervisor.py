@@ -1,0 +1,214 @@
+"""The supervisor with small scripts as processes: restarts, a full disk, what a killed supervisor has left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from common.config import load_cluster
+from deploy.children import Child
+from deploy.disk import disk_problem
+from deploy.leftovers import end_leftovers
+from deploy.process_table import ProcessRecord, Table, entry, read_table, write_table
+from deploy.supervisor import StartError, Supervisor
+from deploy.watcher import Watcher
+from tests.fakes.disks import FullDisk, small_disk
+from tests.fakes.waiting import PATIENCE, until
+
+__all__ = ["small_disk"]
+
+PROGRAM = """
+import os, signal, sys, time
+script, status = sys.argv[1], int(sys.argv[-1])
+def ready():
+    os.write(status, b'{"phase":"ready"}\\n')
+exec(script)
+"""
+STAY = "signal.signal(15, lambda n, f: sys.exit(0)); ready()\nwhile True: time.sleep(0.01)"
+CRASH = "print('no memory', file=sys.stderr); sys.exit(1)"
+
+
+@dataclass
+class Watching:
+    """A supervisor that watches in a thread; ends its processes on exit."""
+
+    supervisor: Supervisor
+    said: list[str]
+    thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watching:
+        for child in self.supervisor.children:
+            child.start()
+        self.supervisor._write("ready")
+        self.thread = threading.Thread(target=self.supervisor.watch, args=(self.said.append,))
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self.thread is not None
+        alive = self.thread.is_alive()
+        self.supervisor.request_stop()
+        self.thread.join(PATIENCE)
+        self.supervisor.stop()
+        assert alive, "watch ended"
+
+    def child(self, name: str) -> Child:
+        return next(child for child in self.supervisor.children if child.name == name)
+
+    def record(self, name: str) -> ProcessRecord:
+        table = read_table(self.supervisor.run_dir)
+        assert table is not None
+        return table.processes[name]
+
+    def heard(self, text: str) -> bool:
+        return any(text in line for line in self.said)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watching]]:
+    """A cluster of scripts, by name."""
+    for name in list(os.environ):
+        if name.startswith("TANDEM_"):
+            monkeypatch.delenv(name)
+    with tempfile.TemporaryDirectory(prefix="td") as directory:
+        (Path(directory) / "scripted.py").write_text(PROGRAM)
+        monkeypatch.setenv("PYTHONPATH", directory)
+        file = Path(directory) / "c.yaml"
+
+        def cluster(run_dir: Path | None = None, **scripts: str) -> Watching:
+            where = run_dir or Path(directory) / "run"
+            file.write_text(
+                f"model: {{path: m}}\nprocess: {{run_dir: {where}}}\nhealth: {{drain_timeout: 5.0}}\n"
+            )
+            supervisor = Supervisor(load_cluster(file), [])
+            supervisor.children = [
+                Child(name, ["scripted", script], supervisor.run_dir / "logs" / f"{name}.log")
+                for name, script in scripts.items()
+            ]
+            supervisor._watcher = Watcher(supervisor.children)
+            return Watching(supervisor, [])
+
+        yield cluster
+
+
+def test_one_process_in_a_crash_loop_leaves_the_others_alone(make: Callable[..., Watching]) -> None:
+    with make(router=STAY, loop=CRASH, other=STAY) as cluster:
+        until(lambda: cluster.record("loop").restarts >= 4)
+        loop = cluster.record("loop")
+        assert loop.last_end == "ended with exit code 1 (no memory)"
+        assert cluster.heard("loop ended with exit code 1 (no memory); it will be started again in 1.6 s")
+        assert [cluster.record(name).restarts for name in ("router", "other")] == [0, 0]
+        assert [cluster.record(name).state for name in ("router", "other")] == ["up", "up"]
+        assert cluster.record("other").alive
+        cluster.child("other").signal(signal.SIGKILL)
+        until(lambda: cluster.record("other").restarts == 1 and cluster.record("other").state == "up")
+        assert cluster.heard("other ended with signal SIGKILL")
+
+
+def test_a_full_disk_and_a_dead_process(make: Callable[..., Watching], small_disk: FullDisk) -> None:
+    """The table says so in the blocks that it has, the report says so, and the process is started again."""
+    with make(small_disk.path, router=STAY, node=STAY) as cluster:
+        run_dir = cluster.supervisor.run_dir
+        until(lambda: cluster.record("node").state == "up")
+        small_disk.fill()
+        until(lambda: cluster.heard("is full (under 1 MiB free)"))
+        cluster.child("node").signal(signal.SIGKILL)
+        until(lambda: cluster.record("node").restarts == 1 and cluster.record("node").alive)
+        assert cluster.record("node").last_end.startswith("ended with signal SIGKILL")
+        table = read_table(run_dir)
+        assert table is not None
+        assert f"the disk of {run_dir} is full" in table.problems[0]
+        (run_dir / "logs" / "node.log").unlink()
+        (run_dir / "logs").rename(run_dir / "gone")  # no log can be opened any more
+        cluster.child("node").signal(signal.SIGKILL)
+        until(lambda: cluster.record("node").restarts == 2)
+        until(lambda: cluster.heard("node.log cannot be opened"))
+        assert cluster.record("node").alive
+
+
+def test_a_run_directory_that_becomes_read_only(make: Callable[..., Watching], small_disk: FullDisk) -> None:
+    with make(small_disk.path, router=STAY, node=STAY) as cluster:
+        until(lambda: cluster.record("node").state == "up")
+        before = cluster.child("node").pid
+        logs = [child.log_path for child in cluster.supervisor.children]
+        for log in logs:
+            log.unlink()
+        subprocess.run(["mount", "--bind", str(small_disk.path), str(small_disk.path)], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(small_disk.path)], check=True)
+        try:
+            until(lambda: cluster.heard("read-only file system"))
+            cluster.child("node").signal(signal.SIGKILL)
+            until(lambda: cluster.heard("node was started again"))
+            assert cluster.child("node").pid != before
+            until(lambda: cluster.heard("cluster.json cannot be written"))
+        finally:
+            subprocess.run(["umount", "-l", str(small_disk.path)], check=True)
+        until(lambda: cluster.record("node").restarts == 1)
+        assert cluster.heard("no longer so: ")
+
+
+def test_a_disk_with_space_is_no_problem(tmp_path: Path, small_disk: FullDisk) -> None:
+    assert disk_problem(tmp_path) is None
+    assert "is full" in (disk_problem(small_disk.path) or "")
+    assert "cannot be read" in (disk_problem(tmp_path / "none") or "")
+
+
+def test_a_refusal_at_the_first_start_ends_it(make: Callable[..., Watching]) -> None:
+    refuse = 'os.write(status, b\'{"phase":"failed","message":"no such model"}\\n\'); sys.exit(2)'
+    cluster = make(router=STAY, node=refuse)
+    with pytest.raises(StartError, match="node ended with exit code 2: no such model"):
+        cluster.supervisor.start(lambda children: None)
+    assert sorted(path.name for path in cluster.supervisor.run_dir.iterdir()) == ["logs"]
+    again = make(router=STAY)  # the lock is free
+    again.supervisor.stop()
+
+
+def test_nothing_is_left_of_a_start_that_cannot_even_fork(
+    make: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: Child) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(Child, "start", start)
+    cluster = make(router=STAY)
+    with pytest.raises(StartError, match="no process can be started: Resource temporarily unavailable"):
+        cluster.supervisor.start(lambda children: None)
+    assert sorted(path.name for path in cluster.supervisor.run_dir.iterdir()) == ["logs"]
+
+
+# -- what a killed supervisor has left -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("", -signal.SIGTERM), ("signal.signal(15, signal.SIG_IGN)", -9)]
+)
+def test_processes_of_a_killed_supervisor_are_ended(tmp_path: Path, script: str, code: int) -> None:
+    """Two generations under the same names would take each other's place at the router."""
+    program = f"import signal, time\n{script}\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        left.stdout.readline()
+        process = entry(left.pid)
+        me = entry(os.getpid())
+        stranger = ProcessRecord(pid=me.pid, started=me.started - 1)  # its pid was given to us since
+        dead = ProcessRecord(pid=process.pid, started=1)
+        running = ProcessRecord(pid=process.pid, started=process.started)
+        processes = {"router": stranger, "prefill-0": dead, "decode-0": running}
+        table = Table(supervisor=stranger, cluster="c", url="u", state="ready", processes=processes)
+        write_table(tmp_path, table)
+        assert end_leftovers(tmp_path, 0.3 if code == -9 else PATIENCE) == ["decode-0"]
+        assert left.wait(PATIENCE) == code
+    assert end_leftovers(tmp_path, PATIENCE) == []
+    assert end_leftovers(tmp_path / "nothing", PATIENCE) == []
