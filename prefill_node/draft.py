@@ -25,6 +25,11 @@ class PrefillDraft(Protocol):
         """What it reads of the target."""
         ...
 
+    @property
+    def rewrites(self) -> int:
+        """How many rows before a chunk its next forward may write again; never rows of the prefix cache."""
+        ...
+
     def extend(
         self,
         chunks: Sequence[Chunk],
@@ -41,6 +46,7 @@ class NoDraft:
     """Decode nodes need nothing but the target's KV."""
 
     hidden_mode = CaptureHiddenMode.NULL
+    rewrites = 0
 
     def extend(
         self,
@@ -57,6 +63,7 @@ class EaglePrefill:
     """Row t reads the token behind t: the next one of the prompt, also across chunks, or the one just drawn."""
 
     hidden_mode = CaptureHiddenMode.FULL
+    rewrites = 0
 
     def __init__(self, forward: Callable[[ForwardBatch, Tensor, Tensor | None], EagleDraftInput]) -> None:
         """`forward`: a DraftPrefill, by graphs where they fit."""
@@ -84,6 +91,7 @@ class ModelPrefill:
     """A draft that is a language model of its own reads the same tokens at the same positions."""
 
     hidden_mode = CaptureHiddenMode.NULL
+    rewrites = 0
 
     def __init__(self, forward: Callable[[ForwardBatch], ForwardOutput]) -> None:
         """`forward`: a PrefillExtend, by graphs where they fit."""

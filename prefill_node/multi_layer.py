@@ -88,6 +88,11 @@ class MultiLayerPrefill:
         self._modules = tuple(modules)
         self._page_size = page_size
 
+    @property
+    def rewrites(self) -> int:
+        """The last module begins this many rows before a chunk: see `Windows.first`."""
+        return len(self._modules) - 1
+
     def extend(
         self,
         chunks: Sequence[Chunk],

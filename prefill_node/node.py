@@ -262,7 +262,7 @@ class PrefillNode:
         """
         # at least one token has to be computed: its logits give the first output token
         keys, pages = self._space.keys(request.contents), self._space.pages_for(request.num_tokens)
-        request.keyed = len(keys)
+        request.keyed, request.rewrites = len(keys), self._step.rewrites
         lease = self._space.lease(keys, pages, max_cached_tokens=request.num_tokens - 1, salt=request.salt)
         if lease is not None and not request.granted and self._space.available_pages < self._longest:
             lease.release()

@@ -20,9 +20,9 @@ from prefill_node.images import PromptImage
 class PrefillRequest:
     """Lives in exactly one queue at a time (see queues.py).
 
-    Invariant: sent_pages * page_size <= min(scheduled, keyed) and computed <= scheduled <= len(keys) until the last
-    chunk, from which on sent_pages may count the last, partly filled page too. Pages behind `computed` are those that
-    leave layer by layer.
+    Invariant: sent_pages * page_size <= max(min(scheduled - rewrites, keyed), cached tokens) and computed <= scheduled
+    <= len(keys) until the last chunk, from which on sent_pages may count the last, partly filled page too. Sent pages
+    past `computed` are those that leave layer by layer.
     """
 
     room: int
@@ -38,6 +38,7 @@ class PrefillRequest:
     granted: bool = False  # the decode node has set its pages aside
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
     keyed: int = 0  # tokens whose KV depends on the prompt alone; a draft reads further ahead
+    rewrites: int = 0  # computed tokens before a chunk whose KV the chunk's forward may write again
     scheduled: int = 0  # tokens whose forward has been launched, cached prefix included
     computed: int = 0  # tokens whose KV is known to be written
     sent_pages: int = 0  # logical pages given to the sender, those that the peer holds included
@@ -74,11 +75,14 @@ class PrefillRequest:
         return self.in_flight == 0 and self.settled
 
     def complete_pages(self, computed: int, page_size: int) -> int:
-        """Logical pages that change no more once so many tokens are computed."""
+        """Logical pages that no later forward writes once so many tokens are computed.
+
+        The sender may read them at any time from then on: a page that changed would not match its checksum.
+        """
         assert self.lease is not None
         if computed == self.num_tokens:
             return len(self.lease.pages)
-        return min(computed, self.keyed) // page_size
+        return max(min(computed - self.rewrites, self.keyed), self.lease.cached_tokens) // page_size
 
     def take_pages(self, computed: int, held_pages: int, page_size: int) -> RoomPages:
         """Complete pages that were not sent and are not held by the peer; they count as sent from here on."""

@@ -57,6 +57,11 @@ class PrefillStep:
         self._device = device
         self._completion = completion
 
+    @property
+    def rewrites(self) -> int:
+        """How many computed rows before a chunk its forward may write again: see `PrefillDraft`."""
+        return self._draft.rewrites
+
     def launch(self, chunks: Sequence[Chunk]) -> LaunchedPrefill:
         """Start the forward; nothing here waits for the device."""
         finals = [chunk for chunk in chunks if chunk.final]
