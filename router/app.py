@@ -31,11 +31,13 @@ from router.http_server import http_runner
 from router.image_inspector import ImageInspector
 from router.images import ImageLimits, ImageLoader, Images, NoImages
 from router.metrics import RouterMetrics
+from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.openai_routes import OpenAiRoutes
 from router.openai_schema import ChatRequest, CompletionRequest, honoured
 from router.placement import POLICIES, decode_cost, prefill_cost
 from router.request_checks import ServedModel
+from router.return_watch import ReturnWatch
 from router.status_routes import ClusterView, StatusRoutes
 from router.tokenizer import Tokenizer
 
@@ -111,12 +113,15 @@ class RouterApp:
             return "draining"
         for role in ("prefill", "decode"):
             if not self.registry.count(role):
-                return f"no {role} node is up"
+                expected = self.registry.expected(role)
+                back = f"; expected back: {', '.join(expected)}" if expected else ""
+                return f"no {role} node is up since {self.registry.missing_for(role):.0f} s{back}"
         return None
 
     def server_info(self) -> dict[str, Any]:
         served = self.served()
-        nodes = [_describe(node) for node in self.registry]
+        health = self.dispatcher.health
+        nodes = [_describe(node) | health.describe(node) for node in self.registry]
         return {
             "model_path": served.path,
             "served_model_name": served.name,
@@ -189,6 +194,14 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         log,
         on_lost,
         lambda: dispatcher.nodes_changed(),
+        ReturnWatch(
+            {
+                "prefill": [node.name for node in cluster.prefill.nodes],
+                "decode": [node.name for node in cluster.decode.nodes],
+            },
+            cluster.health.return_window,
+            time.monotonic,
+        ),
     )
     metrics = RouterMetrics(model.name, lambda: registry, lambda: control.refused_messages)
     dispatcher = Dispatcher(
@@ -206,6 +219,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         ),
         metrics,
         log,
+        NodeHealth(cluster.health.slow_start, time.monotonic),
     )
     images, body_bytes = _images(cluster.router, config.vision)
     app = web.Application(client_max_size=body_bytes, middlewares=[error_middleware(log)])
@@ -256,5 +270,6 @@ def _describe(node: Node) -> dict[str, Any]:
         "load": msgspec.to_builtins(node.load),
         "counters": msgspec.to_builtins(node.counters),
         "assigned": len(node.rooms),
+        "reachable": node.reachable,
         "as_of": node.as_of,
     }

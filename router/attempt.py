@@ -30,6 +30,7 @@ class Attempt:
     cached_tokens: int = 0
     prefill_over: bool = False  # pages handed over, or the leg failed: nothing to abort there
     decode_over: bool = False
+    transferred: bool = False  # the prefill node has handed the pages over
     blamed: set[str] = field(default_factory=set)  # incarnations that another attempt had better avoid
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 

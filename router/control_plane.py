@@ -156,6 +156,7 @@ class ControlPlane:
             if attempt is not None and attempt.prefill.incarnation == identity:
                 attempt.prefill_over = True
                 attempt.prefill.rooms.pop(message.room, None)
+                self._dispatcher.transferred(attempt)
             self._dispatcher.timelines.anchor(
                 message.room, identity, message.stages
             )  # also behind the last token
@@ -171,15 +172,16 @@ class ControlPlane:
         if attempt is None or identity not in (attempt.prefill.incarnation, attempt.decode.incarnation):
             return
         error: RequestError = from_code(message.code, message.message, message.param)
+        node = attempt.prefill if attempt.prefill.incarnation == identity else attempt.decode
         attempt.blamed.add(identity)
         if isinstance(error, TransferFailed | NodeLost):  # of a pair, either end may be the cause
             attempt.blamed |= {attempt.prefill.incarnation, attempt.decode.incarnation}
-        if attempt.prefill.incarnation == identity:
+        if node is attempt.prefill:
             attempt.prefill_over = True
             attempt.prefill.rooms.pop(message.room, None)
         else:
             attempt.decode_over = True
-        attempt.fail(error)
+        self._dispatcher.failed(attempt, node, error)
 
     def _on_register(self, speaker: Speaker, message: Register) -> None:
         if message.node.routing_id.encode() != speaker.routing_id:
@@ -220,7 +222,7 @@ class ControlPlane:
         ack = encode(self._ack(0, known=True))
         for node in self._registry:
             if not self._socket.send(node.routing_id.encode(), ack):
-                self._registry.lose(node, "its socket closed")
+                self._registry.lose(node, "its socket closed", "closed")
 
     def _ack(self, sequence: int, known: bool) -> HeartbeatAck:
         return HeartbeatAck(router_incarnation=self._incarnation, sequence=sequence, known=known)

@@ -7,8 +7,6 @@ position), so it goes on with the tokens it would have had; the client sees a pa
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -19,29 +17,27 @@ import msgspec
 
 from common.errors import (
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
-    NodeLost,
     Overloaded,
-    Preempted,
     RequestError,
+    TransferFailed,
     Unavailable,
 )
-from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_STOP
-from common.messages.identity import Role, new_room, routing_id
-from common.messages.image_inbox import LINK, ImageData
+from common.messages.identity import Role, new_room
 from common.messages.node_inbox import Abort
-from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
 from router.attempt import Attempt
 from router.generation import AnswerComplete, GenerationRequest, TokenDelta
+from router.legs import placement_messages
 from router.metrics import RouterMetrics
+from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.placement import PlacementPolicy
+from router.placer import Placer
+from router.retries import Retries
 from router.timeline import Timeline, Timelines
-
-FULL_QUEUE_SECONDS = 0.25  # before a request whose node's queue is full is tried again; doubled each time
-MOST_FULL_QUEUE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +61,12 @@ class Dispatcher:
         limits: DispatchLimits,
         metrics: RouterMetrics,
         log: Log,
+        health: NodeHealth | None = None,
     ) -> None:
         """`send` takes (routing id, message) and returns False if the node cannot be reached."""
         self._registry = registry
-        self._policies = policies
+        self.health = health or NodeHealth(0.0, time.monotonic)
+        self._placer = Placer(registry, policies, self.health)
         self._send = send
         self._limits = limits
         self._metrics = metrics
@@ -94,10 +92,25 @@ class Dispatcher:
         self._changed = asyncio.Event()
 
     def node_lost(self, node: Node, reason: str) -> None:
+        self.health.lost(node)
         for room in list(node.rooms):
             attempt = self._attempts.get(room)
             if attempt is not None:
                 attempt.lose(node, reason)
+
+    def transferred(self, attempt: Attempt) -> None:
+        """The prefill node has handed the pages over."""
+        attempt.transferred = True
+        self.health.transferred(attempt.prefill, attempt.decode)
+        self.health.node_served(attempt.prefill)
+
+    def failed(self, attempt: Attempt, node: Node, error: RequestError) -> None:
+        """A node of the attempt gave it up."""
+        if isinstance(error, TransferFailed):  # either end may be the cause, or what is between them
+            self.health.transfer_failed(attempt.prefill, attempt.decode)
+        elif isinstance(error, InternalError):
+            self.health.node_failed(node)
+        attempt.fail(error)
 
     def end_all(self, error: RequestError) -> None:
         """Every request ends with this error, which is not `retryable`; those that wait for a node, too."""
@@ -144,10 +157,9 @@ class Dispatcher:
     ) -> AsyncGenerator[TokenDelta, None]:
         said: list[int] = []
         avoid: set[str] = set()
-        failures = 0
         loop = asyncio.get_running_loop()
-        patience = math.inf  # when it stops waiting for room in the nodes' queues
-        pause = FULL_QUEUE_SECONDS
+        limits = self._limits
+        retries = Retries(limits.max_attempts, limits.placement_wait, deadline)
         for number in count(1):
             before = len(said)
             try:
@@ -159,35 +171,23 @@ class Dispatcher:
                         said.extend(token.id for token in delta.tokens)
                         yield delta
                 return
-            except Overloaded:
-                # a new request gets 503; one that was taken in before waits, with its text so far
-                if number == 1:
-                    raise
-                now = loop.time()
-                if patience == math.inf:
-                    self._metrics.retries.labels(Overloaded.code).inc()
-                    pause = FULL_QUEUE_SECONDS
-                patience = min(patience, now + self._limits.placement_wait, deadline)
-                # requests of a lost node come all at once, and must not come so again
-                apart = pause * random.uniform(0.5, 1.0)
-                if now + apart > patience:
-                    raise
-                await asyncio.sleep(apart)  # nodes do not say when there is room
-                pause = min(2 * pause, MOST_FULL_QUEUE_SECONDS)
             except RequestError as error:
-                patience = math.inf
-                # a preempted request that got further has not failed: its text and its deadline bound how often
-                failures += not (isinstance(error, Preempted) and len(said) > before)
-                if not error.retryable or failures >= self._limits.max_attempts:
+                elsewhere = self._placer.has_others(avoid)
+                pause = retries.pause(error, len(said) > before, elsewhere, loop.time())
+                if pause is None:
                     raise
                 self._metrics.retries.labels(error.code).inc()
-                self._log.warning(
-                    "placing a request again",
-                    request_id=request.request_id,
-                    attempt=number,
-                    tokens=len(said),
-                    reason=str(error),
-                )
+                if not isinstance(error, Overloaded):
+                    self._log.warning(
+                        "placing a request again",
+                        request_id=request.request_id,
+                        attempt=number,
+                        tokens=len(said),
+                        reason=str(error),
+                        pause=round(pause, 3),
+                    )
+            if pause and self._ending is None:
+                await asyncio.sleep(pause)
 
     async def _attempt(
         self,
@@ -232,85 +232,82 @@ class Dispatcher:
         deadline: float,
         retry: bool,
     ) -> Attempt:
-        """Choose a pair of nodes and send both halves of the request."""
+        """Choose a pair of nodes and send both halves of the request.
+
+        A node that cannot be sent to is out of reach from then on, so this ends; it is no failed attempt.
+        """
         loop = asyncio.get_running_loop()
-        patience = loop.time() + self._limits.placement_wait if retry else loop.time()
+        tokens = [*request.token_ids, *said]
+        started = loop.time()
+        while True:
+            prefill, decode = await self._pair(avoid, started, deadline, retry)
+            self._check_length(request)
+            attempt = Attempt(new_room(), prefill, decode)
+            self._open(attempt, timeline, len(tokens))
+            remaining_ms = max(int((deadline - loop.time()) * 1000), 1)
+            for address, node, message in placement_messages(request, attempt, tokens, remaining_ms):
+                if not self._send(address, message):
+                    self._registry.unreachable(node)
+                    self.health.node_failed(node)
+                    # the decode node is told first: only it can hold something of this attempt
+                    attempt.prefill_over, attempt.decode_over = True, node is decode
+                    self._close(attempt)
+                    break
+            else:
+                return attempt
+
+    async def _pair(self, avoid: set[str], started: float, deadline: float, retry: bool) -> tuple[Node, Node]:
+        """Wait for a pair: a retry for `placement_wait`, a new request too if a node is expected to come back."""
+        loop = asyncio.get_running_loop()
+        waited: Role | None = None
         while True:
             if self._ending is not None:
                 raise self._ending
             changed = self._changed
-            prefill = self._registry.choose("prefill", self._policies["prefill"], avoid)
-            decode = self._registry.choose("decode", self._policies["decode"], avoid)
-            if prefill is not None and decode is not None:
-                break
-            missing = "prefill" if prefill is None else "decode"
-            until = min(patience, deadline)
+            found = self._placer.choose(avoid)
+            if not isinstance(found, str):
+                return found
+            if waited != found:
+                waited = found
+                self._metrics.placement.waited.labels(found).inc()
+            until = min(started + self._limits.placement_wait, deadline)
+            if not retry:
+                until = min(until, loop.time() + self._registry.expected_within(found))
             if loop.time() >= until:
-                raise Unavailable(f"no {missing} node can take requests now; try again in a few seconds")
+                self._metrics.placement.refused.labels(found).inc()
+                raise Unavailable(f"no {found} node can take requests now; try again in a few seconds")
             try:
                 async with asyncio.timeout_at(until):
                     await changed.wait()
             except TimeoutError:
                 continue
-        attempt = Attempt(new_room(), prefill, decode)
-        tokens = [*request.token_ids, *said]
+
+    def _check_length(self, request: GenerationRequest) -> None:
         limit = self._registry.max_model_len
-        if limit is not None and len(request.token_ids) + request.sampling.max_tokens > limit:
+        wanted = len(request.token_ids) + request.sampling.max_tokens
+        if limit is not None and wanted > limit:
             raise InvalidRequest(
-                f"prompt and max_tokens make {len(request.token_ids) + request.sampling.max_tokens} tokens, "
-                f"this cluster serves at most {limit}",
+                f"prompt and max_tokens make {wanted} tokens, this cluster serves at most {limit}",
                 param="max_tokens",
             )
+
+    def _open(self, attempt: Attempt, timeline: Timeline, tokens: int) -> None:
+        """From here on both nodes count the attempt, until `_close`."""
+        prefill, decode = attempt.prefill, attempt.decode
         self._attempts[attempt.room] = attempt
         now = time.monotonic()
         self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
-        prefill.rooms[attempt.room] = len(tokens)
+        prefill.rooms[attempt.room] = tokens
         decode.rooms[attempt.room] = 0
         timeline.mark("placed", now)
         timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
-        remaining_ms = max(int((deadline - loop.time()) * 1000), 1)
-        spans = tuple(image.span for image in request.images)
-        reserve = Reserve(
-            room=attempt.room,
-            request_id=request.request_id,
-            token_ids=tokens,
-            emitted=len(said),
-            sampling=request.sampling,
-            prefill=prefill.register.node,
-            deadline_ms=remaining_ms,
-            salt=request.salt,
-            images=spans,
-        )
-        prompt = Prefill(
-            room=attempt.room,
-            request_id=request.request_id,
-            token_ids=tokens,
-            emitted=len(said),
-            sampling=request.sampling,
-            decode=decode.incarnation,
-            deadline_ms=remaining_ms,
-            salt=request.salt,
-            images=spans,
-        )
-        parts = [
-            (routing_id(prefill.name, prefill.incarnation, LINK), prefill, data)
-            for data in _image_data(request)
-        ]
-        for address, node, part in (
-            (decode.routing_id, decode, reserve),
-            *parts,
-            (prefill.routing_id, prefill, prompt),
-        ):
-            if not self._send(address, part):
-                attempt.blamed.add(node.incarnation)
-                attempt.fail(NodeLost(f"{node.role} node {node.name} went away while the request was placed"))
-                break
-        return attempt
+        self.health.placed(prefill, decode)
 
     def _close(self, attempt: Attempt) -> None:
         """End an attempt, finished or not: whatever a node still holds of it is aborted."""
         del self._attempts[attempt.room]
         self.timelines.close(attempt.room)
+        self.health.released(attempt.prefill, attempt.decode)
         finished = attempt.finish_reason is not None
         reason = "finished" if finished else "the request ended at the router"
         # where the last token has come the prompt was handed over: the prefill node is about to say so
@@ -319,9 +316,3 @@ class Dispatcher:
             node.rooms.pop(attempt.room, None)
             if not over:
                 self._send(node.routing_id, Abort(room=attempt.room, reason=reason))
-
-
-def _image_data(request: GenerationRequest) -> list[ImageData]:
-    """Each image once, however often the prompt shows it."""
-    by_content = {image.span.digest: image.data for image in request.images}
-    return [ImageData(digest=digest, data=data, salt=request.salt) for digest, data in by_content.items()]

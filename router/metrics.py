@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
 from router.node_registry import Node
+from router.placement_metrics import PlacementMetrics
 from router.timeline import Timeline
 
 TTFT_BUCKETS = (
@@ -126,6 +127,7 @@ class RouterMetrics(Collector):
         self.retries = Counter(
             "tandem_retries", "Requests placed again, by cause", ("code",), registry=self._registry
         )
+        self.placement = PlacementMetrics(self._registry)
         self._registry.register(self)
 
     def request_finished(self, timeline: Timeline, prompt_tokens: int, generated_tokens: int) -> None:

@@ -1,18 +1,28 @@
 """Who is in the cluster: nodes register themselves, heartbeats carry their load, silence makes them lost.
 
+A node that a message cannot be sent to is out of reach: it is not chosen until it says something again.
+
 (unknown) ──Register──> up ──Drain or heartbeat says so──> draining ──Goodbye──> gone
                          └──────── no heartbeat, hung loop, closed socket ──────> lost (forgotten)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from common.messages.identity import NodeCounters, NodeLoad, NodeState, Role
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
-from router.placement import Candidate, PlacementPolicy
+from router.placement import Candidate
+from router.return_watch import ReturnWatch
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+# How a node left: `closed` means that its socket closed, so most likely that its process died.
+LossCause = Literal["closed", "silent", "hung", "goodbye", "replaced"]
 
 
 @dataclass(slots=True)
@@ -21,12 +31,15 @@ class Node:
 
     register: Register
     seen: float  # monotonic seconds of the last sign of life
+    since: float = 0.0  # monotonic seconds of its registration
     state: NodeState = "up"
     load: NodeLoad = field(default_factory=NodeLoad)
     counters: NodeCounters = field(default_factory=NodeCounters)
     loop_age: float = 0.0
     as_of: float = 0.0  # Unix seconds of its host: when load and counters were so
     rooms: dict[int, int] = field(default_factory=dict)  # room -> prompt tokens not computed yet
+    reachable: bool = True  # False from a failed send to its next heartbeat or registration
+    lost_by: LossCause | None = None  # set when it is lost
 
     @property
     def name(self) -> str:
@@ -45,8 +58,15 @@ class Node:
     def role(self) -> Role:
         return self.register.node.role
 
-    def candidate(self) -> Candidate:
-        return Candidate(self.name, self.incarnation, self.load, len(self.rooms), sum(self.rooms.values()))
+    @property
+    def eligible(self) -> bool:
+        """It takes requests and can be sent to."""
+        return self.state == "up" and self.reachable
+
+    def candidate(self, weight: float = 1.0) -> Candidate:
+        return Candidate(
+            self.name, self.incarnation, self.load, len(self.rooms), sum(self.rooms.values()), weight
+        )
 
 
 class NodeRegistry:
@@ -61,7 +81,9 @@ class NodeRegistry:
         log: Log,
         on_lost: Callable[[Node, str], None],
         on_change: Callable[[], None],
+        returns: ReturnWatch | None = None,
     ) -> None:
+        """`returns`: knows the nodes of the cluster file; without it no node is expected back."""
         self._fingerprint = fingerprint
         self._node_timeout = node_timeout
         self._loop_timeout = loop_timeout
@@ -69,13 +91,23 @@ class NodeRegistry:
         self._log = log
         self._on_lost = on_lost
         self._on_change = on_change
+        self._returns = returns or ReturnWatch({}, 0.0, clock)
         self._nodes: dict[str, Node] = {}  # incarnation -> node
+        self._served_at: dict[Role, float] = dict.fromkeys(ROLES, clock())  # a node took requests last
 
     def __iter__(self) -> Iterator[Node]:
         return iter(list(self._nodes.values()))
 
     def get(self, incarnation: str) -> Node | None:
         return self._nodes.get(incarnation)
+
+    def node(self, incarnation: str) -> Node:
+        """A node that is registered."""
+        return self._nodes[incarnation]
+
+    def eligible(self) -> list[Node]:
+        """Nodes of both roles that take requests and can be sent to."""
+        return [node for node in self._nodes.values() if node.eligible]
 
     def register(self, message: Register) -> str | None:
         """Take a node in. Returns None, or a sentence that says why it is refused."""
@@ -95,9 +127,14 @@ class NodeRegistry:
                 )
         for other in self:
             if other.name == node.name and other.incarnation != node.incarnation:
-                self.lose(other, "a new process registered under its name")
-        if node.incarnation not in self._nodes:
-            self._nodes[node.incarnation] = Node(message, self._clock())
+                self.lose(other, "a new process registered under its name", "replaced")
+        known = self._nodes.get(node.incarnation)
+        if known is not None:
+            self._heard(known)
+        else:
+            now = self._clock()
+            self._nodes[node.incarnation] = Node(message, now, now)
+            self._returns.arrived(node.role, node.name)
             self._log.info(
                 "node registered", peer=node.name, role=node.role, incarnation=node.incarnation[:8]
             )
@@ -110,7 +147,9 @@ class NodeRegistry:
         if node is None:
             return False
         changed = node.state != message.state
-        node.seen = self._clock()
+        if changed:
+            self._served(node)
+        self._heard(node)
         node.state, node.load, node.counters = message.state, message.load, message.counters
         node.loop_age, node.as_of = message.loop_age_ms / 1000, message.as_of
         if changed:
@@ -121,11 +160,20 @@ class NodeRegistry:
         """The node said goodbye: whatever it still held is lost like a dead node's."""
         node = self._nodes.get(incarnation)
         if node is not None:
-            self.lose(node, "it said goodbye")
+            self.lose(node, "it said goodbye", "goodbye")
 
-    def lose(self, node: Node, reason: str) -> None:
+    def unreachable(self, node: Node) -> None:
+        """A message could not be sent to it: do not choose it until it says something again."""
+        if node.reachable:
+            node.reachable = False
+            self._log.warning("node out of reach", peer=node.name, role=node.role)
+
+    def lose(self, node: Node, reason: str, cause: LossCause) -> None:
         """Forget a node and end what it holds."""
         if self._nodes.pop(node.incarnation, None) is not None:
+            node.lost_by = cause
+            self._served(node)
+            self._returns.left(node.role, node.name)
             self._log.warning(
                 "node lost", peer=node.name, role=node.role, reason=reason, requests=len(node.rooms)
             )
@@ -138,19 +186,45 @@ class NodeRegistry:
         for node in self:
             node.seen = min(node.seen + stalled, now)
             if now - node.seen > self._node_timeout:
-                self.lose(node, f"no heartbeat for {now - node.seen:.1f} s")
+                self.lose(node, f"no heartbeat for {now - node.seen:.1f} s", "silent")
             elif node.loop_age > self._loop_timeout:
-                self.lose(node, f"its main loop has not turned for {node.loop_age:.0f} s")
+                self.lose(node, f"its main loop has not turned for {node.loop_age:.0f} s", "hung")
 
-    def choose(self, role: Role, policy: PlacementPolicy, avoid: Container[str] = ()) -> Node | None:
-        """A node of `role` that takes requests, one of `avoid` (incarnations) only if there is no other; or None."""
-        candidates = [node.candidate() for node in self if node.role == role and node.state == "up"]
-        candidates = [each for each in candidates if each.incarnation not in avoid] or candidates
-        return self._nodes[policy.choose(candidates).incarnation] if candidates else None
+    def expected_within(self, role: Role) -> float:
+        """Seconds for which a node of `role` may still be expected to take requests soon; 0 if none is.
+
+        Expected are nodes of the cluster file that went or have not come yet, the successor of one that drains, and
+        nodes that are out of reach just now: they come back or are lost.
+        """
+        back = any(
+            node.role == role
+            and (not node.reachable or (node.state != "up" and self._returns.is_configured(role, node.name)))
+            for node in self._nodes.values()
+        )
+        return math.inf if back else self._returns.remaining(role)
+
+    def expected(self, role: Role) -> list[str]:
+        """Names of nodes of the cluster file that are away and expected back."""
+        return self._returns.expected(role)
+
+    def missing_for(self, role: Role) -> float:
+        """Seconds since the last node of a role went or stopped to take requests; 0 while there is one."""
+        return self._clock() - self._served_at[role] if not self.count(role) else 0.0
 
     def count(self, role: Role) -> int:
         """Nodes of a role that take requests."""
         return sum(node.role == role and node.state == "up" for node in self)
+
+    def _served(self, node: Node) -> None:
+        """The node is about to leave or change its state: until now it took requests, or did not."""
+        if node.state == "up":
+            self._served_at[node.role] = self._clock()
+
+    def _heard(self, node: Node) -> None:
+        node.seen = self._clock()
+        if not node.reachable:
+            node.reachable = True
+            self._on_change()
 
     @property
     def max_model_len(self) -> int | None:

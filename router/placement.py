@@ -1,12 +1,14 @@
-"""Which node takes a request: pure functions over what the registry knows, one class per policy."""
+"""Which nodes take a request: pure functions over what the registry knows, one class per policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.messages.identity import NodeLoad
+from common.messages.identity import NodeLoad, Role
+
+LEAST_WEIGHT = 0.05  # relative to the heaviest candidate: no node is starved
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Candidate:
     load: NodeLoad  # as of its last heartbeat
     assigned: int  # requests placed there and not finished: newer than any heartbeat
     assigned_tokens: int  # their prompt tokens that are not computed yet
+    weight: float = 1.0  # share of requests that it takes compared with the others; they may all be below 1
 
 
 class PlacementPolicy(Protocol):
@@ -26,30 +29,87 @@ class PlacementPolicy(Protocol):
     def choose(self, candidates: Sequence[Candidate]) -> Candidate: ...
 
 
+class Shares:
+    """Lets nodes of reduced weight take part in as many choices as their weight entitles them to.
+
+    Each choice gives such a node credit of weight / sum of weights; with a credit of 1 it may be chosen.
+    """
+
+    def __init__(self) -> None:
+        self._credit: dict[str, float] = {}  # name -> below 1 until it may be chosen
+
+    def split(self, candidates: Sequence[Candidate]) -> tuple[Sequence[Candidate], list[Candidate]]:
+        """(candidates of full weight, candidates of reduced weight whose turn has come)."""
+        most = max(c.weight for c in candidates)
+        if all(c.weight == most for c in candidates):
+            self._credit.clear()
+            return candidates, []
+        total = sum(c.weight for c in candidates)
+        reduced = [c for c in candidates if c.weight < most]
+        self._credit = {
+            c.name: min(self._credit.get(c.name, 0.0) + max(c.weight, LEAST_WEIGHT * most) / total, 2.0)
+            for c in reduced
+        }
+        due = [c for c in reduced if self._credit[c.name] > 1.0 - 1e-9]
+        return [c for c in candidates if c.weight == most], due
+
+    def take(self, chosen: Candidate) -> None:
+        if chosen.name in self._credit:
+            self._credit[chosen.name] -= 1.0
+
+
 class RoundRobin:
-    """Each in turn, by name, whatever their load."""
+    """Takes each in turn, by name, whatever their load. A node of reduced weight has its turn less often."""
 
     def __init__(self) -> None:
         self._last = ""
+        self._shares = Shares()
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate:
-        ordered = sorted(candidates, key=lambda c: c.name)
+        full, due = self._shares.split(candidates)
+        if due:
+            self._shares.take(due[0])
+            return due[0]
+        ordered = sorted(full, key=lambda c: c.name)
         chosen = next((c for c in ordered if c.name > self._last), ordered[0])
         self._last = chosen.name
         return chosen
 
 
 class LeastLoaded:
-    """The node with the least `cost`; among equals the one with the fewest requests, then each in turn."""
+    """The node with the least `cost` for its weight; among equals the one with the fewest requests, then in turn."""
 
     def __init__(self, cost: Callable[[Candidate], float]) -> None:
         self._cost = cost
         self._ties = RoundRobin()
+        self._shares = Shares()
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate:
-        ranked = [((self._cost(c), c.assigned), c) for c in candidates]
+        full, due = self._shares.split(candidates)
+        ranked = [((self._cost(c) / max(c.weight, LEAST_WEIGHT), c.assigned), c) for c in (*full, *due)]
         least = min(rank for rank, _ in ranked)
-        return self._ties.choose([c for rank, c in ranked if rank == least])
+        best = [c for rank, c in ranked if rank == least]
+        # among equals a node of reduced weight takes its turn: it comes seldom enough
+        chosen = next((c for c in due if c in best), None) or self._ties.choose(best)
+        self._shares.take(chosen)
+        return chosen
+
+
+def choose_pair(
+    prefills: Sequence[Candidate],
+    decodes: Sequence[Candidate],
+    policies: Mapping[Role, PlacementPolicy],
+    bad_pairs: Container[tuple[str, str]] = frozenset(),
+) -> tuple[Candidate, Candidate]:
+    """A prefill and a decode node, neither list empty. A pair of `bad_pairs` (incarnations) only if all are bad."""
+    if not bad_pairs:
+        return policies["prefill"].choose(prefills), policies["decode"].choose(decodes)
+
+    def linked(p: Candidate) -> list[Candidate]:
+        return [d for d in decodes if (p.incarnation, d.incarnation) not in bad_pairs]
+
+    prefill = policies["prefill"].choose([p for p in prefills if linked(p)] or prefills)
+    return prefill, policies["decode"].choose(linked(prefill) or decodes)
 
 
 def prefill_cost(candidate: Candidate) -> float:

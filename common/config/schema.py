@@ -223,6 +223,9 @@ class Health(Section, frozen=True, kw_only=True):
     loop_timeout: Seconds = 60.0  # a main loop that does not come round for so long is hung
     router_timeout: Seconds = 2.0  # no echo from the router: a node drops the router's requests
     drain_timeout: Seconds = 30.0
+    # after a node of this file went: requests wait for its role up to router.placement_wait
+    return_window: Seconds = 60.0
+    slow_start: Annotated[float, Meta(ge=0, le=3600)] = 10.0  # in which a new node's share of requests rises
 
 
 class Security(Section, frozen=True, kw_only=True):

@@ -23,8 +23,10 @@ from router.control_plane import ControlPlane
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.generation import Batch, GenerationRequest, TokenDelta
 from router.metrics import RouterMetrics
+from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.placement import RoundRobin
+from router.return_watch import ReturnWatch
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.waiting import PATIENCE
@@ -50,12 +52,20 @@ class RouterRig:
             limits.pop("queued_bytes", QUEUED_BYTES),
         )
         self.registry = NodeRegistry(
-            FINGERPRINT, 3.0, 5.0, clock, self.log, self._on_lost, lambda: self.dispatcher.nodes_changed()
+            FINGERPRINT,
+            3.0,
+            5.0,
+            clock,
+            self.log,
+            self._on_lost,
+            lambda: self.dispatcher.nodes_changed(),
+            ReturnWatch(limits.pop("configured", {}), limits.pop("return_window", 60.0), clock),
         )
         sweep = self.registry.sweep
         # real seconds in which this process stalls are none of the registry's clock, which is the test's
         self.registry.sweep = lambda stalled=0.0: sweep()  # type: ignore[method-assign]
         self.metrics = RouterMetrics("tiny", lambda: self.registry, lambda: self.control.refused_messages)
+        slow_start = limits.pop("slow_start", 0.0)
         values = {
             "max_attempts": 3,
             "max_requests": 100,
@@ -70,6 +80,7 @@ class RouterRig:
             DispatchLimits(**values),
             self.metrics,
             self.log,
+            NodeHealth(slow_start, clock),
         )
         self.nodes: list[FakeNode] = []
         self.control.start(self.registry, self.dispatcher)

@@ -424,4 +424,5 @@ async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
             async with asyncio.timeout(PATIENCE):
                 while await place() is not None:  # until the node takes them again
                     stalled.drain()
+                    prefill.beat()
         rig.nothing_left()

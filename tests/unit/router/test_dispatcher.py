@@ -18,10 +18,12 @@ from common.errors import (
 )
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
+from common.messages.identity import Role
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
 from router.generation import AnswerComplete, Batch
+from tests.fakes.clock import Clock
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import RouterRig, legs, router_rig
 from tests.fakes.waiting import PATIENCE, eventually
@@ -457,6 +459,164 @@ async def test_a_retry_does_not_wait_for_ever() -> None:
         decode.say(Goodbye(incarnation=decode.ref.incarnation))
         await client.done()
         assert isinstance(client.error, Unavailable)
+        rig.nothing_left()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_new_request_waits_for_a_node_that_is_expected_back(role: Role, comes: bool) -> None:
+    """The only node of a role restarts: its requests wait, and are answered 503 if it does not come."""
+    wait = 300.0 if comes else 0.05
+    async with router_rig(placement_wait=wait, configured={role: [f"{role}-0"]}) as rig:
+        prefill, decode = await rig.pair()
+        gone = prefill if role == "prefill" else decode
+        gone.say(Goodbye(incarnation=gone.ref.incarnation))
+        await eventually(lambda: not rig.registry.count(role))
+        clients = [rig.client() for _ in range(3)]
+        if comes:
+            await asyncio.sleep(0.02)
+            assert not any(client.task.done() for client in clients)
+            fresh = await rig.node(role, f"{role}-0")
+            pair = (fresh, decode) if role == "prefill" else (prefill, fresh)
+            for _ in clients:
+                _, prompt = await legs(*pair)
+                first_token(pair[0], prompt.room, 50, "stop")
+        for client in clients:
+            await client.done()
+            assert isinstance(client.error, type(None) if comes else Unavailable)
+        shown = rig.metrics.render().decode()
+        assert f'tandem_requests_without_node_total{{role="{role}"}} 3.0' in shown
+        assert (f'refused_without_node_total{{role="{role}"}} 3.0' in shown) != comes
+        rig.nothing_left()
+
+
+async def test_a_new_request_waits_for_the_nodes_of_a_router_that_has_just_started() -> None:
+    async with router_rig(
+        placement_wait=300.0, configured={"prefill": ["prefill-0"], "decode": ["decode-0"]}
+    ) as rig:
+        client = rig.client()
+        prefill, decode = await rig.pair()
+        _, prompt = await legs(prefill, decode)
+        first_token(prefill, prompt.room, 50, "stop")
+        assert (await client.done()).finish == "stop"
+
+
+async def test_nobody_waits_for_a_node_that_has_been_away_for_too_long() -> None:
+    clock = Clock()
+    configured = {"prefill": ["prefill-0"], "decode": ["decode-0"]}
+    async with router_rig(clock, placement_wait=300.0, configured=configured) as rig:
+        await rig.node("prefill", "prefill-0")
+        clock.now += 60
+        assert isinstance((await rig.client().done()).error, Unavailable)
+
+
+async def test_a_router_stall_costs_no_attempt() -> None:
+    """Every node has fenced itself and its sockets are gone: nothing is placed until the nodes are back."""
+    async with router_rig(max_attempts=2, placement_wait=300.0) as rig:
+        prefill, decode = await rig.pair(0)
+        other_prefill, other_decode = await rig.pair(1)
+        client = rig.client([1])
+        reserve, _ = await legs(prefill, decode)
+        first_token(prefill, reserve.room, 50)
+        await client.until(1)
+        send, sends = rig.dispatcher._send, []
+
+        def no_socket(address: str, message: object) -> bool:
+            sends.append(address)
+            return False
+
+        rig.dispatcher._send = no_socket
+        decode.say(Failed(room=reserve.room, code="node_lost", message="the router of this request is gone"))
+        newcomer = rig.client([2])
+        await eventually(lambda: {node.role for node in rig.registry.eligible()} == {"prefill"})
+        assert sorted(sends) == sorted(
+            [prefill.ref.routing_id, decode.ref.routing_id, other_decode.ref.routing_id]
+        ), "the abort of the first attempt, and one trial per decode node"
+        await asyncio.sleep(0.02)
+        assert not client.task.done()
+        assert not newcomer.task.done(), "nodes that are out of reach come back or are lost"
+        rig.dispatcher._send = send
+        other_decode.beat()
+        for _ in range(2):
+            reserve = await other_decode.expect(Reserve)
+            chosen = prefill if reserve.prefill == prefill.ref else other_prefill
+            first_token(chosen, reserve.room, 51, "length")
+        await client.done()
+        await newcomer.done()
+        assert (client.ids, newcomer.ids) == ([50, 51], [51])
+        rig.nothing_left()
+
+
+async def test_attempts_are_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pair that fails: three attempts are not spent within a millisecond."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async with router_rig(max_attempts=3) as rig:
+        prefill, decode = await rig.pair()
+        monkeypatch.setattr("router.dispatcher.asyncio.sleep", note)
+        client = rig.client()
+        for _ in range(3):
+            reserve, _ = await legs(prefill, decode)
+            decode.say(Failed(room=reserve.room, code="transfer_failed", message="no"))
+        await client.done()
+        spaced = [pause for pause in pauses if pause >= 0.025]
+        assert len(spaced) == 2
+        assert spaced[0] <= 0.05 <= spaced[1] * 2 <= 0.2
+
+
+async def test_a_link_that_fails_marks_the_pair_and_not_its_nodes() -> None:
+    """Others avoid the pair while both nodes serve on; after the back-off one request tries it again."""
+    clock = Clock()
+    async with router_rig(clock) as rig:
+        prefill, decode = await rig.pair(0)
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        other = await rig.node("decode", "decode-1")
+        decode.say(Failed(room=reserve.room, code="transfer_failed", message="the link is down"))
+        placed = []
+
+        async def serve() -> None:
+            _, prompt = await legs(prefill, other) if placed else (await other.expect(Reserve), None)
+            if prompt is None:
+                prompt = await prefill.expect(Prefill)
+            placed.append(prompt.decode)
+            prefill.say(PrefillDone(room=prompt.room, stages={}))
+            first_token(prefill, prompt.room, 50, "stop")
+
+        await serve()
+        await client.done()
+        for _ in range(4):
+            following = rig.client()
+            await serve()
+            await following.done()
+        assert set(placed) == {other.ref.incarnation}
+        shown = {node.name: rig.dispatcher.health.describe(node) for node in rig.registry}
+        assert shown["prefill-0"]["bad_pairs"] == [decode.ref.incarnation]
+        assert shown["decode-0"]["breaker"] == "closed"
+        clock.now += 1.0
+        for node in (prefill, decode, other):
+            node.beat()
+        trial = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        second = rig.client()
+        await legs(prefill, other)
+        third = rig.client()
+        await legs(prefill, other)
+        assert not [m for m in decode.received() if isinstance(m, Reserve)], "one trial at a time"
+        prefill.say(PrefillDone(room=reserve.room, stages={}))
+        await eventually(
+            lambda: (
+                rig.dispatcher.health.pairs.state((prefill.ref.incarnation, decode.ref.incarnation))
+                == "closed"
+            )
+        )
+        for waiting in (trial, second, third):
+            await waiting.leave()
         rig.nothing_left()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from common.messages.identity import NodeCounters, NodeLoad, NodeRef, NodeState,
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
 from router.node_registry import Node, NodeRegistry
-from router.placement import RoundRobin
+from router.return_watch import ReturnWatch
 from tests.fakes.clock import Clock
 
 
@@ -18,9 +19,19 @@ class Rig:
     clock: Clock = field(default_factory=Clock)
     lost: list[tuple[str, str]] = field(default_factory=list)
     changes: int = 0
+    configured: dict[Role, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.registry = NodeRegistry("f" * 64, 3.0, 5.0, self.clock, Log("router"), self._lost, self._changed)
+        self.registry = NodeRegistry(
+            "f" * 64,
+            3.0,
+            5.0,
+            self.clock,
+            Log("router"),
+            self._lost,
+            self._changed,
+            ReturnWatch(self.configured, 60.0, self.clock),
+        )
 
     def _lost(self, node: Node, reason: str) -> None:
         self.lost.append((node.name, reason))
@@ -63,7 +74,7 @@ def test_states() -> None:
     assert registry.heartbeat(beat("d", "draining"))
     assert [node.as_of for node in registry] == [7.0]
     assert (registry.count("decode"), rig.changes) == (0, 2)
-    assert registry.choose("decode", RoundRobin()) is None
+    assert registry.eligible() == []
     assert registry.heartbeat(beat("d", "draining"))
     assert rig.changes == 2, "nothing new"
     registry.leave("i-d")
@@ -125,15 +136,40 @@ def test_a_name_belongs_to_its_newest_process() -> None:
     assert [node.incarnation for node in rig.registry] == ["newer"]
 
 
-def test_choose_avoids_what_failed_while_there_is_something_else() -> None:
+def test_a_node_out_of_reach_is_not_eligible_until_it_speaks() -> None:
     rig = Rig()
-    for name in ("a", "b"):
-        rig.registry.register(register("decode", name))
-    policy = RoundRobin()
-    picks = [rig.registry.choose("decode", policy, frozenset({"i-a"})) for _ in range(3)]
-    assert [node.name for node in picks if node] == ["b"] * 3
-    both = rig.registry.choose("decode", policy, frozenset({"i-a", "i-b"}))
-    assert both is not None, "better a node that failed than none"
+    rig.registry.register(register("decode", "a"))
+    for speak in (
+        lambda: rig.registry.heartbeat(beat("a")),
+        lambda: rig.registry.register(register("decode", "a")),
+    ):
+        [node] = rig.registry.eligible()
+        rig.registry.unreachable(node)
+        assert rig.registry.eligible() == []
+        assert rig.registry.expected_within("decode") == math.inf, "it comes back or is lost"
+        before = rig.changes
+        speak()
+        assert rig.registry.eligible() == [node]
+        assert rig.changes == before + 1
+
+
+def test_nodes_of_the_file_are_expected_for_a_while() -> None:
+    rig = Rig(configured={"decode": ["d"]})
+    assert rig.registry.expected_within("prefill") == 0
+    assert rig.registry.expected_within("decode") == 60, "the router has just started"
+    rig.registry.register(register("decode", "d"))
+    assert rig.registry.expected_within("decode") == 0
+    rig.registry.heartbeat(beat("d", "draining"))
+    assert rig.registry.expected_within("decode") == math.inf, "its successor is expected"
+    rig.registry.leave("i-d")
+    rig.clock.now += 20
+    assert (rig.registry.expected_within("decode"), rig.registry.expected("decode")) == (40, ["d"])
+    assert rig.registry.missing_for("decode") == 20
+    rig.clock.now += 40
+    assert (rig.registry.expected_within("decode"), rig.registry.expected("decode")) == (0, [])
+    rig.registry.register(register("decode", "stranger"))
+    rig.registry.leave("i-stranger")
+    assert rig.registry.expected_within("decode") == 0, "it is not in the file"
 
 
 def test_the_least_length_of_all_counts() -> None:
@@ -154,7 +190,7 @@ def test_a_callback_may_change_the_registry() -> None:
     def lose_the_next(node: Node, reason: str) -> None:
         inner(node, reason)
         for other in rig.registry:
-            rig.registry.lose(other, "with it")
+            rig.registry.lose(other, "with it", "hung")
 
     rig.registry._on_lost = lose_the_next
     rig.clock.now += 4

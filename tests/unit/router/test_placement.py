@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.identity import NodeLoad
-from router.placement import POLICIES, Candidate, LeastLoaded, RoundRobin, decode_cost, prefill_cost
+from router.placement import (
+    POLICIES,
+    Candidate,
+    LeastLoaded,
+    RoundRobin,
+    choose_pair,
+    decode_cost,
+    prefill_cost,
+)
 
 
 def candidate(name: str, assigned: int = 0, tokens: int = 0, **load: int) -> Candidate:
@@ -85,3 +94,60 @@ def test_the_choice_is_a_candidate_of_least_cost(shapes: list[tuple[int, int, in
         assert chosen in nodes
         assert cost(chosen) == min(map(cost, nodes))
         assert POLICIES["round_robin"](cost).choose(nodes) in nodes
+
+
+def shares(policy: RoundRobin | LeastLoaded, weights: dict[str, float], choices: int) -> Counter[str]:
+    nodes = [replace(candidate(name), weight=weight) for name, weight in weights.items()]
+    return Counter(policy.choose(nodes).name for _ in range(choices))
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.1, 1.0), min_size=1, max_size=8),
+    st.sampled_from(["round_robin", "least_loaded"]),
+)
+def test_idle_nodes_take_requests_by_their_weight(weights: dict[str, float], name: str) -> None:
+    """Nobody is starved, and a node of reduced weight takes no more than its share."""
+    policy = POLICIES[name](decode_cost)
+    chosen = shares(policy, weights, 500)
+    total, most = sum(weights.values()), max(weights.values())
+    for node, weight in weights.items():
+        share = 500 * weight / total
+        assert chosen[node] >= int(share) - len(weights)
+        if weight < most:
+            assert chosen[node] <= share + 1
+
+
+def test_a_reduced_weight_counts_against_load() -> None:
+    """A node with a tenth of the weight is full with a tenth of the requests."""
+    policy = LeastLoaded(decode_cost)
+    busy = [candidate("old", 20), replace(candidate("new", 3), weight=0.1)]
+    assert {policy.choose(busy).name for _ in range(100)} == {"old"}
+
+
+def test_the_only_node_takes_all_whatever_its_weight() -> None:
+    for policy in (RoundRobin(), LeastLoaded(prefill_cost)):
+        assert shares(policy, {"a": 0.1}, 20) == {"a": 20}
+
+
+def pairs_of(bad: set[tuple[str, str]], names: str = "ab", choices: int = 8) -> set[str]:
+    policies = {"prefill": RoundRobin(), "decode": RoundRobin()}
+    prefills = [candidate(f"p{n}") for n in names]
+    decodes = [candidate(f"d{n}") for n in names]
+    keys = {(f"incarnation of {p}", f"incarnation of {d}") for p, d in bad}
+    chosen = [choose_pair(prefills, decodes, policies, keys) for _ in range(choices)]  # type: ignore[arg-type]
+    return {p.name + d.name for p, d in chosen}
+
+
+def test_a_bad_pair_is_not_chosen_and_its_nodes_are() -> None:
+    chosen = pairs_of({("pa", "da")})
+    assert "pada" not in chosen
+    assert {"p" + c for c in "ab"} <= {pair[:2] for pair in chosen}
+    assert {"d" + c for c in "ab"} <= {pair[2:] for pair in chosen}
+
+
+def test_a_prefill_node_without_a_good_link_is_left_out() -> None:
+    assert pairs_of({("pa", "da"), ("pa", "db"), ("pb", "da")}) == {"pbdb"}
+
+
+def test_bad_pairs_are_better_than_none() -> None:
+    assert pairs_of({(f"p{p}", f"d{d}") for p in "ab" for d in "ab"}) == {"pada", "pbdb"}

@@ -1,0 +1,106 @@
+"""Circuit breakers: what failed is left out for a while, then one request tries it again.
+
+    closed ──failures within the window──> open ──back-off over──> half-open ──success──> closed
+                                            ^                          │
+                                            └── failure: twice as long ┘
+
+A breaker only advises: placement ignores it where nothing else is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerLimits:
+    """When a breaker opens and for how long."""
+
+    failures: int  # within `window` that open it
+    window: float  # seconds
+    first_pause: float  # seconds open after the first time; doubled each time in a row
+    longest_pause: float
+    trial: float = 10.0  # seconds that a trial request may take before another one is let through
+
+
+@dataclass(slots=True)
+class _State:
+    failures: list[float] = field(default_factory=list)  # times, while closed
+    openings: int = 0  # in a row; 0: closed
+    open_until: float = 0.0
+    trial_until: float = 0.0
+
+
+class Breakers(Generic[K]):
+    """One breaker per key. Keys that never failed take no memory."""
+
+    def __init__(self, limits: BreakerLimits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._states: dict[K, _State] = {}
+
+    def failed(self, key: K) -> None:
+        """Count a failure. Failures while the breaker is open stem from before and change nothing."""
+        now, limits = self._clock(), self._limits
+        state = self._states.setdefault(key, _State())
+        if state.openings:
+            if now >= state.open_until:
+                self._open(state, now)
+            return
+        state.failures = [at for at in state.failures if now - at < limits.window]
+        state.failures.append(now)
+        if len(state.failures) >= limits.failures:
+            self._open(state, now)
+
+    def succeeded(self, key: K) -> None:
+        """Close a half-open breaker, forget the failures of a closed one."""
+        state = self._states.get(key)
+        if state is not None and self._clock() >= state.open_until:
+            del self._states[key]
+
+    def placed(self, key: K) -> None:
+        """A request goes there: if the breaker is half-open it is the trial, and others stay away until it ends."""
+        state = self._states.get(key)
+        if state is not None and state.openings:
+            state.trial_until = self._clock() + self._limits.trial
+
+    def released(self, key: K) -> None:
+        """The trial request ended without a verdict: another may try."""
+        state = self._states.get(key)
+        if state is not None:
+            state.trial_until = 0.0
+
+    def state(self, key: K) -> str:
+        """`closed`, `open` or `half-open`, for status pages."""
+        state = self._states.get(key)
+        if state is None or not state.openings:
+            return "closed"
+        return "open" if self._clock() < state.open_until else "half-open"
+
+    def is_half_open(self, key: K) -> bool:
+        return self.state(key) == "half-open"
+
+    def blocked(self) -> set[K]:
+        """Keys that no request should choose now."""
+        if not self._states:
+            return set()
+        now = self._clock()
+        return {
+            key
+            for key, state in self._states.items()
+            if state.openings and now < max(state.open_until, state.trial_until)
+        }
+
+    def forget(self, gone: Callable[[K], bool]) -> None:
+        for key in [key for key in self._states if gone(key)]:
+            del self._states[key]
+
+    def _open(self, state: _State, now: float) -> None:
+        pause = min(self._limits.first_pause * 2.0**state.openings, self._limits.longest_pause)
+        state.openings = min(state.openings + 1, 30)
+        state.open_until, state.trial_until = now + pause, 0.0
+        state.failures.clear()

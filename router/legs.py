@@ -1,0 +1,58 @@
+"""The messages that start an attempt: a reservation on the decode node, the prompt on the prefill node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from common.messages.decode_inbox import Reserve
+from common.messages.identity import routing_id
+from common.messages.image_inbox import LINK, ImageData
+from common.messages.prefill_inbox import Prefill
+from router.attempt import Attempt
+from router.generation import GenerationRequest
+from router.node_registry import Node
+
+
+def placement_messages(
+    request: GenerationRequest, attempt: Attempt, tokens: list[int], remaining_ms: int
+) -> Iterator[tuple[str, Node, msgspec.Struct]]:
+    """(address, node, message) in the order of sending. `tokens`: the prompt and what the request has said so far."""
+    prefill, decode = attempt.prefill, attempt.decode
+    emitted = len(tokens) - len(request.token_ids)
+    spans = tuple(image.span for image in request.images)
+    yield (
+        decode.routing_id,
+        decode,
+        Reserve(
+            room=attempt.room,
+            request_id=request.request_id,
+            token_ids=tokens,
+            emitted=emitted,
+            sampling=request.sampling,
+            prefill=prefill.register.node,
+            deadline_ms=remaining_ms,
+            salt=request.salt,
+            images=spans,
+        ),
+    )
+    # each image once, however often the prompt shows it
+    for digest, data in {image.span.digest: image.data for image in request.images}.items():
+        address = routing_id(prefill.name, prefill.incarnation, LINK)
+        yield address, prefill, ImageData(digest=digest, data=data, salt=request.salt)
+    yield (
+        prefill.routing_id,
+        prefill,
+        Prefill(
+            room=attempt.room,
+            request_id=request.request_id,
+            token_ids=tokens,
+            emitted=emitted,
+            sampling=request.sampling,
+            decode=decode.incarnation,
+            deadline_ms=remaining_ms,
+            salt=request.salt,
+            images=spans,
+        ),
+    )

@@ -1,0 +1,89 @@
+"""Chooses a pair of nodes: candidates from the registry, weights and breakers from their health, then the policies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.messages.identity import Role
+from router.node_health import NodeHealth, PairKey
+from router.node_registry import ROLES, Node, NodeRegistry
+from router.placement import Candidate, PlacementPolicy, choose_pair
+
+NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """What may be chosen: both lists are non-empty."""
+
+    prefills: Sequence[Candidate]
+    decodes: Sequence[Candidate]
+    bad_pairs: Collection[PairKey]
+
+    def without(self, avoid: Collection[str]) -> _Field:
+        """Without these incarnations, where a role has others."""
+        return _Field(_others(self.prefills, avoid), _others(self.decodes, avoid), self.bad_pairs)
+
+    @property
+    def has_good_pair(self) -> bool:
+        return not self.bad_pairs or any(
+            (p.incarnation, d.incarnation) not in self.bad_pairs for p in self.prefills for d in self.decodes
+        )
+
+
+class Placer:
+    """Pure but for the turns of its policies: the same nodes with the same health give the same pair."""
+
+    def __init__(
+        self, registry: NodeRegistry, policies: Mapping[Role, PlacementPolicy], health: NodeHealth
+    ) -> None:
+        self._registry = registry
+        self._policies = policies
+        self._health = health
+
+    def choose(self, avoid: Collection[str] = NOTHING) -> tuple[Node, Node] | Role:
+        """(prefill, decode), or the role that nobody can serve now.
+
+        Nodes whose breaker is open are left out, then nodes of `avoid`, then pairs that are bad, each only while
+        there is something else.
+        """
+        field = self._field()
+        if not isinstance(field, _Field):
+            return field
+        narrowed = field.without(avoid) if avoid else field
+        if not narrowed.has_good_pair:
+            narrowed = field
+        prefill, decode = choose_pair(narrowed.prefills, narrowed.decodes, self._policies, narrowed.bad_pairs)
+        return self._registry.node(prefill.incarnation), self._registry.node(decode.incarnation)
+
+    def has_others(self, avoid: Collection[str]) -> bool:
+        """A pair can take a request in which nobody is of `avoid`."""
+        field = self._field()
+        if not isinstance(field, _Field):
+            return False
+        narrowed = field.without(avoid)
+        return narrowed.has_good_pair and not any(
+            c.incarnation in avoid for c in (*narrowed.prefills, *narrowed.decodes)
+        )
+
+    def _field(self) -> _Field | Role:
+        nodes: dict[Role, list[Node]] = {"prefill": [], "decode": []}
+        for node in self._registry.eligible():
+            nodes[node.role].append(node)
+        prefills, decodes = (self._candidates(nodes[role]) for role in ROLES)
+        if not prefills:
+            return "prefill"
+        if not decodes:
+            return "decode"
+        field = _Field(prefills, decodes, self._health.pairs.blocked())
+        broken = self._health.nodes.blocked()
+        return field.without(broken) if broken else field
+
+    def _candidates(self, nodes: Sequence[Node]) -> list[Candidate]:
+        weights = self._health.weights(nodes)
+        return [node.candidate(weight) for node, weight in zip(nodes, weights, strict=True)]
+
+
+def _others(candidates: Sequence[Candidate], avoid: Collection[str]) -> Sequence[Candidate]:
+    return [c for c in candidates if c.incarnation not in avoid] or candidates

@@ -1,0 +1,76 @@
+"""When a request whose attempt failed is placed again: at once, after a pause, or not at all."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from common.errors import NodeLost, Overloaded, Preempted, RequestError
+
+FIRST_PAUSE = 0.05  # seconds between two attempts of one request; doubled each time
+LONGEST_PAUSE = 2.0
+FULL_QUEUE_SECONDS = 0.25  # before a request whose node's queue is full is tried again; doubled each time
+LOSSES_PER_ATTEMPT = 3  # nodes that may die under a request that makes progress, per allowed attempt
+
+
+class Retries:
+    """The failures of one request. Pauses are shortened by a random part: requests do not return in step."""
+
+    def __init__(
+        self,
+        max_attempts: int,
+        patience: float,
+        deadline: float,
+        draw: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        """`patience`: seconds that it waits for room in full queues. `deadline`: of the clock that `now` comes from."""
+        self._max_attempts = max_attempts
+        self._patience = patience
+        self._deadline = deadline
+        self._draw = draw
+        self._attempts = 0
+        self._failures = 0
+        self._losses = 0
+        self._in_a_row = 0  # failures without progress: what pauses grow with
+        self._full_until = math.inf  # when it stops waiting for room; inf: the last failure was another
+        self._full_pause = FULL_QUEUE_SECONDS
+
+    def pause(self, error: RequestError, progress: bool, elsewhere: bool, now: float) -> float | None:
+        """Seconds until the next attempt; None: `error` ends the request.
+
+        `progress`: the attempt gave tokens. `elsewhere`: a pair of nodes that has not failed can take it.
+        """
+        self._attempts += 1
+        if isinstance(error, Overloaded):
+            pause = self._for_room(now)
+        elif error.retryable:
+            pause = self._for_failure(error, progress, elsewhere)
+        else:
+            pause = None
+        return None if pause is None or now + pause >= self._deadline else pause
+
+    def _for_room(self, now: float) -> float | None:
+        """A new request is refused; one that was taken in before waits, with its text so far."""
+        if self._attempts == 1:
+            return None
+        if self._full_until == math.inf:
+            self._full_pause = FULL_QUEUE_SECONDS
+            self._full_until = now + self._patience
+        pause = self._full_pause * self._draw(0.5, 1.0)
+        self._full_pause = min(2 * self._full_pause, LONGEST_PAUSE)
+        return pause if now + pause <= self._full_until else None
+
+    def _for_failure(self, error: RequestError, progress: bool, elsewhere: bool) -> float | None:
+        self._full_until = math.inf
+        self._losses += isinstance(error, NodeLost)
+        # a request that got further has not failed: its text and its deadline bound how often
+        got_further = progress and isinstance(error, Preempted | NodeLost)
+        self._failures += not got_further
+        if self._failures >= self._max_attempts or self._losses >= LOSSES_PER_ATTEMPT * self._max_attempts:
+            return None
+        self._in_a_row = 0 if got_further else self._in_a_row + 1
+        if self._in_a_row <= 1 and (elsewhere or got_further):
+            return 0.0
+        grown = FIRST_PAUSE * 2.0 ** min(max(self._in_a_row - 1, 0), 16)
+        return min(grown, LONGEST_PAUSE) * self._draw(0.5, 1.0)

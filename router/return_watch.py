@@ -1,0 +1,40 @@
+"""Remembers which configured nodes are away, so that a request waits for a role that is about to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from common.messages.identity import Role
+
+
+class ReturnWatch:
+    """A node of the cluster file is expected back for `window` seconds after it went, or after the router's start."""
+
+    def __init__(
+        self, configured: Mapping[Role, Collection[str]], window: float, clock: Callable[[], float]
+    ) -> None:
+        self._configured = {role: frozenset(names) for role, names in configured.items()}
+        self._window = window
+        self._clock = clock
+        now = clock()
+        self._away = {role: dict.fromkeys(names, now) for role, names in self._configured.items()}
+
+    def arrived(self, role: Role, name: str) -> None:
+        self._away.get(role, {}).pop(name, None)
+
+    def left(self, role: Role, name: str) -> None:
+        if self.is_configured(role, name):
+            self._away[role][name] = self._clock()
+
+    def is_configured(self, role: Role, name: str) -> bool:
+        return name in self._configured.get(role, ())
+
+    def remaining(self, role: Role) -> float:
+        """Seconds for which a node of `role` is still expected; 0 if none is."""
+        latest = max(self._away.get(role, {}).values(), default=None)
+        return 0.0 if latest is None else max(latest + self._window - self._clock(), 0.0)
+
+    def expected(self, role: Role) -> list[str]:
+        """Names of the nodes that are expected back, sorted."""
+        oldest = self._clock() - self._window
+        return sorted(name for name, since in self._away.get(role, {}).items() if since > oldest)
