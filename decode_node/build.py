@@ -13,6 +13,7 @@ import torch
 import zmq
 
 from common.config import Cluster, DecodeNode, Resolved
+from common.config.run_directory import event_directory
 from common.config.schema import Speculation
 from common.config.transport_choice import choose_transport
 from common.engine import graph_start
@@ -37,6 +38,7 @@ from common.ipc.from_config import link_security
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation
+from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node import node as decode
@@ -79,6 +81,7 @@ class BuiltDecodeNode:
     receiver: Receiver
     security: LinkSecurity
     context: zmq.Context[zmq.Socket[bytes]]
+    events: EventLog
 
     def start(self) -> None:
         self.link.start()
@@ -94,6 +97,7 @@ class BuiltDecodeNode:
         self.link.close()
         self.peers.close()
         self.security.close()
+        self.events.close()
         self.context.term()
 
 
@@ -147,6 +151,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         log,
     )
     peers = PeerConnections(context, name, incarnation, receiver, poller, security)
+    events = event_log(event_directory(resolved), name, incarnation, log)
     node = decode.DecodeNode(
         incarnation,
         link,
@@ -173,8 +178,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         node_graphs.totals(*forwards.graphs),
         _draft_watch(served, resolved.draft_path, log),
         log,
+        events=events,
     )
-    return BuiltDecodeNode(node, link, peers, receiver, security, context)
+    return BuiltDecodeNode(node, link, peers, receiver, security, context, events)
 
 
 def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatch:

@@ -32,6 +32,7 @@ from common.messages.generation import OutputToken
 from common.messages.identity import GraphTotals
 from common.messages.router_inbox import Failed, TokenRun, Tokens
 from common.node_life import NodeLife
+from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from decode_node.draft_watch import DraftWatch
 from decode_node.limits import DecodeLimits
@@ -71,7 +72,9 @@ class DecodeNode:
         drafts: DraftWatch,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
+        events: EventLog = NO_EVENTS,
     ) -> None:
+        self._events = events
         self._link = link
         self._peers = peers
         self._poller = poller
@@ -94,6 +97,7 @@ class DecodeNode:
             step.needs_results,
             limits.reserved_tokens,
             limits.max_running,
+            events,
         )
         self.life = NodeLife(incarnation, link, Reserve, limits.drain_timeout, log, clock)
         self._report = Report(self.queues, space, receiver, self._occupancy, graphs, step.phase_seconds)
@@ -125,6 +129,7 @@ class DecodeNode:
         batch = self._occupancy.batch()
         self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
         self.life.end_turn(len(self.queues), now)
+        self._events.flush()
         return batch or None
 
     def _launch(self, batch: list[DecodeRequest]) -> LaunchedStep:
@@ -187,6 +192,9 @@ class DecodeNode:
             return
         self._report.requests += 1
         self.queues.waiting.append(request)
+        self._events.add(
+            "taken", request.room, request=request.request_id, prefill=request.prefill.incarnation
+        )
 
     def abort(self, room: int, reason: str) -> None:
         request = self.queues.find(room)
@@ -245,7 +253,7 @@ class DecodeNode:
         if lease is None:
             return False
         try:
-            self._receiver.open(
+            generation = self._receiver.open(
                 request.room,
                 request.prefill.incarnation,
                 lease.pages[lease.cached_pages :],
@@ -266,6 +274,8 @@ class DecodeNode:
             self._link.send(Failed(room=request.room, code=code, message=str(error)))
             return True  # taken from the queue, without a lease
         request.lease = lease
+        opened, held = lease.pages[lease.cached_pages :], lease.pages[: lease.cached_pages]
+        self._events.add("opened", request.room, generation=generation, pages=opened, held=held)
         return True
 
     def _on_transfer(
@@ -278,6 +288,7 @@ class DecodeNode:
             self._peers.lost(event.incarnation)
             return
         if isinstance(event, transfer.PagesFree):
+            self._events.add("unwritable", event.room, pages=event.pages)
             request = self.queues.quarantined.pop(event.room, None)
             if request is not None:
                 self._occupancy.vacate(request)
@@ -288,6 +299,7 @@ class DecodeNode:
         if isinstance(event, transfer.Failed):
             self.queues.quarantined[request.room] = request
             request.ended = True
+            self._events.add("lost", request.room, code=event.code)
             if event.code != "finished":  # finished: the first token was the last one, the router knows
                 self._report.transfer_failures += 1
                 self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
@@ -311,6 +323,7 @@ class DecodeNode:
         request.draft = draft
         self._report.transfers += 1
         request.mark("record_accepted", now)
+        self._events.add("accepted", request.room, id=event.record.first_token)
         request.output.append(event.record.first_token)
         request.launched = 1
         request.lease.commit(self._space.keys(request.contents))
@@ -339,6 +352,7 @@ class DecodeNode:
             if reason is not None:
                 break
         self._report.generated_tokens += len(tokens)
+        self._events.add_tokens("tokens", offset, tokens, request.room, finish=reason)
         stages = None
         if reason is not None:
             request.ended = True
@@ -352,6 +366,7 @@ class DecodeNode:
     def _drop(self, request: DecodeRequest, reason: str) -> None:
         """Nobody waits for this request any more: free what it holds as soon as that is safe."""
         request.ended = True
+        self._events.add("dropped", request.room, reason=reason)
         if self.queues.transferring.pop(request.room, None) is not None:
             self.queues.quarantined[request.room] = request
             self._receiver.abort(request.room, reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from common.engine.kv_cache.page_space import PageLease, PageSpace
 from common.engine.kv_cache.request_table import RequestTable
+from common.observability.event_log import NO_EVENTS, EventLog
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest
 from decode_node.retraction import Retraction
@@ -28,7 +29,9 @@ class Occupancy:
         needs_results: bool,
         reserved_tokens: int,
         max_running: int,
+        events: EventLog = NO_EVENTS,
     ) -> None:
+        self._events = events
         self._queues = queues
         self._space = space
         self._table = table
@@ -88,6 +91,7 @@ class Occupancy:
             if request.retract and request.in_flight == 0 and not request.ended:
                 del self._queues.running[request.room]
                 self.retractions += 1
+                self._events.add("retracted", request.room)
                 if self._retraction.save(request):
                     self._queues.retracted.append(request)
                 else:
@@ -104,6 +108,8 @@ class Occupancy:
                 return
             queue.popleft()
             request.mark("resumed", now)
+            pages = [] if request.lease is None else request.lease.pages
+            self._events.add("resumed", request.room, pages=pages)
             self._queues.running[request.room] = request
 
     def leave(self, request: DecodeRequest) -> None:
@@ -113,11 +119,13 @@ class Occupancy:
             if request.trusted:
                 request.lease.commit(self._space.keys(request.computed()))
             self._retraction.release(request)
+            self._events.add("freed", request.room)
 
     def vacate(self, request: DecodeRequest) -> None:
         """Give back whatever a request holds that no step and no peer writes to."""
         self._retraction.drop(request)
         self._retraction.release(request)
+        self._events.add("freed", request.room)
 
     def _has_row(self) -> bool:
         return len(self._queues.running) < self._max_running and self._table.free_rows > 0
@@ -142,4 +150,5 @@ class Occupancy:
         if fresh is None:
             return False
         self._table.append(request.row, held, fresh)
+        self._events.add("grown", request.room, pages=fresh)
         return True

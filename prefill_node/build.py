@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from common.config import Cluster, Resolved
-from common.config.run_directory import control_address, peer_address
+from common.config.run_directory import control_address, event_directory, peer_address
 from common.config.schema import PrefillSection
 from common.config.transport_choice import choose_layers, choose_transport
 from common.engine import graph_start
@@ -37,6 +37,7 @@ from common.ipc.from_config import link_security
 from common.ipc.router_link import RouterLink
 from common.messages import image_inbox, prefill_inbox
 from common.messages.identity import ROUTER_NAME, NodeRef, new_incarnation, routing_id
+from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_config import kv_layout, transfer_limits
@@ -73,6 +74,7 @@ class BuiltPrefillNode:
     images: Images
     security: LinkSecurity
     context: zmq.Context[zmq.Socket[bytes]]
+    events: EventLog
 
     def start(self) -> None:
         self.link.start()
@@ -89,6 +91,7 @@ class BuiltPrefillNode:
         self.peers.close()
         self.images.close()
         self.security.close()
+        self.events.close()
         self.context.term()
 
 
@@ -168,6 +171,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         security,
         log,
     )
+    events = event_log(event_directory(resolved), name, incarnation, log)
     node = PrefillNode(
         incarnation,
         link,
@@ -188,8 +192,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         carried,
         node_graphs.totals(*forwards.graphs),
         log,
+        events=events,
     )
-    return BuiltPrefillNode(node, link, peers, sender, seeing.images, security, context)
+    return BuiltPrefillNode(node, link, peers, sender, seeing.images, security, context, events)
 
 
 @dataclass(frozen=True, slots=True)

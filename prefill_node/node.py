@@ -32,6 +32,7 @@ from common.messages.identity import GraphTotals
 from common.messages.prefill_inbox import Prefill, PrefillMessage
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone
 from common.node_life import NodeLife
+from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost
 from prefill_node.images import ARRIVAL_SECONDS, Images
@@ -66,7 +67,9 @@ class PrefillNode:
         graphs: Callable[[], Sequence[GraphTotals]],
         log: Log,
         clock: Callable[[], float] = time.monotonic,
+        events: EventLog = NO_EVENTS,
     ) -> None:
+        self._events = events
         self._link = link
         self._peers = peers
         self._sender = sender
@@ -112,6 +115,7 @@ class PrefillNode:
         refused = self._link.refused_messages + self._images.refused_messages
         self.life.publish(self._report.load(), self._report.counters(refused))
         self.life.end_turn(len(self.queues), now)
+        self._events.flush()
         return (
             plan_chunks(self.queues.computing.values(), self._limits.chunk_tokens, self._limits.max_batch)
             or None
@@ -123,6 +127,7 @@ class PrefillNode:
             chunk.request.mark("prefill_start", now)
             chunk.request.scheduled += chunk.length
             chunk.request.in_flight += 1
+            self._events.add("chunk", chunk.request.room, start=chunk.start, length=chunk.length)
         self._report.steps += 1
         with self._sending.during(chunks):
             launched = self._step.launch(chunks)
@@ -190,6 +195,7 @@ class PrefillNode:
         )
         self._report.requests += 1
         self.queues.waiting.append(request)
+        self._events.add("taken", request.room, request=request.request_id, decode=request.decode)
 
     def _check(self, message: Prefill) -> Keys:
         if not self.life.takes_requests:
@@ -243,6 +249,7 @@ class PrefillNode:
             self._report.prompt_tokens += request.num_tokens
             self._report.cached_tokens += lease.cached_tokens
             request.mark("queued", now)
+            self._events.add("leased", request.room, pages=lease.pages, cached=lease.cached_pages)
             self.queues.computing[request.room] = request
             self._send_pages(request)  # the cached prefix leaves before anything is computed
 
@@ -279,6 +286,7 @@ class PrefillNode:
             return
         request.lease.commit(self._space.keys(request.contents))
         self._report.generated_tokens += 1
+        self._events.add("first_token", request.room, id=token.id)
         reason = finish_reason(token.id, request.emitted + 1, request.sampling)
         self._link.send(
             FirstToken(
@@ -306,8 +314,10 @@ class PrefillNode:
         pages = request.take_pages(computed, slots.held_pages, page_size)
         if pages.src_pages:
             self._sender.send_pages(request.room, pages.src_pages, pages.first)
+            self._events.add("posted", request.room, generation=slots.generation, pages=pages.src_pages)
         if computed == request.num_tokens and request.first_token is not None:
             request.mark("last_page_sent", self._clock())
+            self._events.add("record_posted", request.room, generation=slots.generation)
             self._sender.finish(
                 request.room,
                 request.record(self._draft.dtype_name),
@@ -324,6 +334,7 @@ class PrefillNode:
                 self._send_pages(request)
             return
         request.settled = True
+        self._events.add("settled", request.room, delivered=isinstance(event, Delivered))
         if isinstance(event, Delivered):
             self._report.transfers += 1
             request.mark("record_sent", self._clock())
@@ -337,6 +348,7 @@ class PrefillNode:
     def _end(self, request: PrefillRequest, code: str, reason: str, tell_router: bool = True) -> None:
         """Stop a request that has not ended; it is gone once launches and writes have settled."""
         self.queues.end(request)
+        self._events.add("ended", request.room, code=code)
         self._sender.cancel(request.room, code, reason)
         if tell_router:
             self._link.send(Failed(room=request.room, code=code, message=reason))
@@ -347,4 +359,5 @@ class PrefillNode:
             if request.lease is not None:
                 request.lease.release()
                 request.lease = None
+                self._events.add("released", request.room)
             self.queues.forget(request)

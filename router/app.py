@@ -12,7 +12,7 @@ import zmq
 from aiohttp import web
 
 from common.config import Resolved
-from common.config.run_directory import control_address
+from common.config.run_directory import control_address, event_directory
 from common.config.schema import Router
 from common.config.unread import refuse_unread, unread_by_text_models
 from common.errors import ConfigError, ModelError, Unavailable
@@ -20,6 +20,7 @@ from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
 from common.messages.identity import new_incarnation
 from common.model_config import ModelConfig, model_fingerprint
+from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.vision_config import VisionConfig
 from router.chat_template import ChatTemplate
@@ -60,6 +61,7 @@ class RouterApp:
     security: LinkSecurity
     model: ServedModel
     incarnation: str
+    events: EventLog
     draining: bool = False
 
     async def start(self) -> None:
@@ -88,6 +90,7 @@ class RouterApp:
         await self.runner.cleanup()
         await asyncio.sleep(0.05)
         self.control.close()
+        self.events.close()
         await self.images.close()
         self.tokenizer.close()
         self.security.close()
@@ -203,6 +206,9 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
             time.monotonic,
         ),
     )
+    events = event_log(
+        event_directory(resolved), "router", incarnation, log, asyncio.get_running_loop().call_soon
+    )
     metrics = RouterMetrics(model.name, lambda: registry, lambda: control.refused_messages)
     dispatcher = Dispatcher(
         registry,
@@ -220,6 +226,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         metrics,
         log,
         NodeHealth(cluster.health.slow_start, time.monotonic),
+        events,
     )
     images, body_bytes = _images(cluster.router, config.vision)
     app = web.Application(client_max_size=body_bytes, middlewares=[error_middleware(log)])
@@ -237,6 +244,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         security,
         model,
         incarnation,
+        events,
     )
     view = ClusterView(router.not_ready, router.server_info, metrics.render, dispatcher.timelines.get)
     most = cluster.router.max_requests

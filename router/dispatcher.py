@@ -27,6 +27,7 @@ from common.errors import (
 from common.messages.generation import FINISH_STOP
 from common.messages.identity import Role, new_room
 from common.messages.node_inbox import Abort
+from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from router.attempt import Attempt
 from router.generation import AnswerComplete, GenerationRequest, TokenDelta
@@ -62,6 +63,7 @@ class Dispatcher:
         metrics: RouterMetrics,
         log: Log,
         health: NodeHealth | None = None,
+        events: EventLog = NO_EVENTS,
     ) -> None:
         """`send` takes (routing id, message) and returns False if the node cannot be reached."""
         self._registry = registry
@@ -71,6 +73,7 @@ class Dispatcher:
         self._limits = limits
         self._metrics = metrics
         self._log = log
+        self._events = events
         self._attempts: dict[int, Attempt] = {}  # room -> attempt under way
         self._changed = asyncio.Event()  # replaced at every change of the registry
         self._active = 0
@@ -129,12 +132,14 @@ class Dispatcher:
         timeline = Timeline(request.request_id, time.monotonic())
         self.timelines.add(timeline)
         self._active += 1
+        self._events.add("received", request=request.request_id, prompt=len(request.token_ids))
         finished: str | None = None
         tokens = 0
         try:
             async with aclosing(self._attempt_until_done(request, timeline, loop.time() + timeout)) as deltas:
                 async for delta in deltas:
                     finished = delta.finish_reason
+                    self._events.add_tokens("delivered", tokens, delta.tokens, request=request.request_id)
                     tokens += len(delta.tokens)
                     yield delta
             timeline.outcome = finished or "aborted"
@@ -149,6 +154,7 @@ class Dispatcher:
                 ended = "sibling failed" if request.batch.failed else "client gone"
                 timeline.outcome = finished or ended
             timeline.mark("finished", time.monotonic())
+            self._events.add("ended", request=request.request_id, outcome=timeline.outcome, tokens=tokens)
             self._metrics.request_finished(timeline, len(request.token_ids), tokens)
             self._log.info("request finished", tokens=tokens, **timeline.report())
 
@@ -172,6 +178,7 @@ class Dispatcher:
                         yield delta
                 return
             except RequestError as error:
+                self._events.add("failed", request=request.request_id, attempt=number, code=error.code)
                 elsewhere = self._placer.has_others(avoid)
                 pause = retries.pause(error, len(said) > before, elsewhere, loop.time())
                 if pause is None:
@@ -300,6 +307,8 @@ class Dispatcher:
         prefill.rooms[attempt.room] = tokens
         decode.rooms[attempt.room] = 0
         timeline.mark("placed", now)
+        pair = {"prefill": prefill.incarnation, "decode": decode.incarnation}
+        self._events.add("placed", attempt.room, request=timeline.request_id, tokens=tokens, **pair)
         timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
         self.health.placed(prefill, decode)
 

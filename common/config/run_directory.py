@@ -89,3 +89,13 @@ def peer_address(resolved: Resolved, name: str) -> str:
     """Where the prefill node `name` binds its peer socket."""
     configured = resolved.cluster.prefill_node(name).peer_address
     return f"ipc://{run_directory(resolved)}/{name}.sock" if configured == "auto" else configured
+
+
+def event_directory(resolved: Resolved) -> Path | None:
+    """Where processes append their events; None: nowhere. A relative directory is relative to the cluster file."""
+    configured = resolved.cluster.process.event_log
+    if configured == "none":
+        return None
+    if configured == "auto":
+        return run_directory(resolved) / "events"
+    return resolved.file.parent / os.path.expanduser(configured)

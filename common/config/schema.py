@@ -243,6 +243,9 @@ class Process(Section, frozen=True, kw_only=True):
     threads: NotNegative = 1  # torch threads per node on CPU; 0: torch's default
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_max_mib: Positive = 64  # of each log that deploy/up opens; one rotated file is kept
+    event_log: Annotated[str, Meta(min_length=1)] = (
+        "none"  # steps of every request; auto: events/ in run_dir; or a directory
+    )
     poison_graphs: bool = (
         False  # NaN and maximum ids in the padding of all graphs before each replay: for tests
     )

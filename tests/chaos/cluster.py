@@ -1,0 +1,244 @@
+"""The cluster under test: real processes on hosts of their own, restarted by the harness like by a supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.chaos.namespaces import Host, Namespace
+from tests.chaos.proxy import Link
+from tests.chaos.timeline import Timeline
+from tests.cluster.harness import ENV, ROOT, Client, RunningCluster
+
+MODELS = ROOT / "deploy" / "models"
+POLL_SECONDS = 0.1
+PEER_PORT = 20_000
+BULK_PORT = 21_000
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run is asked to serve."""
+
+    prefill: int = 2
+    decode: int = 2
+    transport: str = "tcp"
+    algorithm: str = "eagle3"
+    namespaces: bool = True
+
+
+def link_name(*ends: str) -> str:
+    return "-".join(ends)
+
+
+class ChaosCluster(RunningCluster):
+    """Every node in a network namespace of its own where `setup.namespaces`; the router stays on the machine."""
+
+    def __init__(self, directory: Path, setup: Setup, seed: int) -> None:
+        self.setup = setup
+        self.seed = seed
+        super().__init__(directory, setup.prefill, setup.decode, self._sections(setup))
+        self.events = directory / "events"
+        self.hosts: dict[str, Host] = {}
+        self.links: dict[str, Link] = {}
+        self.timeline = Timeline()
+        self.crashes: list[str] = []  # processes that ended without being told to
+        self.listed: dict[str, int] = {}  # name -> pid of the process that the router lists as up
+        self._asked = 0.0  # when the router was asked for `listed`
+        self._expected: set[str] = set()  # processes whose end the harness caused
+        self._watcher: asyncio.Task[None] | None = None
+        self._recoveries: list[asyncio.Task[None]] = []
+        self._write_file()
+
+    def _sections(self, setup: Setup) -> dict[str, Any]:
+        sections: dict[str, Any] = {"transfer": {"transport": setup.transport}}
+        if setup.algorithm != "none":
+            sections["speculation"] = {"algorithm": setup.algorithm}
+            if setup.algorithm != "ngram":
+                sections["speculation"]["draft_model_path"] = str(MODELS / f"tiny-{setup.algorithm}")
+        return sections
+
+    def _write_file(self) -> None:
+        """The harness's file, with the product's own bounds of health and fixed ports."""
+        config = yaml.safe_load(self.file.read_text())
+        del config["health"]
+        config["process"]["event_log"] = str(self.events)
+        config["router"]["placement"] = {"prefill": "round_robin", "decode": "round_robin"}
+        if self.setup.transport == "tcp":
+            self.control_port = int(config["router"]["control_address"].rpartition(":")[2])
+            for index, node in enumerate(config["prefill"]["nodes"]):
+                node["peer_address"] = f"tcp://127.0.0.1:{PEER_PORT + index}"
+            for index, node in enumerate(config["decode"]["nodes"]):
+                node["bulk_port"] = BULK_PORT + index
+        self.file.write_text(yaml.safe_dump(config))
+
+    # ---- the network
+
+    def make_network(self) -> None:
+        """Namespaces and a proxied link for every pair of processes that talk."""
+        prefill = [f"prefill-{i}" for i in range(self.prefill)]
+        decode = [f"decode-{i}" for i in range(self.decode)]
+        isolated = self.setup.namespaces and self.setup.transport == "tcp"
+        router = self.hosts["router"] = Host()
+        for name in [*prefill, *decode]:
+            self.hosts[name] = Host()
+            if isolated:
+                namespace = self.hosts[name] = Namespace(name)
+                namespace.create()
+        if not isolated:
+            return
+        for name in [*prefill, *decode]:
+            self._link(link_name("router", name), "control", self.hosts[name], router, self.control_port)
+        for p, prefill_name in enumerate(prefill):
+            for d, decode_name in enumerate(decode):
+                near, far = self.hosts[prefill_name], self.hosts[decode_name]
+                name = link_name(prefill_name, decode_name)
+                self._link(f"{name}-peer", "peer", far, near, PEER_PORT + p)
+                self._link(f"{name}-bulk", "bulk", near, far, BULK_PORT + d)
+
+    def _link(self, name: str, kind: str, near: Host, far: Host, port: int) -> None:
+        self.links[name] = Link(name, kind, near, far, port, self.seed + len(self.links))
+        self.links[name].start()
+
+    def parts_of_pair(self, prefill: str, decode: str) -> list[str]:
+        """Processes and links that a request on this pair needs."""
+        name = link_name(prefill, decode)
+        links = [link_name("router", prefill), link_name("router", decode), f"{name}-peer", f"{name}-bulk"]
+        return ["router", prefill, decode, *(link for link in links if link in self.links)]
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(f"prefill-{p}", f"decode-{d}") for p in range(self.prefill) for d in range(self.decode)]
+
+    # ---- processes
+
+    def launch(self, name: str) -> None:
+        role = name.rpartition("-")[0]
+        module = ["router"] if name == "router" else [f"{role}_node", "--name", name]
+        command = [sys.executable, "-m", *module, "--cluster", str(self.file)]
+        self._expected.discard(name)
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                self.hosts[name].command(command), cwd=ROOT, env=ENV, stdout=log, stderr=log
+            )
+
+    def end_process(self, name: str) -> None:
+        """SIGKILL, as by the kernel."""
+        self._expected.add(name)
+        self.processes[name].send_signal(signal.SIGKILL)
+
+    def signal(self, name: str, number: signal.Signals) -> bool:
+        """False if the process has ended."""
+        if self.processes[name].poll() is not None:
+            return False
+        self.processes[name].send_signal(number)
+        return True
+
+    def descriptors(self, name: str) -> int:
+        return len(os.listdir(f"/proc/{self.processes[name].pid}/fd"))
+
+    def serving(self) -> dict[str, int]:
+        """Processes that no fault holds -> pid."""
+        impaired = self.timeline.impaired
+        return {name: each.pid for name, each in self.processes.items() if name not in impaired}
+
+    def resident_kib(self, name: str) -> int:
+        status = Path(f"/proc/{self.processes[name].pid}/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+
+    # ---- life
+
+    async def __aenter__(self) -> ChaosCluster:
+        self.make_network()
+        try:
+            await super().__aenter__()
+        except BaseException:
+            self._take_down_network()
+            raise
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        for link in self.links.values():
+            link.heal()
+        try:
+            self._expected |= set(self.processes)
+            await super().__aexit__(*error)
+        finally:
+            self._take_down_network()
+
+    def _take_down_network(self) -> None:
+        for link in self.links.values():
+            link.stop()
+        for host in self.hosts.values():
+            host.delete()
+
+    async def wait_up(self, name: str) -> None:
+        """Until the router lists the process that runs under this name now."""
+        since = time.monotonic()
+        while self.listed.get(name) != self.processes[name].pid or self._asked < since:
+            await asyncio.sleep(POLL_SECONDS / 2)
+
+    async def wait_gone(self, name: str, pid: int) -> None:
+        """Until the router no longer lists this process of the node."""
+        since = time.monotonic()
+        while self.listed.get(name) == pid or self._asked < since:
+            await asyncio.sleep(POLL_SECONDS / 4)
+
+    async def _watch(self) -> None:
+        """Keep `incarnations` current, and start again what ends by itself."""
+        while True:
+            try:
+                async with Client(self.url) as client:
+                    while True:
+                        asked = time.monotonic()
+                        info = await asyncio.wait_for(client.info(), 2.0)
+                        self._learn(info, asked)
+                        await asyncio.sleep(POLL_SECONDS)
+            except Exception as error:  # the router may be dead, stopped or starting
+                if self.listed:
+                    self.timeline.note("router unreachable", error=repr(error))
+                self.listed, self._asked = {}, time.monotonic()
+            self._restart_crashed()
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _learn(self, info: dict[str, Any], asked: float) -> None:
+        up = {node["name"]: int(node["pid"]) for node in info["nodes"] if node["state"] == "up"}
+        up["router"] = self.processes["router"].pid
+        for name in set(up) | set(self.listed):
+            if up.get(name) != self.listed.get(name):
+                self.timeline.note("listed", part=name, pid=up.get(name, 0), asked=asked)
+        self.listed, self._asked = up, asked
+        self._restart_crashed()
+
+    def _restart_crashed(self) -> None:
+        for name, process in self.processes.items():
+            status = process.poll()
+            if status is not None and name not in self._expected:
+                self.crashes.append(f"{name} ended with {status}: {self.log(name)[-600:]}")
+                fault = f"crash {len(self.crashes)}"
+                self.timeline.begin(fault, [name], kind="crash", target=name)
+                self.launch(name)
+                self._recoveries.append(asyncio.create_task(self._recover(fault, name)))
+
+    async def _recover(self, fault: str, name: str) -> None:
+        await self.wait_up(name)
+        self.timeline.end(fault)
+
+
+def new_run_directory() -> Path:
+    path = Path(f"/tmp/tandem-chaos-{secrets.token_hex(4)}")
+    path.mkdir(mode=0o700)
+    return path

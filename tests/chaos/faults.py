@@ -1,0 +1,249 @@
+"""What can happen to processes and links, and a plan of it from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tests.chaos.cluster import ChaosCluster
+from tests.chaos.proxy import Conditions, Direction, Link
+
+Kind = Literal[
+    "kill",
+    "stop",
+    "reset",
+    "refuse",
+    "withhold",
+    "swallow",
+    "half-open",
+    "flip",
+    "cut",
+    "repeat",
+    "delay",
+    "rate",
+]
+DAMAGE: tuple[Kind, ...] = ("flip", "cut", "repeat")
+MOMENTARY: tuple[Kind, ...] = ("reset", *DAMAGE)  # these leave the link in order
+WEIGHTS: dict[Kind, int] = {
+    "kill": 8,
+    "stop": 9,
+    "reset": 18,
+    "refuse": 6,
+    "withhold": 12,
+    "swallow": 8,
+    "half-open": 6,
+    "flip": 10,
+    "cut": 9,
+    "repeat": 5,
+    "delay": 6,
+    "rate": 5,
+}
+PROCESSES: tuple[Kind, ...] = ("kill", "stop")
+BOTH: tuple[Direction, ...] = ("up", "down")
+DAMAGE_WAIT = 2.0  # seconds in which the link has to carry the bytes that are to be damaged
+ROUTER_SHARE = 0.15  # of process faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`target` is a process or a link; `seconds` how long it lasts."""
+
+    number: int
+    kind: Kind
+    target: str
+    seconds: float = 0.0
+    directions: tuple[Direction, ...] = BOTH
+    amount: float = 0.0  # chunks to damage, seconds of delay, bytes per second
+
+    @property
+    def name(self) -> str:
+        return f"{self.number}"
+
+
+@dataclass
+class Injector:
+    """Draws faults and carries them out; several at a time, on different parts."""
+
+    cluster: ChaosCluster
+    rng: random.Random
+    process_weight: float = 1.0
+    station: Callable[[str], str] = lambda target: ""  # where a request of this process is, for the record
+    moment: Callable[[str, float], asyncio.Future[str]] | None = None
+    done: list[Fault] = field(default_factory=list)
+    detections: list[tuple[str, str, float]] = field(default_factory=list)  # kind, role, seconds
+    restarts: list[float] = field(default_factory=list)
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _number: int = 0
+
+    async def run(self, faults: int, seconds: float) -> None:
+        """`faults` in all, evenly over `seconds`; later ones come sooner where earlier ones were held up."""
+        begun = time.monotonic()
+        for index in range(faults):
+            due = begun + seconds * index / faults
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            while (fault := self._draw()) is None:
+                await asyncio.sleep(0.05)
+            task = asyncio.create_task(self._carry_out(fault))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Until every fault is over and whoever was killed is back."""
+        while self._running:
+            await asyncio.gather(*list(self._running))
+
+    # ---- drawing
+
+    def _draw(self) -> Fault | None:
+        """None where everything that was drawn would take the last healthy pair, or hit a part twice."""
+        for _ in range(20):
+            kinds = list(WEIGHTS)
+            weights = [WEIGHTS[kind] * (self.process_weight if kind in PROCESSES else 1.0) for kind in kinds]
+            kind = self.rng.choices(kinds, weights)[0]
+            fault = self._of_process(kind) if kind in PROCESSES else self._of_link(kind)
+            if fault is not None and self._allowed(fault):
+                self._number += 1
+                return fault
+        return None
+
+    def _of_process(self, kind: Kind) -> Fault:
+        nodes = [name for name in self.cluster.names if name != "router"]
+        target = "router" if self.rng.random() < ROUTER_SHARE else self.rng.choice(nodes)
+        long = self.rng.random() < 0.4
+        seconds = self.rng.uniform(4.0, 6.0) if long else self.rng.uniform(0.2, 2.0)
+        if kind == "kill":
+            seconds = self.rng.uniform(0.0, 0.6)  # until it is started again
+        return Fault(self._number, kind, target, round(seconds, 2))
+
+    def _of_link(self, kind: Kind) -> Fault | None:
+        if not self.cluster.links:
+            return None
+        target = self.rng.choice(list(self.cluster.links))
+        directions = self.rng.choice((BOTH, ("up",), ("down",)))
+        long = kind in ("withhold", "swallow", "half-open") and self.rng.random() < 0.25
+        seconds = self.rng.uniform(4.0, 8.0) if long else self.rng.uniform(0.1, 2.0)
+        amount = {"delay": self.rng.uniform(0.02, 0.3), "rate": self.rng.uniform(2e4, 1e6)}.get(kind, 0.0)
+        if kind in DAMAGE:
+            amount, seconds = self.rng.randrange(1, 4), DAMAGE_WAIT
+        return Fault(self._number, kind, target, round(seconds, 2), directions, amount)
+
+    def _allowed(self, fault: Fault) -> bool:
+        impaired = self.cluster.timeline.impaired
+        if fault.target in impaired or any(part in impaired for part in self._ends(fault.target)):
+            return False
+        if fault.kind in MOMENTARY:
+            return True
+        if fault.target == "router":
+            return not impaired
+        after = impaired | {fault.target}
+        return any(after.isdisjoint(self.cluster.parts_of_pair(*pair)) for pair in self.cluster.pairs)
+
+    def _ends(self, target: str) -> list[str]:
+        """The processes at the ends of a link: dead ones have nothing to disturb."""
+        return [name for name in self.cluster.names if name in target and target in self.cluster.links]
+
+    # ---- carrying out
+
+    async def _carry_out(self, fault: Fault) -> None:
+        if fault.kind == "kill":
+            await self._kill(fault)
+        elif fault.kind == "stop":
+            await self._stop(fault)
+        else:
+            await self._disturb(fault, self.cluster.links[fault.target])
+        self.done.append(fault)
+
+    def _begin(self, fault: Fault) -> None:
+        self.cluster.timeline.begin(
+            fault.name,
+            [fault.target],
+            kind=fault.kind,
+            target=fault.target,
+            seconds=fault.seconds,
+            directions=fault.directions,
+            amount=fault.amount,
+            station=self.station(fault.target),
+        )
+
+    async def _kill(self, fault: Fault) -> None:
+        cluster, name = self.cluster, fault.target
+        self._begin(fault)
+        pid, killed = cluster.processes[name].pid, time.monotonic()
+        cluster.end_process(name)
+        if name != "router" and "router" not in cluster.timeline.impaired:
+            await self._detected(fault, pid, killed)
+        await asyncio.sleep(fault.seconds)
+        await asyncio.to_thread(cluster.processes[name].wait)
+        launched = time.monotonic()
+        cluster.launch(name)
+        await cluster.wait_up(name)
+        self.restarts.append(time.monotonic() - launched)
+        cluster.timeline.end(fault.name)
+
+    async def _stop(self, fault: Fault) -> None:
+        cluster, name = self.cluster, fault.target
+        self._begin(fault)
+        pid, stopped = cluster.processes[name].pid, time.monotonic()
+        cluster.signal(name, signal.SIGSTOP)
+        if name != "router" and fault.seconds >= 4.0 and "router" not in cluster.timeline.impaired:
+            await self._detected(fault, pid, stopped)
+        await asyncio.sleep(max(0.0, stopped + fault.seconds - time.monotonic()))
+        cluster.signal(name, signal.SIGCONT)
+        await asyncio.sleep(0.3)  # what it last said of itself must not count as recovery
+        await cluster.wait_up(name)
+        cluster.timeline.end(fault.name)
+
+    async def _detected(self, fault: Fault, pid: int, since: float) -> None:
+        """Note how long the router listed the node; longer than any bound is left to the checker."""
+        try:
+            async with asyncio.timeout(10.0):
+                await self.cluster.wait_gone(fault.target, pid)
+        except TimeoutError:
+            self.cluster.timeline.note("not detected", fault=fault.name, target=fault.target)
+        seconds = time.monotonic() - since
+        self.detections.append((fault.kind, fault.target.rpartition("-")[0], seconds))
+        self.cluster.timeline.note("detected", fault=fault.name, kind=fault.kind, seconds=seconds)
+
+    async def _disturb(self, fault: Fault, link: Link) -> None:
+        self._begin(fault)
+        if fault.kind in ("reset", "refuse"):
+            link.refusing = fault.kind == "refuse"
+            link.reset()
+        for direction in fault.directions:
+            _apply(fault, link.conditions[direction])
+        if fault.kind != "reset":
+            await self._last(fault, [link.conditions[direction] for direction in fault.directions])
+        link.heal()
+        if fault.kind == "half-open":
+            link.reset()  # the path forgets the connection, as a NAT does
+        self.cluster.timeline.end(fault.name)
+
+    async def _last(self, fault: Fault, conditions: Sequence[Conditions]) -> None:
+        until = time.monotonic() + fault.seconds
+        while time.monotonic() < until:
+            if fault.kind in DAMAGE and not any(each.flips + each.cuts + each.repeats for each in conditions):
+                return
+            await asyncio.sleep(min(0.05, max(0.0, until - time.monotonic())))
+
+
+def _apply(fault: Fault, conditions: Conditions) -> None:
+    if fault.kind == "delay":
+        conditions.delay = fault.amount
+    elif fault.kind == "rate":
+        conditions.rate = fault.amount
+    elif fault.kind == "withhold":
+        conditions.withheld = True
+    elif fault.kind in ("swallow", "half-open"):
+        conditions.swallowed = True
+    elif fault.kind == "flip":
+        conditions.flips = int(fault.amount)
+    elif fault.kind == "cut":
+        conditions.cuts = int(fault.amount)
+    elif fault.kind == "repeat":
+        conditions.repeats = int(fault.amount)

@@ -1,0 +1,172 @@
+"""Clients with known answers: each request's history, event by event, with its time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+
+from tests.chaos.cases import Case
+from tests.cluster.harness import Client
+
+Behaviour = Literal["stays", "leaves", "slow"]
+GIVE_UP = 90.0  # seconds without anything: the client leaves, the checker calls it a hang
+
+
+@dataclass
+class Exchange:
+    """One request as its client saw it. Times are monotonic seconds of this machine."""
+
+    request_id: str
+    case: str
+    streamed: bool
+    behaviour: Behaviour
+    sent: float
+    leaves_after: float = 0.0  # tokens, or seconds where not streamed
+    status: int = 0  # 0: no answer
+    progress: list[float] = field(default_factory=list)  # when something arrived
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    finishes: int = 0  # events that carried a finish_reason
+    done: bool = False  # [DONE], or a complete body
+    after_done: int = 0  # events after [DONE]
+    error_code: str | None = None  # of an explicit error
+    error: str = ""
+    broken: str = ""  # the connection ended without a terminal event
+    left: bool = False
+    ended: float = 0.0
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Load:
+    """`clients` in a closed loop until `stop`."""
+
+    def __init__(self, url: str, cases: Sequence[Case], clients: int, seed: int) -> None:
+        self.exchanges: list[Exchange] = []
+        self.open: dict[str, Exchange] = {}
+        self.observe: Callable[[Exchange], None] = lambda exchange: None  # at each progress
+        self._url = url
+        self._cases = cases
+        self._seed = seed
+        self._clients = clients
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._client(i)) for i in range(self._clients)]
+
+    async def stop(self) -> None:
+        """Let what is in flight end."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+    async def _client(self, index: int) -> None:
+        rng = random.Random(f"{self._seed}/{index}")
+        number = 0
+        async with Client(self._url) as client:
+            while not self._stopping:
+                number += 1
+                exchange = self._draw(rng, f"chaos-{index}-{number}")
+                await self.run(client, exchange)
+                if exchange.status != 200:
+                    await asyncio.sleep(0.2)  # as a client that obeys Retry-After, but sooner
+
+    def _draw(self, rng: random.Random, request_id: str) -> Exchange:
+        case = rng.choice(self._cases)
+        streamed = rng.random() < 0.75
+        behaviour: Behaviour = rng.choices(("stays", "leaves", "slow"), (86, 10, 4))[0]
+        leaves_after = 0.0
+        if behaviour == "leaves":
+            leaves_after = rng.randrange(case.body["max_tokens"]) if streamed else rng.uniform(0.0, 0.5)
+        return Exchange(request_id, case.name, streamed, behaviour, 0.0, leaves_after)
+
+    async def run(self, client: Client, exchange: Exchange) -> None:
+        """One request; never raises for what a server can do."""
+        case = next(case for case in self._cases if case.name == exchange.case)
+        exchange.sent = time.monotonic()
+        self.exchanges.append(exchange)
+        self.open[exchange.request_id] = exchange
+        try:
+            body = {**case.body, "stream": exchange.streamed}
+            headers = {"X-Request-Id": exchange.request_id}
+            limit = GIVE_UP if exchange.streamed or exchange.behaviour != "leaves" else exchange.leaves_after
+            async with asyncio.timeout(limit):
+                async with client.session.post("/v1/completions", json=body, headers=headers) as response:
+                    exchange.status = response.status
+                    if response.status != 200:
+                        self._refused(exchange, await response.text())
+                    elif exchange.streamed:
+                        await self._stream(exchange, response)
+                    else:
+                        self._complete(exchange, await response.json())
+        except TimeoutError:
+            exchange.left = exchange.behaviour == "leaves"
+            exchange.broken = "" if exchange.left else f"nothing for {GIVE_UP:g} s"
+        except (aiohttp.ClientError, OSError, json.JSONDecodeError) as error:
+            exchange.broken = repr(error)
+        exchange.ended = time.monotonic()
+        del self.open[exchange.request_id]
+        self.observe(exchange)
+
+    def _progress(self, exchange: Exchange) -> None:
+        exchange.progress.append(time.monotonic())
+        self.observe(exchange)
+
+    def _refused(self, exchange: Exchange, text: str) -> None:
+        self._progress(exchange)
+        try:
+            exchange.error_code = str(json.loads(text)["error"]["code"])
+            exchange.error = text[:300]
+        except (ValueError, KeyError, TypeError):
+            exchange.broken = f"{exchange.status} with a body that is no OpenAI error: {text[:200]}"
+
+    def _complete(self, exchange: Exchange, answer: dict[str, Any]) -> None:
+        self._take(exchange, answer["choices"][0])
+        exchange.done = True
+        self._progress(exchange)
+
+    async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse) -> None:
+        async for line in response.content:
+            if not line.startswith(b"data: "):
+                continue
+            if exchange.done:
+                exchange.after_done += 1
+            if line.strip() == b"data: [DONE]":
+                exchange.done = True
+                self._progress(exchange)
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                exchange.error_code, exchange.error = str(event["error"]["code"]), str(event["error"])[:300]
+            else:
+                for choice in event["choices"]:
+                    self._take(exchange, choice)
+            self._progress(exchange)
+            if exchange.behaviour == "leaves" and len(exchange.tokens) >= exchange.leaves_after:
+                exchange.left = True
+                response.close()
+                return
+            if exchange.behaviour == "slow":
+                await asyncio.sleep(0.03)
+        if not exchange.done and exchange.error_code is None:
+            exchange.broken = "the stream ended without [DONE] or an error"
+
+    def _take(self, exchange: Exchange, choice: dict[str, Any]) -> None:
+        exchange.text += choice["text"]
+        listed = choice["logprobs"]
+        if listed is not None:
+            exchange.tokens += listed["tokens"]
+            exchange.logprobs += listed["token_logprobs"]
+        if choice["finish_reason"] is not None:
+            exchange.finish_reason = choice["finish_reason"]
+            exchange.finishes += 1

@@ -1,0 +1,91 @@
+"""Network namespaces as hosts: each node has a loopback interface of its own, so every byte crosses the proxy.
+
+All addresses in the cluster file are loopback addresses. In the namespace of another node such an address belongs to
+the proxy, which carries the connection over: no process knows that it is watched, and no link can bypass the proxy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+CLONE_NEWNET = 0x40000000
+
+
+def missing() -> str | None:
+    """Why namespaces cannot be used on this machine, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "nsenter"):
+        if shutil.which(tool) is None:
+            return f"network namespaces need the command {tool} (packages iproute2 and util-linux)"
+    probe = Namespace("probe")
+    try:
+        probe.create()
+    except subprocess.CalledProcessError as error:
+        return f"ip netns add failed: {error.stderr.decode(errors='replace').strip()}"
+    probe.delete()
+    return None
+
+
+class Host:
+    """Where a process runs. This one is the machine itself."""
+
+    name = ""
+
+    def command(self, arguments: list[str]) -> list[str]:
+        """The command line that runs `arguments` on this host."""
+        return arguments
+
+    def socket(self) -> socket.socket:
+        """A TCP socket of this host's network."""
+        return socket.socket()
+
+    def delete(self) -> None:
+        """Nothing to take down."""
+
+
+class Namespace(Host):
+    """One network namespace with nothing but a loopback interface."""
+
+    def __init__(self, node: str) -> None:
+        self.name = f"tandem-{secrets.token_hex(3)}-{node}"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name, initializer=self._enter)
+
+    @property
+    def _path(self) -> str:
+        return f"/run/netns/{self.name}"
+
+    def create(self) -> None:
+        """Raises CalledProcessError with the tool's own words."""
+        for arguments in (
+            ["ip", "netns", "add", self.name],
+            ["ip", "-n", self.name, "link", "set", "lo", "up"],
+        ):
+            subprocess.run(arguments, check=True, capture_output=True)
+
+    def command(self, arguments: list[str]) -> list[str]:
+        return ["nsenter", f"--net={self._path}", "--", *arguments]
+
+    def socket(self) -> socket.socket:
+        """A socket keeps the namespace that its thread was in when it was made."""
+        return self._thread.submit(socket.socket).result()
+
+    def delete(self) -> None:
+        self._thread.shutdown()
+        subprocess.run(["ip", "netns", "delete", self.name], check=False, capture_output=True)
+
+    def _enter(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            if libc.setns(descriptor, CLONE_NEWNET) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), self._path)
+        finally:
+            os.close(descriptor)

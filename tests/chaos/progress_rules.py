@@ -1,0 +1,113 @@
+"""I4: nothing waits longer than the bound while a pair of nodes with working links is healthy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tests.chaos.history import History
+from tests.chaos.load import Exchange
+from tests.chaos.timeline import Interval, healthy_stretches
+from tests.chaos.violation import Violation
+
+HANG = 5.0  # seconds without a token or an answer
+
+
+@dataclass(frozen=True)
+class Starved:
+    """`seconds` of an interval in which the machine did not run what was ready."""
+
+    since: float
+    until: float
+    seconds: float
+
+    def within(self, window: Interval) -> float:
+        overlap = min(self.until, window[1]) - max(self.since, window[0])
+        return max(0.0, overlap) / (self.until - self.since) * self.seconds
+
+
+def check(history: History, bound: float = HANG) -> list[Violation]:
+    impaired = _impaired(history)
+    starved = [
+        Starved(note["since"], note["until"], note["seconds"])
+        for note in history.faults
+        if note["event"] == "starved"
+    ]
+    pairs = {name: _of_parts(parts, impaired) for name, parts in history.run["pairs"].items()}
+    told = _deliveries(history)
+    found = []
+    for exchange in history.exchanges:
+        for window in pairwise(_marks(exchange, told.get(exchange.request_id, []))):
+            if window[1] - window[0] <= bound:
+                continue
+            pair, longest = max(
+                ((name, _longest(intervals, window, starved)) for name, intervals in pairs.items()),
+                key=lambda each: each[1],
+            )
+            if longest > bound:
+                text = (
+                    f"{exchange.request_id} ({exchange.case}): nothing for {window[1] - window[0]:.1f} s from "
+                    f"t={window[0]:.2f}; {pair} was healthy for {longest:.1f} s of it"
+                )
+                found.append(Violation("I4", text))
+                break
+    return found
+
+
+def longest_gap(history: History) -> float:
+    """Of all exchanges, faults and starvation included."""
+    told = _deliveries(history)
+    return max(
+        (
+            until - since
+            for exchange in history.exchanges
+            for since, until in pairwise(_marks(exchange, told.get(exchange.request_id, [])))
+        ),
+        default=0.0,
+    )
+
+
+def _marks(exchange: Exchange, told: list[float]) -> list[float]:
+    """When something moved, as the client or the router saw it."""
+    seen = [each for each in (*exchange.progress, *told) if exchange.sent <= each <= exchange.ended]
+    return sorted([exchange.sent, *seen, exchange.ended])
+
+
+def _longest(intervals: list[Interval], window: Interval, starved: list[Starved]) -> float:
+    """Seconds of the longest healthy stretch, less what the machine took."""
+    return max(
+        (
+            until - since - sum(each.within((since, until)) for each in starved)
+            for since, until in healthy_stretches(intervals, window)
+        ),
+        default=0.0,
+    )
+
+
+def _of_parts(parts: list[str], impaired: dict[str, list[Interval]]) -> list[Interval]:
+    return [interval for part in parts for interval in impaired.get(part, ())]
+
+
+def _impaired(history: History) -> dict[str, list[Interval]]:
+    begun: dict[str, tuple[float, list[str]]] = {}
+    found: dict[str, list[Interval]] = {}
+    for note in history.faults:
+        if note["event"] == "begin":
+            begun[note["fault"]] = (note["t"], note["parts"])
+        elif note["event"] == "end":
+            since, parts = begun.pop(note["fault"])
+            for part in parts:
+                found.setdefault(part, []).append((since, note["t"]))
+    for since, parts in begun.values():
+        for part in parts:
+            found.setdefault(part, []).append((since, float("inf")))
+    return found
+
+
+def _deliveries(history: History) -> dict[str, list[float]]:
+    """request -> when the router handed its writer something: clients of whole answers cannot see it."""
+    told: dict[str, list[float]] = {}
+    for event in history.events:
+        if event["event"] == "delivered":
+            told.setdefault(event["request"], []).append(event["t"])
+    return told
