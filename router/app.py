@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,7 @@ from router.status_routes import ClusterView, StatusRoutes
 from router.tokenizer import Tokenizer
 
 SHUTTING_DOWN = "this router is shutting down"
+BIND_SECONDS = 5.0  # for a port that is taken: the router before this one may still be going
 
 
 @dataclass(slots=True)
@@ -69,14 +71,20 @@ class RouterApp:
         router = self.resolved.cluster.router
         self.control.start(self.registry, self.dispatcher)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, router.host, router.port, backlog=1024, reuse_address=True)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(
-                "router.port",
-                f"{router.host}:{router.port} cannot be bound ({error.strerror}); choose another port",
-            ) from error
+        deadline = time.monotonic() + BIND_SECONDS
+        while True:
+            site = web.TCPSite(self.runner, router.host, router.port, backlog=1024, reuse_address=True)
+            try:
+                await site.start()
+                return
+            except OSError as error:
+                await site.stop()
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    raise ConfigError(
+                        "router.port",
+                        f"{router.host}:{router.port} cannot be bound ({error.strerror}); choose another port",
+                    ) from error
+            await asyncio.sleep(0.1)
 
     async def drain(self) -> None:
         """Take nothing new, let requests finish up to health.drain_timeout, close."""
@@ -121,6 +129,14 @@ class RouterApp:
                 return f"no {role} node is up since {self.registry.missing_for(role):.0f} s{back}"
         return None
 
+    def missing_nodes(self) -> list[dict[str, str]]:
+        """Nodes of the cluster file that take no requests at present."""
+        cluster = self.resolved.cluster
+        up = {(node.role, node.name) for node in self.registry if node.state == "up"}
+        configured = [("prefill", node.name) for node in cluster.prefill.nodes]
+        configured += [("decode", node.name) for node in cluster.decode.nodes]
+        return [{"name": name, "role": role} for role, name in configured if (role, name) not in up]
+
     def server_info(self) -> dict[str, Any]:
         served = self.served()
         health = self.dispatcher.health
@@ -130,6 +146,7 @@ class RouterApp:
             "served_model_name": served.name,
             "max_model_len": served.max_model_len,
             "ready": self.not_ready() is None,
+            "missing_nodes": self.missing_nodes(),
             "incarnation": self.incarnation,
             "active_requests": self.dispatcher.active,
             "refused_messages": self.control.refused_messages,
@@ -246,7 +263,9 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         incarnation,
         events,
     )
-    view = ClusterView(router.not_ready, router.server_info, metrics.render, dispatcher.timelines.get)
+    view = ClusterView(
+        router.not_ready, router.missing_nodes, router.server_info, metrics.render, dispatcher.timelines.get
+    )
     most = cluster.router.max_requests
     OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.admitting, images, most, log).add_to(app)
     StatusRoutes(view, router.served, tokenizer).add_to(app)

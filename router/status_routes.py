@@ -38,6 +38,7 @@ class ClusterView:
     """Questions about the cluster, answered anew each time."""
 
     ready: Callable[[], str | None]  # None: can serve; else why not
+    missing_nodes: Callable[[], list[dict[str, str]]]  # name and role of configured nodes that are not up
     server_info: Callable[[], dict[str, Any]]
     metrics: Callable[[], bytes]
     timeline: Callable[[str], dict[str, Any] | None]
@@ -78,10 +79,14 @@ class StatusRoutes:
         return web.Response(status=200 if self._view.ready() is None else 503)
 
     async def ready(self, request: web.Request) -> web.Response:
+        """200 while requests are served, "degraded" if configured nodes are missing; 503 with the reason otherwise."""
         reason = self._view.ready()
-        if reason is None:
-            return json_response({"status": "ready"})
-        return json_response({"status": "not ready", "reason": reason}, 503)
+        missing = self._view.missing_nodes()
+        if reason is not None:
+            return json_response({"status": "not ready", "reason": reason, "missing": missing}, 503)
+        if missing:
+            return json_response({"status": "degraded", "missing": missing})
+        return json_response({"status": "ready"})
 
     async def server_info(self, request: web.Request) -> web.Response:
         return json_response({"version": VERSION, **self._view.server_info()})

@@ -6,35 +6,44 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.cluster.harness import ENV, MODEL, PATIENT, ROOT, hold_port
+from tests.fakes.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
-def cluster_file(tmp_path: Path) -> Iterator[Path]:
+def port() -> Iterator[socket.socket]:
+    """The router's port: bound, so that no other test is given it; who listens on it keeps the router out."""
+    with hold_port() as held:
+        yield held
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path, port: socket.socket) -> Path:
     file = tmp_path / "mine.yaml"
     # short: the path of an ipc socket is limited
     run_dir = f"/tmp/tandem-deploy-{os.getpid()}-{time.monotonic_ns() % 100_000}"
-    with hold_port() as held:
-        sections = {
-            "model": {"path": str(MODEL)},
-            "router": {"port": held.getsockname()[1]},
-            "health": PATIENT,
-            "process": {"run_dir": run_dir},
-        }
-        file.write_text(yaml.safe_dump(sections, sort_keys=False))
-        yield file
+    sections = {
+        "model": {"path": str(MODEL)},
+        "router": {"port": port.getsockname()[1]},
+        "health": PATIENT,
+        "process": {"run_dir": run_dir},
+    }
+    file.write_text(yaml.safe_dump(sections, sort_keys=False))
+    return file
 
 
 def run_dir_of(file: Path) -> Path:
@@ -72,6 +81,28 @@ def pids_of(file: Path) -> set[tuple[int, int]]:
     """And when they were started: pids come again."""
     table = json.loads((run_dir_of(file) / "cluster.json").read_text())
     return {(entry["pid"], entry["started"]) for entry in table["processes"].values()}
+
+
+def record_of(file: Path, name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((run_dir_of(file) / "cluster.json").read_text())["processes"][name]
+    return record
+
+
+def ask(file: Path, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    url = json.loads((run_dir_of(file) / "cluster.json").read_text())["url"]
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        answer: dict[str, Any] = json.loads(response.read())
+        return answer
+
+
+def is_ready(file: Path) -> bool:
+    """Every node of the file is up."""
+    try:
+        return ask(file, "/ready") == {"status": "ready"}
+    except OSError:
+        return False
 
 
 def segments_of(pids: set[tuple[int, int]]) -> set[str]:
@@ -147,6 +178,54 @@ def test_ctrl_c_drains_and_a_killed_node_is_restarted(cluster_file: Path) -> Non
         process.stdout.close()
     assert left_behind(cluster_file) == {"processes": [], "files": []}
     assert not segments_of(pids)
+
+
+def listens(port: socket.socket) -> bool:
+    try:
+        port.listen()
+    except OSError:
+        return False
+    return True
+
+
+def test_crash_loops_end_nothing(cluster_file: Path, port: socket.socket) -> None:
+    """A node that cannot start again, then a router whose port is taken: both come back by themselves."""
+    file = cluster_file
+    file.write_text(file.read_text() + "prefill: {nodes: [{name: prefill-0}, {name: prefill-1}]}\n")
+    up = deploy("up", str(file), "--detach")
+    try:
+        assert up.returncode == 0, up.stderr
+        in_the_way = run_dir_of(file) / "prefill-1.sock"
+        os.kill(record_of(file, "prefill-1")["pid"], signal.SIGKILL)
+        in_the_way.unlink()
+        in_the_way.write_text("not a socket")
+        answered = 0
+        while record_of(file, "prefill-1")["restarts"] < 2:
+            body = {"prompt": [5, 6, answered], "max_tokens": 3, "ignore_eos": True}
+            assert ask(file, "/v1/completions", body)["usage"]["completion_tokens"] == 3
+            answered += 1
+        assert answered > 3
+        assert ask(file, "/ready")["missing"] == [{"name": "prefill-1", "role": "prefill"}]
+        status = deploy("status", str(file))
+        assert status.returncode == 4, status.stdout
+        assert ": degraded" in status.stdout
+        assert "prefill-1 last ended with exit code 2" in status.stdout
+        assert "not a socket" in status.stdout
+        in_the_way.unlink()
+        until(lambda: is_ready(file), 300)
+
+        os.kill(record_of(file, "router")["pid"], signal.SIGKILL)
+        until(lambda: listens(port))  # the kernel takes the dead router's socket down first
+        until(lambda: "router.port" in record_of(file, "router")["last_end"], 300)
+        nodes = {name: record_of(file, name)["pid"] for name in ("prefill-0", "prefill-1", "decode-0")}
+        port.close()
+        until(lambda: is_ready(file), 300)
+        assert {name: record_of(file, name)["pid"] for name in nodes} == nodes
+        until(lambda: deploy("status", str(file)).returncode == 0)
+    finally:
+        down = deploy("down", str(file))
+    assert down.returncode == 0
+    assert left_behind(file) == {"processes": [], "files": []}
 
 
 def test_what_cannot_start_is_said_and_leaves_nothing(cluster_file: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ SERVED = ServedModel("tiny-target", str(TINY), 1_700_000_000, 704, 4096, (2,), D
 
 @dataclass
 class Rig:
-    """A running server. `ready` and `admit` are read at each request."""
+    """A running server. `ready`, `missing` and `admit` are read at each request."""
 
     host: str
     port: int
@@ -41,6 +41,7 @@ class Rig:
     tokenizer: Tokenizer
     session: aiohttp.ClientSession
     ready: str | None = None
+    missing: list[dict[str, str]] = field(default_factory=list)
     refusal: Exception | None = None
 
     @property
@@ -106,6 +107,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         routes.add_to(app)
         view = ClusterView(
             lambda: rig.ready,
+            lambda: rig.missing,
             lambda: {"model_path": served.path, "internal_states": []},
             lambda: b"# HELP x y\n",
             lambda identity: {"request_id": identity} if identity == "known" else None,

@@ -22,7 +22,7 @@ from common.observability.logs import Log
 from router.app import build
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import legs
-from tests.fakes.waiting import PATIENCE
+from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import TINY
 
 REPOSITORY = Path(__file__).parents[3]
@@ -101,6 +101,41 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
     await asyncio.wait_for(app.drain(), PATIENCE)
 
 
+async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> None:
+    """200 while each role has a node; a node that drains counts as missing, one that is in no file as nothing."""
+    nodes = ["prefill.nodes=[{name: p0}, {name: p1}]", "health.node_timeout=600"]
+    app = build(load_cluster(cluster, nodes), Log("test"))
+    await app.start()
+    host, port = app.runner.addresses[0][:2]
+    context = zmq.Context[zmq.Socket[bytes]]()
+    fingerprint = model_fingerprint(TINY)
+    up = [
+        FakeNode(context, app.control.address, "prefill", "p1", fingerprint=fingerprint),
+        FakeNode(context, app.control.address, "decode", "d0", fingerprint=fingerprint),
+    ]
+    for node in up:
+        assert isinstance(await node.register(), Registered)
+    async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+        missing = [{"name": "p0", "role": "prefill"}]
+        async with session.get("/ready") as response:
+            assert (response.status, await response.json()) == (
+                200,
+                {"status": "degraded", "missing": missing},
+            )
+        async with session.get("/server_info") as response:
+            assert (await response.json())["missing_nodes"] == missing
+        last = FakeNode(context, app.control.address, "prefill", "p0", fingerprint=fingerprint)
+        assert isinstance(await last.register(), Registered)
+        async with session.get("/ready") as response:
+            assert await response.json() == {"status": "ready"}
+        last.beat(state="draining")
+        await eventually(lambda: app.missing_nodes() == missing)
+    for node in (*up, last):
+        node.close()
+    context.term()
+    await asyncio.wait_for(app.drain(), PATIENCE)
+
+
 async def test_what_is_not_done_in_time_ends_with_an_error(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +172,24 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
     context.term()
 
 
-async def test_a_port_that_is_taken_is_named(cluster: Path) -> None:
+async def test_a_port_that_is_taken_for_a_moment(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router before this one may still be going."""
+    monkeypatch.setattr("router.app.BIND_SECONDS", PATIENCE)
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))
+    started = asyncio.create_task(app.start())
+    await asyncio.sleep(0.3)
+    assert not started.done()
+    server.close()
+    await server.wait_closed()
+    await asyncio.wait_for(started, PATIENCE)
+    assert [address[1] for address in app.runner.addresses] == [port]
+    await asyncio.wait_for(app.drain(), PATIENCE)
+
+
+async def test_a_port_that_is_taken_is_named(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.app.BIND_SECONDS", 0.0)
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))

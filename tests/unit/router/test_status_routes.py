@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
@@ -36,7 +37,22 @@ async def test_liveness_and_readiness(rig: Rig) -> None:
         assert (await get(rig, path))[:2] == (503, b"")
     for path in ("/ready", "/readiness"):
         status, body, _ = await get(rig, path)
-        assert (status, body) == (503, b'{"status":"not ready","reason":"no decode node is up"}')
+        assert status == 503
+        assert body == b'{"status":"not ready","reason":"no decode node is up","missing":[]}'
+
+
+async def test_missing_nodes_are_named_while_others_serve(rig: Rig) -> None:
+    """A probe keeps sending requests here (200); a person sees what is missing."""
+    rig.missing = [{"name": "decode-1", "role": "decode"}]
+    for path in ("/ready", "/readiness"):
+        status, body, _ = await get(rig, path)
+        assert status == 200
+        assert body == b'{"status":"degraded","missing":[{"name":"decode-1","role":"decode"}]}'
+    assert (await get(rig, "/health"))[0] == 200
+    rig.ready = "no decode node is up"
+    status, body, _ = await get(rig, "/ready")
+    assert status == 503
+    assert json.loads(body)["missing"] == rig.missing
 
 
 async def test_models(rig: Rig) -> None:
