@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from common.errors import ModelError
+from common.json_fields import flag, optional_section, positive, shown
 
 KEY = "aux_layer_convention"  # of the head's config.json
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -44,12 +45,15 @@ def aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> AuxLayers
 
     Row D4: aux states are used unless the file says no.
     """
-    section = raw.get("eagle_config") or {}
-    if not section.get("use_aux_hidden_state", True):
+    section = optional_section(raw, "eagle_config", where)
+    if not flag(section, "use_aux_hidden_state", where, True):
         return AuxLayers()
     named = section.get(IDS) or raw.get(IDS)
-    ids = named or (2, num_layers // 2, num_layers - 3)
-    count = raw.get("num_aux_hidden_states") or section.get("num_aux_hidden_states") or len(ids)
+    ids = named or [2, num_layers // 2, num_layers - 3]
+    if not isinstance(ids, list) or len(ids) > num_layers + 1 or not all(type(each) is int for each in ids):
+        raise ModelError(f"{where}: {IDS} must be a list of layers of the target, found {shown(ids)}")
+    key = "num_aux_hidden_states"
+    count = positive(raw if raw.get(key) else section, key, where, len(ids))
     if count != len(ids):
         raise ModelError(
             f"{where}: num_aux_hidden_states is {count}, but the aux layers are {list(ids)}; name them in "
@@ -64,11 +68,11 @@ def aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> AuxLayers
     return AuxLayers(boundaries, convention, stated if named else "default")
 
 
-def _convention(raw: Mapping[str, Any], ids: Any, where: str) -> tuple[Convention, Source]:
+def _convention(raw: Mapping[str, Any], ids: list[int], where: str) -> tuple[Convention, Source]:
     """Heads whose ids begin with 1 mean outputs: nobody reads what enters the second layer."""
     given = raw.get(KEY, "auto")
     if given == "boundary" or given == "output":
         return given, "stated"
     if given != "auto":
-        raise ModelError(f"{where}: {KEY} is {given!r}; it is boundary, output or auto")
+        raise ModelError(f"{where}: {KEY} is {shown(given)}; it is boundary, output or auto")
     return ("output" if ids[0] == 1 else "boundary"), "guessed"

@@ -16,9 +16,10 @@ from typing import Any, Literal
 from common import model_files
 from common.aux_layers import AuxLayers, aux_layers
 from common.errors import ModelError
+from common.json_fields import MAX_WIDTH, architecture_of, flag, positive, shown
 from common.model_config import FAMILIES, ModelConfig
 from common.mtp_format import ARCHITECTURES as MTP_ARCHITECTURES
-from common.mtp_format import MODULES, MtpFormat, has_modules, mtp_format
+from common.mtp_format import MAX_MODULES, MODULES, MtpFormat, has_modules, mtp_format
 from common.rope_config import SECTIONS, split_sections, with_sections
 
 DraftAlgorithm = Literal["eagle3", "eagle", "mtp", "standalone"]
@@ -76,22 +77,24 @@ class DraftConfig:
                 f"{file}: {SECTIONS} is {list(sections) or 'not set'}, the target has "
                 f"{list(target.rope.sections) or 'none'}: a draft reads the positions of its target"
             )
-        width = raw.get("target_hidden_size") or target.hidden_size
+        width = positive(raw, "target_hidden_size", str(file), target.hidden_size, MAX_WIDTH)
         _check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
         _check_same(file, "target_hidden_size", width, target.hidden_size)
         if algorithm == "eagle":
             return cls(algorithm, model, width, AuxLayers(), None, False)
         aux = aux_layers(raw, target.num_layers, str(file))
-        vocab = raw.get("draft_vocab_size")
+        vocab = None
+        if raw.get("draft_vocab_size") is not None:
+            vocab = positive(raw, "draft_vocab_size", str(file), most=model.vocab_size)
         return cls(
             algorithm,
             model,
             width,
             aux,
-            int(vocab) if vocab is not None else None,
-            _switch(raw, "norm_before_residual", str(file)),
+            vocab,
+            flag(raw, "norm_before_residual", str(file)),
             fc_norms=_fc_norms(raw, len(aux.boundaries) or 1, str(file)),
-            norm_output=_switch(raw, "norm_output", str(file)),
+            norm_output=flag(raw, "norm_output", str(file)),
         )
 
 
@@ -144,15 +147,14 @@ def draft_fingerprint(path: str | Path, draft: DraftConfig, steps: int, topk: in
 
 def _load_mtp(raw: Mapping[str, Any], file: Path, target: ModelConfig) -> DraftConfig:
     """Shapes of the modules, whose number stands in for that of layers: config.json gives the target's."""
-    modules, name = raw.get(MODULES), raw["architectures"][0]
-    if not isinstance(modules, int) or modules < 1:
-        raise ModelError(f"{file}: {MODULES} must be a positive integer")
+    name = str(architecture_of(raw))
+    modules = positive(raw, MODULES, str(file), most=MAX_MODULES)
     own = {"num_hidden_layers": modules, "layer_types": None}
     family = MTP_ARCHITECTURES.get(name, name)
     model = ModelConfig.parse({**raw, "architectures": [family], **own}, file.parent)
     _check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
     _check_same(file, "hidden_size", model.hidden_size, target.hidden_size)
-    width = raw.get("target_hidden_size") or target.hidden_size
+    width = positive(raw, "target_hidden_size", str(file), target.hidden_size, MAX_WIDTH)
     _check_same(file, "target_hidden_size", width, target.hidden_size)
     return DraftConfig("mtp", model, width, AuxLayers(), None, False, mtp_format(raw, str(file)))
 
@@ -165,13 +167,12 @@ def _check_same(file: Path, what: str, ours: int, theirs: int) -> None:
 
 
 def _check_architecture(raw: Mapping[str, Any], algorithm: DraftAlgorithm, where: str) -> None:
-    found = raw.get("architectures")
-    name = found[0] if isinstance(found, list) and found else None
+    name = architecture_of(raw)
     if _is_of(name, algorithm) or (algorithm == "mtp" and name is not None and has_modules(raw)):
         return
     fits = [other for other in ARCHITECTURES if _is_of(name, other)]
     remedy = f"set speculation.algorithm to {fits[0]}" if fits else f"known are {_known()}"
-    raise ModelError(f"{where}: architecture {name} is no {algorithm} draft; {remedy}")
+    raise ModelError(f"{where}: architecture {str(name)[:80]} is no {algorithm} draft; {remedy}")
 
 
 def _is_of(name: object, algorithm: DraftAlgorithm) -> bool:
@@ -192,7 +193,7 @@ def _flat(raw: dict[str, Any], where: str) -> dict[str, Any]:
     layer = raw.get("transformer_layer_config")
     if kind != "eagle3" or not isinstance(layer, dict):
         raise ModelError(
-            f"{where}: speculators_model_type is {kind!r}; eagle3 is supported, with a transformer_layer_config"
+            f"{where}: speculators_model_type is {shown(kind)}; eagle3 is supported, with a transformer_layer_config"
         )
     if "norm_before_residual" not in raw:
         raise ModelError(
@@ -207,16 +208,9 @@ def _known() -> str:
 
 def _fc_norms(raw: Mapping[str, Any], parts: int, where: str) -> tuple[str, ...]:
     """Names of their tensors: one norm over all that the target gives, or one over each of its parts."""
-    whole, apart = _switch(raw, "norm_before_fc", where), _switch(raw, "fc_norm", where)
+    whole, apart = flag(raw, "norm_before_fc", where), flag(raw, "fc_norm", where)
     if whole and apart:
         raise ModelError(f"{where}: norm_before_fc and fc_norm norm the same values: set one of them")
     if apart:
         return tuple(f"fc_norm.{index}" for index in range(parts))
     return ("input_norm",) if whole else ()
-
-
-def _switch(raw: Mapping[str, Any], name: str, where: str) -> bool:
-    value = raw.get(name) or False
-    if not isinstance(value, bool):
-        raise ModelError(f"{where}: {name} is {value!r}, not true or false")
-    return value

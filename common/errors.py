@@ -47,7 +47,14 @@ class ConfigError(TandemError):
 
 
 class ModelError(TandemError):
-    """A model directory that cannot be served."""
+    """A model directory that cannot be served. The text is cut: it may quote what a stranger wrote."""
+
+    MAX_CHARACTERS: ClassVar[int] = 2000
+
+    def __init__(self, problem: str) -> None:
+        most = self.MAX_CHARACTERS
+        cut = problem if len(problem) <= most else f"{problem[: most - 20]} ... (cut)"
+        super().__init__(cut)
 
 
 class TakesNoEmbeddings(ModelError, ValueError):

@@ -1,11 +1,22 @@
-"""Values of a model's JSON files, checked: errors name the file, the key and what was found."""
+"""Values of a model's JSON files, checked: errors name the file, the key and what was found.
+
+The files are a stranger's: every number has an upper bound, so that nothing that is sized by it can be absurd.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from common.errors import ModelError
+
+MAX_INT = (1 << 31) - 1  # device code counts in int32
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 18  # values of one token in one place
+MAX_VOCAB = 1 << 24
+MAX_POSITIONS = 1 << 27
+MAX_HEADS = 4096
 
 
 def section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
@@ -16,18 +27,76 @@ def section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
     return value
 
 
-def positive(raw: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    """An integer above 0; null and a missing key are the default. Raises ModelError."""
+def optional_section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    """An object; null and a missing key are an empty one. Raises ModelError."""
+    return {} if raw.get(key) is None else section(raw, key, where)
+
+
+def positive(
+    raw: Mapping[str, Any], key: str, where: str, default: int | None = None, most: int = MAX_INT
+) -> int:
+    """An integer from 1 to `most`; null and a missing key are the default. Raises ModelError."""
     value = raw.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{where}: {key} must be a positive integer, found {value!r}")
+    if type(value) is not int or value < 1:
+        raise ModelError(f"{where}: {key} must be a positive integer, found {shown(value)}")
+    if value > most:
+        raise ModelError(f"{where}: {key} {shown(value)} is more than the {most} that are supported")
     return value
+
+
+def number(
+    raw: Mapping[str, Any], key: str, where: str, default: float | None = None, most: float = 1e12
+) -> float:
+    """A finite number above 0 and at most `most`; null and a missing key are the default. Raises ModelError."""
+    found = raw.get(key)
+    value: Any = default if found is None else found
+    if type(value) not in (int, float) or not 0 < value <= most:  # also where it is not a number (NaN)
+        raise ModelError(f"{where}: {key} must be a positive number up to {most:g}, found {shown(value)}")
+    return float(value)
+
+
+def flag(raw: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
+    """true or false; null and a missing key are the default. Raises ModelError."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ModelError(f"{where}: {key} must be true or false, found {shown(value)}")
+    return value
+
+
+def word(raw: Mapping[str, Any], key: str, where: str, default: str) -> str:
+    """A string; null and a missing key are the default. Raises ModelError."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, str):
+        raise ModelError(f"{where}: {key} must be a string, found {shown(value)}")
+    return value
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str | None:
+    """The first name in `architectures`, if there is one."""
+    found = raw.get("architectures")
+    name = found[0] if isinstance(found, list) and found else None
+    return name if isinstance(name, str) else None
 
 
 def token_id(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """Of the first of `keys` that is there. Raises ModelError."""
+    """The value of the first of `keys` that is there. Raises ModelError."""
     value = next((raw[key] for key in keys if raw.get(key) is not None), None)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ModelError(f"{where}: {keys[0]} must be a token id, found {value!r}")
+    if type(value) is not int or not 0 <= value <= MAX_INT:
+        raise ModelError(f"{where}: {keys[0]} must be a token id, found {shown(value)}")
     return value
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as an error quotes it: cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a JSON number that a float can hold."""
+    if type(value) is float:
+        return math.isfinite(value)
+    return type(value) is int and abs(value) < 1 << 1000

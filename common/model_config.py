@@ -16,12 +16,26 @@ from typing import Any
 
 from common import model_files
 from common.errors import ModelError
-from common.json_fields import positive
+from common.json_fields import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    architecture_of,
+    flag,
+    is_finite,
+    positive,
+    shown,
+    word,
+)
 from common.rope_config import RopeConfig, parse_rope, with_sections
+from common.safetensors_header import read_header
 from common.vision_config import ARCHITECTURES, VisionConfig, is_vision, language_part, parse_vision
 
 Raw = Mapping[str, Any]
 
+MAX_EOS_IDS = 256
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours -> safetensors'
 
 
@@ -134,25 +148,35 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     if raw.get("quantization_config") is not None:
         method = raw["quantization_config"]
         name = method.get("quant_method", "of unknown kind") if isinstance(method, dict) else method
+        said = name if isinstance(name, str) else shown(name)
         raise ModelError(
-            f"{where}: quantization {name} is not supported; supported are {', '.join(DTYPES)} weights"
+            f"{where}: quantization_config: quantization {said[:80]} is not supported; "
+            f"supported are {', '.join(DTYPES)} weights"
         )
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"{where}: hidden_act {activation!r} is not supported; supported is silu")
-    hidden, heads = positive(raw, "hidden_size", where), positive(raw, "num_attention_heads", where)
-    kv_heads = positive(raw, "num_key_value_heads", where, heads)
-    head_dim = positive(raw, "head_dim", where, family.head_dim or hidden // heads)
+        raise ModelError(f"{where}: hidden_act {shown(activation)} is not supported; supported is silu")
+    hidden = positive(raw, "hidden_size", where, most=MAX_WIDTH)
+    heads = positive(raw, "num_attention_heads", where, most=MAX_HEADS)
+    kv_heads = positive(raw, "num_key_value_heads", where, heads, MAX_HEADS)
+    head_dim = positive(raw, "head_dim", where, family.head_dim or hidden // heads, MAX_WIDTH)
     if heads % kv_heads:
-        raise ModelError(f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+        raise ModelError(
+            f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads evenly (num_key_value_heads)"
+        )
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embedding needs an even one")
-    num_layers = positive(raw, "num_hidden_layers", where)
-    max_positions = positive(raw, "max_position_embeddings", where)
-    vocab = positive(raw, "vocab_size", where)
+    if heads * head_dim > MAX_WIDTH:
+        raise ModelError(
+            f"{where}: num_attention_heads {heads} of head_dim {head_dim} are more than the {MAX_WIDTH} values "
+            "of one token that are supported"
+        )
+    num_layers = positive(raw, "num_hidden_layers", where, most=MAX_LAYERS)
+    max_positions = positive(raw, "max_position_embeddings", where, most=MAX_POSITIONS)
+    vocab = positive(raw, "vocab_size", where, most=MAX_VOCAB)
     eps = raw.get("rms_norm_eps", 1e-6)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
-        raise ModelError(f"{where}: rms_norm_eps must be a small positive number, found {eps!r}")
+    if not is_finite(eps) or not 0 < eps < 1:
+        raise ModelError(f"{where}: rms_norm_eps must be a small positive number, found {shown(eps)}")
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -160,12 +184,12 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=positive(raw, "intermediate_size", where),
+        intermediate_size=positive(raw, "intermediate_size", where, most=MAX_WIDTH),
         vocab_size=vocab,
         max_position_embeddings=max_positions,
         rms_norm_eps=float(eps),
         rope=parse_rope(raw, max_positions, where),
-        tie_word_embeddings=_flag(raw, "tie_word_embeddings", where),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=_option(raw, family.qkv_bias, where),
         output_bias=_option(raw, family.output_bias, where),
         mlp_bias=_option(raw, family.mlp_bias, where),
@@ -178,25 +202,16 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
 
 
 def _family(raw: Raw, where: str) -> tuple[str, Family]:
-    found = raw.get("architectures")
-    name = found[0] if isinstance(found, list) and found else None
-    if not isinstance(name, str) or name not in FAMILIES:
+    name = architecture_of(raw)
+    if name is None or name not in FAMILIES:
         said = f"architecture {name}" if name else "a config without architectures"
         known = ", ".join((*FAMILIES, *ARCHITECTURES))
-        raise ModelError(f"{where}: {said} is not supported; supported are {known}")
+        raise ModelError(f"{where}: {said[:200]} is not supported; supported are {known}")
     return name, FAMILIES[name]
 
 
-def _flag(raw: Raw, key: str, where: str, default: bool = False) -> bool:
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, bool):
-        raise ModelError(f"{where}: {key} must be true or false, found {value!r}")
-    return value
-
-
 def _option(raw: Raw, option: bool | str, where: str) -> bool:
-    return option if isinstance(option, bool) else _flag(raw, option, where)
+    return option if isinstance(option, bool) else flag(raw, option, where)
 
 
 def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:
@@ -204,7 +219,7 @@ def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int
     if family.window is None:
         return full
     value = raw.get("sliding_window", family.window)
-    if value is None or (family.windows_by_layer and not _flag(raw, "use_sliding_window", where)):
+    if value is None or (family.windows_by_layer and not flag(raw, "use_sliding_window", where)):
         return full
     window = positive({"sliding_window": value}, "sliding_window", where)
     if not family.windows_by_layer:
@@ -212,22 +227,29 @@ def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int
     types = raw.get("layer_types")
     if types is None:
         first = raw.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise ModelError(f"{where}: max_window_layers must be a number of layers, found {shown(first)}")
         return tuple(window if layer >= first else None for layer in range(num_layers))
     known = {"sliding_attention": window, "full_attention": None}
-    if len(types) != num_layers or not set(types) <= set(known):
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or not all(isinstance(kind, str) and kind in known for kind in types)
+    ):
         raise ModelError(f"{where}: layer_types must name {', '.join(known)} for each of {num_layers} layers")
     return tuple(known[kind] for kind in types)
 
 
 def _dtype(raw: Raw, directory: Path, where: str) -> str:
-    value = raw.get("dtype") or raw.get("torch_dtype")
-    if value is None:  # old checkpoints do not say: ask the first floating-point tensor
+    key = "dtype" if raw.get("dtype") else "torch_dtype"
+    value = raw.get(key)
+    if not value:  # old checkpoints do not say: ask the first floating-point tensor
         ours = {theirs: name for name, theirs in DTYPES.items()}
-        header = model_files.read_header(model_files.weight_paths(directory)[0])
+        header = read_header(model_files.weight_paths(directory)[0])
         value = next((ours[e.dtype] for e in header.tensors.values() if e.dtype in ours), "float32")
-    name = str(value).removeprefix("torch.")
+    name = word({key: value}, key, where, "").removeprefix("torch.")
     if name not in DTYPES:
-        raise ModelError(f"{where}: dtype {name} is not supported; supported are {', '.join(DTYPES)}")
+        raise ModelError(f"{where}: dtype {name[:80]} is not supported; supported are {', '.join(DTYPES)}")
     return name
 
 
@@ -235,9 +257,13 @@ def _eos_ids(raw: Raw, generation: Raw, vocab: int, where: str) -> tuple[int, ..
     found = generation.get("eos_token_id")
     found = raw.get("eos_token_id") if found is None else found
     ids = found if isinstance(found, list) else [] if found is None else [found]
+    if len(ids) > MAX_EOS_IDS:
+        raise ModelError(f"{where}: eos_token_id has {len(ids)} ids; at most {MAX_EOS_IDS} are supported")
     for value in ids:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
-            raise ModelError(f"{where}: eos_token_id {value!r} is not a token id below vocab_size {vocab}")
+        if type(value) is not int or not 0 <= value < vocab:
+            raise ModelError(
+                f"{where}: eos_token_id {shown(value)} is not a token id below vocab_size {vocab}"
+            )
     return tuple(dict.fromkeys(ids))
 
 
@@ -246,8 +272,8 @@ def _default_sampling(generation: Raw, where: str) -> DefaultSampling:
         value = generation.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise ModelError(f"{where}: {key} must lie between {low} and {high}, found {value!r}")
+        if not is_finite(value) or not low <= value <= high:
+            raise ModelError(f"{where}: {key} must lie between {low} and {high}, found {shown(value)}")
         return float(value)
 
     top_p, top_k = number("top_p", 0.0, 1.0), number("top_k", -1, 1 << 31)

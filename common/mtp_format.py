@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ModelError
+from common.json_fields import MAX_LAYERS, architecture_of, positive, shown
 from common.model_config import FAMILIES
 
 MIMO = ("MiMoMTPModel", "MiMoMTP", "MiMoForCausalLM")
@@ -28,6 +29,7 @@ ARCHITECTURES: Mapping[str, str] = {
 
 
 MODULES = "num_nextn_predict_layers"
+MAX_MODULES = 32  # of which a draft runs one per step
 LISTED = "model.mtp_layers"  # MiMo's list
 
 
@@ -50,26 +52,26 @@ class MtpFormat:
 
 def has_modules(raw: Mapping[str, Any]) -> bool:
     """Whether this is the config.json of a model whose checkpoint holds modules, too."""
-    return raw["architectures"][0] in FAMILIES and bool(raw.get(MODULES))
+    return architecture_of(raw) in FAMILIES and bool(raw.get(MODULES))
 
 
-def module_prefixes(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names in a checkpoint that are none of the target's."""
-    count, first = raw.get(MODULES), raw.get("num_hidden_layers")
-    if not isinstance(count, int) or not isinstance(first, int):
+def module_prefixes(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Names in a checkpoint that are none of the target's. Raises ModelError for an absurd number of modules."""
+    if not raw.get(MODULES):
         return ()
+    count = positive(raw, MODULES, where, most=MAX_MODULES)
+    first = positive(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     return (f"{LISTED}.", *(f"model.layers.{first + index}." for index in range(count)))
 
 
 def mtp_format(raw: Mapping[str, Any], where: str) -> MtpFormat:
     """From config.json. `ModelError` where a key is not what it must be."""
-    chain, first = raw.get("mtp_chain"), raw.get("num_hidden_layers")
+    chain = raw.get("mtp_chain")
     if not isinstance(chain, bool | None):
-        raise ModelError(f"{where}: mtp_chain must be true or false, found {chain!r}")
-    if raw["architectures"][0] in MIMO:
+        raise ModelError(f"{where}: mtp_chain must be true or false, found {shown(chain)}")
+    if architecture_of(raw) in MIMO:
         names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
         return MtpFormat(LISTED, 0, *names, embedding_first=False, chain=bool(chain))
-    if not isinstance(first, int) or first < 1:
-        raise ModelError(f"{where}: num_hidden_layers must be the target's number of layers, found {first!r}")
+    first = positive(raw, "num_hidden_layers", where, most=MAX_LAYERS)  # the target's
     names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     return MtpFormat("model.layers", first, *names, embedding_first=True, chain=chain is not False)

@@ -16,12 +16,27 @@ from typing import Any
 
 from common import model_files
 from common.errors import InvalidRequest, ModelError
-from common.json_fields import positive, section, token_id
+from common.json_fields import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    architecture_of,
+    flag,
+    number,
+    optional_section,
+    positive,
+    section,
+    shown,
+    token_id,
+    word,
+)
 from common.rope_config import SECTIONS, split_sections
 
 ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
 MAX_RATIO = 200  # of an image's longer side to its shorter one
 MAX_IMAGE_TOKENS = 65_536
+MAX_PATCH_SIZE, MAX_MERGE_SIZE, MAX_FRAMES = 64, 8, 8
+MAX_PIXELS = 1 << 26  # that an image is resized to
 BICUBIC = 3  # Pillow's number
 TOWER_DEFAULTS: Mapping[str, Any] = {  # what the tower is built from, and transformers' defaults
     "depth": 32,
@@ -96,7 +111,7 @@ def qwen_language(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
     outer = {
         key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id", "quantization_config") if key in raw
     }
-    tied = bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    tied = any(flag(part, "tie_word_embeddings", where) for part in (raw, text))
     inner = {key: value for key, value in text.items() if value is not None}
     language, sections = split_sections({**LANGUAGE_DEFAULTS, **outer, **inner}, where)
     if not sections:
@@ -109,16 +124,20 @@ def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
     where = str(directory / "config.json")
     options = section(raw, "vision_config", where)
     named = f"{where}: vision_config"
-    channels = positive(options, "in_channels", named, options.get("in_chans") or 3)
+    key = "in_channels" if options.get("in_channels") is not None else "in_chans"
+    channels = positive(options, key, named, 3)
     if channels != 3:
         raise ModelError(f"{named}: {channels} channels are not supported, images have 3")
     text = raw if raw.get("text_config") is None else section(raw, "text_config", where)
     given, taken = positive(options, "out_hidden_size", named, 3584), text.get("hidden_size")
     if given != taken:
-        raise ModelError(f"{named}: out_hidden_size {given} is not the language model's hidden_size {taken}")
+        raise ModelError(
+            f"{named}: out_hidden_size {given} is not the language model's hidden_size {shown(taken)}"
+        )
     file, values = _processor(directory)
-    patch, merge = positive(values, "patch_size", file, 14), positive(values, "merge_size", file, 2)
-    frames = positive(values, "temporal_patch_size", file, 2)
+    patch = positive(values, "patch_size", file, 14, MAX_PATCH_SIZE)
+    merge = positive(values, "merge_size", file, 2, MAX_MERGE_SIZE)
+    frames = positive(values, "temporal_patch_size", file, 2, MAX_FRAMES)
     for key, value, default in (
         ("patch_size", patch, 14),
         ("spatial_merge_size", merge, 2),
@@ -129,16 +148,15 @@ def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
                 f"{file}: a {key} of {value} is not that of the tower, {options.get(key, default)}"
             )
     least, most = _limits(values, file)
-    if least > most or not (patch * merge) ** 2 <= most <= MAX_IMAGE_TOKENS * (patch * merge) ** 2:
+    unit = (patch * merge) ** 2
+    if least > most or not unit <= most <= min(MAX_IMAGE_TOKENS * unit, MAX_PIXELS):
         raise ModelError(
-            f"{file}: images of {least} to {most} pixels are not supported; at most {MAX_IMAGE_TOKENS} tokens of "
-            f"{patch * merge} x {patch * merge} pixels"
+            f"{file}: images of {least} to {most} pixels (min_pixels, max_pixels) are not supported; at most "
+            f"{MAX_IMAGE_TOKENS} tokens of {patch * merge} x {patch * merge} pixels, and {MAX_PIXELS} pixels"
         )
     return QwenVision(
-        architecture=raw["architectures"][0],
-        tower_options=json.dumps(
-            {key: options[key] for key in TOWER_DEFAULTS if key in options}, sort_keys=True
-        ),
+        architecture=str(architecture_of(raw)),
+        tower_options=json.dumps(_tower(options, named), sort_keys=True),
         image_token_id=token_id(raw, ("image_token_id",), where),
         video_token_id=token_id(raw, ("video_token_id",), where),
         patch_size=patch,
@@ -152,6 +170,28 @@ def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
     )
 
 
+def _tower(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What vision_config says of TOWER_DEFAULTS, checked."""
+    found = {key: options[key] for key in TOWER_DEFAULTS if options.get(key) is not None}
+    for key, most in (
+        ("depth", MAX_LAYERS),
+        ("hidden_size", MAX_WIDTH),
+        ("intermediate_size", MAX_WIDTH),
+        ("num_heads", MAX_HEADS),
+        ("window_size", MAX_WIDTH),
+    ):
+        positive(found, key, where, TOWER_DEFAULTS[key], most)
+    word(found, "hidden_act", where, "silu")
+    layers = found.get("fullatt_block_indexes", [])
+    if not isinstance(layers, list) or not all(
+        type(each) is int and 0 <= each < MAX_LAYERS for each in layers
+    ):
+        raise ModelError(f"{where}: fullatt_block_indexes must be a list of layers, found {shown(layers)}")
+    rope = optional_section(found, "rope_parameters", where)
+    theta = number(rope, "rope_theta", f"{where}: rope_parameters", 10_000.0)
+    return {**found, "rope_parameters": {"rope_theta": theta}} if rope else found
+
+
 def _processor(directory: Path) -> tuple[str, Mapping[str, Any]]:
     """(where it stands, the image processor's values). transformers 5 writes them into processor_config.json."""
     file, outer = directory / "preprocessor_config.json", directory / "processor_config.json"
@@ -160,24 +200,28 @@ def _processor(directory: Path) -> tuple[str, Mapping[str, Any]]:
     else:
         file, values = outer, section(model_files.read_json(outer), "image_processor", str(outer))
     if values.get("image_processor_type") not in PROCESSORS:
-        raise ModelError(f"{file}: image processor {values['image_processor_type']!r} is not supported")
+        raise ModelError(
+            f"{file}: image_processor_type {shown(values['image_processor_type'])} is not supported"
+        )
     for key, usual in USUAL.items():
         if values.get(key, usual) != usual:
-            raise ModelError(f"{file}: {key} {values[key]!r} is not supported, only {usual!r}")
+            raise ModelError(f"{file}: {key} {shown(values[key])} is not supported, only {usual!r}")
     return str(file), values
 
 
 def _limits(values: Mapping[str, Any], where: str) -> tuple[int, int]:
     """Pixels of an image that the tower sees, at least and at most."""
-    size = values.get("size") or {}
-    if not isinstance(size, dict):
-        raise ModelError(f"{where}: size must be an object, found {size!r}")
+    size = optional_section(values, "size", where)
     edges = {
         "min_pixels": size.get("shortest_edge", size.get("min_pixels")),
         "max_pixels": size.get("longest_edge", size.get("max_pixels")),
     }
     found = {**edges, **{key: values[key] for key in edges if values.get(key) is not None}}
-    return positive(found, "min_pixels", where, 56 * 56), positive(found, "max_pixels", where, 28 * 28 * 1280)
+    most = 1 << 62  # the caller knows the bound
+    return (
+        positive(found, "min_pixels", where, 56 * 56, most),
+        positive(found, "max_pixels", where, 28 * 28 * 1280, most),
+    )
 
 
 def _numbers(
@@ -187,5 +231,5 @@ def _numbers(
     found = values.get(key)
     given = list(default) if found is None else found if isinstance(found, list) else [found]
     if len(given) != len(default) or not all(type(each) in (int, float) and 0 < each < 1e3 for each in given):
-        raise ModelError(f"{where}: {key} must be {len(default)} positive numbers, found {found!r}")
+        raise ModelError(f"{where}: {key} must be {len(default)} positive numbers, found {shown(found)}")
     return tuple(float(each) for each in given)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import ModelError
+from common.json_fields import MAX_POSITIONS, flag, number, optional_section, shown
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
+MAX_FACTOR = 1e6  # of a scaling; published ones stay below 100
 SECTIONS = "mrope_section"
 MULTIMODAL = "mrope"  # the rope type of older files that have SECTIONS
 AXES = 3  # temporal, height, width
@@ -45,7 +47,7 @@ class RopeConfig:
 
 def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
     """Read the rope of a config.json. `ModelError` names an unsupported type or a missing value."""
-    values = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    key, values = _rope_section(raw, where)
     if SECTIONS in values or values.get("rope_type", values.get("type")) == MULTIMODAL:
         raise ModelError(
             f"{where}: positions on several axes ({SECTIONS}) are supported for models that read images alone"
@@ -54,54 +56,56 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeCo
         raise ModelError(
             f"{where}: rope parameters per layer type are not supported, only one set for all layers"
         )
-    kind = str(values.get("rope_type", values.get("type", "default")))
+    kind = values.get("rope_type", values.get("type", "default"))
     if kind not in SUPPORTED_ROPE:
         raise ModelError(
-            f"{where}: rope type {kind!r} is not supported; supported are {', '.join(SUPPORTED_ROPE)}"
+            f"{where}: rope type {shown(kind)} is not supported; supported are {', '.join(SUPPORTED_ROPE)}"
         )
     partial = values.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported, only 1.0")
+        raise ModelError(f"{where}: partial_rotary_factor {shown(partial)} is not supported, only 1.0")
+    where = f"{where}: {key} of type {kind!r}"
 
-    def number(key: str, default: float | None = None) -> float:
-        value = values.get(key)
-        value = default if value is None else value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value <= 0
-        ):
-            raise ModelError(f"{where}: rope type {kind!r} needs a positive number {key}, found {value!r}")
-        return float(value)
-
-    theta = number("rope_theta", raw.get("rope_theta") or DEFAULT_THETA)
+    theta = number(
+        {"rope_theta": values.get("rope_theta") or raw.get("rope_theta")}, "rope_theta", where, DEFAULT_THETA
+    )
+    if theta <= 1:
+        raise ModelError(f"{where}: rope_theta must be above 1, found {theta}")
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(kind, theta, number("factor"))
+        return RopeConfig(kind, theta, number(values, "factor", where, most=MAX_FACTOR))
     outer = raw.get("original_max_position_embeddings")  # the outer value wins, as in transformers
     if outer is not None:
         values["original_max_position_embeddings"] = outer
-    original = int(number("original_max_position_embeddings", max_positions))
+    original = int(number(values, "original_max_position_embeddings", where, max_positions, MAX_POSITIONS))
+    if not original:
+        raise ModelError(f"{where}: original_max_position_embeddings must be at least 1")
     if kind == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
+        low = number(values, "low_freq_factor", where, most=MAX_FACTOR)
+        high = number(values, "high_freq_factor", where, most=MAX_FACTOR)
         if high <= low:
             raise ModelError(
                 f"{where}: llama3 rope needs high_freq_factor {high} above low_freq_factor {low}"
             )
-        return RopeConfig(kind, theta, number("factor"), original, low, high)
-    factor = number("factor", max_positions / original)
+        return RopeConfig(kind, theta, number(values, "factor", where, most=MAX_FACTOR), original, low, high)
+    factor = number(values, "factor", where, max_positions / original, MAX_FACTOR)
     return RopeConfig(
         kind,
         theta,
         factor,
         original,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        truncate=bool(values.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(values, factor),
+        beta_fast=number(values, "beta_fast", where, 32.0, MAX_FACTOR),
+        beta_slow=number(values, "beta_slow", where, 1.0, MAX_FACTOR),
+        truncate=flag(values, "truncate", where, True),
+        attention_factor=_yarn_attention_factor(values, factor, where),
     )
+
+
+def _rope_section(raw: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+    """(its key, a copy of what it holds): older files call it rope_scaling."""
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    return key, dict(optional_section(raw, key, where))
 
 
 def split_sections(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -109,8 +113,7 @@ def split_sections(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
 
     No sections where it says none. `ModelError` where they are not those of three axes, one behind the other.
     """
-    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    values = dict(raw.get(key) or {})
+    key, values = _rope_section(raw, where)
     if values.get("mrope_interleaved"):
         raise ModelError(f"{where}: mrope_interleaved is not supported")
     kind = values.get("rope_type", values.get("type"))
@@ -124,7 +127,7 @@ def split_sections(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
         or len(sections) != AXES
         or not all(type(each) is int and each > 0 for each in sections)
     ):
-        raise ModelError(f"{where}: {SECTIONS} must be {AXES} positive integers, found {sections!r}")
+        raise ModelError(f"{where}: {SECTIONS} must be {AXES} positive integers, found {shown(sections)}")
     if kind == MULTIMODAL:
         values = {**values, "rope_type": "default"}
     return {**raw, key: values}, tuple(sections)
@@ -140,15 +143,15 @@ def with_sections(rope: RopeConfig, sections: tuple[int, ...], head_dim: int, wh
     return replace(rope, sections=sections)
 
 
-def _yarn_attention_factor(values: Mapping[str, Any], factor: float) -> float:
-    explicit = values.get("attention_factor")
-    if explicit is not None:
-        return float(explicit)
+def _yarn_attention_factor(values: Mapping[str, Any], factor: float, where: str) -> float:
+    if values.get("attention_factor") is not None:
+        return number(values, "attention_factor", where, most=MAX_FACTOR)
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    numerator, denominator = values.get("mscale"), values.get("mscale_all_dim")
-    if numerator and denominator:
-        return mscale(float(numerator)) / mscale(float(denominator))
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        keys = ("mscale", "mscale_all_dim")
+        above, below = (number(values, key, where, most=MAX_FACTOR) for key in keys)
+        return mscale(above) / mscale(below)
     return mscale(1.0)

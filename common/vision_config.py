@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from common import llava_config, qwen_vl_config
+from common.json_fields import architecture_of
 from common.llava_config import LlavaVision
 from common.qwen_vl_config import QwenVision
 
@@ -19,23 +20,18 @@ ARCHITECTURES = (*llava_config.ARCHITECTURES, *qwen_vl_config.ARCHITECTURES)
 
 def is_vision(raw: Mapping[str, Any]) -> bool:
     """Whether config.json is of an architecture that takes images."""
-    return _architecture(raw) in ARCHITECTURES
+    return architecture_of(raw) in ARCHITECTURES
 
 
 def language_part(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
     """config.json of the language model alone, as if it stood in a directory of its own, and its rotary sections."""
-    if _architecture(raw) in llava_config.ARCHITECTURES:
+    if architecture_of(raw) in llava_config.ARCHITECTURES:
         return llava_config.llava_language(raw, where), ()
     return qwen_vl_config.qwen_language(raw, where)
 
 
 def parse_vision(raw: Mapping[str, Any], directory: Path) -> VisionConfig:
     """`ModelError` says what is not supported."""
-    if _architecture(raw) in llava_config.ARCHITECTURES:
+    if architecture_of(raw) in llava_config.ARCHITECTURES:
         return llava_config.parse_llava(raw, str(directory / "config.json"))
     return qwen_vl_config.parse_qwen(raw, directory)
-
-
-def _architecture(raw: Mapping[str, Any]) -> object:
-    found = raw.get("architectures")
-    return found[0] if isinstance(found, list) and found else None

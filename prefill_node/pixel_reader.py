@@ -13,7 +13,7 @@ from PIL import Image
 from common.engine.models.vision_part import Pixels
 from common.errors import ModelError
 from common.image_files import decode_image
-from common.llava_config import LlavaVision
+from common.llava_config import LlavaVision, check_llava_processor
 from common.qwen_vl_config import QwenVision
 from common.vision_config import VisionConfig
 
@@ -52,6 +52,7 @@ def _llava(path: Path, vision: LlavaVision) -> Callable[[Image.Image], Pixels]:
     # Seconds, and nothing that text alone needs. By its module: under its short name some versions ask for torchvision.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+    check_llava_processor(path)
     try:
         untyped: Any = AutoImageProcessor
         processor = untyped.from_pretrained(path, backend="pil", trust_remote_code=False)

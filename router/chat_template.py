@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import msgspec
 
 from common.errors import InvalidRequest, ModelError
+from common.model_directory import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_CONFIG_BYTES, read_text
+from common.model_files import read_json
 from router.openai_schema import Message, image_parts
 from router.template_sandbox import TemplateSandbox
 
@@ -76,24 +77,20 @@ def _plain(message: Message) -> dict[str, Any]:
 def _source(path: Path, *configs: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
+        return read_text(file, MAX_TEMPLATE_BYTES)
     template = next((each["chat_template"] for each in configs if "chat_template" in each), None)
     if isinstance(template, list):  # named templates
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
+    if isinstance(template, str) and len(template) > MAX_TEMPLATE_BYTES:
+        raise ModelError(
+            f"{path}: chat_template has {len(template)} characters; at most {MAX_TEMPLATE_BYTES} are read"
+        )
     return template if isinstance(template, str) else None
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+    return read_json(file, MAX_TOKENIZER_CONFIG_BYTES) if file.is_file() else {}
 
 
 def _token_text(value: Any) -> str | None:

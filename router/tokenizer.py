@@ -11,6 +11,7 @@ from typing import TypeVar
 from tokenizers import Tokenizer as HfTokenizer
 
 from common.errors import ModelError
+from common.model_directory import MAX_TOKENIZER_BYTES, read_bytes
 from router.detokenizer import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 
 INLINE_CHARACTERS = 2048  # shorter texts encode faster than a thread hop takes
@@ -26,9 +27,14 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ModelError(f"{path} has no tokenizer.json; tandem reads fast tokenizers only")
+        content = read_bytes(file, MAX_TOKENIZER_BYTES)
         try:
-            self._tokenizer = HfTokenizer.from_file(str(file))
+            self._tokenizer = HfTokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception for every kind of bad file
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # a panic of the library's Rust code
+                raise
             raise ModelError(f"{file} cannot be read: {error}") from error
         self._tokenizer.no_truncation()  # a length in the file would cut prompts silently
         self._tokenizer.no_padding()

@@ -14,6 +14,7 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.layers.placement import Placement
+from common.engine.model_size import check_draft_size
 from common.engine.models.eagle import (
     EMBEDDING,
     FC_BIAS,
@@ -27,6 +28,7 @@ from common.engine.models.llama import LlamaForCausalLM
 from common.engine.ops.top_tokens import top_tokens
 from common.engine.weights import load_weights
 from common.errors import ModelError
+from common.model_directory import real_path
 from common.model_files import read_weight_files
 
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # older names of fc_norm.0, 1, 2
@@ -73,6 +75,7 @@ def load_draft(
     """
     names = {name for file in read_weight_files(path) for name in file.tensors}
     own = {part for part in (EMBEDDING, LM_HEAD, FC_BIAS) if _published(part, names) in names}
+    check_draft_size(path, draft)
     _check_shared(path, draft, target, own)
     if draft.algorithm == "eagle":
         head: Eagle3Head | EagleHead = EagleHead(draft, target, placement, own)
@@ -120,10 +123,16 @@ def _read_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
     for file in read_weight_files(path):
         name = _published("d2t", file.tensors)
         if name in file.tensors:
-            with safe_open(str(file.path), framework="pt") as source:
+            entry = file.tensors[name]
+            if entry.shape != tuple(d2t.shape) or entry.dtype not in ("I32", "I64"):
+                raise ModelError(
+                    f"{file.path}: d2t is {entry.dtype} {list(entry.shape)}; "
+                    f"draft_vocab_size wants I64 {list(d2t.shape)}"
+                )
+            with safe_open(str(real_path(file.path)), framework="pt") as source:
                 offsets = source.get_tensor(name)
             ids = offsets.long() + torch.arange(len(offsets))
-            if offsets.shape != d2t.shape or ids.min() < 0 or ids.max() >= draft.model.vocab_size:
+            if ids.min() < 0 or ids.max() >= draft.model.vocab_size:
                 raise ModelError(
                     f"{file.path}: d2t does not map {len(d2t)} drafts into the target's vocabulary"
                 )

@@ -10,7 +10,7 @@ import torch
 
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.model_files import WeightFile
+from common.safetensors_header import WeightFile
 
 GIB = 1 << 30
 PATIENCE = 15.0

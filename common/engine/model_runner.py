@@ -13,6 +13,7 @@ from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.kv_cache.pool import KvPool
 from common.engine.layers.placement import Placement
+from common.engine.model_size import check_model_size
 from common.engine.models.llama import BodyOutput, LlamaForCausalLM
 from common.engine.models.registry import build_model
 from common.engine.weights import Progress, load_weights, resolve_dtype
@@ -64,11 +65,13 @@ def load_model(
     config = ModelConfig.load(path)
     target = torch.device(device)
     placement = Placement(resolve_dtype(dtype, config.dtype, target), target)
+    check_model_size(Path(path), config, placement.dtype, target)
     model = build_model(config, placement, aux_layers).eval()
     ignore = ("lm_head.weight",) if config.tie_word_embeddings else ()
     layout = checkpoint_layout(config, path)
     named = ((layout.language(name), tensor) for name, tensor in model.checkpoint_tensors())
-    modules = module_prefixes(read_json(Path(path) / "config.json"))
+    file = Path(path) / "config.json"
+    modules = module_prefixes(read_json(file), str(file))
     load_weights(path, named, progress, ignore, (*layout.vision_prefixes, *modules))
     return model, config
 

@@ -15,6 +15,7 @@ from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.layers.placement import Placement
+from common.engine.model_size import check_draft_size
 from common.engine.models.eagle import DraftOutput, SplitHead
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.mtp import MtpModules, build_mtp
@@ -46,6 +47,7 @@ def load_mtp(path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement
     """The modules that run, from a checkpoint that may hold more, or the target too. `ModelError`: it does not fit."""
     assert draft.mtp is not None
     names = frozenset(name for file in read_weight_files(path) for name in file.tensors)
+    check_draft_size(path, draft)
     model = build_mtp(draft, target, placement, names)
     prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in range(draft.modules))
     load_weights(path, model.checkpoint_tensors(), within=prefixes)

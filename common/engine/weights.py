@@ -10,7 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import ModelError
-from common.model_files import WeightFile, read_weight_files
+from common.model_directory import real_path
+from common.model_files import read_weight_files
+from common.safetensors_header import WeightFile
 
 Progress = Callable[[int, int], None]  # (loaded bytes, bytes in total)
 
@@ -51,7 +53,7 @@ def load_weights(
         devices = {str(view.device) for view in views.values()}
         device = devices.pop() if len(devices) == 1 else "cpu"
         try:
-            with safe_open(str(file.path), framework="pt", device=device) as source:
+            with safe_open(str(real_path(file.path)), framework="pt", device=device) as source:
                 for name, entry in file.tensors.items():
                     if name in views:
                         views[name].copy_(source.get_tensor(name))

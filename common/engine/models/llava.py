@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from common.engine.checkpoint_layout import CheckpointLayout, checkpoint_layout
 from common.engine.layers.placement import Placement
+from common.engine.model_size import check_tower_size
 from common.engine.models.vision_part import Pixels
 from common.engine.weights import load_weights
 from common.errors import ModelError
@@ -101,6 +102,7 @@ class LlavaPart(nn.Module):
 def load_llava(path: str | Path, config: ModelConfig, placement: Placement) -> LlavaPart:
     """Build the vision part and fill it. `ModelError` says what does not fit."""
     assert isinstance(config.vision, LlavaVision)
+    check_tower_size(Path(path), config.vision, config.hidden_size)
     part = LlavaPart(config.vision, config.hidden_size, placement).eval()
     layout = checkpoint_layout(config, path)
     names = _by_module_name(Path(path), layout)

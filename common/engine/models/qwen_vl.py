@@ -20,6 +20,7 @@ from common.engine.attention.segments import Segments, segments_of, takes_flash
 from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.host_copies import send
 from common.engine.layers.placement import Placement
+from common.engine.model_size import check_tower_size
 from common.engine.models.qwen_tower import VisionTower
 from common.engine.models.vision_part import Pixels
 from common.engine.ops.rotary import rotary_angles_by_axis
@@ -201,6 +202,7 @@ class QwenPart(nn.Module):
 def load_qwen(path: str | Path, config: ModelConfig, placement: Placement) -> QwenPart:
     """Build the vision part and fill it. `ModelError` says what does not fit."""
     assert isinstance(config.vision, QwenVision)
+    check_tower_size(Path(path), config.vision, config.hidden_size)
     part = QwenPart(config.vision, config.hidden_size, placement).eval()
     layout = checkpoint_layout(config, path)
     load_weights(path, part.tower.checkpoint_tensors(*layout.vision_prefixes), aside=layout.language_prefixes)

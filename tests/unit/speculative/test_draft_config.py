@@ -81,7 +81,7 @@ def test_the_shipped_heads() -> None:
             {"target_hidden_size": 512},
             "target_hidden_size is 512, the target has 256",
         ),
-        ("tiny-eagle3", "eagle3", {"norm_before_fc": 1}, "norm_before_fc is 1, not true or false"),
+        ("tiny-eagle3", "eagle3", {"norm_before_fc": 1}, "norm_before_fc must be true or false, found 1"),
         (
             "tiny-eagle3",
             "eagle3",
