@@ -1,8 +1,8 @@
-"""Checks that a config's model is no larger than its weight files, before anything of that size is allocated.
+"""Checks that a config's model is in proportion to its weight files, before anything of that size is allocated.
 
 config.json and the weight files are two statements about one model. Buffers are sized by the first; the second one is
-backed by bytes on disk. Counts here are lower bounds (matrices, no biases or norms): a model that passes may still not
-fit its files, which `load_weights` then says tensor by tensor.
+backed by bytes on disk. What is refused here is out of proportion: a model that passes may still not fit its files,
+which `load_weights` then says tensor by tensor. Counts are lower bounds (matrices, no biases or norms).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from common.qwen_vl_config import TOWER_DEFAULTS
 from common.vision_config import VisionConfig
 
 GIB = 1 << 30
+PROPORTION, ALWAYS = 2, 1 << 20  # values that may be built: twice those stored, and so many in any case
 
 
 def check_model_size(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -74,7 +75,7 @@ def _sizes(config: ModelConfig) -> str:
 
 def _check(path: Path, values: int, said: str) -> None:
     stored = sum(file.num_values for file in read_weight_files(path))
-    if values > stored:
+    if values > PROPORTION * stored + ALWAYS:
         raise ModelError(
             f"{path / 'config.json'}: {said} make a model of at least {values} values; the weight files hold {stored}"
         )
