@@ -150,8 +150,8 @@ class Child:
         """Why it ended, in one line: the reason that it gave at start-up, or the last line of its log."""
         if self.read_progress().phase == "failed" and self.progress.message:
             return _shorten(self.progress.message)
-        lines = self.log_tail().split("\n")
-        return _shorten(next((_event(line) for line in reversed(lines) if line.strip()), "no log line"))
+        events = (_event(line.strip()) for line in reversed(self.log_tail().split("\n")))
+        return _shorten(next((event for event in events if event), "no log line"))
 
 
 def describe_exit(code: int) -> str:
@@ -178,11 +178,14 @@ def _tail(path: Path) -> str:
 
 
 def _event(line: str) -> str:
-    """A log line for people: of a JSON line the event, and the reason or the last line of the traceback."""
+    """A log line for people: of a JSON line the event, and the reason or the last line of the traceback.
+
+    Empty for a JSON line that was cut on a full disk.
+    """
     try:
         fields = msgspec.json.decode(line, type=dict[str, object])
     except msgspec.DecodeError:
-        return line.strip()
+        return "" if line.startswith('{"') else line
     reason = fields.get("reason") or str(fields.get("exception") or "").strip().rpartition("\n")[2]
     event = str(fields.get("event", line))
     return f"{event}: {reason}" if reason else event

@@ -65,9 +65,16 @@ def up(
     signal.signal(signal.SIGTERM, supervisor.request_stop)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, supervisor.request_stop)  # the terminal is closed
+    own_log = StderrFile(resolved.cluster.process.log_max_mib << 20)
+
+    def report(text: str) -> None:
+        line = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}"
+        own_log.make_room(len(line.encode()) + 1)
+        _say(line, "yellow")
+
     try:
         with StartView() as view:
-            supervisor.start(view.show)
+            supervisor.start(view.show, report)
     except ConfigError as error:
         _refuse(cluster, error)
     except StartError as error:
@@ -75,12 +82,6 @@ def up(
     name = resolved.cluster.model.served_name or resolved.model_path.name
     _say(f"{name} answers at {supervisor.url}/v1  (logs: {supervisor.run_dir}/logs)", "bold")
     _say("Ctrl-C stops it.")
-    own_log = StderrFile(resolved.cluster.process.log_max_mib << 20)
-
-    def report(text: str) -> None:
-        own_log.make_room(len(text.encode()) + 1)
-        _say(text, "yellow")
-
     try:
         supervisor.watch(report)
         _say("draining ...")

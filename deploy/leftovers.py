@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from deploy.process_table import Entry, read_any_table
@@ -14,22 +15,27 @@ POLL_SECONDS = 0.05
 KILLED_SECONDS = 10.0  # after SIGKILL; what takes longer hangs in the kernel
 
 
-def end_leftovers(run_dir: Path, grace: float) -> list[str]:
-    """Drain what still runs of the last cluster in `run_dir`, kill it after `grace` seconds; return its names.
+def end_leftovers(
+    run_dir: Path, grace: float, report: Callable[[str], None], stopped: Callable[[], bool]
+) -> None:
+    """Drain what still runs of the last cluster in `run_dir`, and kill it after `grace` seconds.
 
-    Call with the cluster's lock held: then the supervisor that wrote the table is gone.
+    Call with the cluster's lock held: then the supervisor that wrote the table is gone. Returns early once `stopped`.
     """
     table = read_any_table(run_dir)
     alive = {name: each for name, each in table.processes.items() if each.alive} if table else {}
-    names = list(alive)
+    if alive:
+        names = ", ".join(f"{name} (pid {each.pid})" for name, each in alive.items())
+        report(
+            f"a supervisor that was killed has left {names}: waiting up to {grace:.0f} s until they have drained"
+        )
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILLED_SECONDS)):
         for each in alive.values():
             _signal(each, number)
         deadline = time.monotonic() + patience
-        while alive and time.monotonic() < deadline:
+        while alive and time.monotonic() < deadline and not stopped():
             time.sleep(POLL_SECONDS)
             alive = {name: each for name, each in alive.items() if each.alive}
-    return names
 
 
 def _signal(process: Entry, number: signal.Signals) -> None:

@@ -35,6 +35,7 @@ class ProcessRecord(Entry, frozen=True, kw_only=True):
     state: ProcessState = "starting"
     restarts: int = 0
     restart_at: float | None = None  # monotonic seconds of this host; set while backing off
+    ended_at: float | None = None  # monotonic seconds; when the process before this one ended
     last_end: str = ""  # exit code or signal, and last log line, of the process before this one
 
 

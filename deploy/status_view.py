@@ -36,8 +36,9 @@ def show_status(table: Table, info: dict[str, Any] | None, out: Console) -> int:
     out.print(f"{table.url}: {'degraded' if ready and degraded and summary == 'ready' else summary}")
     out.print(view)
     for name, record in table.processes.items():
-        if record.last_end:
-            _line(out, f"{name} last {record.last_end}")
+        if record.ended_at is not None:
+            ago = time.monotonic() - record.ended_at
+            _line(out, f"{name} {record.last_end}, {ago:.0f} s ago")
     for problem in table.problems:
         _line(out, f"problem: {problem}")
     if not ready:

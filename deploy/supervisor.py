@@ -85,13 +85,13 @@ class Supervisor:
     def stop_requested(self) -> bool:
         return self._stop_requested
 
-    def start(self, show: Callable[[list[Child]], None]) -> None:
+    def start(self, show: Callable[[list[Child]], None], report: Report) -> None:
         """Start everything and return once a probe request has gone through. `show` is called while it waits.
 
         Raises StartError, or ConfigError if the run directory cannot be written to; then nothing is left running.
         """
         try:
-            end_leftovers(self._run_dir, self._drain + 5)
+            end_leftovers(self._run_dir, self._drain + 5, report, lambda: self._stop_requested)
             sweep_orphans()
             self._write_first()
             for child in self.children:

@@ -26,6 +26,7 @@ class _Watched:
     up_since: float | None = None
     restart_at: float | None = None
     restarts: int = 0
+    ended_at: float | None = None
     last_end: str = ""
 
 
@@ -84,7 +85,8 @@ class Watcher:
 def _schedule(each: _Watched, now: float, end: str, report: Report) -> None:
     """Set the time of the next start, and say what ended, why, and when it comes back."""
     delay = each.backoff.next_delay(0.0 if each.up_since is None else now - each.up_since)
-    each.up_since, each.restart_at, each.last_end = None, now + delay, end
+    each.up_since, each.restart_at = None, now + delay
+    each.ended_at, each.last_end = now, end
     child = each.child
     report(f"{child.name} {end}; it will be started again in {delay:.1f} s; log: {child.log_path}")
 
@@ -98,5 +100,6 @@ def _record(each: _Watched) -> ProcessRecord:
         state="backing off" if each.restart_at is not None else state,
         restarts=each.restarts,
         restart_at=each.restart_at,
+        ended_at=each.ended_at,
         last_end=each.last_end,
     )

@@ -44,7 +44,7 @@ class _StderrHandler(logging.Handler):
         super().__init__()
         self._file = file
         self._lost = 0  # records since the last one that was written
-        self._cut = False  # the last line was written in part
+        self._cut = file is not None and file.ends_within_a_line()  # the last line was written in part
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

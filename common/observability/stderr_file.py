@@ -32,6 +32,17 @@ class StderrFile:
             if stat.S_ISREG(os.fstat(STDERR).st_mode):
                 self._path = Path(os.readlink(f"/proc/self/fd/{STDERR}"))
 
+    def ends_within_a_line(self) -> bool:
+        """Whether the last line was cut, as the process before this one leaves it on a full disk."""
+        if self._path is None:
+            return False
+        try:
+            with self._path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                return file.read(1) != b"\n"
+        except OSError:  # the file is empty, or cannot be read
+            return False
+
     def make_room(self, nbytes: int) -> None:
         """Rotate if `nbytes` more would exceed the limit; empty the file if it cannot be rotated."""
         if self._path is None:

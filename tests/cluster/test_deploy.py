@@ -209,7 +209,7 @@ def test_crash_loops_end_nothing(cluster_file: Path, port: socket.socket) -> Non
         status = deploy("status", str(file))
         assert status.returncode == 4, status.stdout
         assert ": degraded" in status.stdout
-        assert "prefill-1 last ended with exit code 2" in status.stdout
+        assert "prefill-1 ended with exit code 2" in status.stdout
         assert "not a socket" in status.stdout
         in_the_way.unlink()
         until(lambda: is_ready(file), 300)

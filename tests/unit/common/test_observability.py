@@ -189,6 +189,15 @@ def test_a_log_that_somebody_else_moved_begins_anew(tmp_path: Path) -> None:
     assert numbers(tmp_path / "moved") + numbers(tmp_path / "n.log") == list(range(12))
 
 
+def test_a_line_that_the_last_process_left_unfinished_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "n.log").write_text('{"event":"cut')
+    done = run_in(tmp_path, "log.info('first')\nlog.info('second')\n")
+    assert done.returncode == 0
+    cut, *rest = (tmp_path / "n.log").read_text().splitlines()
+    assert cut == '{"event":"cut'
+    assert [json.loads(line)["event"] for line in rest] == ["first", "second"]
+
+
 def test_a_pipe_is_not_rotated() -> None:
     done = run(
         "logs.configure('n', 'info', max_bytes=10)\nfor n in range(3):\n    Log('n').info('event', n=n)\n"

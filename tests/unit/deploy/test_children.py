@@ -173,6 +173,7 @@ def test_log_tail_of_one_long_line(tmp_path: Path) -> None:
         ),
         ('{"event":"drained"}\n', "drained"),
         ("[1, 2]\n", "[1, 2]"),
+        ('{"event":"before"}\n{"event":"cut on a full di', "before"),
         ("x" * 1000 + "\n", "x" * 300 + " ..."),
     ],
 )

@@ -165,6 +165,7 @@ CRASHED = ProcessRecord(
     state="backing off",
     restarts=7,
     restart_at=1e12,
+    ended_at=0.0,
     last_end="ended with exit code 1 (ENOMEM)",
 )
 
@@ -228,7 +229,8 @@ def test_status_of_a_degraded_cluster(
 
 def test_status_says_why_a_process_ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = status_of(directory, monkeypatch, decode=CRASHED)
-    assert "decode-0 last ended with exit code 1 (ENOMEM)" in result.stdout.splitlines()
+    assert "\ndecode-0 ended with exit code 1 (ENOMEM), " in result.stdout
+    assert result.stdout.endswith(" s ago\n")
     assert "7" in next(line for line in result.stdout.splitlines() if "│ decode-0" in line)
 
 

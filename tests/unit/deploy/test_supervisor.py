@@ -169,7 +169,7 @@ def test_a_refusal_at_the_first_start_ends_it(make: Callable[..., Watching]) -> 
     refuse = 'os.write(status, b\'{"phase":"failed","message":"no such model"}\\n\'); sys.exit(2)'
     cluster = make(router=STAY, node=refuse)
     with pytest.raises(StartError, match="node ended with exit code 2: no such model"):
-        cluster.supervisor.start(lambda children: None)
+        cluster.supervisor.start(lambda children: None, cluster.said.append)
     assert sorted(path.name for path in cluster.supervisor.run_dir.iterdir()) == ["logs"]
     again = make(router=STAY)  # the lock is free
     again.supervisor.stop()
@@ -184,7 +184,7 @@ def test_nothing_is_left_of_a_start_that_cannot_even_fork(
     monkeypatch.setattr(Child, "start", start)
     cluster = make(router=STAY)
     with pytest.raises(StartError, match="no process can be started: Resource temporarily unavailable"):
-        cluster.supervisor.start(lambda children: None)
+        cluster.supervisor.start(lambda children: None, cluster.said.append)
     assert sorted(path.name for path in cluster.supervisor.run_dir.iterdir()) == ["logs"]
 
 
@@ -192,7 +192,7 @@ def test_nothing_is_left_of_a_start_that_cannot_even_fork(
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [("", -signal.SIGTERM), ("signal.signal(15, signal.SIG_IGN)", -9)]
+    ("script", "code"), [("", -signal.SIGTERM), ("signal.signal(15, signal.SIG_IGN)", -signal.SIGKILL)]
 )
 def test_processes_of_a_killed_supervisor_are_ended(tmp_path: Path, script: str, code: int) -> None:
     """Two generations under the same names would take each other's place at the router."""
@@ -208,7 +208,12 @@ def test_processes_of_a_killed_supervisor_are_ended(tmp_path: Path, script: str,
         processes = {"router": stranger, "prefill-0": dead, "decode-0": running}
         table = Table(supervisor=stranger, cluster="c", url="u", state="ready", processes=processes)
         write_table(tmp_path, table)
-        assert end_leftovers(tmp_path, 0.3 if code == -9 else PATIENCE) == ["decode-0"]
+        said: list[str] = []
+        end_leftovers(tmp_path, PATIENCE, said.append, lambda: True)  # Ctrl-C ends the wait
+        end_leftovers(tmp_path, 0.3 if code == -signal.SIGKILL else PATIENCE, said.append, lambda: False)
         assert left.wait(PATIENCE) == code
-    assert end_leftovers(tmp_path, PATIENCE) == []
-    assert end_leftovers(tmp_path / "nothing", PATIENCE) == []
+    assert f"has left decode-0 (pid {left.pid}): waiting" in said[0]
+    said.clear()
+    end_leftovers(tmp_path, PATIENCE, said.append, lambda: False)
+    end_leftovers(tmp_path / "nothing", PATIENCE, said.append, lambda: False)
+    assert not said
