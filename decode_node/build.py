@@ -17,6 +17,7 @@ from common.config.run_directory import event_directory
 from common.config.schema import Speculation
 from common.config.transport_choice import choose_transport
 from common.engine import graph_start
+from common.engine.announced_work import COMPILE_SECONDS
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.rules import PhaseSwitch
@@ -135,9 +136,6 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     space = page_space(cluster, served, section.prefix_cache)
     reporter.report("capturing")
     graph_start.capture(served, forwards.graphs, log)
-    report_compilations(
-        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
-    )
     link = serving_link(
         context,
         resolved,
@@ -149,6 +147,10 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         decode_inbox.codec,
         security,
         log,
+    )
+    report_compilations(
+        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
+        lambda: link.announce(COMPILE_SECONDS),
     )
     peers = PeerConnections(context, name, incarnation, receiver, poller, security)
     events = event_log(event_directory(resolved), name, incarnation, log)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from common.engine.announced_work import AnnouncedWork, Work
 from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape
 from common.engine.kv_cache.request_table import RequestTable
@@ -109,6 +110,7 @@ class DecodeNode:
             self._idle,
             self.life.stopping,
             self._watch_transfers,
+            AnnouncedWork(link.announce, self._work, clock),
         )
 
     def run(self) -> None:
@@ -154,6 +156,11 @@ class DecodeNode:
         if runs:
             self._link.send(Tokens(runs=runs))
         self._drafts.look(self._report.speculation)
+
+    def _work(self, batch: list[DecodeRequest]) -> Work:
+        """How much a step over the batch has to do; a row may verify fewer drafts than it has room for."""
+        drafts = len(batch) * (self._step.tokens_per_step - 1)
+        return Work.of(len(batch), sum(request.seq_len for request in batch), drafts)
 
     def _move_transfers(self, now: float) -> None:
         self._peers.pump()

@@ -15,6 +15,7 @@ from common.config.run_directory import control_address, event_directory, peer_a
 from common.config.schema import PrefillSection
 from common.config.transport_choice import choose_layers, choose_transport
 from common.engine import graph_start
+from common.engine.announced_work import COMPILE_SECONDS
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.signalled import SignalledAttention
 from common.engine.cuda_graph import node_graphs
@@ -146,9 +147,6 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     images_run = seeing.embeds.warm_up()
     log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
     adjustments = AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device)
-    report_compilations(
-        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds)
-    )
     step = PrefillStep(
         forwards.target.forward,
         seeing.embeds,
@@ -172,6 +170,10 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         log,
     )
     events = event_log(event_directory(resolved), name, incarnation, log)
+    report_compilations(
+        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
+        lambda: link.announce(COMPILE_SECONDS),
+    )
     node = PrefillNode(
         incarnation,
         link,

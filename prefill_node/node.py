@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from common.engine.announced_work import AnnouncedWork
 from common.engine.kv_cache.image_keys import with_images
 from common.engine.kv_cache.page_space import PageLease, PageSpace
 from common.engine.kv_cache.radix_cache import Keys
@@ -41,7 +42,7 @@ from prefill_node.page_sending import PageSending
 from prefill_node.queues import Queues
 from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
-from prefill_node.scheduler import Chunk, plan_chunks
+from prefill_node.scheduler import Chunk, chunk_work, plan_chunks
 from prefill_node.step import LaunchedPrefill, PrefillStep
 
 WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a forward runs
@@ -95,6 +96,7 @@ class PrefillNode:
             self._idle,
             self.life.stopping,
             self._watch_transfers,
+            AnnouncedWork(link.announce, chunk_work, clock),
         )
 
     def run(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from common.engine.announced_work import Work
 from prefill_node.request import PrefillRequest
 
 
@@ -19,6 +20,21 @@ class Chunk:
     @property
     def final(self) -> bool:
         return self.start + self.length == self.request.num_tokens
+
+
+IMAGE_WEIGHT = 8  # tokens of text that an image's token may take as long as, where its encoder runs
+
+
+def chunk_work(chunks: list[Chunk]) -> Work:
+    """How much one forward over these chunks has to do. An image is encoded whole with its first rows."""
+    images = 0
+    for chunk in chunks:
+        end = chunk.start + chunk.length
+        for image in chunk.request.images:
+            first, last = image.overlap(chunk.start, end)
+            images += image.span.length if first < last else 0
+    contexts = sum(chunk.length * (chunk.start + chunk.length) for chunk in chunks)
+    return Work.of(sum(chunk.length for chunk in chunks), contexts, IMAGE_WEIGHT * images)
 
 
 def plan_chunks(computing: Iterable[PrefillRequest], token_budget: int, max_batch: int) -> list[Chunk]:

@@ -36,6 +36,7 @@ class Node:
     load: NodeLoad = field(default_factory=NodeLoad)
     counters: NodeCounters = field(default_factory=NodeCounters)
     loop_age: float = 0.0
+    announced: float = 0.0  # seconds that its main loop may need between two turns, as it said
     as_of: float = 0.0  # Unix seconds of its host: when load and counters were so
     rooms: dict[int, int] = field(default_factory=dict)  # room -> prompt tokens not computed yet
     reachable: bool = True  # False from a failed send to its next heartbeat or registration
@@ -151,7 +152,8 @@ class NodeRegistry:
             self._served(node)
         self._heard(node)
         node.state, node.load, node.counters = message.state, message.load, message.counters
-        node.loop_age, node.as_of = message.loop_age_ms / 1000, message.as_of
+        node.loop_age, node.announced = message.loop_age_ms / 1000, message.announced_ms / 1000
+        node.as_of = message.as_of
         if changed:
             self._on_change()
         return True
@@ -187,8 +189,11 @@ class NodeRegistry:
             node.seen = min(node.seen + stalled, now)
             if now - node.seen > self._node_timeout:
                 self.lose(node, f"no heartbeat for {now - node.seen:.1f} s", "silent")
-            elif node.loop_age > self._loop_timeout:
-                self.lose(node, f"its main loop has not turned for {node.loop_age:.0f} s", "hung")
+            elif node.loop_age > node.announced + self._loop_timeout:
+                announced = f"{node.announced:.1f} s of work announced"
+                self.lose(
+                    node, f"its main loop has not turned for {node.loop_age:.1f} s, {announced}", "hung"
+                )
 
     def expected_within(self, role: Role) -> float:
         """Seconds for which a node of `role` may still be expected to take requests soon; 0 if none is.

@@ -220,7 +220,7 @@ class Health(Section, frozen=True, kw_only=True):
 
     heartbeat_interval: Seconds = 0.25
     node_timeout: Seconds = 3.0  # no heartbeat for so long: the node is lost
-    loop_timeout: Seconds = 60.0  # a main loop that does not come round for so long is hung
+    loop_timeout: Seconds = 3.0  # a main loop is hung so long past the work that it announced
     router_timeout: Seconds = 2.0  # no echo from the router: a node drops the router's requests
     drain_timeout: Seconds = 30.0
     # after a node of this file went: requests wait for its role up to router.placement_wait

@@ -7,6 +7,8 @@
 
 On a device that runs beside the host at most one launch is unread while the next is started. Where results are ready
 at once (CPU) they are read at once: waiting one step would only delay them.
+
+Before a launch and before a wait for results the loop announces how long that may take (announced_work.py).
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import torch
+
+from common.engine.announced_work import Announcer, Unannounced
 
 
 class Completion(Protocol):
@@ -93,6 +97,7 @@ class OverlapLoop(Generic[Plan, Launched]):
         idle: Callable[[], None],
         stop: Callable[[], bool],
         meanwhile: Callable[[], None] | None = None,
+        announcer: Announcer[Plan] | None = None,
     ) -> None:
         """`meanwhile` is called while the loop waits for the device: what cannot wait for the end of a forward."""
         self._prepare = prepare
@@ -101,6 +106,7 @@ class OverlapLoop(Generic[Plan, Launched]):
         self._idle = idle
         self._stop = stop
         self._meanwhile = meanwhile
+        self._announcer: Announcer[Plan] = announcer or Unannounced()
         self._in_flight: deque[Launched] = deque()
 
     def run(self) -> None:
@@ -115,6 +121,7 @@ class OverlapLoop(Generic[Plan, Launched]):
         """One round; tests drive it step by step."""
         plan = self._prepare()
         if plan is not None:
+            self._announcer.begin(plan)
             self._in_flight.append(self._launch(plan))
         keep = 1 if plan is not None else 0
         finished = False
@@ -125,6 +132,8 @@ class OverlapLoop(Generic[Plan, Launched]):
             self._idle()
 
     def _finish_oldest(self) -> None:
+        self._announcer.wait()
         launched = self._in_flight.popleft()
         launched.completion.wait(self._meanwhile)
         self._finish(launched)
+        self._announcer.end()

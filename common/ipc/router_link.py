@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import zmq
@@ -59,6 +59,7 @@ class Snapshot:
     load: NodeLoad
     counters: NodeCounters
     turned_at: float
+    busy_until: float  # when the work has surely ended that the loop announced since it turned
     as_of: float  # Unix seconds
 
 
@@ -93,7 +94,7 @@ class RouterLink(Generic[M]):
         self._given_up = False  # the router answers but does not know us: written by the thread
         self._sequence = 0
         self._registered_at = 0  # echoes of this sequence and before say nothing about the registration
-        self._snapshot = Snapshot("loading", NodeLoad(), NodeCounters(), clock(), time.time())
+        self._snapshot = Snapshot("loading", NodeLoad(), NodeCounters(), clock(), clock(), time.time())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.refused_messages = 0
@@ -112,7 +113,13 @@ class RouterLink(Generic[M]):
 
     def publish(self, state: NodeState, load: NodeLoad, counters: NodeCounters) -> None:
         """Once per turn of the main loop: what the next heartbeat says, and that the loop turned."""
-        self._snapshot = Snapshot(state, load, counters, self._clock(), time.time())
+        now = self._clock()
+        self._snapshot = Snapshot(state, load, counters, now, now, time.time())
+
+    def announce(self, seconds: float) -> None:
+        """The main loop may not come round for so long from now on, because of work that it is about to begin."""
+        until = max(self._snapshot.busy_until, self._clock() + seconds)
+        self._snapshot = replace(self._snapshot, busy_until=until)
 
     def send(self, message: RouterMessage) -> None:
         """Never blocks. A full queue means a router that does not read: counted, and fencing will follow."""
@@ -179,6 +186,7 @@ class RouterLink(Generic[M]):
                             sequence=self._sequence,
                             state=snapshot.state,
                             loop_age_ms=int((self._clock() - snapshot.turned_at) * 1000),
+                            announced_ms=int((snapshot.busy_until - snapshot.turned_at) * 1000),
                             as_of=snapshot.as_of,
                             load=snapshot.load,
                             counters=snapshot.counters,

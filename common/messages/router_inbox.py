@@ -33,12 +33,17 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Sent by a thread of its own. `loop_age_ms` is how long the node's main loop has not come round."""
+    """Sent by a thread of its own. `loop_age_ms` is how long the node's main loop has not come round.
+
+    `announced_ms`, counted from the same moment, is what the loop announced that it may need: it hangs when its age
+    exceeds that by `health.loop_timeout`.
+    """
 
     incarnation: str
     sequence: int
     state: NodeState
     loop_age_ms: int
+    announced_ms: int = 0
     as_of: float  # Unix seconds of the node's host at which load and counters were so
     load: NodeLoad
     counters: NodeCounters

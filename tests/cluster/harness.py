@@ -57,6 +57,7 @@ class RunningCluster:
     config: dict[str, Any] = field(default_factory=dict)  # sections, merged over the harness's
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     held: list[socket.socket] = field(default_factory=list)  # ports
+    blocking: tuple[str, ...] = ()  # nodes that `block` can block
     addresses: dict[str, int] = field(default_factory=dict)  # of links over tcp: who listens -> port
 
     def __post_init__(self) -> None:
@@ -103,9 +104,22 @@ class RunningCluster:
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
 
+    def block(self, name: str) -> None:
+        """The node's next forward blocks its main loop until `unblock`. Only of `blocking` nodes."""
+        assert name in self.blocking
+        (self.directory / f"block-{name}").touch()
+
+    def unblock(self, name: str) -> None:
+        (self.directory / f"block-{name}").unlink()
+
+    def _node_module(self, name: str, role: str) -> list[str]:
+        if name not in self.blocking:
+            return [f"{role}_node"]
+        return ["tests.fakes.blocking_node", str(self.directory / f"block-{name}"), role]
+
     def launch(self, name: str) -> None:
         role = name.rpartition("-")[0]
-        module = ["router"] if name == "router" else [f"{role}_node", "--name", name]
+        module = ["router"] if name == "router" else [*self._node_module(name, role), "--name", name]
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", *module, "--cluster", str(self.file)],

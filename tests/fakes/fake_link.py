@@ -23,6 +23,7 @@ class FakeLink:
         self.state: NodeState = "loading"
         self.load = NodeLoad()
         self.counters = NodeCounters()
+        self.announced: list[float] = []  # seconds
         self._codec = codec
         self._inbox: list[bytes] = []
         self._said: list[bytes] = []
@@ -49,6 +50,9 @@ class FakeLink:
 
     def publish(self, state: NodeState, load: NodeLoad, counters: NodeCounters) -> None:
         self.state, self.load, self.counters = state, load, counters
+
+    def announce(self, seconds: float) -> None:
+        self.announced.append(seconds)
 
     def close(self) -> None:
         self.socket.close(linger=0)

@@ -117,8 +117,12 @@ def described(matrix: torch.Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])
 
 
-def report_compilations(report: Callable[[str, float], None]) -> None:
+def report_compilations(
+    report: Callable[[str, float], None], begins: Callable[[], None] = lambda: None
+) -> None:
     """From now on, call report(kernel and its specialization, seconds) after each compilation in this process.
+
+    `begins` is called before it.
 
     Set once a node is ready: a kernel that compiles while serving holds up every request of that step for a second.
     """
@@ -127,6 +131,7 @@ def report_compilations(report: Callable[[str, float], None]) -> None:
     begun: dict[str, float] = {}
 
     def before(*, key: str, **_: object) -> bool:
+        begins()
         begun[key] = time.perf_counter()
         return False  # go on and compile
 

@@ -295,6 +295,21 @@ def test_heartbeats_go_on_while_the_main_loop_is_blocked(rig: Rig) -> None:
     assert (turned.state, turned.loop_age_ms) == ("draining", 0)
 
 
+def test_announced_work_travels_until_the_loop_turns(rig: Rig) -> None:
+    """Counted from the last turn, as the loop's age is; a shorter announcement takes nothing back."""
+    rig.link.publish("up", NodeLoad(), NodeCounters())
+    rig.link.start()
+    assert rig.beat().announced_ms == 0
+    rig.clock.now += 1.0
+    rig.link.announce(20.0)
+    rig.link.announce(4.0)
+    rig.clock.now += 7.0
+    busy = rig.beat()
+    assert (busy.loop_age_ms, busy.announced_ms) == (8_000, 21_000)
+    rig.link.publish("up", NodeLoad(), NodeCounters())
+    assert rig.beat().announced_ms == 0
+
+
 def test_before_the_first_turn_a_node_is_loading(rig: Rig) -> None:
     rig.link.start()
     assert rig.beat().state == "loading"

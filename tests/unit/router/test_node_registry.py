@@ -54,13 +54,14 @@ def register(role: Role, name: str, incarnation: str = "", **options: Any) -> Re
     return Register(node=NodeRef(name=name, role=role, incarnation=incarnation or f"i-{name}"), **values)
 
 
-def beat(name: str, state: NodeState = "up", age: int = 0) -> Heartbeat:
+def beat(name: str, state: NodeState = "up", age: int = 0, announced: int = 0) -> Heartbeat:
     return Heartbeat(
         as_of=7.0,
         incarnation=f"i-{name}",
         sequence=1,
         state=state,
         loop_age_ms=age,
+        announced_ms=announced,
         load=NodeLoad(),
         counters=NodeCounters(),
     )
@@ -85,6 +86,18 @@ def test_states() -> None:
     assert not registry.heartbeat(beat("d"))
 
 
+def test_a_main_loop_is_hung_only_past_the_work_that_it_announced() -> None:
+    rig = Rig()
+    rig.registry.register(register("prefill", "a"))
+    for age in (4_000, 24_900):
+        rig.registry.heartbeat(beat("a", age=age, announced=20_000))
+        rig.registry.sweep()
+        assert not rig.lost
+    rig.registry.heartbeat(beat("a", age=25_100, announced=20_000))
+    rig.registry.sweep()
+    assert rig.lost == [("a", "its main loop has not turned for 25.1 s, 20.0 s of work announced")]
+
+
 def test_silence_and_hang() -> None:
     rig = Rig()
     for name in ("a", "b", "c"):
@@ -94,7 +107,10 @@ def test_silence_and_hang() -> None:
     rig.registry.heartbeat(beat("c", age=5001))
     rig.clock.now += 1.5
     rig.registry.sweep()
-    assert rig.lost == [("a", "no heartbeat for 3.5 s"), ("c", "its main loop has not turned for 5 s")]
+    assert rig.lost == [
+        ("a", "no heartbeat for 3.5 s"),
+        ("c", "its main loop has not turned for 5.0 s, 0.0 s of work announced"),
+    ]
     assert [node.name for node in rig.registry] == ["b"]
 
 

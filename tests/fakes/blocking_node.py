@@ -1,0 +1,41 @@
+"""A node whose forwards block while a file exists: its process lives and beats, its main loop does not come round.
+
+`python -m tests.fakes.blocking_node FILE prefill --cluster CLUSTER --name NAME`
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.engine.overlap import OverlapLoop
+from common.process import run_command
+
+CHECK_INTERVAL = 0.02  # seconds
+
+
+def block_while(file: Path) -> None:
+    """Every loop of this process, before each launch."""
+    make = OverlapLoop.__init__
+
+    def blocking(self: Any, prepare: Any, launch: Callable[[Any], Any], *rest: Any, **named: Any) -> None:
+        def launch_later(plan: Any) -> Any:
+            while file.exists():
+                time.sleep(CHECK_INTERVAL)
+            return launch(plan)
+
+        make(self, prepare, launch_later, *rest, **named)
+
+    OverlapLoop.__init__ = blocking  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    block_while(Path(sys.argv.pop(1)))
+    if sys.argv.pop(1) == "prefill":
+        from prefill_node.__main__ import main
+    else:
+        from decode_node.__main__ import main
+    run_command(main)
