@@ -179,6 +179,13 @@ class Receiver:
         if link is not None:
             self._lose(link, NodeLost.code, f"prefill node {link.node or incarnation} is gone")
 
+    def link_lost(self, incarnation: str) -> None:
+        """The way to this prefill node is broken, and the node may well live: its rooms may be placed elsewhere."""
+        link = self._links.get(incarnation)
+        if link is not None:
+            reason = f"the link to prefill node {link.node or incarnation} is broken"
+            self._lose(link, TransferFailed.code, reason)
+
     def shutdown(self) -> None:
         """The node ends: withdraw the memory."""
         self._endpoint.close()

@@ -136,7 +136,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     endpoint = _endpoint(cluster, incarnation, limits)
     endpoint.register(layout, as_memory(forwards.runner.pool.storage))
     peers = RouterSocket(context, address, security)
-    sender = Sender(incarnation, name, endpoint, layout, peers.send, time.monotonic, limits)
+    sender = Sender(incarnation, name, endpoint, layout, peers.post, time.monotonic, limits)
     reporter.report("capturing")
     graph_start.capture(served, forwards.graphs, log)
     started = time.monotonic()

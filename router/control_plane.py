@@ -33,7 +33,7 @@ from router.node_registry import Node, NodeRegistry
 
 SWEEP_INTERVAL = 0.25
 # the pipe of a dead peer goes a moment after the event, later on a busy host
-PROBE_PAUSES = (0.02, 0.2, 0.4, 2.0)
+PROBE_PAUSES = (0.02, 0.3, 0.4, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,10 @@ class ControlPlane:
         self._sweeper: asyncio.Task[None] | None = None
         self._closed = False
         self._probes_due = False
+        self._unreachable: set[str] = set()  # incarnations that the last probe did not reach
         self.refused_messages = 0
         self.address = self._socket.address
+        self._local = self.address.startswith("ipc://")  # such a connection ends with its process alone
 
     def start(self, registry: NodeRegistry, dispatcher: Dispatcher) -> None:
         """Begin to listen, on the running event loop."""
@@ -114,6 +116,8 @@ class ControlPlane:
 
     def announce_loss(self, node: Node) -> None:
         """Tell the nodes of the other role that a peer is gone."""
+        self._socket.forget(node.routing_id.encode())
+        self._unreachable.discard(node.incarnation)
         for other in self._registry:
             if other.role != node.role:
                 self.send(other.routing_id, PeerLost(incarnation=node.incarnation))
@@ -144,7 +148,7 @@ class ControlPlane:
         elif isinstance(message, Heartbeat):
             if message.incarnation == identity:
                 known = self._registry.heartbeat(message)
-                self._socket.send(speaker.routing_id, encode(self._ack(message.sequence, known)))
+                self._socket.datagram(speaker.routing_id, encode(self._ack(message.sequence, known)))
         elif isinstance(message, FirstToken):
             attempt = self._dispatcher.attempt(message.room)
             if attempt is not None and attempt.prefill.incarnation == identity:
@@ -219,10 +223,13 @@ class ControlPlane:
         if len(later) == len(PROBE_PAUSES) - 1:
             self._probes_due = False
         self._probe_after(later)
-        ack = encode(self._ack(0, known=True))
         for node in self._registry:
-            if not self._socket.send(node.routing_id.encode(), ack):
+            if self._socket.reachable(node.routing_id.encode()):
+                self._unreachable.discard(node.incarnation)
+            elif node.incarnation in self._unreachable or self._local:
                 self._registry.lose(node, "its socket closed", "closed")
+            else:
+                self._unreachable.add(node.incarnation)  # a broken connection is made anew in a moment
 
     def _ack(self, sequence: int, known: bool) -> HeartbeatAck:
         return HeartbeatAck(router_incarnation=self._incarnation, sequence=sequence, known=known)

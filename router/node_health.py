@@ -20,7 +20,7 @@ class NodeHealth:
     def __init__(self, slow_start: float, clock: Callable[[], float]) -> None:
         """`slow_start`: seconds over which the weight of a new node rises to 1."""
         self._slow_start = slow_start
-        self.clock = clock
+        self._clock = clock
         self.pairs: Breakers[PairKey] = Breakers(PAIR_LIMITS, clock)
         self.nodes: Breakers[str] = Breakers(NODE_LIMITS, clock)
 
@@ -31,7 +31,7 @@ class NodeHealth:
 
     def weight(self, node: Node) -> float:
         """The share of requests that it should take compared with a node of weight 1."""
-        age = self.clock() - node.since
+        age = self._clock() - node.since
         if age >= self._slow_start:
             return 1.0
         return LEAST_START_WEIGHT + (1.0 - LEAST_START_WEIGHT) * max(age, 0.0) / self._slow_start

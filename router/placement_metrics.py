@@ -18,4 +18,3 @@ class PlacementMetrics:
         self.refused = counter(
             "tandem_requests_refused_without_node", "Requests that were refused for want of a role", "role"
         )
-        self.quarantined = counter("tandem_requests_quarantined", "Requests that crashed node after node")

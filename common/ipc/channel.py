@@ -1,27 +1,33 @@
-"""Two socket kinds: RouterSocket (many peers, addressed by identity) and Dealer (one peer).
+"""Two socket kinds: RouterSocket (many peers, addressed by routing id) and Dealer (one peer).
 
-Both send without blocking (False when the bounded queue is full or the peer is gone), and `drain()` returns what has
-arrived, bounded per call so that a flood cannot starve the loop. ZMQ's descriptor is edge-triggered: an event loop
-that waits on `fileno()` must drain until `drain()` returns nothing.
+Messages arrive once and in order as long as both processes live (common.ipc.session), whatever happens to connections;
+datagrams arrive or do not. Nothing blocks: what cannot be sent now is kept within bounds, or refused with False.
+`drain()` returns what has arrived, bounded per call so that a flood cannot starve the loop. It has to be called a few
+times a second: acknowledgements leave then, and lost frames are sent again. ZMQ's descriptor is edge-triggered: a
+loop that waits on `fileno()` must drain until `drain()` returns nothing.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
-from common.errors import ConfigError
-from common.ipc.backlog import LARGE, Backlog
+from common.errors import ConfigError, ProtocolError
+from common.ipc.connection_watch import ConnectionWatch
 from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
 from common.ipc.gate import Gate
+from common.ipc.session import SMALL, Frame, Kind, Session, read_header
+from common.ipc.sessions import Sessions
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
-HIGH_WATER_MARK = 10_000  # messages
-QUEUED_BYTES = 512 << 20  # of large messages, for one peer
+HIGH_WATER_MARK = 10_000  # messages that wait for one peer, or for us
+QUEUED_BYTES = 512 << 20  # of large messages that one peer has not acknowledged
 DRAIN_LIMIT = 1_000
 HEARTBEAT_MS = 1_000  # ZMQ's own: half-open TCP is noticed without traffic
 HEARTBEAT_TIMEOUT_MS = 3_000
@@ -57,7 +63,7 @@ class _Channel:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        self._bound_file: Path | None = None
+        self._clock = time.monotonic
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -77,8 +83,6 @@ class _Channel:
         return messages
 
     def _send(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
-        if len(frames[-1]) > MAX_MESSAGE_BYTES:  # the peer would close the connection over it
-            return False
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -92,12 +96,15 @@ class _Channel:
     def close(self) -> None:
         """What was sent last gets LINGER_MS to leave; nothing here waits for it, `Context.term` does."""
         self._socket.close()
-        if self._bound_file is not None:
-            self._bound_file.unlink(missing_ok=True)
+
+
+def _payload(payload: bytes) -> bytes | zmq.Frame:
+    """Large ones are not copied: the session keeps them anyway."""
+    return payload if len(payload) < SMALL else zmq.Frame(payload, copy=False)
 
 
 class RouterSocket(_Channel):
-    """Bound socket with many peers. A peer's identity is what its Dealer chose."""
+    """Bound socket with many peers. A peer's routing id is what its Dealer chose."""
 
     def __init__(
         self,
@@ -106,13 +113,14 @@ class RouterSocket(_Channel):
         security: LinkSecurity | None = None,
         queued_bytes: int = QUEUED_BYTES,
     ) -> None:
-        """At most `queued_bytes` wait for one peer.
+        """At most `queued_bytes` wait for the acknowledgement of one peer.
 
         Raises ConfigError when the address cannot be bound, or another process serves it.
         """
         super().__init__(context, zmq.ROUTER)
-        self._backlog = Backlog(queued_bytes)
         self._gate: Gate | None = None
+        self._bound_file: Path | None = None
+        self._sessions = Sessions(self._send_frame, HIGH_WATER_MARK, queued_bytes)
         try:
             self._gate = (security or Plain()).secure_server(self._socket, address)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
@@ -142,21 +150,71 @@ class RouterSocket(_Channel):
             os.umask(previous)
         self._bound_file = file
 
-    def send(self, peer: bytes, frame: bytes) -> bool:
-        nbytes = len(frame)
-        if nbytes < LARGE:
-            return self._send((peer, frame))
-        if not self._backlog.admits(peer, nbytes):
-            return False
-        tracked = zmq.Frame(frame, track=True, copy=False)
-        sent = self._send((peer, tracked))
-        if sent:
-            self._backlog.add(peer, tracked.tracker, nbytes)
-        return sent
+    @property
+    def damaged(self) -> int:
+        """Frames so far that no peer of ours has sent so, or that the network has changed."""
+        return self._sessions.damaged
+
+    def send(self, peer: bytes, payload: bytes) -> bool:
+        """Send now. False: the peer cannot be reached, or too much waits for it; then nothing is kept."""
+        return self._keep(peer, payload, must_leave=True)
+
+    def post(self, peer: bytes, payload: bytes) -> bool:
+        """Send now, or when the peer is connected again. False: it was never heard, or too much waits for it."""
+        return self._keep(peer, payload, must_leave=False)
+
+    def datagram(self, peer: bytes, payload: bytes) -> bool:
+        """Send now, once, at the network's mercy."""
+        return len(payload) <= MAX_MESSAGE_BYTES and self._send((peer, payload))
+
+    def reachable(self, peer: bytes) -> bool:
+        """Whether the peer is connected, as far as ZMQ knows."""
+        session = self._sessions.get(peer)
+        return session is not None and self._send_frame(peer, session.probe(self._clock()))
+
+    def forget(self, peer: bytes) -> None:
+        """The peer is gone for good: drop what waits for it."""
+        self._sessions.forget(peer)
 
     def drain(self) -> list[tuple[bytes, bytes]]:
-        """(peer identity, frame) of everything that has arrived; malformed multiparts are dropped."""
-        return [(parts[0], parts[1]) for parts in self._receive() if len(parts) == 2]
+        """(routing id, message) of what has arrived; malformed multiparts are dropped."""
+        messages: list[tuple[bytes, bytes]] = []
+        while not messages:
+            now = self._clock()
+            self._sessions.tend(now)
+            received = self._receive()
+            if not received:
+                break
+            for parts in received:
+                if len(parts) == 2:
+                    messages.append((parts[0], parts[1]))
+                elif len(parts) == 3:
+                    payload = self._sessions.receive(parts[0], parts[1], parts[2], now)
+                    if payload is not None:
+                        messages.append((parts[0], payload))
+        return messages
+
+    def close(self) -> None:
+        super().close()
+        if self._bound_file is not None:
+            self._bound_file.unlink(missing_ok=True)
+
+    def _keep(self, peer: bytes, payload: bytes, must_leave: bool) -> bool:
+        session = self._sessions.get(peer)
+        if session is None or len(payload) > MAX_MESSAGE_BYTES:  # over it the peer would close the connection
+            return False
+        frame = session.keep(payload, self._clock())
+        if frame is None:
+            return False
+        if not self._send_frame(peer, frame) and must_leave:
+            session.take_back()
+            return False
+        self._sessions.mark(peer)
+        return True
+
+    def _send_frame(self, peer: bytes, frame: Frame) -> bool:
+        header, payload = frame
+        return self._send((peer, header, _payload(payload)))
 
     @property
     def refused(self) -> int:
@@ -206,12 +264,19 @@ class Dealer(_Channel):
         server: str = "",
         security: LinkSecurity | None = None,
         received: int = HIGH_WATER_MARK,
+        opens: bool = True,
     ) -> None:
         """`server` names the process at `address`, whose key is checked; `received` messages wait here at most.
+        Without `opens` there are only datagrams.
 
         Raises ConfigError.
         """
         super().__init__(context, zmq.DEALER, received)
+        # how often the peer turned out to be another process, or to have forgotten this one; what waited was dropped
+        self.resets = 0
+        self._opens = opens
+        self._session = self._new_session()
+        self._watch = ConnectionWatch(self._socket, address, self._clock())
         try:
             (security or Plain()).secure_client(self._socket, address, server)
             self._socket.setsockopt(zmq.IDENTITY, identity)
@@ -224,10 +289,77 @@ class Dealer(_Channel):
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError("", f"cannot connect to {address}: {error.strerror or error}") from error
+        self._tend(self._clock())
 
-    def send(self, frame: bytes) -> bool:
-        return self._send((frame,))
+    def send(self, payload: bytes) -> bool:
+        """Send now, or when there is a connection. False: too much waits."""
+        if len(payload) > MAX_MESSAGE_BYTES:
+            return False
+        frame = self._session.keep(payload, self._clock())
+        if frame is None:
+            return False
+        self._send_frame(frame)
+        return True
+
+    def datagram(self, payload: bytes) -> bool:
+        """Send once, at the network's mercy."""
+        return len(payload) <= MAX_MESSAGE_BYTES and self._send((payload,))
+
+    def disconnected_for(self) -> float:
+        """Seconds since there was a connection; 0 while there is one."""
+        now = self._clock()
+        self._look_at_connection(now)
+        return self._watch.disconnected_for(now)
 
     def drain(self, most: int = DRAIN_LIMIT) -> list[bytes]:
-        """At most so many of what has arrived; malformed multiparts are dropped."""
-        return [parts[0] for parts in self._receive(most) if len(parts) == 1]
+        """At most so many of the messages that have arrived; malformed multiparts are dropped."""
+        messages: list[bytes] = []
+        while not messages:
+            now = self._clock()
+            self._look_at_connection(now)
+            self._tend(now)
+            received = self._receive(most)
+            if not received:
+                break
+            for parts in received:
+                if len(parts) == 1:
+                    messages.append(parts[0])
+                elif len(parts) == 2:
+                    payload = self._take(parts[0], parts[1], now)
+                    if payload is not None:
+                        messages.append(payload)
+        return messages
+
+    def close(self) -> None:
+        self._watch.close()
+        super().close()
+
+    def _take(self, header: bytes, payload: bytes, now: float) -> bytes | None:
+        try:
+            head = read_header(header, payload)
+        except ProtocolError:
+            return None
+        if head.epoch != self._session.epoch:
+            return None
+        if head.kind is not Kind.RESET:
+            return self._session.receive(head, payload, now)
+        if self._session.established:  # else it did not hear OPEN, which is repeated
+            self.resets += 1
+            self._session = self._new_session()
+        return None
+
+    def _look_at_connection(self, now: float) -> None:
+        if self._watch.reconnected(now) and self._opens:
+            self._send_frame(self._session.probe(now))
+
+    def _tend(self, now: float) -> None:
+        if self._opens:
+            for frame in self._session.due(now):
+                if not self._send_frame(frame):
+                    break
+
+    def _send_frame(self, frame: Frame) -> bool:
+        return self._send((frame[0], _payload(frame[1])))
+
+    def _new_session(self) -> Session:
+        return Session(secrets.randbits(64), True, HIGH_WATER_MARK, QUEUED_BYTES, self._clock())

@@ -91,6 +91,7 @@ class RouterLink(Generic[M]):
         self._router: str | None = None  # incarnation that has registered us
         self._asked_at = -1e9
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
+        self._resets = 0
         self._given_up = False  # the router answers but does not know us: written by the thread
         self._sequence = 0
         self._registered_at = 0  # echoes of this sequence and before say nothing about the registration
@@ -135,6 +136,11 @@ class RouterLink(Generic[M]):
             except ProtocolError as error:
                 self.refused_messages += 1
                 self._log.warning("refused a message from the router", error=str(error))
+        if self._dealer.resets != self._resets:
+            # another router listens there, or this one has forgotten the node and whatever it asked of it
+            self._resets = self._dealer.resets
+            self._given_up = True
+            self._asked_at = -1e9
         for message in messages:
             if isinstance(message, Registered):
                 self._router = message.router_incarnation
@@ -174,12 +180,12 @@ class RouterLink(Generic[M]):
     def _beat(self) -> None:
         incarnation = self._register.node.incarnation
         identity = routing_id(self._register.node.name, incarnation, BEAT).encode()
-        dealer = Dealer(self._context, self._address, identity, ROUTER_NAME, self._security)
+        dealer = Dealer(self._context, self._address, identity, ROUTER_NAME, self._security, opens=False)
         try:
             while not self._stop.wait(self._interval):
                 self._sequence += 1
                 snapshot = self._snapshot
-                dealer.send(
+                dealer.datagram(
                     encode(
                         Heartbeat(
                             incarnation=incarnation,

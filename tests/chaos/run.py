@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import check, history, namespaces, progress_rules, starvation, stations
+from tests.chaos import check, history, namespaces, progress_rules, starvation
 from tests.chaos.cases import learn_answers, make_cases, with_stop_strings
 from tests.chaos.cluster import ChaosCluster, Setup, new_run_directory
 from tests.chaos.faults import Injector
@@ -76,7 +76,6 @@ async def run(options: argparse.Namespace, directory: Path) -> History:
         await asyncio.sleep(TAIL)
         await load.stop()
         leaks = await find_leaks(cluster, base)
-        orderly = [process.pid for process in cluster.processes.values()]
         watch.cancel()
         with suppress(asyncio.CancelledError):
             await watch
@@ -87,7 +86,6 @@ async def run(options: argparse.Namespace, directory: Path) -> History:
         "ended": ended,
         "pairs": {f"{p}/{d}": cluster.parts_of_pair(p, d) for p, d in cluster.pairs},
         "leaks": leaks,
-        "orderly": orderly,
         "not_recovered": [*not_recovered, *cluster.crashes],
         "detections": injector.detections,
         "restarts": injector.restarts,
@@ -124,9 +122,6 @@ def summary(recorded: History, violations: list[check.Violation]) -> dict[str, A
         "seconds": round(recorded.run["ended"] - recorded.run["begun"], 1),
         "faults": len(begun),
         "faults_by_kind": dict(Counter(note["kind"] for note in begun)),
-        "stations_by_kind": stations.hits(
-            recorded.events, [(note["t"], note["kind"], note["target"]) for note in begun]
-        ),
         "requests": len(recorded.exchanges),
         "complete": sum(each.done for each in recorded.exchanges),
         "left": sum(each.left for each in recorded.exchanges),

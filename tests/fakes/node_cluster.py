@@ -491,7 +491,7 @@ class NodeCluster:
         endpoint = self.fabric.sender(incarnation)
         endpoint.register(layout, memoryview(storage.numpy()))
         peers = RouterSocket(self.context, f"inproc://{incarnation}")
-        sender = Sender(incarnation, name, endpoint, layout, peers.send, self.clock, shape.transfer)
+        sender = Sender(incarnation, name, endpoint, layout, peers.post, self.clock, shape.transfer)
         cache = RadixCache(shape.page_size) if shape.prefill_cache else NoPrefixCache()
         space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
         attention = SignalledAttention(PagedAttention(pool, CONFIG.sliding_windows))

@@ -6,6 +6,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from common.errors import ConfigError
 from common.ipc import Dealer, RouterSocket, channel, check_bind
 from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES
 from common.ipc.curve import Curve, Plain
+from common.ipc.session import SMALL
 from tests.fakes.held_context import Context
 from tests.fakes.keyless import Keyless
 from tests.fakes.waiting import PATIENCE, until
+from tests.fakes.wire import Wire
 
 
 @pytest.fixture
@@ -98,6 +101,92 @@ def test_a_peer_that_is_gone(context: Context, address: str) -> None:
     router, dealer = pair(context, address)
     dealer.close()
     until(lambda: not router.send(b"peer", b"x"))
+
+
+def test_bytes_that_wait_for_a_stalled_peer_are_bounded(context: Context, directory: Path) -> None:
+    """ARCHITECTURE.md: every queue is bounded. 10,000 messages of images would be 100 GB."""
+    mib = 1 << 20
+    router = RouterSocket(context, f"ipc://{directory}/r.sock", queued_bytes=4 * mib)
+    stalled, other = (Dealer(context, router.address, name, received=1) for name in (b"stalled", b"other"))
+    for dealer in (stalled, other):
+        assert dealer.send(b"hello")
+        until(router.drain)
+    images = [bytes([number]) * mib for number in range(4)]
+    assert [router.post(b"stalled", image) for image in [*images, images[0]]] == [True] * 4 + [False]
+    assert router.post(b"stalled", b"x" * (SMALL - 1))  # a word of control still passes
+    assert router.send(b"other", images[0])  # and others are served
+    assert until(lambda: router.drain() or other.drain()) == [images[0]]
+    got: list[bytes] = []
+    until(lambda: router.drain() or got.extend(stalled.drain()) or len(got) == 5)
+    assert got == [*images, b"x" * (SMALL - 1)]
+    until(lambda: router.drain() or stalled.drain() or router.send(b"stalled", images[0]))
+
+
+def test_what_a_broken_connection_loses_is_sent_again(context: Context) -> None:
+    """Connections are reset again and again with frames on their way: each message arrives once and in order."""
+    router = RouterSocket(context, "tcp://127.0.0.1:0", Keyless())
+    with closing(Wire(int(router.address.rpartition(":")[2]))) as wire:
+        dealer = Dealer(context, f"tcp://127.0.0.1:{wire.port}", b"peer", security=Keyless())
+        there, back = [], []
+        until(lambda: wire.connections)
+
+        def exchange() -> bool:
+            number = len(said)
+            if number < 300:
+                said.append(b"%d" % number)
+                assert dealer.send(said[-1])
+                if router.post(b"peer", b"answer %d" % number):
+                    answered.append(b"answer %d" % number)
+                if number % 25 == 24:
+                    wire.reset()
+            there.extend(frame for _, frame in router.drain())
+            back.extend(dealer.drain())
+            return len(there) == 300 and len(back) == len(answered)
+
+        said: list[bytes] = []
+        answered: list[bytes] = []
+        until(exchange)
+        assert there == said
+        assert back == answered
+        assert len(answered) > 200
+        assert dealer.resets == 0
+
+
+def test_a_damaged_frame_is_dropped_counted_and_sent_again(context: Context) -> None:
+    router = RouterSocket(context, "tcp://127.0.0.1:0", Keyless())
+    with closing(Wire(int(router.address.rpartition(":")[2]))) as wire:
+        dealer = Dealer(context, f"tcp://127.0.0.1:{wire.port}", b"peer", security=Keyless())
+        dealer.send(b"hello")
+        until(router.drain)
+        wire.replace(b"the bill is 100", b"the bill is 900")
+        dealer.send(b"the bill is 100")
+        until(lambda: router.drain() or router.damaged)
+        wire.replace(b"", b"")
+        got: list[bytes] = []
+        until(lambda: got.extend(frame for _, frame in router.drain()) or dealer.drain() or got)
+        assert got == [b"the bill is 100"]
+
+
+def test_another_process_at_the_address_is_noticed(context: Context, directory: Path) -> None:
+    """It does not know the session: what waits is dropped, and the owner hears of it."""
+    router, dealer = pair(context, f"ipc://{directory}/r.sock")
+    until(lambda: router.drain() or dealer.drain() or dealer._session.idle)
+    router.close()
+    assert dealer.send(b"for the process that is gone")
+    router = RouterSocket(context, f"ipc://{directory}/r.sock")
+    got: list[tuple[bytes, bytes]] = []
+    until(lambda: got.extend(router.drain()) or dealer.drain() or dealer.resets)
+    assert dealer.resets == 1
+    assert dealer.send(b"for the new one")
+    until(lambda: got.extend(router.drain()) or dealer.drain() or got)
+    assert got == [(b"peer", b"for the new one")]
+
+
+def test_a_dealer_knows_whether_it_is_connected(context: Context, address: str) -> None:
+    router, dealer = pair(context, address)
+    assert until(lambda: dealer.disconnected_for() == 0.0)
+    router.close()
+    assert until(lambda: dealer.disconnected_for() > 0.0)
 
 
 def test_a_full_queue_is_false_and_does_not_block(context: Context, directory: Path) -> None:

@@ -77,6 +77,7 @@ def test_a_restarted_prefill_node_is_heard_while_its_earlier_life_is_still_conne
 
         def heard_from_both() -> bool:
             receiver.say(ref(1).incarnation)
+            connections.pump()
             routes.update(route for route, _ in second.drain())
             return len(routes) == 2
 

@@ -404,7 +404,7 @@ async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
     data = b"x" * (1 << 20)
     image = PromptImage(ImageSpan(0, 1, hashlib.sha256(data).digest()), data)
     asked = GenerationRequest("r", [1, 2, 3], SamplingParams(max_tokens=9), images=(image,))
-    async with router_rig(queued_bytes=4 << 20) as rig:
+    async with router_rig(queued_bytes=5 << 20) as rig:
         prefill, _ = await rig.pair()
         identity = routing_id(prefill.ref.name, prefill.ref.incarnation, LINK)
         with closing(Dealer(rig.context, rig.control.address, identity.encode(), received=1)) as stalled:

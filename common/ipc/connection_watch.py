@@ -1,0 +1,42 @@
+"""Whether a connecting socket is connected, by ZMQ's own events: what is on its way may be lost when it was not."""
+
+from __future__ import annotations
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class ConnectionWatch:
+    """Of one socket that has not connected yet. Connections within the process (inproc) count as always there."""
+
+    def __init__(self, watched: zmq.Socket[bytes], address: str, now: float) -> None:
+        self._watched = watched
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._lost_at: float | None = None
+        if not address.startswith("inproc://"):
+            self._monitor = watched.get_monitor_socket(_EVENTS)
+            self._lost_at = now
+
+    def reconnected(self, now: float) -> bool:
+        """Whether a connection was made since the last call; takes in all events."""
+        made = False
+        while self._monitor is not None:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                break
+            made = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._lost_at = None if made else self._lost_at or now
+        return made
+
+    def disconnected_for(self, now: float) -> float:
+        """Seconds, as of the last call of `reconnected`."""
+        return 0.0 if self._lost_at is None else now - self._lost_at
+
+    def close(self) -> None:
+        if self._monitor is not None:
+            self._watched.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None

@@ -1,0 +1,230 @@
+"""Reliable delivery over a ZMQ connection: every frame arrives once and in order, or the session is reset.
+
+ZMQ alone loses what is on its way when a connection breaks, and delivers what the network has flipped. A session
+numbers its frames, keeps each until the peer has acknowledged it, and sends them again where the peer names a gap.
+
+A frame is a header and a payload. The header holds its kind, the session's epoch, a number, the highest number received
+in a row from the peer, and a digest of header and payload; a frame whose digest differs counts as lost.
+
+    OPEN   first frame of an epoch, by the connecting side, until the peer answers; number: none
+    DATA   number: of this payload, from 1
+    PROBE  "I have sent up to `number`": asked after a silence; the answer tells what was lost
+    ACK    number: 0, or the number of the DATA or PROBE that it answers; what precedes that and is not acknowledged
+           was lost, since one connection keeps its order
+    RESET  the listening side does not know this epoch: it is another process, or it has forgotten the peer
+
+Nothing is sent again because time has passed: only small probes are. A peer whose loop is busy for seconds costs a few
+probes, not its prompts twice.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections import deque
+from dataclasses import dataclass
+
+import xxhash
+
+from common.errors import ProtocolError
+
+HEADER = struct.Struct("<B7xQQQQ")  # kind, epoch, number, acknowledged, digest
+PROBE_SECONDS = 0.25  # of silence while something is not acknowledged; doubled up to MAX_PROBE_SECONDS
+MAX_PROBE_SECONDS = 1.0
+ACK_SECONDS = 0.05  # an acknowledgement waits so long for a frame that carries it
+ACK_FRAMES = 64  # and for no more frames than these
+ACK_BYTES = 1 << 20
+GAP_SECONDS = 0.2  # between two reports of one gap
+SMALL = 16 << 10  # payloads below are bounded by their number alone: an abort passes where images wait
+
+Frame = tuple[bytes, bytes]  # header, payload
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    OPEN = 1
+    DATA = 2
+    PROBE = 3
+    ACK = 4
+    RESET = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Of a frame whose digest was right."""
+
+    kind: Kind
+    epoch: int
+    number: int
+    acknowledged: int
+
+
+def frame(kind: Kind, epoch: int, number: int, acknowledged: int, payload: bytes = b"") -> Frame:
+    digest = _digest(kind, epoch, number, acknowledged, payload)
+    return HEADER.pack(kind, epoch, number, acknowledged, digest), payload
+
+
+def read_header(header: bytes, payload: bytes) -> Header:
+    """Raises ProtocolError for a frame that is damaged or no frame of a session."""
+    try:
+        kind, epoch, number, acknowledged, digest = HEADER.unpack(header)
+        known = Kind(kind)
+    except (struct.error, ValueError):
+        raise ProtocolError("not a frame of a session") from None
+    if digest != _digest(kind, epoch, number, acknowledged, payload):
+        raise ProtocolError("a damaged frame")
+    return Header(known, epoch, number, acknowledged)
+
+
+def _digest(kind: int, epoch: int, number: int, acknowledged: int, payload: bytes) -> int:
+    seed = xxhash.xxh3_64_intdigest(HEADER.pack(kind, epoch, number, acknowledged, 0))
+    return xxhash.xxh3_64_intdigest(payload, seed)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A payload that the peer has not acknowledged."""
+
+    number: int
+    payload: bytes
+
+
+class Session:
+    """One end, without a socket: what to send is returned, what has arrived is handed in. Single-threaded."""
+
+    def __init__(self, epoch: int, opens: bool, max_frames: int, max_bytes: int, now: float) -> None:
+        """`opens`: this end begins and repeats OPEN until the peer has answered. At most `max_frames` frames, and
+        `max_bytes` of those that are not SMALL, wait for their acknowledgement."""
+        self.epoch = epoch
+        self.heard_at = now
+        self.established = not opens
+        self.duplicates = 0
+        self.gaps = 0
+        self.sent_again = 0
+        self._max_frames = max_frames
+        self._max_bytes = max_bytes
+        self._kept: deque[_Kept] = deque()
+        self._kept_bytes = 0  # of payloads that are not SMALL
+        self._sent = 0  # highest number
+        self._received = 0  # highest number in a row
+        self._owed = 0  # frames received since the last acknowledgement
+        self._owed_bytes = 0
+        self._owed_since = 0.0
+        self._answers: list[int] = []
+        self._reported: tuple[int, float] = (0, -1e9)  # a gap after this number, and when it was reported
+        self._resend = False
+        self._probe_after = PROBE_SECONDS
+        self._probe_at = now if opens else float("inf")
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits for time to pass."""
+        return not (self._kept or self._owed or self._answers or self._resend) and self.established
+
+    def keep(self, payload: bytes, now: float) -> Frame | None:
+        """The next DATA frame, kept until it is acknowledged; None while too much waits."""
+        large = len(payload) if len(payload) >= SMALL else 0
+        if len(self._kept) >= self._max_frames:
+            return None
+        if large and self._kept_bytes and self._kept_bytes + large > self._max_bytes:
+            return None
+        if not self._kept:
+            self._probe_after, self._probe_at = PROBE_SECONDS, now + PROBE_SECONDS
+        self._sent += 1
+        self._kept.append(_Kept(self._sent, payload))
+        self._kept_bytes += large
+        return self._data(self._kept[-1])
+
+    def take_back(self) -> None:
+        """The frame of the latest `keep` was not sent, and is not to be."""
+        kept = self._kept.pop()
+        assert kept.number == self._sent
+        self._sent -= 1
+        self._release(kept)
+
+    def receive(self, header: Header, payload: bytes, now: float) -> bytes | None:
+        """A frame of this epoch has come; the payload where it is the next one."""
+        self.heard_at, self.established = now, True
+        self._acknowledge(header.acknowledged, now)
+        if header.kind is Kind.DATA:
+            return self._arrived(header.number, payload, now)
+        if header.kind in (Kind.PROBE, Kind.OPEN):
+            self._answers.append(header.number)
+        elif header.kind is Kind.ACK and header.number and self._kept:
+            self._resend = self._resend or self._kept[0].number <= header.number
+        return None
+
+    def due(self, now: float) -> list[Frame]:
+        """What is to be sent now."""
+        frames: list[Frame] = []
+        if not self.established:
+            if now >= self._probe_at:
+                self._wait_for_answer(now)
+                frames.append(frame(Kind.OPEN, self.epoch, 0, self._received))
+            return frames
+        if self._resend:
+            self._resend = False
+            self.sent_again += len(self._kept)
+            frames += [self._data(kept) for kept in self._kept]
+            self._wait_for_answer(now)
+        if self._answers:
+            frames += [self._ack(number) for number in self._answers]
+            self._answers = []
+        elif self._owed and (
+            self._owed >= ACK_FRAMES or self._owed_bytes >= ACK_BYTES or now - self._owed_since >= ACK_SECONDS
+        ):
+            frames.append(self._ack(0))
+        if self._kept and now >= self._probe_at:
+            frames.append(self.probe(now))
+        return frames
+
+    def probe(self, now: float) -> Frame:
+        """Ask now: a connection was made anew, and what was on the earlier one may be lost."""
+        if not self.established:
+            return frame(Kind.OPEN, self.epoch, 0, self._received)
+        self._wait_for_answer(now)
+        return frame(Kind.PROBE, self.epoch, self._sent, self._received)
+
+    def _wait_for_answer(self, now: float) -> None:
+        self._probe_at = now + self._probe_after
+        self._probe_after = min(2 * self._probe_after, MAX_PROBE_SECONDS)
+
+    def _arrived(self, number: int, payload: bytes, now: float) -> bytes | None:
+        if number == self._received + 1:
+            self._received = number
+            if not self._owed:
+                self._owed_since = now
+            self._owed += 1
+            self._owed_bytes += len(payload)
+            return payload
+        if number <= self._received:
+            self.duplicates += 1
+            self._owed = max(self._owed, 1)
+            return None
+        after, at = self._reported
+        if after != self._received or now - at >= GAP_SECONDS:
+            self.gaps += 1
+            self._reported = (self._received, now)
+            self._answers.append(number)
+        return None
+
+    def _acknowledge(self, number: int, now: float) -> None:
+        progress = False
+        while self._kept and self._kept[0].number <= number:
+            self._release(self._kept.popleft())
+            progress = True
+        if progress:
+            self._probe_after, self._probe_at = PROBE_SECONDS, now + PROBE_SECONDS
+
+    def _release(self, kept: _Kept) -> None:
+        if len(kept.payload) >= SMALL:
+            self._kept_bytes -= len(kept.payload)
+
+    def _data(self, kept: _Kept) -> Frame:
+        self._owed = self._owed_bytes = 0
+        return frame(Kind.DATA, self.epoch, kept.number, self._received, kept.payload)
+
+    def _ack(self, number: int) -> Frame:
+        self._owed = self._owed_bytes = 0
+        return frame(Kind.ACK, self.epoch, number, self._received)

@@ -1,0 +1,76 @@
+"""A TCP relay in front of a port: tests cut, reset and falsify the connections that pass it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+
+class Wire:
+    """What passes a connection that has been cut is swallowed; new connections work."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._ends: list[socket.socket] = [self._listener]
+        self._cuts: list[threading.Event] = []
+        self._wanted, self._instead = b"", b""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def connections(self) -> int:
+        """Made so far."""
+        return len(self._cuts)
+
+    def cut(self) -> None:
+        """Swallow what passes the connections of now, and tell nobody."""
+        for each in self._cuts:
+            each.set()
+
+    def reset(self) -> None:
+        """End the connections of now with RST."""
+        for end in self._ends[1:]:
+            try:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        del self._ends[1:]
+
+    def replace(self, wanted: bytes, instead: bytes) -> None:
+        """Falsify what comes from the connecting side from now on; both of one length."""
+        self._wanted, self._instead = wanted, instead
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near = self._listener.accept()[0]
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._target))
+            cut = threading.Event()
+            self._cuts.append(cut)
+            self._ends += [near, far]
+            threading.Thread(target=self._pump, args=(near, far, cut, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(far, near, cut, False), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, cut: threading.Event, there: bool) -> None:
+        try:
+            while data := source.recv(65536):
+                if there and self._wanted:
+                    data = data.replace(self._wanted, self._instead)
+                if not cut.is_set():
+                    sink.sendall(data)
+            if not cut.is_set():
+                sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+        finally:
+            if not cut.is_set():
+                source.close()

@@ -1,0 +1,256 @@
+"""Sessions without sockets: whatever the network loses, flips or breaks, each message arrives once and in order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ProtocolError
+from common.ipc.session import (
+    ACK_FRAMES,
+    ACK_SECONDS,
+    GAP_SECONDS,
+    MAX_PROBE_SECONDS,
+    PROBE_SECONDS,
+    SMALL,
+    Frame,
+    Kind,
+    Session,
+    read_header,
+)
+from common.ipc.sessions import FORGET_SECONDS, Sessions
+from tests.fakes.clock import Clock
+
+EPOCH = 7
+
+
+def session(opens: bool = False, frames: int = 100, nbytes: int = 1 << 20) -> Session:
+    return Session(EPOCH, opens, frames, nbytes, 0.0)
+
+
+class Link:
+    """A connecting and a listening end, and the frames between them."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(0.0)
+        self.dealer = session(opens=True)
+        self.there: deque[Frame] = deque()  # to the listening end
+        self.back: deque[Frame] = deque()
+        self.sessions = Sessions(self._send_back, 100, 1 << 20)
+        self.at_router: list[bytes] = []
+        self.at_dealer: list[bytes] = []
+
+    def _send_back(self, peer: bytes, frame: Frame) -> bool:
+        self.back.append(frame)
+        return True
+
+    def say(self, payload: bytes) -> None:
+        frame = self.dealer.keep(payload, self.clock())
+        assert frame is not None
+        self.there.append(frame)
+
+    def answer(self, payload: bytes) -> None:
+        found = self.sessions.get(b"peer")
+        frame = None if found is None else found.keep(payload, self.clock())
+        if frame is not None:
+            self.sessions.mark(b"peer")
+            self.back.append(frame)
+
+    def turn(self) -> None:
+        """Both ends look at their sockets once."""
+        while self.there:
+            header, payload = self.there.popleft()
+            got = self.sessions.receive(b"peer", header, payload, self.clock())
+            self.at_router += [] if got is None else [got]
+        while self.back:
+            header, payload = self.back.popleft()
+            try:
+                head = read_header(header, payload)
+            except ProtocolError:
+                continue
+            if head.kind is not Kind.RESET:
+                got = self.dealer.receive(head, payload, self.clock())
+                self.at_dealer += [] if got is None else [got]
+        self.there.extend(self.dealer.due(self.clock()))
+        self.sessions.tend(self.clock())
+
+    def settle(self) -> None:
+        """The network works, and time passes."""
+        for _ in range(40):
+            self.turn()
+            self.clock.now += MAX_PROBE_SECONDS / 4
+
+
+def _flip(frame: Frame, place: int) -> Frame:
+    whole = bytearray(frame[0] + frame[1])
+    whole[place % len(whole)] ^= 1 << place % 8
+    return bytes(whole[: len(frame[0])]), bytes(whole[len(frame[0]) :])
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("say"), st.integers(0, 3)),
+        st.tuples(st.just("answer"), st.integers(0, 3)),
+        st.tuples(st.just("turn"), st.integers(0, 1)),
+        st.tuples(st.just("lose there"), st.integers(0, 9)),
+        st.tuples(st.just("lose back"), st.integers(0, 9)),
+        st.tuples(st.just("flip there"), st.integers(0, 400)),
+        st.tuples(st.just("flip back"), st.integers(0, 400)),
+        st.tuples(st.just("wait"), st.integers(0, 4)),
+        st.tuples(st.just("break"), st.just(0)),
+    ),
+    max_size=80,
+)
+
+
+@given(events)
+@settings(max_examples=300, deadline=None)
+def test_every_message_arrives_once_and_in_order(plan: list[tuple[str, int]]) -> None:
+    link = Link()
+    said: list[bytes] = []
+    answered: list[bytes] = []
+    for what, number in plan:
+        lane = link.there if what.endswith("there") else link.back
+        if what == "say":
+            said.append(b"%d:%d" % (len(said), number))
+            link.say(said[-1])
+        elif what == "answer":
+            if link.sessions.get(b"peer") is not None:
+                answered.append(b"%d:%d" % (len(answered), number))
+                link.answer(answered[-1])
+        elif what == "turn":
+            link.turn()
+        elif what == "wait":
+            link.clock.now += number * PROBE_SECONDS / 2
+        elif what == "break":
+            link.there.clear()
+            link.back.clear()
+        elif lane:
+            if what.startswith("lose"):
+                del lane[number % len(lane)]
+            else:
+                place = number % len(lane)
+                lane[place] = _flip(lane[place], number)
+        assert link.at_router == said[: len(link.at_router)]
+        assert link.at_dealer == answered[: len(link.at_dealer)]
+    link.settle()
+    assert (link.at_router, link.at_dealer) == (said, answered)
+    assert link.dealer.idle
+    assert all(each.idle for each in link.sessions)
+
+
+def test_time_alone_sends_nothing_again() -> None:
+    """A loop that is busy for seconds costs probes and not prompts."""
+    link = Link()
+    link.settle()
+    link.say(b"prompt" * 1000)
+    sent = list(link.there)
+    for _ in range(40):
+        link.clock.now += MAX_PROBE_SECONDS
+        link.there.extend(link.dealer.due(link.clock()))
+    assert [frame for frame in link.there if frame[1]] == sent
+    assert 20 < len(link.there) <= 41
+    link.settle()
+    assert link.at_router == [b"prompt" * 1000]
+    assert link.dealer.sent_again == 0
+
+
+def test_a_gap_is_reported_once() -> None:
+    link = Link()
+    link.settle()
+    for number in range(20):
+        link.say(b"%d" % number)
+    del link.there[3]
+    link.settle()
+    [listening] = link.sessions
+    assert listening.gaps == 1
+    assert link.at_router == [b"%d" % number for number in range(20)]
+    assert GAP_SECONDS > 0
+
+
+def test_acknowledgements_are_few() -> None:
+    """Frames the other way carry them; a stream one way costs one for many."""
+    link = Link()
+    link.settle()
+    before = len(link.back)
+    for number in range(ACK_FRAMES - 1):
+        link.say(b"%d" % number)
+    link.turn()
+    assert len(link.back) == before
+    link.say(b"one more")
+    link.turn()
+    assert len(link.back) == before + 1
+    link.say(b"with an answer")
+    link.turn()
+    link.answer(b"yes")
+    link.clock.now += 2 * ACK_SECONDS
+    link.turn()
+    assert len(link.back) == 0
+
+
+def test_what_waits_is_bounded_by_number_and_by_bytes() -> None:
+    few = session(frames=3)
+    assert [few.keep(b"x", 0.0) is not None for _ in range(4)] == [True, True, True, False]
+    large, small = bytes(SMALL), bytes(SMALL - 1)
+    tight = session(nbytes=2 * SMALL)
+    assert [tight.keep(large, 0.0) is not None for _ in range(3)] == [True, True, False]
+    assert tight.keep(small, 0.0) is not None, "a word of control still passes"
+    assert session(nbytes=1).keep(large, 0.0) is not None, "where nothing waits, however large"
+
+
+def test_what_could_not_leave_is_taken_back() -> None:
+    ours = session()
+    ours.keep(b"first", 0.0)
+    second = ours.keep(b"second", 0.0)
+    ours.take_back()
+    assert ours.keep(b"another second", 0.0) != second
+    assert read_header(*(ours.keep(b"third", 0.0) or (b"", b""))).number == 3
+
+
+@pytest.mark.parametrize("header", [b"", b"x", bytes(40), bytes([9]) + bytes(39), bytes(100)])
+def test_what_is_no_frame_is_refused(header: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read_header(header, b"payload")
+
+
+def test_a_peer_that_the_listening_end_does_not_know_is_told() -> None:
+    said: list[Frame] = []
+    sessions = Sessions(lambda peer, frame: said.append(frame) is None, 10, 10)
+    ours = session(opens=True)
+    data = ours.keep(b"from an earlier life", 0.0)
+    assert data is not None
+    assert sessions.receive(b"peer", *data, 0.0) is None
+    assert [read_header(*frame).kind for frame in said] == [Kind.RESET]
+    assert read_header(*said[0]).epoch == EPOCH
+    assert sessions.receive(b"peer", *said[0], 0.0) is None
+    assert len(said) == 1, "a reset is not answered"
+    assert len(sessions) == 0
+
+
+def test_the_table_is_bounded_and_the_silent_leave_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.ipc.sessions.MAX_SESSIONS", 3)
+    sessions = Sessions(lambda peer, frame: True, 10, 10)
+    for number in range(5):
+        opening = session(opens=True).due(0.0)[0]
+        sessions.receive(b"%d" % number, *opening, float(number))
+        if number == 2:
+            sessions.receive(b"0", *opening, 2.5)
+    left = [number for number in range(5) if sessions.get(b"%d" % number) is not None]
+    assert left == [0, 3, 4]
+    assert len(sessions) == 3
+
+
+def test_what_waits_for_an_unreachable_peer_is_dropped_in_the_end() -> None:
+    sessions = Sessions(lambda peer, frame: False, 10, 10)
+    sessions.receive(b"peer", *session(opens=True).due(0.0)[0], 0.0)
+    found = sessions.get(b"peer")
+    assert found is not None
+    found.keep(b"x", 0.0)
+    sessions.mark(b"peer")
+    sessions.tend(FORGET_SECONDS - 1)
+    assert sessions.get(b"peer") is found
+    sessions.tend(FORGET_SECONDS + 1)
+    assert len(sessions) == 0
