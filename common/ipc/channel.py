@@ -9,6 +9,7 @@ loop that waits on `fileno()` must drain until `drain()` returns nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -31,6 +32,7 @@ QUEUED_BYTES = 512 << 20  # of large messages that one peer has not acknowledged
 DRAIN_LIMIT = 1_000
 HEARTBEAT_MS = 1_000  # ZMQ's own: half-open TCP is noticed without traffic
 HEARTBEAT_TIMEOUT_MS = 3_000
+REDIAL_SECONDS = 0.75  # without a connection: then it is dialled anew
 LINGER_MS = 500  # after close: without it a Goodbye behind a burst of tokens is dropped half of the time
 
 
@@ -275,6 +277,8 @@ class Dealer(_Channel):
         # how often the peer turned out to be another process, or to have forgotten this one; what waited was dropped
         self.resets = 0
         self._opens = opens
+        self._address = address
+        self._dialled_at = self._clock()
         self._session = self._new_session()
         self._watch = ConnectionWatch(self._socket, address, self._clock())
         try:
@@ -351,6 +355,15 @@ class Dealer(_Channel):
     def _look_at_connection(self, now: float) -> None:
         if self._watch.reconnected(now) and self._opens:
             self._send_frame(self._session.probe(now))
+        if self._watch.disconnected_for(now) > REDIAL_SECONDS and now - self._dialled_at > REDIAL_SECONDS:
+            self._dialled_at = now
+            self._redial()
+
+    def _redial(self) -> None:
+        """ZMQ connects anew by itself after an error of the network, but never after bytes that it cannot read."""
+        with contextlib.suppress(zmq.ZMQError):  # ENOENT: it has given the connection up
+            self._socket.disconnect(self._address)
+        self._socket.connect(self._address)
 
     def _tend(self, now: float) -> None:
         if self._opens:
