@@ -94,7 +94,7 @@ def up(
 def down(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     """Drain and stop a cluster."""
     resolved = _load(cluster, overrides)
-    table = read_table(_run_dir(cluster, resolved, to_write=False))
+    table = read_table(_run_dir(cluster, resolved))
     if table is None:
         _say("not running")
         return
@@ -113,7 +113,7 @@ def down(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
 def status(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     """Show the processes of a cluster and what the router says of its nodes."""
     resolved = _load(cluster, overrides)
-    table = read_table(_run_dir(cluster, resolved, to_write=False))
+    table = read_table(_run_dir(cluster, resolved))
     if table is None:
         _say("not running")
         raise typer.Exit(EXIT_NOT_RUNNING)
@@ -170,7 +170,7 @@ class StartView:
 
 
 def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
-    run_dir = _run_dir(cluster, resolved)
+    run_dir = _run_dir(cluster, resolved, to_write=True)
     table = read_table(run_dir)
     if table is not None:
         _fail(
@@ -211,7 +211,7 @@ def _load(cluster: Path, overrides: list[str] | None) -> Resolved:
         _refuse(cluster, error)
 
 
-def _run_dir(cluster: Path, resolved: Resolved, to_write: bool = True) -> Path:
+def _run_dir(cluster: Path, resolved: Resolved, to_write: bool = False) -> Path:
     try:
         return run_directory(resolved, to_write)
     except ConfigError as error:

@@ -52,11 +52,13 @@ def _state(name: str, record: ProcessRecord, nodes: dict[str, Any], info: dict[s
         return f"down, starts again in {wait:.0f} s"
     if not record.alive:
         return "dead"
-    if name == "router":
-        return "up" if info is not None else "does not answer"
+    if name == "router" and info is not None:
+        return "up"
     if name in nodes:
         return str(nodes[name].get("state", "up"))
-    return "starting" if record.state == "starting" else "not registered"
+    if record.state == "starting":
+        return "starting"
+    return "does not answer" if name == "router" else "not registered"
 
 
 def _line(out: Console, text: str) -> None:

@@ -50,7 +50,7 @@ class Supervisor:
 
     def __init__(self, resolved: Resolved, overrides: list[str]) -> None:
         self._resolved = resolved
-        self._run_dir = run_directory(resolved)
+        self._run_dir = run_directory(resolved, to_write=True)
         cluster = resolved.cluster
         if cluster.router.port == 0:
             raise ConfigError("router.port", "deploy/up has to know the port: choose one")

@@ -14,11 +14,11 @@ KEY = "process.run_dir"
 MAX_SOCKET_BYTES = 107  # sockaddr_un.sun_path, less its end
 
 
-def run_directory(resolved: Resolved, to_write: bool = True) -> Path:
+def run_directory(resolved: Resolved, to_write: bool = False) -> Path:
     """Create (0700) and return it. Short on purpose, since sockets lie in it.
 
-    `to_write`: the caller makes files in it; without, a directory on a read-only file system is accepted.
-    Raises ConfigError if it cannot be made or written to, is somebody else's, or is too long for its sockets.
+    Raises ConfigError if it cannot be made, is somebody else's, or is too long for its sockets; with `to_write` also if
+    it is read-only. Nodes of a running cluster start without: not all of them make files in it.
     """
     configured = resolved.cluster.process.run_dir
     try:

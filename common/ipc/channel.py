@@ -136,7 +136,10 @@ class RouterSocket(_Channel):
         except (zmq.ZMQError, OSError) as error:
             self.close()
             reason = error.strerror or error
-            raise ConfigError("", f"cannot bind {address}: {reason}; choose another address") from error
+            remedy = "choose another address"
+            if address.startswith("ipc://"):
+                remedy += " or, if it lies in the run directory, set process.run_dir"
+            raise ConfigError("", f"cannot bind {address}: {reason}; {remedy}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _bind(self, address: str) -> None:

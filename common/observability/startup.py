@@ -34,6 +34,7 @@ class StartupReporter:
         self._descriptor = descriptor
         self._log = log
         self._last = 0.0
+        self._percent = -1
 
     def __enter__(self) -> StartupReporter:
         return self
@@ -46,10 +47,16 @@ class StartupReporter:
         self.close()
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
-        """Tell the phase; repeated `loading` lines are thinned to ten a second."""
+        """Tell the phase; repeated `loading` lines are thinned to ten a second and one per percent.
+
+        So all lines of a start-up fit into the pipe, and a reader that has stopped does not stop this process.
+        """
         now = time.monotonic()
-        if phase == "loading" and done < total and now - self._last < 0.1:
-            return
+        if phase == "loading" and done < total:
+            percent = 100 * done // total
+            if now - self._last < 0.1 or percent == self._percent:
+                return
+            self._percent = percent
         self._last = now
         if phase != "loading" or done == total:
             self._log.info("start-up", phase=phase, done=done, total=total, message=message)

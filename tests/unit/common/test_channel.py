@@ -17,10 +17,13 @@ from common.ipc import Dealer, RouterSocket, channel, check_bind
 from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES
 from common.ipc.curve import Curve, Plain
 from common.ipc.session import SMALL
+from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.held_context import Context
 from tests.fakes.keyless import Keyless
 from tests.fakes.waiting import PATIENCE, until
 from tests.fakes.wire import Wire
+
+__all__ = ["small_disk"]
 
 
 @pytest.fixture
@@ -377,6 +380,14 @@ def test_the_socket_of_a_living_process_is_not_taken(context: Context, directory
     late.send(b"x")
     assert until(router.drain) == [(b"late", b"x")]
     assert dealer.send(b"y")
+
+
+def test_a_directory_that_cannot_be_written_to_is_one_sentence(
+    context: Context, small_disk: FullDisk
+) -> None:
+    small_disk.make_read_only()
+    with pytest.raises(ConfigError, match=r"r\.sock: Read-only file system.* set process\.run_dir"):
+        RouterSocket(context, f"ipc://{small_disk.path}/r.sock")
 
 
 def test_a_file_that_is_no_socket_is_not_deleted(context: Context, directory: Path) -> None:

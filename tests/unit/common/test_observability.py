@@ -251,6 +251,24 @@ def test_progress_is_json_lines(pipe: tuple[int, int], monkeypatch: pytest.Monke
     os.close(pipe[0])
 
 
+def test_a_reader_that_has_stopped_stops_nobody(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of hours on a slow disk: everything that is said fits into the pipe, the end included."""
+    clock = Clock()
+    monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=clock))
+    with StartupReporter(pipe[1], Log("n")) as reporter:
+        os.set_blocking(pipe[1], False)  # a full pipe would be closed, and its end be lost
+        for done in range(20_000):
+            reporter.report("loading", done, 20_000)
+            clock.now += 1
+        reporter.report("ready")
+    said = lines(pipe[0])
+    assert [line.phase for line in said] == ["loading"] * 100 + ["ready"]
+    assert len({100 * line.done // line.total for line in said[:-1]}) == 100
+    os.close(pipe[0])
+
+
 def test_progress_nobody_reads(pipe: tuple[int, int]) -> None:
     os.close(pipe[0])
     with StartupReporter(pipe[1], Log("n")) as reporter:

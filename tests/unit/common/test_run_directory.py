@@ -131,6 +131,19 @@ def test_what_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
             run_directory(resolved(tmp_path, run_dir))
 
 
+def test_a_read_only_directory_is_refused_to_who_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of a running cluster connect to sockets there on a disk that is read-only by now."""
+    cluster = resolved(tmp_path, "run")
+    path = run_directory(cluster, to_write=True)
+    access = os.access
+    monkeypatch.setattr(module.os, "access", lambda other, mode: other != path and access(other, mode))
+    with pytest.raises(ConfigError, match=f"cannot write to {path}: .* set process.run_dir"):
+        run_directory(cluster, to_write=True)
+    assert control_address(cluster) == f"ipc://{path}/router.sock"
+
+
 @pytest.mark.parametrize("name", ["prefill-0", "p" * 41])
 def test_every_socket_fits(tmp_path: Path, name: str) -> None:
     """107 bytes with the longest name that will lie there, not one fewer."""

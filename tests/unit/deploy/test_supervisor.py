@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -16,6 +18,7 @@ from types import TracebackType
 import pytest
 
 from common.config import load_cluster
+from deploy import cli
 from deploy.children import Child
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers
@@ -157,6 +160,45 @@ def test_a_run_directory_that_becomes_read_only(make: Callable[..., Watching], s
             subprocess.run(["umount", "-l", str(small_disk.path)], check=True)
         until(lambda: cluster.record("node").restarts == 1)
         assert cluster.heard("no longer so: ")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+def test_a_table_that_cannot_be_written(
+    make: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Whatever the disk says, the processes are looked after, and the table follows once it can be written."""
+    broken = threading.Event()
+
+    def write(run_dir: Path, table: Table) -> None:
+        if broken.is_set():
+            raise OSError(number, os.strerror(number))
+        write_table(run_dir, table)
+
+    monkeypatch.setattr("deploy.supervisor.write_table", write)
+    with make(router=STAY, node=STAY) as cluster:
+        until(lambda: cluster.record("node").state == "up")
+        broken.set()
+        cluster.child("node").signal(signal.SIGKILL)
+        until(lambda: cluster.heard("node is up again"))
+        until(lambda: cluster.heard(f"cluster.json cannot be written: {os.strerror(number)}"))
+        assert cluster.record("node").restarts == 0
+        broken.clear()
+        until(lambda: cluster.record("node").restarts == 1)
+        until(lambda: cluster.heard("no longer so: "))
+
+
+def test_a_report_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """supervisor.log lies on the same disk, and a terminal may be gone."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    cli._say("decode-0 ended", "yellow")
+    monkeypatch.setattr(cli, "console", cli.Console(file=Full(), force_terminal=True))
+    cli._say("decode-0 ended", "yellow")
+    monkeypatch.undo()
 
 
 def test_a_disk_with_space_is_no_problem(tmp_path: Path, small_disk: FullDisk) -> None:
