@@ -28,6 +28,7 @@ from router.chat_template import ChatTemplate
 from router.control_plane import ControlPlane
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.fetch_process import FetchProcess
+from router.from_config import registration_rules
 from router.http_errors import error_middleware
 from router.http_server import http_runner
 from router.image_inspector import ImageInspector
@@ -200,7 +201,10 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     security = link_security(context, resolved, "router")
     check_bind(address, "router.control_address", security)
     incarnation = new_incarnation()
-    control = ControlPlane(context, address, incarnation, security, log, cluster.router.max_queued_mib << 20)
+    rules = registration_rules(resolved, model.max_model_len, config.vocab_size)
+    control = ControlPlane(
+        context, address, incarnation, security, log, cluster.router.max_queued_mib << 20, rules
+    )
 
     def on_lost(node: Node, reason: str) -> None:
         dispatcher.node_lost(node, reason)

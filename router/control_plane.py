@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from common.errors import NodeLost, ProtocolError, RequestError, TransferFailed, from_code
+from common.errors import HandshakeRefused, NodeLost, ProtocolError, RequestError, TransferFailed, from_code
 from common.ipc import LinkSecurity, RouterSocket
 from common.messages.node_inbox import Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import (
@@ -30,6 +30,7 @@ from common.messages.wire import encode
 from common.observability.logs import Log
 from router.dispatcher import Dispatcher
 from router.node_registry import Node, NodeRegistry
+from router.registration import RegistrationRules
 
 SWEEP_INTERVAL = 0.25
 # the pipe of a dead peer goes a moment after the event, later on a busy host
@@ -64,6 +65,7 @@ class ControlPlane:
         security: LinkSecurity,
         log: Log,
         queued_bytes: int,
+        rules: RegistrationRules,
     ) -> None:
         """At most `queued_bytes` wait for one node."""
         self._socket = RouterSocket(context, address, security, queued_bytes)
@@ -71,6 +73,7 @@ class ControlPlane:
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._incarnation = incarnation
         self._log = log
+        self.rules = rules
         self._registry: NodeRegistry
         self._dispatcher: Dispatcher
         self._sweeper: asyncio.Task[None] | None = None
@@ -128,18 +131,19 @@ class ControlPlane:
         while batch := self._socket.drain():  # the descriptor is edge-triggered: until it is empty
             for identity, frame in batch:
                 try:
-                    self._on_message(Speaker.of(identity), codec.decode(frame))
+                    self._on_message(Speaker.of(identity), codec.decode(frame), len(frame))
                 except (ProtocolError, UnicodeDecodeError) as error:
                     self.refused_messages += 1
                     self._log.warning("refused a message", error=str(error))
 
-    def _on_message(self, speaker: Speaker, message: RouterMessage) -> None:
+    def _on_message(self, speaker: Speaker, message: RouterMessage, nbytes: int) -> None:
         identity = speaker.incarnation
         if isinstance(message, Tokens):
             for run in message.runs:
                 attempt = self._dispatcher.attempt(run.room)
                 if attempt is None or attempt.decode.incarnation != identity:
                     continue  # ended here already, or not this node's
+                self.rules.check_tokens(run.tokens)
                 if run.finish_reason is not None:
                     attempt.decode_over = True
                 if run.stages is not None:
@@ -152,6 +156,7 @@ class ControlPlane:
         elif isinstance(message, FirstToken):
             attempt = self._dispatcher.attempt(message.room)
             if attempt is not None and attempt.prefill.incarnation == identity:
+                self.rules.check_tokens([message.token])
                 attempt.prefill.rooms[message.room] = 0
                 attempt.prefill_over = attempt.prefill_over or message.finish_reason is not None
                 attempt.on_first_token(message)
@@ -167,7 +172,7 @@ class ControlPlane:
         elif isinstance(message, Failed):
             self._on_failed(identity, message)
         elif isinstance(message, Register):
-            self._on_register(speaker, message)
+            self._on_register(speaker, message, nbytes)
         elif isinstance(message, Goodbye) and message.incarnation == identity:
             self._registry.leave(identity)
 
@@ -187,11 +192,13 @@ class ControlPlane:
             attempt.decode_over = True
         self._dispatcher.failed(attempt, node, error)
 
-    def _on_register(self, speaker: Speaker, message: Register) -> None:
+    def _on_register(self, speaker: Speaker, message: Register, nbytes: int) -> None:
         if message.node.routing_id.encode() != speaker.routing_id:
-            self.refused_messages += 1
-            return
-        refusal = self._registry.register(message)
+            raise ProtocolError("a registration of another node than the one that sends it")
+        try:
+            refusal = self._registry.register(self.rules.check(message, nbytes))
+        except HandshakeRefused as error:
+            refusal = str(error)
         answer = (
             Registered(router_incarnation=self._incarnation) if refusal is None else Rejected(reason=refusal)
         )

@@ -21,6 +21,9 @@ CacheSalt = Annotated[
     bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)
 ]  # see PageSpace.lease; b"": shared by all
 StopTokens = Annotated[tuple[Int64, ...], msgspec.Meta(max_length=MAX_STOP_IDS)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Logprob = Annotated[float, msgspec.Meta(le=0.01)]  # rounding may make it a little more than 0; NaN is refused
+TopTokens = msgspec.Meta(max_length=32)
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -96,15 +99,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities under the raw logits (before temperature and filters), as vLLM reports them."""
 
-    logprob: float
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
+    logprob: Logprob
+    top_ids: Annotated[tuple[TokenId, ...], TopTokens] = ()
+    top_logprobs: Annotated[tuple[Logprob, ...], TopTokens] = ()
 
 
 class OutputToken(msgspec.Struct, frozen=True, array_like=True):
     """One emitted token."""
 
-    id: int
+    id: TokenId
     logprob: TokenLogprob | None = None
 
 

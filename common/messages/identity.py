@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -12,6 +12,14 @@ NodeState = Literal["loading", "up", "draining"]
 
 MAX_ROOM = 2**63 - 1
 ROUTER_NAME = "router"  # of the router's key; no node may be called so
+
+
+# Bounds of what a peer may say: a message beyond them is refused when it is decoded. NaN satisfies none of them.
+Total = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+Label = Annotated[str, msgspec.Meta(max_length=128)]  # becomes a key or a label of a metric
+Text = Annotated[str, msgspec.Meta(max_length=8192)]
+MANY = msgspec.Meta(max_length=128)  # entries of a list or a map
 
 
 def new_incarnation() -> str:
@@ -36,12 +44,11 @@ def routing_id(name: str, incarnation: str, *link: str) -> str:
 class NodeRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where one incarnation of a node is reached by its peers."""
 
-    name: str
+    name: Label
     role: Role
-    incarnation: str
-    peer_address: str = (
-        ""  # prefill nodes: the ZMQ address that decode nodes connect to; decode nodes connect, so ""
-    )
+    incarnation: Label
+    # Prefill nodes: the ZMQ address that decode nodes connect to; decode nodes connect, so "".
+    peer_address: Text = ""
 
     @property
     def routing_id(self) -> str:
@@ -52,71 +59,72 @@ class NodeRef(msgspec.Struct, frozen=True, kw_only=True):
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What placement looks at; sent with every heartbeat."""
 
-    queued: int = 0  # requests not started yet
-    queued_tokens: int = 0  # prompt tokens not computed yet (prefill nodes)
-    running: int = 0  # requests in a batch
-    transferring: int = 0  # requests whose pages are on the way
-    free_pages: int = 0
-    cached_pages: int = 0  # evictable: held by the prefix cache alone
-    quarantined_pages: int = 0
-    total_pages: int = 0
+    queued: Total = 0  # requests not started yet
+    queued_tokens: Total = 0  # prompt tokens not computed yet (prefill nodes)
+    running: Total = 0  # requests in a batch
+    transferring: Total = 0  # requests whose pages are on the way
+    free_pages: Total = 0
+    cached_pages: Total = 0  # evictable: held by the prefix cache alone
+    quarantined_pages: Total = 0
+    total_pages: Total = 0
 
 
 class GraphTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of one forward of a node that may be captured, and what became of its graphs."""
 
-    phase: str  # prefill, decode, verify ...
-    model: str  # target, draft, or draft-0, draft-1 ... for the modules of a multi-layer draft
-    replays: int = 0
-    fallbacks: dict[str, int] = {}  # reason -> eager runs
-    live_tokens: int = 0  # of replays
-    padded_tokens: int = 0  # computed in replays and thrown away
-    captured: int = 0  # graphs
-    unused: int = 0  # graphs of these that no batch has replayed yet
+    phase: Label  # prefill, decode, verify ...
+    model: Label  # target, draft, or draft-0, draft-1 ... for the modules of a multi-layer draft
+    replays: Total = 0
+    fallbacks: Annotated[dict[Text, Total], MANY] = {}  # reason -> eager runs
+    live_tokens: Total = 0  # of replays
+    padded_tokens: Total = 0  # computed in replays and thrown away
+    captured: Total = 0  # graphs
+    unused: Total = 0  # graphs of these that no batch has replayed yet
 
 
 class GraphReport(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the graphs of one forward at the node's start: a row of the table that it logs."""
 
-    phase: str  # with `model`, as in GraphTotals
-    model: str
-    backend: str  # none, full, breakable, piecewise
-    hidden_mode: str  # of what it returns: NULL, LAST, FULL
-    unit: str = ""  # of shapes: tokens, requests, requests of 4 tokens ...
-    shapes: tuple[int, ...] = ()  # asked for, ascending; empty: always eager
-    captured: int = 0  # graphs: of each shape one per variant
+    phase: Label  # with `model`, as in GraphTotals
+    model: Label
+    backend: Label  # none, full, breakable, piecewise
+    hidden_mode: Label  # of what it returns: NULL, LAST, FULL
+    unit: Label = ""  # of shapes: tokens, requests, requests of 4 tokens ...
+    # asked for, ascending; empty: always eager
+    shapes: Annotated[tuple[Total, ...], msgspec.Meta(max_length=4096)] = ()
+    captured: Total = 0  # graphs: of each shape one per variant
     failed: dict[str, str] = {}  # graph -> why it runs eagerly
-    seconds: float = 0.0  # of capture
-    mib: float = 0.0  # of memory, in all
-    compiler: str = ""  # of piecewise graphs
-    compile_seconds: float = 0.0  # before capture
-    pieces: int = 0
+    seconds: Finite = 0.0  # of capture
+    mib: Finite = 0.0  # of memory, in all
+    compiler: Label = ""  # of piecewise graphs
+    compile_seconds: Finite = 0.0  # before capture
+    pieces: Total = 0
     reasons: tuple[str, ...] = ()  # why it is off, or has not the backend that was asked for
 
 
 class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the node's start; the router federates them under /metrics and /server_info."""
 
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    retractions: int = 0
-    transfers: int = 0
-    transfer_failures: int = 0
-    transferred_pages: int = 0
-    layered_pages: int = 0  # of these, sent layer by layer while they were computed
-    checksum_failures: int = 0
-    record_failures: int = 0
-    refused_messages: int = 0  # that nobody who keeps the protocol sends
-    late_messages: int = 0  # about requests that have ended here, or of processes that were replaced
-    spec_drafts: int = 0  # steps of one request that verified drafts
-    spec_draft_tokens: int = 0
-    spec_accepted_tokens: int = 0
-    avg_spec_accept_length: float = (
-        1.0  # tokens per target forward and request; exactly 1 without speculation
-    )
-    spec_accepted_at: tuple[int, ...] = ()  # how often the first, the second ... draft was accepted
-    phase_seconds: dict[str, float] = {}  # parts of a step -> time on the device
-    graphs: tuple[GraphTotals, ...] = ()
+    requests: Total = 0
+    prompt_tokens: Total = 0
+    cached_tokens: Total = 0
+    generated_tokens: Total = 0
+    steps: Total = 0
+    retractions: Total = 0
+    transfers: Total = 0
+    transfer_failures: Total = 0
+    transferred_pages: Total = 0
+    layered_pages: Total = 0  # of these, sent layer by layer while they were computed
+    checksum_failures: Total = 0
+    record_failures: Total = 0
+    refused_messages: Total = 0  # that nobody who keeps the protocol sends
+    late_messages: Total = 0  # about requests that have ended here, or of processes that were replaced
+    spec_drafts: Total = 0  # steps of one request that verified drafts
+    spec_draft_tokens: Total = 0
+    spec_accepted_tokens: Total = 0
+    # tokens per target forward and request; exactly 1 without speculation
+    avg_spec_accept_length: Finite = 1.0
+    # how often the first, the second ... draft was accepted
+    spec_accepted_at: Annotated[tuple[Total, ...], MANY] = ()
+    phase_seconds: Annotated[dict[Label, Finite], MANY] = {}  # parts of a step -> time on the device
+    graphs: Annotated[tuple[GraphTotals, ...], MANY] = ()

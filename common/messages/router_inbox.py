@@ -5,31 +5,48 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from common.errors import RequestError
-from common.messages.generation import OutputToken
-from common.messages.identity import MAX_ROOM, GraphReport, NodeCounters, NodeLoad, NodeRef, NodeState
+from common.messages.generation import FINISH_LENGTH, FINISH_STOP, Count, OutputToken
+from common.messages.identity import (
+    MANY,
+    MAX_ROOM,
+    Finite,
+    GraphReport,
+    Label,
+    NodeCounters,
+    NodeLoad,
+    NodeRef,
+    NodeState,
+    Text,
+    Total,
+)
 from common.messages.wire import InboxCodec
 
-Room = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROOM)]
+Room = Annotated[int, Meta(ge=1, le=MAX_ROOM)]
 ConfigValue = str | int | float | bool | None
-Stages = dict[str, float]  # stage name -> seconds since this node received the request
+FinishReason = Annotated[str, Meta(pattern=rf"^({FINISH_STOP}|{FINISH_LENGTH})\Z")]
+MAX_RUNS = 16_384  # of one message; a node runs at most 4,096 requests at once
+MAX_RUN = 4_096  # tokens of one request in one message
+MAX_MESSAGE = 4_096  # characters of an error message
+Stages = Annotated[dict[Label, Finite], MANY]  # stage name -> seconds since this node received the request
 
 
 class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """First message of an incarnation, repeated until it is acknowledged."""
 
     node: NodeRef
-    host: str
-    pid: int
-    model_fingerprint: str
-    max_model_len: (
-        int  # tokens that one request may have here in all; the router takes the least of all nodes
-    )
-    page_size: int
-    total_pages: int
-    effective_config: dict[str, ConfigValue]  # for /server_info, which has to be able to write it as JSON
-    graphs: tuple[GraphReport, ...] = ()  # for /server_info
+    host: Label
+    pid: Count
+    model_fingerprint: Label
+    # Tokens that one request may have here in all; the router takes the least of all nodes.
+    max_model_len: Count
+    page_size: Count
+    total_pages: Count
+    # For /server_info, which has to be able to write them as JSON.
+    effective_config: Annotated[dict[Label, ConfigValue], MANY]
+    graphs: Annotated[tuple[GraphReport, ...], MANY] = ()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -39,12 +56,12 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     exceeds that by `health.loop_timeout`.
     """
 
-    incarnation: str
-    sequence: int
+    incarnation: Label
+    sequence: Total
     state: NodeState
-    loop_age_ms: int
-    announced_ms: int = 0
-    as_of: float  # Unix seconds of the node's host at which load and counters were so
+    loop_age_ms: Total
+    announced_ms: Total = 0
+    as_of: Finite  # Unix seconds of the node's host at which load and counters were so
     load: NodeLoad
     counters: NodeCounters
 
@@ -54,8 +71,8 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     room: Room
     token: OutputToken
-    finish_reason: str | None
-    cached_tokens: int
+    finish_reason: FinishReason | None
+    cached_tokens: Count
 
 
 class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -69,17 +86,17 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive tokens of one request. `offset` counts from the attempt's first token, which is 0."""
 
     room: Room
-    offset: int
-    tokens: list[OutputToken]
-    finish_reason: str | None = None
+    offset: Count
+    tokens: Annotated[list[OutputToken], Meta(max_length=MAX_RUN)]
+    finish_reason: FinishReason | None = None
     stages: Stages | None = None
-    accept_length: float | None = None  # with the last run: tokens per step that verified drafts
+    accept_length: Finite | None = None  # with the last run: tokens per step that verified drafts
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """All tokens of one decode step, one message for the whole batch."""
 
-    runs: list[TokenRun]
+    runs: Annotated[list[TokenRun], Meta(max_length=MAX_RUNS)]
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -87,19 +104,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     except pages in quarantine."""
 
     room: Room
-    code: str
-    message: str
-    param: str | None = None  # the field of the client's request that it is about
+    code: Label
+    message: Text
+    param: Text | None = None  # the field of the client's request that it is about
 
     @classmethod
     def of(cls, room: int, error: RequestError) -> Failed:
-        return cls(room=room, code=error.code, message=str(error), param=error.param)
+        return cls(room=room, code=error.code, message=str(error)[:MAX_MESSAGE], param=error.param)
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Drained and leaving: forget this incarnation."""
 
-    incarnation: str
+    incarnation: Label
 
 
 RouterMessage = Register | Heartbeat | FirstToken | PrefillDone | Tokens | Failed | Goodbye

@@ -21,6 +21,7 @@ from common.messages.wire import encode
 from tests.fakes.waiting import PATIENCE
 
 M = TypeVar("M", bound=msgspec.Struct)
+PEER_ADDRESS = "ipc:///nowhere"  # of every prefill node: nobody connects to it
 
 
 def registration(
@@ -30,6 +31,8 @@ def registration(
     page_size: int = 16,
     max_model_len: int = 4096,
     incarnation: str | None = None,
+    peer_address: str = PEER_ADDRESS,
+    total_pages: int = 100,
 ) -> Register:
     """What a node of this name says first. Its incarnation names its socket: two sockets must never share it."""
     return Register(
@@ -37,14 +40,14 @@ def registration(
             name=name,
             role=role,
             incarnation=incarnation or new_incarnation(),
-            peer_address="ipc:///nowhere" if role == "prefill" else "",
+            peer_address=peer_address if role == "prefill" else "",
         ),
         host="host",
         pid=1,
         model_fingerprint=fingerprint,
         max_model_len=max_model_len,
         page_size=page_size,
-        total_pages=100,
+        total_pages=total_pages,
         effective_config={},
     )
 

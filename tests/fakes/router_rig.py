@@ -26,12 +26,14 @@ from router.metrics import RouterMetrics
 from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.placement import RoundRobin
+from router.registration import ExpectedNode, RegistrationRules
 from router.return_watch import ReturnWatch
 from tests.fakes.clock import Clock
-from tests.fakes.fake_node import FakeNode
+from tests.fakes.fake_node import PEER_ADDRESS, FakeNode
 from tests.fakes.waiting import PATIENCE
 
 FINGERPRINT = "f" * 64
+VOCAB_SIZE = 50_000
 
 
 class RouterRig:
@@ -43,6 +45,7 @@ class RouterRig:
         self.context = context
         self.log = Log("router")
         self.directory = tempfile.mkdtemp(prefix="tandem-test-")
+        self.expected: dict[str, ExpectedNode] = {}  # the cluster file: grows with the nodes of the test
         self.control = ControlPlane(
             context,
             f"ipc://{self.directory}/control",
@@ -50,6 +53,7 @@ class RouterRig:
             Plain(),
             self.log,
             limits.pop("queued_bytes", QUEUED_BYTES),
+            RegistrationRules(self.expected, page_size=16, max_model_len=4096, vocab_size=VOCAB_SIZE),
         )
         self.registry = NodeRegistry(
             FINGERPRINT,
@@ -95,8 +99,13 @@ class RouterRig:
         self.control.close()
         shutil.rmtree(self.directory)
 
+    def expect(self, role: Role, name: str) -> None:
+        """The cluster file has this node."""
+        self.expected[name] = ExpectedNode(role, PEER_ADDRESS if role == "prefill" else "", 1, None)
+
     def fake(self, role: Role, name: str, **options: Any) -> FakeNode:
         """Not registered yet."""
+        self.expect(role, name)
         node = FakeNode(self.context, self.control.address, role, name, **options)
         self.nodes.append(node)
         return node

@@ -17,8 +17,13 @@ from kv_transfer.handoff_record import HandoffRecord
 SLOT = 4096
 f = st.floats(allow_nan=False)
 u63 = st.integers(0, 2**63 - 1)
+logprob = st.floats(max_value=0.0, allow_nan=False)
+token_ids = st.integers(0, 2**31 - 1)
 logprobs = st.none() | st.builds(
-    TokenLogprob, f, st.lists(u63, max_size=5).map(tuple), st.lists(f, max_size=5).map(tuple)
+    TokenLogprob,
+    logprob,
+    st.lists(token_ids, max_size=5).map(tuple),
+    st.lists(logprob, max_size=5).map(tuple),
 )
 
 

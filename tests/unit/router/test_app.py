@@ -19,7 +19,7 @@ from common.messages.node_inbox import Abort, Registered
 from common.messages.router_inbox import FirstToken
 from common.model_config import model_fingerprint
 from common.observability.logs import Log
-from router.app import build
+from router.app import RouterApp, build
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import legs
 from tests.fakes.waiting import PATIENCE, eventually
@@ -101,6 +101,21 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
     await asyncio.wait_for(app.drain(), PATIENCE)
 
 
+def node_of(context: zmq.Context[zmq.Socket[bytes]], app: RouterApp, name: str) -> FakeNode:
+    """A node of the cluster file that says of itself what the file asks for."""
+    expected = app.control.rules.nodes[name]
+    return FakeNode(
+        context,
+        app.control.address,
+        expected.role,
+        name,
+        fingerprint=model_fingerprint(TINY),
+        peer_address=expected.peer_address,
+        max_model_len=expected.least_model_len,
+        total_pages=expected.pages or 1,
+    )
+
+
 async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> None:
     """200 while each role has a node; a node that drains counts as missing, one that is in no file as nothing."""
     nodes = ["prefill.nodes=[{name: p0}, {name: p1}]", "health.node_timeout=600"]
@@ -108,10 +123,9 @@ async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> Non
     await app.start()
     host, port = app.runner.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
-    fingerprint = model_fingerprint(TINY)
     up = [
-        FakeNode(context, app.control.address, "prefill", "p1", fingerprint=fingerprint),
-        FakeNode(context, app.control.address, "decode", "d0", fingerprint=fingerprint),
+        node_of(context, app, "p1"),
+        node_of(context, app, "d0"),
     ]
     for node in up:
         assert isinstance(await node.register(), Registered)
@@ -124,7 +138,7 @@ async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> Non
             )
         async with session.get("/server_info") as response:
             assert (await response.json())["missing_nodes"] == missing
-        last = FakeNode(context, app.control.address, "prefill", "p0", fingerprint=fingerprint)
+        last = node_of(context, app, "p0")
         assert isinstance(await last.register(), Registered)
         async with session.get("/ready") as response:
             assert await response.json() == {"status": "ready"}
@@ -145,9 +159,8 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
     await app.start()
     host, port = app.runner.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
-    fingerprint = model_fingerprint(TINY)
-    prefill = FakeNode(context, app.control.address, "prefill", "p0", fingerprint=fingerprint)
-    decode = FakeNode(context, app.control.address, "decode", "d0", fingerprint=fingerprint)
+    prefill = node_of(context, app, "p0")
+    decode = node_of(context, app, "d0")
     body = {"prompt": "hi", "max_tokens": 5}
     async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
         for node in (prefill, decode):

@@ -43,7 +43,7 @@ async def test_registration_is_repeatable() -> None:
     ("options", "sentence"),
     [
         ({"fingerprint": "e" * 64}, "serves a model with fingerprint eeeeeeeeeeee, this router ffffffffffff"),
-        ({"page_size": 64}, "has pages of 64 tokens, prefill-0 of 16: set kv.page_size alike"),
+        ({"page_size": 64}, "has pages of 64 tokens, the router's kv.page_size is 16"),
     ],
 )
 async def test_refusals_are_sentences(options: dict[str, object], sentence: str) -> None:
@@ -339,6 +339,7 @@ async def test_the_last_words_of_a_node_that_leaves_arrive(
     monkeypatch.setattr("common.ipc.channel.LINGER_MS", 60_000)  # however long this machine is busy elsewhere
     async with router_rig() as rig:
         prefill = await rig.node("prefill", "prefill-0")
+        rig.expect("decode", "decode-0")
         register = registration("decode", "decode-0")
         context = zmq.Context[zmq.Socket[bytes]]()
         link = RouterLink(context, rig.control.address, register, decode_inbox.codec, 0.1, 600.0, rig.log)
@@ -426,3 +427,28 @@ async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
                     stalled.drain()
                     prefill.beat()
         rig.nothing_left()
+
+
+async def test_a_node_that_is_not_in_the_cluster_file_is_rejected_with_a_sentence() -> None:
+    async with router_rig() as rig:
+        node = rig.fake("prefill", "prefill-9")
+        del rig.expected["prefill-9"]
+        answer = await node.register()
+        assert isinstance(answer, Rejected)
+        assert "'prefill-9' is not in the router's cluster file" in answer.reason
+        assert rig.registry.count("prefill") == 0
+
+
+async def test_tokens_outside_of_the_vocabulary_do_not_reach_the_client() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        room = reserve.room
+        prefill.say(FirstToken(room=room, token=OutputToken(50_000), finish_reason=None, cached_tokens=0))
+        decode.tokens(room, 0, [50_000])
+        await eventually(lambda: rig.control.refused_messages == 2)
+        prefill.say(FirstToken(room=room, token=OutputToken(49_999), finish_reason=None, cached_tokens=0))
+        decode.tokens(room, 1, [7], "stop")
+        await client.done()
+        assert client.ids == [49_999, 7]

@@ -1,0 +1,126 @@
+"""What a node may say of itself, by the cluster file: checked before it can change what clients see."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from common.errors import HandshakeRefused, ProtocolError
+from common.messages.generation import OutputToken
+from common.messages.identity import Role
+from common.messages.router_inbox import Register
+
+INCARNATION = re.compile(r"[0-9a-f]{32}")
+MAX_REGISTER_BYTES = 1 << 20  # config and graph reports of a large model take some 20 KiB
+MAX_PAGES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedNode:
+    """One node of the cluster file."""
+
+    role: Role
+    peer_address: str  # prefill nodes: of the file, where port 0 stands for any; decode nodes: ""
+    least_model_len: int  # tokens that a request must be able to have there
+    pages: int | None  # of its pool; None: the node works it out from its GPU's memory
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationRules:
+    """What every node of this cluster has to agree with."""
+
+    nodes: Mapping[str, ExpectedNode]  # by name
+    page_size: int
+    max_model_len: int  # of the configuration, or of the model
+    vocab_size: int
+
+    def check(self, message: Register, nbytes: int) -> Register:
+        """The registration with the peer address that decode nodes are told. Raises HandshakeRefused."""
+        node = message.node
+        expected = self.nodes.get(node.name)
+        if expected is None:
+            known = ", ".join(sorted(self.nodes)[:20])
+            raise HandshakeRefused(
+                f"{node.name!r} is not in the router's cluster file, which has {known}; start the router and "
+                "the nodes with the same file"
+            )
+        if node.role != expected.role:
+            raise HandshakeRefused(
+                f"{node.name} is a {expected.role} node of the cluster file and registered as a {node.role} node"
+            )
+        if not INCARNATION.fullmatch(node.incarnation):
+            raise HandshakeRefused(f"{node.name} has an incarnation that is not 32 hex digits")
+        if nbytes > MAX_REGISTER_BYTES:
+            raise HandshakeRefused(
+                f"{node.name} registered with {nbytes} bytes; {MAX_REGISTER_BYTES} are allowed"
+            )
+        self._check_sizes(node.name, message, expected)
+        address = peer_address(node.name, expected.peer_address, node.peer_address)
+        return msgspec.structs.replace(message, node=msgspec.structs.replace(node, peer_address=address))
+
+    def check_tokens(self, tokens: Sequence[OutputToken]) -> None:
+        """Raises ProtocolError for a token that the model does not have."""
+        for token in tokens:
+            logprob = token.logprob
+            if token.id >= self.vocab_size or (
+                logprob is not None and any(each >= self.vocab_size for each in logprob.top_ids)
+            ):
+                raise ProtocolError(f"a token outside of the vocabulary of {self.vocab_size}")
+
+    def _check_sizes(self, name: str, message: Register, expected: ExpectedNode) -> None:
+        if message.page_size != self.page_size:
+            raise HandshakeRefused(
+                f"{name} has pages of {message.page_size} tokens, the router's kv.page_size is {self.page_size}: "
+                "start both with the same cluster file"
+            )
+        least, pages = expected.pages or 1, expected.pages or MAX_PAGES
+        if not least <= message.total_pages <= pages:
+            wanted = f"{pages} pages by pool_tokens" if expected.pages else f"1 to {MAX_PAGES} pages"
+            raise HandshakeRefused(
+                f"{name} has {message.total_pages} pages; the cluster file allows {wanted}"
+            )
+        if not expected.least_model_len <= message.max_model_len <= self.max_model_len:
+            raise HandshakeRefused(
+                f"{name} takes requests of up to {message.max_model_len} tokens; the cluster file asks for "
+                f"{expected.least_model_len} to {self.max_model_len}: give the node more memory, or set "
+                "model.max_model_len"
+            )
+
+
+def peer_address(name: str, expected: str, reported: str) -> str:
+    """Where decode nodes connect: the address of the cluster file, with the node's port where the file leaves it open.
+
+    Raises HandshakeRefused where the node says that it listens elsewhere.
+    """
+    if reported == expected and not expected.startswith("tcp://"):
+        return expected
+    wrong = HandshakeRefused(
+        f"{name} says that it listens at {reported[:200]!r}; by the cluster file it is {expected!r}"
+    )
+    if not (expected.startswith("tcp://") and reported.startswith("tcp://")):
+        raise wrong
+    host, _, port = expected.removeprefix("tcp://").rpartition(":")
+    reported_host, _, reported_port = reported.removeprefix("tcp://").rpartition(":")
+    if not reported_port.isdecimal() or not 0 < int(reported_port) <= 65_535:
+        raise wrong
+    if int(port) not in (0, int(reported_port)) or not _same_host(host, reported_host):
+        raise wrong
+    return f"tcp://{host}:{int(reported_port)}"
+
+
+def _same_host(expected: str, reported: str) -> bool:
+    """Nodes report the IP address that they have bound. A name of the file is resolved by who connects, not here."""
+    try:
+        found = ipaddress.ip_address(reported.strip("[]"))
+    except ValueError:
+        return False
+    if expected == "localhost":
+        return found.is_loopback
+    try:
+        return found == ipaddress.ip_address(expected.strip("[]"))
+    except ValueError:
+        return True
