@@ -92,7 +92,7 @@ def test_a_key_cannot_speak_under_another_name(wire: Wire, claimed: str) -> None
     forger = wire.client(claimed, "decode-0")
     assert forger.send(b"I am somebody else")
     until(lambda: wire.server.drain() or wire.server.refused)
-    assert wire.server.refused == 1
+    assert wire.server.refused
     wire.hears_only("decode-0/abc", "decode-0")
 
 
@@ -141,7 +141,12 @@ def test_a_revoked_key_is_not_heard_any_more(wire: Wire, keys: Path, monkeypatch
     wire.hears_only("decode-1/abc", "decode-1")
     (keys / "decode-0.gone").rename(keys / "decode-0.key")
     dealer.send(b"again")
-    assert until(lambda: [frame for _, frame in wire.server.drain() if frame == b"again"])
+
+    def heard() -> bool:
+        dealer.drain()  # what was refused meanwhile counts as lost, and is sent again
+        return b"again" in [frame for _, frame in wire.server.drain()]
+
+    until(heard)
 
 
 def test_a_key_in_two_files_belongs_to_nobody(wire: Wire, keys: Path) -> None:
