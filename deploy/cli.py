@@ -34,6 +34,7 @@ from deploy.supervisor import LOCAL, AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
 DETACH_TIMEOUT = 960.0
+DETACHED_LOG = "supervisor.log"
 ANSWER_SECONDS = 5.0  # of the router, asked for its state
 EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, 2, 3, 4
 
@@ -65,7 +66,7 @@ def up(
     signal.signal(signal.SIGTERM, supervisor.request_stop)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, supervisor.request_stop)  # the terminal is closed
-    own_log = StderrFile(resolved.cluster.process.log_max_mib << 20)
+    own_log = StderrFile(resolved.cluster.process.log_max_mib << 20, supervisor.run_dir / DETACHED_LOG)
 
     def report(text: str) -> None:
         line = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}"
@@ -178,7 +179,7 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
         )
     command = [sys.executable, "-m", "deploy.cli", "up", str(cluster)]
     command += [part for item in overrides for part in ("--set", item)]
-    log_path = run_dir / "supervisor.log"
+    log_path = run_dir / DETACHED_LOG
     try:
         log_path.unlink(missing_ok=True)
         log = log_path.open("ab")

@@ -115,7 +115,7 @@ class Supervisor:
             changed = self._watcher.check(report)
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + DISK_INTERVAL
-                changed = self._look_for_problems(report) or changed or bool(self._table_problem)
+                changed = self._look_for_problems(report) or changed or self._table_is_old()
             if changed:
                 self._write("ready")
             time.sleep(WATCH_INTERVAL)
@@ -200,13 +200,20 @@ class Supervisor:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(descriptor)
-                table = read_table(self._run_dir)
-                where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
-                raise AlreadyRunning(f"this cluster runs already{where}; stop it with deploy/down") from None
+                raise self._already_running(read_table(self._run_dir)) from None
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._lock_path.stat()):
-                    return descriptor
+                    break
             os.close(descriptor)  # the lock of a file that its last owner has just removed holds nobody off
+        table = read_table(self._run_dir)
+        if table is not None:  # somebody has removed the file of its lock
+            os.close(descriptor)
+            raise self._already_running(table)
+        return descriptor
+
+    def _already_running(self, table: Table | None) -> AlreadyRunning:
+        where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
+        return AlreadyRunning(f"this cluster runs already{where}; stop it with deploy/down")
 
     def _write_first(self) -> None:
         """As `_write`, but a table that cannot be written ends the start: `deploy/down` could not find the cluster."""
@@ -229,6 +236,10 @@ class Supervisor:
             self._table_problem = ""
         except OSError as error:
             self._table_problem = f"cluster.json cannot be written: {error.strerror or error}"
+
+    def _table_is_old(self) -> bool:
+        """Whether the table could not be written, or somebody has tidied it away."""
+        return bool(self._table_problem) or not table_path(self._run_dir).exists()
 
     def _look_for_problems(self, report: Report) -> bool:
         """Report problems that have come or gone; True if there were any."""

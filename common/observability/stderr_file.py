@@ -24,12 +24,13 @@ def write_stderr(text: str) -> None:
 class StderrFile:
     """The regular file that standard error leads to; anything else (a terminal, a pipe) is never rotated."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: size at which the file is rotated. One old file is kept."""
+    def __init__(self, max_bytes: int, only: Path | None = None) -> None:
+        """`max_bytes`: size at which the file is rotated. One old file is kept. `only`: rotate no file but this."""
         self._max_bytes = max_bytes
         self._path: Path | None = None
         with contextlib.suppress(OSError):
-            if stat.S_ISREG(os.fstat(STDERR).st_mode):
+            current = os.fstat(STDERR)
+            if stat.S_ISREG(current.st_mode) and (only is None or os.path.samestat(only.stat(), current)):
                 self._path = Path(os.readlink(f"/proc/self/fd/{STDERR}"))
 
     def ends_within_a_line(self) -> bool:

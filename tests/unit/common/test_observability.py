@@ -177,6 +177,18 @@ def test_a_log_that_cannot_be_rotated_is_emptied(tmp_path: Path) -> None:
     assert numbers(tmp_path / "n.log")[-1] == 99
 
 
+@pytest.mark.parametrize(("only", "rotated"), [("n.log", True), ("other.log", False), ("none.log", False)])
+def test_a_file_of_somebody_else_is_not_rotated(tmp_path: Path, only: str, rotated: bool) -> None:
+    (tmp_path / "other.log").touch()
+    done = run_in(
+        tmp_path,
+        "from pathlib import Path\nfrom common.observability.stderr_file import StderrFile\n"
+        f"StderrFile(10, Path({only!r})).make_room(11)\n",
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "n.log.1").exists() == rotated
+
+
 def test_a_log_that_somebody_else_moved_begins_anew(tmp_path: Path) -> None:
     done = run_in(
         tmp_path,

@@ -347,6 +347,16 @@ def test_one_supervisor_per_cluster(directory: Path) -> None:
     os.close(first._lock)
 
 
+def test_a_running_cluster_whose_lock_was_removed_is_left_alone(directory: Path) -> None:
+    """A new supervisor would end its processes as if they had been left by a killed one."""
+    run_dir = make_table(directory, "http://127.0.0.1:9")
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(AlreadyRunning, match=rf"at http://127.0.0.1:9 \(pid {os.getpid()}\)"):
+        supervisor(directory)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert (run_dir / "cluster.json").exists()
+
+
 def test_the_lock_of_a_file_that_was_removed_is_not_enough(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

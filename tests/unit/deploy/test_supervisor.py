@@ -22,7 +22,7 @@ from deploy import cli
 from deploy.children import Child
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers
-from deploy.process_table import ProcessRecord, Table, entry, read_table, write_table
+from deploy.process_table import ProcessRecord, Table, entry, read_table, table_path, write_table
 from deploy.supervisor import StartError, Supervisor
 from deploy.watcher import Watcher
 from tests.fakes.disks import FullDisk, small_disk
@@ -185,6 +185,14 @@ def test_a_table_that_cannot_be_written(
         broken.clear()
         until(lambda: cluster.record("node").restarts == 1)
         until(lambda: cluster.heard("no longer so: "))
+
+
+def test_a_table_that_was_tidied_away_is_written_again(make: Callable[..., Watching]) -> None:
+    """Directories under /tmp are cleaned on some systems; deploy/status and deploy/down need the table."""
+    with make(router=STAY) as cluster:
+        until(lambda: cluster.record("router").state == "up")
+        table_path(cluster.supervisor.run_dir).unlink()
+        until(lambda: read_table(cluster.supervisor.run_dir))
 
 
 def test_a_report_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
