@@ -24,6 +24,7 @@
         +-- Preempted          503  pages ran out and the KV could not be kept; the request may be placed again
         +-- ClientGone         499  nobody listens any more
         +-- InternalError      500  a defect; details only in the log
+        +-- PoisonRequest      500  nodes crashed whenever they ran this request; it is not run again
 
 `code` is what crosses the wire between nodes and router (`Failed.code`), and what stands in `error.code` over HTTP
 where OpenAI has a name for it, or no number of its own. `retryable`: the router may place the request again.
@@ -212,6 +213,12 @@ class InternalError(RequestError):
     """A defect in tandem: the log has the details under the request id."""
 
 
+class PoisonRequest(RequestError):
+    """Nodes crashed whenever they ran this request: it is refused for a while."""
+
+    code = "poison_request"
+
+
 BY_CODE: dict[str, type[RequestError]] = {
     cls.code: cls
     for cls in (
@@ -231,6 +238,7 @@ BY_CODE: dict[str, type[RequestError]] = {
         Preempted,
         ClientGone,
         InternalError,
+        PoisonRequest,
     )
 }
 

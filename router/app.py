@@ -34,7 +34,7 @@ from router.http_server import http_runner
 from router.image_inspector import ImageInspector
 from router.images import ImageLimits, ImageLoader, Images, NoImages
 from router.metrics import RouterMetrics
-from router.node_health import NodeHealth
+from router.node_health import Condition, NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.openai_routes import OpenAiRoutes
 from router.openai_schema import ChatRequest, CompletionRequest, honoured
@@ -140,8 +140,7 @@ class RouterApp:
 
     def server_info(self) -> dict[str, Any]:
         served = self.served()
-        health = self.dispatcher.health
-        nodes = [_describe(node) | health.describe(node) for node in self.registry]
+        nodes = [_describe(each) for each in self.dispatcher.health.conditions(self.registry)]
         return {
             "model_path": served.path,
             "served_model_name": served.name,
@@ -230,7 +229,8 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     events = event_log(
         event_directory(resolved), "router", incarnation, log, asyncio.get_running_loop().call_soon
     )
-    metrics = RouterMetrics(model.name, lambda: registry, lambda: control.refused_messages)
+    health = NodeHealth(cluster.health.slow_start, time.monotonic)
+    metrics = RouterMetrics(model.name, lambda: registry, lambda: control.refused_messages, health.conditions)
     dispatcher = Dispatcher(
         registry,
         {
@@ -243,10 +243,11 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
             max_requests=cluster.router.max_requests,
             request_timeout=cluster.router.request_timeout,
             placement_wait=cluster.router.placement_wait,
+            retry_ratio=cluster.router.retry_ratio,
         ),
         metrics,
         log,
-        NodeHealth(cluster.health.slow_start, time.monotonic),
+        health,
         events,
     )
     images, body_bytes = _images(cluster.router, config.vision)
@@ -288,7 +289,8 @@ def _images(section: Router, vision: VisionConfig | None) -> tuple[Images, int]:
     return ImageLoader(limits, vision, inspector, fetcher), section.max_body_bytes + in_base64
 
 
-def _describe(node: Node) -> dict[str, Any]:
+def _describe(condition: Condition) -> dict[str, Any]:
+    node = condition.node
     return {
         "name": node.name,
         "role": node.role,
@@ -302,5 +304,8 @@ def _describe(node: Node) -> dict[str, Any]:
         "counters": msgspec.to_builtins(node.counters),
         "assigned": len(node.rooms),
         "reachable": node.reachable,
+        "weight": round(condition.weight, 3),
+        "breaker": condition.breaker,
+        "bad_peers": condition.bad_peers,
         "as_of": node.as_of,
     }

@@ -20,6 +20,7 @@ class Attempt:
     room: int
     prefill: Node
     decode: Node
+    emitted: int = 0  # tokens that the request had said before
     next_offset: int = 0
     pending: list[OutputToken] = field(default_factory=list)  # in order, not given to the client yet
     early: dict[int, TokenRun] = field(
@@ -33,6 +34,11 @@ class Attempt:
     transferred: bool = False  # the prefill node has handed the pages over
     blamed: set[str] = field(default_factory=set)  # incarnations that another attempt had better avoid
     woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def said(self) -> int:
+        """Tokens of the request in all, those that the client has not got yet included."""
+        return self.emitted + self.next_offset
 
     def on_first_token(self, message: FirstToken) -> None:
         self.cached_tokens = message.cached_tokens

@@ -148,6 +148,7 @@ class ControlPlane:
                     attempt.decode_over = True
                 if run.stages is not None:
                     self._dispatcher.timelines.anchor(run.room, identity, run.stages, run.accept_length)
+                    self._dispatcher.decoded(attempt, run.stages, run.offset + len(run.tokens))
                 attempt.on_run(run)
         elif isinstance(message, Heartbeat):
             if message.incarnation == identity:
@@ -165,7 +166,7 @@ class ControlPlane:
             if attempt is not None and attempt.prefill.incarnation == identity:
                 attempt.prefill_over = True
                 attempt.prefill.rooms.pop(message.room, None)
-                self._dispatcher.transferred(attempt)
+                self._dispatcher.transferred(attempt, message.stages)
             self._dispatcher.timelines.anchor(
                 message.room, identity, message.stages
             )  # also behind the last token

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import count
 
 import msgspec
 
@@ -31,14 +30,19 @@ from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from router.attempt import Attempt
 from router.generation import AnswerComplete, GenerationRequest, TokenDelta
+from router.in_flight import InFlight
 from router.legs import placement_messages
 from router.metrics import RouterMetrics
 from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.placement import PlacementPolicy
 from router.placer import Placer
+from router.poison_watch import PoisonWatch, Trial, poison_error
 from router.retries import Retries
+from router.retry_budget import RetryBudget
 from router.timeline import Timeline, Timelines
+
+PACE_SECONDS = 1.0  # between two measurements of one attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,15 @@ class DispatchLimits:
     max_requests: int
     request_timeout: float
     placement_wait: float
+    retry_ratio: float = 0.2
+
+
+@dataclass(slots=True)
+class Pace:
+    """Where the last measurement of an attempt's decode node ended."""
+
+    since: float | None = None
+    offset: int = 0
 
 
 class Dispatcher:
@@ -75,7 +88,10 @@ class Dispatcher:
         self._log = log
         self._events = events
         self._attempts: dict[int, Attempt] = {}  # room -> attempt under way
+        self._flights: dict[int, InFlight] = {}  # room -> whose attempt it is
+        self.poison = PoisonWatch(self.health.clock)
         self._changed = asyncio.Event()  # replaced at every change of the registry
+        self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
         self._active = 0
         self._ending: RequestError | None = None  # what every request ends with, once `end_all` was called
         self.timelines = Timelines()
@@ -91,21 +107,40 @@ class Dispatcher:
 
     def nodes_changed(self) -> None:
         """Wake everybody who waits for a node."""
+        self.poison.look_for_survivors(self._registry)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def node_lost(self, node: Node, reason: str) -> None:
         self.health.lost(node)
-        for room in list(node.rooms):
-            attempt = self._attempts.get(room)
-            if attempt is not None:
-                attempt.lose(node, reason)
+        aboard = [room for room in list(node.rooms) if room in self._attempts]
+        if node.lost_by == "closed":
+            found = [(self._attempts[room], self._flights[room]) for room in aboard]
+            for attempt in self.poison.crashed(node, found):
+                self._log.error(
+                    "quarantined a request", request_id=self._flights[attempt.room].request.request_id
+                )
+                self._metrics.placement.quarantined.inc()
+                attempt.fail(poison_error())
+        for room in aboard:
+            self._attempts[room].lose(node, reason)
 
-    def transferred(self, attempt: Attempt) -> None:
-        """The prefill node has handed the pages over."""
+    def transferred(self, attempt: Attempt, stages: Mapping[str, float]) -> None:
+        """The prefill node has handed the pages over. `stages`: seconds since it received the prompt."""
         attempt.transferred = True
+        self.poison.prefilled(self._flights[attempt.room])
         self.health.transferred(attempt.prefill, attempt.decode)
         self.health.node_served(attempt.prefill)
+        prompt = len(self._flights[attempt.room].request.token_ids) + attempt.emitted
+        took = stages.get("prefill_end", 0.0) - stages.get("prefill_start", 0.0)
+        self.health.prefilled(attempt.prefill, took, prompt - attempt.cached_tokens)
+
+    def decoded(self, attempt: Attempt, stages: Mapping[str, float], tokens: int) -> None:
+        """The decode node has ended the request after so many tokens. `stages`: seconds since it was reserved."""
+        self.health.node_served(attempt.decode)
+        took = stages.get("finished", 0.0) - stages.get("first_decode", 0.0)
+        # the first token is the prefill node's, and the first decoded one begins the measurement
+        self.health.decoded(attempt.decode, took, tokens - 2)
 
     def failed(self, attempt: Attempt, node: Node, error: RequestError) -> None:
         """A node of the attempt gave it up."""
@@ -131,12 +166,15 @@ class Dispatcher:
         timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)
         timeline = Timeline(request.request_id, time.monotonic())
         self.timelines.add(timeline)
+        flight = InFlight(request, timeline, loop.time() + timeout)
         self._active += 1
+        self._budget.request()
         self._events.add("received", request=request.request_id, prompt=len(request.token_ids))
         finished: str | None = None
         tokens = 0
         try:
-            async with aclosing(self._attempt_until_done(request, timeline, loop.time() + timeout)) as deltas:
+            self.poison.admit(flight)
+            async with aclosing(self._attempt_until_done(flight)) as deltas:
                 async for delta in deltas:
                     finished = delta.finish_reason
                     self._events.add_tokens("delivered", tokens, delta.tokens, request=request.request_id)
@@ -158,66 +196,70 @@ class Dispatcher:
             self._metrics.request_finished(timeline, len(request.token_ids), tokens)
             self._log.info("request finished", tokens=tokens, **timeline.report())
 
-    async def _attempt_until_done(
-        self, request: GenerationRequest, timeline: Timeline, deadline: float
-    ) -> AsyncGenerator[TokenDelta, None]:
-        said: list[int] = []
-        avoid: set[str] = set()
+    async def _attempt_until_done(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         loop = asyncio.get_running_loop()
         limits = self._limits
-        retries = Retries(limits.max_attempts, limits.placement_wait, deadline)
-        for number in count(1):
-            before = len(said)
+        retries = Retries(limits.max_attempts, limits.placement_wait, flight.deadline)
+        while True:
+            before = len(flight.said)
+            flight.attempts += 1
             try:
                 # closed here and not by the garbage collector: a client that leaves frees both nodes at once
-                async with aclosing(
-                    self._attempt(request, said, avoid, timeline, deadline, number > 1)
-                ) as deltas:
+                async with aclosing(self._attempt(flight)) as deltas:
                     async for delta in deltas:
-                        said.extend(token.id for token in delta.tokens)
+                        flight.said.extend(token.id for token in delta.tokens)
                         yield delta
+                self.poison.completed(flight)
                 return
             except RequestError as error:
-                self._events.add("failed", request=request.request_id, attempt=number, code=error.code)
-                elsewhere = self._placer.has_others(avoid)
-                pause = retries.pause(error, len(said) > before, elsewhere, loop.time())
+                request = flight.request.request_id
+                self._events.add("failed", request=request, attempt=flight.attempts, code=error.code)
+                elsewhere = self._placer.has_others(flight.avoid)
+                pause = retries.pause(error, len(flight.said) > before, elsewhere, loop.time())
                 if pause is None:
                     raise
+                if retries.repeated and not self._budget.take():
+                    self._metrics.placement.over_budget.inc()
+                    raise Unavailable(
+                        f"too many requests fail again and again; the last failure: {error}"
+                    ) from error
                 self._metrics.retries.labels(error.code).inc()
                 if not isinstance(error, Overloaded):
                     self._log.warning(
                         "placing a request again",
-                        request_id=request.request_id,
-                        attempt=number,
-                        tokens=len(said),
+                        request_id=request,
+                        attempt=flight.attempts,
+                        tokens=len(flight.said),
                         reason=str(error),
                         pause=round(pause, 3),
                     )
             if pause and self._ending is None:
                 await asyncio.sleep(pause)
 
-    async def _attempt(
-        self,
-        request: GenerationRequest,
-        said: list[int],
-        avoid: set[str],
-        timeline: Timeline,
-        deadline: float,
-        retry: bool,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """`avoid` gains the nodes that are to blame if this fails."""
-        attempt = await self._place(request, said, avoid, timeline, deadline, retry)
-        first = not said
+    async def _attempt(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
+        """`flight.avoid` gains the nodes that are to blame if this fails."""
+        trial = await self.poison.trial(flight)
+        try:
+            attempt = await self._place(flight, trial)
+        except BaseException:
+            trial.release()
+            raise
+        first = not flight.said
+        pace = Pace()
         try:
             while True:
                 try:
-                    async with asyncio.timeout_at(deadline):
+                    async with asyncio.timeout_at(flight.deadline):
                         await attempt.woken.wait()
                 except TimeoutError:
                     raise DeadlineExceeded("the request took longer than its timeout") from None
                 tokens = attempt.take()
                 if tokens:
-                    timeline.mark("first_token", time.monotonic())
+                    now = time.monotonic()
+                    flight.timeline.mark("first_token", now)
+                    if attempt.error is None and attempt.finish_reason is None:
+                        self._measure(attempt, pace, now)
+                    self.poison.progressed(flight, attempt.said, trial)
                 done = attempt.finish_reason if not attempt.pending else None
                 if tokens or done:
                     yield TokenDelta(tokens, done, attempt.cached_tokens if first else None)
@@ -227,32 +269,35 @@ class Dispatcher:
                 if attempt.error is not None:
                     raise attempt.error
         finally:
-            avoid |= attempt.blamed
+            trial.release()
+            flight.avoid |= attempt.blamed
             self._close(attempt)
 
-    async def _place(
-        self,
-        request: GenerationRequest,
-        said: list[int],
-        avoid: set[str],
-        timeline: Timeline,
-        deadline: float,
-        retry: bool,
-    ) -> Attempt:
+    def _measure(self, attempt: Attempt, pace: Pace, now: float) -> None:
+        """Every second, how fast the decode node is: a long answer need not end before a slow node is found."""
+        if attempt.next_offset < 2:
+            return
+        if pace.since is None:
+            pace.since, pace.offset = now, attempt.next_offset
+        elif now - pace.since >= PACE_SECONDS:
+            self.health.decoded(attempt.decode, now - pace.since, attempt.next_offset - pace.offset)
+            pace.since, pace.offset = now, attempt.next_offset
+
+    async def _place(self, flight: InFlight, trial: Trial) -> Attempt:
         """Choose a pair of nodes and send both halves of the request.
 
         A node that cannot be sent to is out of reach from then on, so this ends; it is no failed attempt.
         """
         loop = asyncio.get_running_loop()
-        tokens = [*request.token_ids, *said]
+        tokens = flight.tokens
         started = loop.time()
         while True:
-            prefill, decode = await self._pair(avoid, started, deadline, retry)
-            self._check_length(request)
-            attempt = Attempt(new_room(), prefill, decode)
-            self._open(attempt, timeline, len(tokens))
-            remaining_ms = max(int((deadline - loop.time()) * 1000), 1)
-            for address, node, message in placement_messages(request, attempt, tokens, remaining_ms):
+            prefill, decode = await self._pair(flight, trial, started)
+            self._check_length(flight.request)
+            attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
+            self._open(attempt, flight, len(tokens))
+            remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
+            for address, node, message in placement_messages(flight.request, attempt, tokens, remaining_ms):
                 if not self._send(address, message):
                     self._registry.unreachable(node)
                     self.health.node_failed(node)
@@ -263,7 +308,7 @@ class Dispatcher:
             else:
                 return attempt
 
-    async def _pair(self, avoid: set[str], started: float, deadline: float, retry: bool) -> tuple[Node, Node]:
+    async def _pair(self, flight: InFlight, trial: Trial, started: float) -> tuple[Node, Node]:
         """Wait for a pair: a retry for `placement_wait`, a new request too if a node is expected to come back."""
         loop = asyncio.get_running_loop()
         waited: Role | None = None
@@ -271,14 +316,14 @@ class Dispatcher:
             if self._ending is not None:
                 raise self._ending
             changed = self._changed
-            found = self._placer.choose(avoid)
+            found = self._placer.choose(flight.avoid | self._suspect_nodes(flight, trial))
             if not isinstance(found, str):
                 return found
             if waited != found:
                 waited = found
                 self._metrics.placement.waited.labels(found).inc()
-            until = min(started + self._limits.placement_wait, deadline)
-            if not retry:
+            until = min(started + self._limits.placement_wait, flight.deadline)
+            if flight.attempts == 1:
                 until = min(until, loop.time() + self._registry.expected_within(found))
             if loop.time() >= until:
                 self._metrics.placement.refused.labels(found).inc()
@@ -289,6 +334,14 @@ class Dispatcher:
             except TimeoutError:
                 continue
 
+    def _suspect_nodes(self, flight: InFlight, trial: Trial) -> set[str]:
+        """Incarnations that a request on trial avoids."""
+        if not trial.isolated:
+            return set()
+        return self.poison.avoided_by(
+            flight, ((attempt, self._flights[room]) for room, attempt in self._attempts.items())
+        )
+
     def _check_length(self, request: GenerationRequest) -> None:
         limit = self._registry.max_model_len
         wanted = len(request.token_ids) + request.sampling.max_tokens
@@ -298,10 +351,11 @@ class Dispatcher:
                 param="max_tokens",
             )
 
-    def _open(self, attempt: Attempt, timeline: Timeline, tokens: int) -> None:
+    def _open(self, attempt: Attempt, flight: InFlight, tokens: int) -> None:
         """From here on both nodes count the attempt, until `_close`."""
-        prefill, decode = attempt.prefill, attempt.decode
+        prefill, decode, timeline = attempt.prefill, attempt.decode, flight.timeline
         self._attempts[attempt.room] = attempt
+        self._flights[attempt.room] = flight
         now = time.monotonic()
         self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
         prefill.rooms[attempt.room] = tokens
@@ -315,6 +369,7 @@ class Dispatcher:
     def _close(self, attempt: Attempt) -> None:
         """End an attempt, finished or not: whatever a node still holds of it is aborted."""
         del self._attempts[attempt.room]
+        del self._flights[attempt.room]
         self.timelines.close(attempt.room)
         self.health.released(attempt.prefill, attempt.decode)
         finished = attempt.finish_reason is not None

@@ -12,8 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
+from router.node_health import Condition
 from router.node_registry import Node
-from router.placement_metrics import PlacementMetrics
+from router.placement_metrics import PlacementMetrics, condition_series
 from router.timeline import Timeline
 
 TTFT_BUCKETS = (
@@ -97,11 +98,16 @@ class RouterMetrics(Collector):
     """The router's registry; `nodes` yields the nodes of the moment."""
 
     def __init__(
-        self, model_name: str, nodes: Callable[[], Iterable[Node]], refused: Callable[[], int]
+        self,
+        model_name: str,
+        nodes: Callable[[], Iterable[Node]],
+        refused: Callable[[], int],
+        conditions: Callable[[Iterable[Node]], Iterable[Condition]] = lambda nodes: (),
     ) -> None:
         """`refused`: messages from nodes that the router itself has refused so far."""
         self._nodes = nodes
         self._refused = refused
+        self._conditions = conditions
         self._model = model_name
         self._registry = CollectorRegistry()
         labels = ("model_name",)
@@ -168,6 +174,7 @@ class RouterMetrics(Collector):
         for node in nodes:
             up.add_metric((self._model, node.name, node.role), float(node.state == "up"))
         yield up
+        yield from condition_series(self._model, self._conditions(nodes))
 
     def _speculation(self, nodes: Iterable[Node], names: tuple[str, ...]) -> Iterator[Metric]:
         """How far drafts get, and where a step's time goes."""

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from common.messages.identity import Role
 from router.breaker import BreakerLimits, Breakers
-from router.node_registry import Node
+from router.node_registry import ROLES, Node
+from router.outliers import Outliers
 
 PairKey = tuple[str, str]  # incarnations of the prefill node and of the decode node
 PAIR_LIMITS = BreakerLimits(failures=1, window=10.0, first_pause=1.0, longest_pause=30.0)
 NODE_LIMITS = BreakerLimits(failures=5, window=10.0, first_pause=1.0, longest_pause=30.0)
 LEAST_START_WEIGHT = 0.1  # of a node that has just come
+JUDGED_EVERY = 0.25  # seconds between two comparisons of speeds
+LEAST_PROMPT = 64  # tokens: what shorter prompts take says little about the node
+LEAST_ANSWER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What placement thinks of a node."""
+
+    node: Node
+    weight: float  # share of requests compared with a node of weight 1
+    breaker: str  # closed, open or half-open
+    seconds_per_token: float | None  # as requests have measured it; None: no request has
+    bad_peers: list[str]  # names of nodes of the other role that it is not paired with now
 
 
 class NodeHealth:
@@ -20,18 +37,28 @@ class NodeHealth:
     def __init__(self, slow_start: float, clock: Callable[[], float]) -> None:
         """`slow_start`: seconds over which the weight of a new node rises to 1."""
         self._slow_start = slow_start
-        self._clock = clock
+        self.clock = clock
         self.pairs: Breakers[PairKey] = Breakers(PAIR_LIMITS, clock)
         self.nodes: Breakers[str] = Breakers(NODE_LIMITS, clock)
+        self.outliers = Outliers(clock)
+        self._judged: dict[Role, float] = {}  # when speeds were compared last
 
     def weights(self, nodes: Sequence[Node]) -> list[float]:
-        """Weights of nodes of one role. They are equal until the first of them is past its slow start."""
-        weights = [self.weight(node) for node in nodes]
-        return weights if 1.0 in weights else [1.0] * len(weights)
+        """Shares of requests that the nodes of one role should take compared with each other, at most 1."""
+        now = self.clock()
+        if nodes and now - self._judged.get(nodes[0].role, -math.inf) >= JUDGED_EVERY:
+            self._judged[nodes[0].role] = now
+            self.outliers.judge([node.incarnation for node in nodes])
+        starts = [self._start_weight(node, now) for node in nodes]
+        if 1.0 not in starts:
+            # all are new, as after the cluster's start: none of them takes over from another
+            starts = [1.0] * len(nodes)
+        return [
+            start * self.outliers.weight(node.incarnation) for node, start in zip(nodes, starts, strict=True)
+        ]
 
-    def weight(self, node: Node) -> float:
-        """The share of requests that it should take compared with a node of weight 1."""
-        age = self._clock() - node.since
+    def _start_weight(self, node: Node, now: float) -> float:
+        age = now - node.since
         if age >= self._slow_start:
             return 1.0
         return LEAST_START_WEIGHT + (1.0 - LEAST_START_WEIGHT) * max(age, 0.0) / self._slow_start
@@ -56,6 +83,16 @@ class NodeHealth:
     def node_served(self, node: Node) -> None:
         self.nodes.succeeded(node.incarnation)
 
+    def prefilled(self, node: Node, seconds: float, tokens: int) -> None:
+        """The node computed so many tokens of a prompt."""
+        if tokens >= LEAST_PROMPT:
+            self.outliers.measured(node.incarnation, seconds, tokens)
+
+    def decoded(self, node: Node, seconds: float, tokens: int) -> None:
+        """The node gave a request so many tokens."""
+        if tokens >= LEAST_ANSWER:
+            self.outliers.measured(node.incarnation, seconds, tokens)
+
     def released(self, prefill: Node, decode: Node) -> None:
         """A request on this pair is over, with whatever verdict was given before."""
         self.pairs.released((prefill.incarnation, decode.incarnation))
@@ -66,12 +103,25 @@ class NodeHealth:
         gone = node.incarnation
         self.pairs.forget(lambda pair: gone in pair)
         self.nodes.forget(lambda key: key == gone)
+        self.outliers.forget(gone)
 
-    def describe(self, node: Node) -> dict[str, Any]:
-        """For /server_info."""
-        bad = sorted(pair for pair in self.pairs.blocked() if node.incarnation in pair)
-        return {
-            "weight": round(self.weight(node), 3),
-            "breaker": self.nodes.state(node.incarnation),
-            "bad_pairs": [pair[node.role == "prefill"] for pair in bad],
-        }
+    def conditions(self, nodes: Iterable[Node]) -> list[Condition]:
+        """For status pages and metrics."""
+        known = list(nodes)
+        names = {node.incarnation: node.name for node in known}
+        bad = self.pairs.blocked()
+        found: list[Condition] = []
+        for role in ROLES:
+            of_role = [node for node in known if node.role == role]
+            for node, weight in zip(of_role, self.weights(of_role), strict=True):
+                peers = {pair[role == "prefill"] for pair in bad if node.incarnation in pair}
+                found.append(
+                    Condition(
+                        node,
+                        weight,
+                        self.nodes.state(node.incarnation),
+                        self.outliers.seconds_per_token(node.incarnation),
+                        sorted(names[peer] for peer in peers if peer in names),
+                    )
+                )
+        return found

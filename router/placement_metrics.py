@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from router.node_health import Condition
 
 
 class PlacementMetrics:
@@ -18,3 +23,26 @@ class PlacementMetrics:
         self.refused = counter(
             "tandem_requests_refused_without_node", "Requests that were refused for want of a role", "role"
         )
+        self.over_budget = counter(
+            "tandem_retries_over_budget", "Requests that were refused a retry because there are too many"
+        )
+        self.quarantined = counter("tandem_requests_quarantined", "Requests that crashed node after node")
+
+
+def condition_series(model: str, conditions: Iterable[Condition]) -> Iterator[Metric]:
+    """What placement thinks of each node."""
+    names = ("model_name", "engine", "role")
+    weight = GaugeMetricFamily("tandem_node_weight", "Share of requests compared with weight 1", labels=names)
+    breaker = GaugeMetricFamily("tandem_node_breaker_open", "1 unless the breaker is closed", labels=names)
+    speed = GaugeMetricFamily("tandem_node_seconds_per_token", "As requests measured it", labels=names)
+    bad = GaugeMetricFamily("tandem_pair_bad", "Pairs that placement avoids", labels=("prefill", "decode"))
+    for each in conditions:
+        values = (model, each.node.name, each.node.role)
+        weight.add_metric(values, each.weight)
+        breaker.add_metric(values, float(each.breaker != "closed"))
+        if each.seconds_per_token is not None:
+            speed.add_metric(values, each.seconds_per_token)
+        if each.node.role == "prefill":
+            for peer in each.bad_peers:
+                bad.add_metric((each.node.name, peer), 1.0)
+    yield from (weight, breaker, speed, bad)

@@ -32,6 +32,7 @@ class Retries:
         self._attempts = 0
         self._failures = 0
         self._losses = 0
+        self._repeated = False
         self._in_a_row = 0  # failures without progress: what pauses grow with
         self._full_until = math.inf  # when it stops waiting for room; inf: the last failure was another
         self._full_pause = FULL_QUEUE_SECONDS
@@ -42,6 +43,7 @@ class Retries:
         `progress`: the attempt gave tokens. `elsewhere`: a pair of nodes that has not failed can take it.
         """
         self._attempts += 1
+        self._repeated = False
         if isinstance(error, Overloaded):
             pause = self._for_room(now)
         elif error.retryable:
@@ -49,6 +51,11 @@ class Retries:
         else:
             pause = None
         return None if pause is None or now + pause >= self._deadline else pause
+
+    @property
+    def repeated(self) -> bool:
+        """The request has failed several times in a row, by something else than the loss of a node."""
+        return self._repeated
 
     def _for_room(self, now: float) -> float | None:
         """A new request is refused; one that was taken in before waits, with its text so far."""
@@ -70,6 +77,7 @@ class Retries:
         if self._failures >= self._max_attempts or self._losses >= LOSSES_PER_ATTEMPT * self._max_attempts:
             return None
         self._in_a_row = 0 if got_further else self._in_a_row + 1
+        self._repeated = self._in_a_row > 1 and not isinstance(error, NodeLost)
         if self._in_a_row <= 1 and (elsewhere or got_further):
             return 0.0
         grown = FIRST_PAUSE * 2.0 ** min(max(self._in_a_row - 1, 0), 16)

@@ -156,6 +156,23 @@ async def test_stopped_node_is_given_up_and_comes_back_fenced(
         await client.wait_idle()
 
 
+async def test_a_router_that_stalls_costs_no_request(tmp_path: Path, reference: Reference) -> None:
+    """SIGSTOP for 5 s: all nodes fence themselves and close their sockets; nothing is placed before they are back."""
+    prompts = [prompt_of(60 + 40 * i, 90 + i) for i in range(4)]
+    health = {"node_timeout": 3.0, "router_timeout": 2.0, "loop_timeout": 600.0}
+    config = {"health": health, "router": {"placement_wait": PATIENCE}}
+    async with RunningCluster(tmp_path, 2, 2, config) as cluster, Client(cluster.url) as client:
+        running = [asyncio.create_task(client.complete(prompt, 400)) for prompt in prompts]
+        await asyncio.sleep(0.5)
+        cluster.kill("router", signal.SIGSTOP)
+        await asyncio.sleep(5)
+        cluster.kill("router", signal.SIGCONT)
+        running += [asyncio.create_task(client.complete(prompt, 400)) for prompt in prompts]
+        answers = await asyncio.wait_for(asyncio.gather(*running), 2 * PATIENCE)
+        assert [a.tokens for a in answers] == [reference(p, 400) for p in 2 * prompts]
+        await client.wait_idle()
+
+
 async def test_client_that_leaves_frees_both_nodes(tmp_path: Path) -> None:
     """At every station that a client can see: queued, computing its prompt in chunks, streaming."""
     config = {

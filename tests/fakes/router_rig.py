@@ -68,8 +68,10 @@ class RouterRig:
         sweep = self.registry.sweep
         # real seconds in which this process stalls are none of the registry's clock, which is the test's
         self.registry.sweep = lambda stalled=0.0: sweep()  # type: ignore[method-assign]
-        self.metrics = RouterMetrics("tiny", lambda: self.registry, lambda: self.control.refused_messages)
-        slow_start = limits.pop("slow_start", 0.0)
+        health = NodeHealth(limits.pop("slow_start", 0.0), clock)
+        self.metrics = RouterMetrics(
+            "tiny", lambda: self.registry, lambda: self.control.refused_messages, health.conditions
+        )
         values = {
             "max_attempts": 3,
             "max_requests": 100,
@@ -84,7 +86,7 @@ class RouterRig:
             DispatchLimits(**values),
             self.metrics,
             self.log,
-            NodeHealth(slow_start, clock),
+            health,
         )
         self.nodes: list[FakeNode] = []
         self.control.start(self.registry, self.dispatcher)

@@ -23,6 +23,7 @@ from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
 from router.generation import AnswerComplete, Batch
+from router.retry_budget import BURST
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import RouterRig, legs, router_rig
@@ -595,9 +596,9 @@ async def test_a_link_that_fails_marks_the_pair_and_not_its_nodes() -> None:
             await serve()
             await following.done()
         assert set(placed) == {other.ref.incarnation}
-        shown = {node.name: rig.dispatcher.health.describe(node) for node in rig.registry}
-        assert shown["prefill-0"]["bad_pairs"] == [decode.ref.incarnation]
-        assert shown["decode-0"]["breaker"] == "closed"
+        shown = {each.node.name: each for each in rig.dispatcher.health.conditions(rig.registry)}
+        assert (shown["prefill-0"].bad_peers, shown["decode-0"].breaker) == (["decode-0"], "closed")
+        assert b'tandem_pair_bad{decode="decode-0",prefill="prefill-0"} 1.0' in rig.metrics.render()
         clock.now += 1.0
         for node in (prefill, decode, other):
             node.beat()
@@ -617,6 +618,51 @@ async def test_a_link_that_fails_marks_the_pair_and_not_its_nodes() -> None:
         )
         for waiting in (trial, second, third):
             await waiting.leave()
+        rig.nothing_left()
+
+
+async def test_retries_of_a_fault_that_every_pair_has_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the budget a request that fails again and again gets 503; a first retry is always allowed."""
+    monkeypatch.setattr("router.retries.LONGEST_PAUSE", 0.001)
+    async with router_rig(max_attempts=10, retry_ratio=0.0) as rig:
+        prefill, decode = await rig.pair()
+        clients = [rig.client([n + 1]) for n in range(40)]
+        failed = 0
+        async with asyncio.timeout(PATIENCE):
+            while not all(client.task.done() for client in clients):
+                for message in decode.received():
+                    if isinstance(message, Reserve):
+                        decode.say(Failed(room=message.room, code="transfer_failed", message="no"))
+                        failed += 1
+                decode._got.clear()
+                prefill.received()
+                prefill._got.clear()
+                await asyncio.sleep(0.001)
+        for client in clients:
+            await client.done()
+        refused = [client for client in clients if isinstance(client.error, Unavailable)]
+        assert failed == 40 + 40 + BURST, "attempts, first retries, and what the budget allows"
+        assert "the last failure: no" in str(refused[0].error)
+        assert f"tandem_retries_over_budget_total {float(len(refused))}" in rig.metrics.render().decode()
+        rig.nothing_left()
+
+
+async def test_the_death_of_a_node_moves_all_its_requests() -> None:
+    """However many they are: the retry budget does not bound them, and nobody waits for a trial."""
+    async with router_rig(max_requests=300, retry_ratio=0.0) as rig:
+        prefill, decode = await rig.pair()
+        clients = [rig.client([n + 1]) for n in range(300)]
+        known = rig.registry.get(decode.ref.incarnation)
+        assert known is not None
+        await eventually(lambda: len(known.rooms) == 300)
+        other = await rig.node("decode", "decode-1")
+        rig.registry.lose(known, "its socket closed", "closed")
+        for _ in range(300):
+            reserve = await other.expect(Reserve)
+            first_token(prefill, reserve.room, 50, "stop")
+        for client in clients:
+            assert (await client.done()).finish == "stop", client.error
+        assert rig.dispatcher.poison.suspects.empty, "they have completed"
         rig.nothing_left()
 
 

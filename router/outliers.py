@@ -1,0 +1,97 @@
+"""Finds nodes that serve far slower than others of their role (gray failures), by what requests have measured.
+
+A node whose seconds per token are `FACTOR` times the median of its role for `SUSTAINED` seconds takes a smaller share
+of requests: as much smaller as it is slower. At most half of a role is judged so, a role of one node never is. It takes
+its full share again once it is fast, or if nobody has measured it for `STALE` seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+FACTOR = 3.0
+RECOVERED = 2.0  # times the median, below which a slow node has recovered
+SUSTAINED = 3.0  # seconds
+STALE = 15.0
+LEAST_WEIGHT = 0.1
+SMOOTHING = 0.1  # of one measurement in the average
+ENOUGH = 5  # measurements before a node is compared
+
+
+@dataclass(slots=True)
+class _Speed:
+    seconds: float  # averages of what measurements took and of the tokens they are about
+    tokens: float
+    count: int
+    measured: float  # when the last measurement came
+    slow_since: float | None = None
+    weight: float = 1.0
+
+    @property
+    def per_token(self) -> float:
+        return self.seconds / self.tokens
+
+
+class Outliers:
+    """Speeds by incarnation."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._speeds: dict[str, _Speed] = {}
+
+    def measured(self, incarnation: str, seconds: float, tokens: int) -> None:
+        """A request waited `seconds` for `tokens` tokens of this node."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        now = self._clock()
+        speed = self._speeds.get(incarnation)
+        if speed is None or now - speed.measured > STALE:
+            self._speeds[incarnation] = _Speed(seconds, tokens, 1, now)
+            return
+        speed.seconds += SMOOTHING * (seconds - speed.seconds)
+        speed.tokens += SMOOTHING * (tokens - speed.tokens)
+        speed.count += 1
+        speed.measured = now
+
+    def weight(self, incarnation: str) -> float:
+        """As of the last `judge`: 1 unless the node is an outlier."""
+        speed = self._speeds.get(incarnation)
+        return 1.0 if speed is None else speed.weight
+
+    def seconds_per_token(self, incarnation: str) -> float | None:
+        speed = self._speeds.get(incarnation)
+        return None if speed is None else speed.per_token
+
+    def judge(self, role: Sequence[str]) -> None:
+        """Compare all nodes of one role, by incarnation."""
+        now = self._clock()
+        known = {
+            key: speed
+            for key in role
+            if (speed := self._speeds.get(key)) is not None
+            and speed.count >= ENOUGH
+            and now - speed.measured <= STALE
+        }
+        for key in role:
+            if key in self._speeds and key not in known:
+                self._speeds[key].slow_since, self._speeds[key].weight = None, 1.0
+        if len(known) < 2:
+            for speed in known.values():
+                speed.slow_since, speed.weight = None, 1.0
+            return
+        median = median_low(speed.per_token for speed in known.values())
+        slowest = sorted(known.values(), key=lambda speed: -speed.per_token)
+        for rank, speed in enumerate(slowest):
+            bound = RECOVERED if speed.weight < 1.0 else FACTOR
+            if rank >= len(role) // 2 or speed.per_token < bound * median:
+                speed.slow_since, speed.weight = None, 1.0
+                continue
+            if speed.slow_since is None:
+                speed.slow_since = now
+            if now - speed.slow_since >= SUSTAINED:
+                speed.weight = max(median / speed.per_token, LEAST_WEIGHT)
+
+    def forget(self, incarnation: str) -> None:
+        self._speeds.pop(incarnation, None)

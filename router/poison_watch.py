@@ -1,0 +1,117 @@
+"""Keeps requests that crash nodes from crashing the whole fleet: refuses, isolates and clears them.
+
+`router.suspects` decides who is to blame; here its verdicts meet the requests in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from common.errors import DeadlineExceeded, PoisonRequest
+from router.attempt import Attempt
+from router.in_flight import InFlight
+from router.node_registry import Node, NodeRegistry
+from router.suspects import Suspects, fingerprint
+
+EXPIRY = 300.0  # seconds that a request stays suspected, or refused
+
+
+class Trial:
+    """The right to be the only request in isolation; `release` ends it and may be called again."""
+
+    def __init__(self, lock: asyncio.Lock | None = None) -> None:
+        """`lock` is held; None: the request needs no isolation."""
+        self._lock = lock
+
+    @property
+    def isolated(self) -> bool:
+        return self._lock is not None
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+class PoisonWatch:
+    """Costs nothing while no node has crashed."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.suspects = Suspects(EXPIRY, clock)
+        self._isolation = asyncio.Lock()  # fair: first come, first served
+
+    def admit(self, flight: InFlight) -> None:
+        """Raises PoisonRequest if the same request has crashed nodes."""
+        if self.suspects.empty:
+            return
+        key = fingerprint(flight.request)
+        if self.suspects.is_quarantined(key):
+            raise poison_error()
+        if self.suspects.is_suspect(key):
+            flight.suspect = key
+
+    def crashed(self, node: Node, aboard: Iterable[tuple[Attempt, InFlight]]) -> list[Attempt]:
+        """The process of a node died under these requests. Returns the attempts of those that must not run again."""
+        attempts = list(aboard)
+        said: dict[bytes, int] = {}
+        for attempt, flight in attempts:
+            flight.suspect = flight.suspect or fingerprint(flight.request)
+            said[flight.suspect] = max(said.get(flight.suspect, 0), attempt.said)
+        convicted = self.suspects.crashed(node.incarnation, node.role, said)
+        return [attempt for attempt, flight in attempts if flight.suspect == convicted]
+
+    def look_for_survivors(self, registry: NodeRegistry) -> None:
+        """A node that registers again under its old incarnation has lost its connection, not its process."""
+        for incarnation in self.suspects.presumed_crashed():
+            if registry.get(incarnation) is not None:
+                self.suspects.returned(incarnation)
+
+    async def trial(self, flight: InFlight) -> Trial:
+        """Wait until the request may run: at once, unless it has to be alone among suspects."""
+        if not flight.suspect or not self.suspects.needs_isolation(flight.suspect):
+            return Trial()
+        try:
+            async with asyncio.timeout_at(flight.deadline):
+                await self._isolation.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("the request took longer than its timeout") from None
+        return Trial(self._isolation)
+
+    def avoided_by(self, flight: InFlight, others: Iterable[tuple[Attempt, InFlight]]) -> set[str]:
+        """Incarnations of nodes on which other suspects run."""
+        return {
+            incarnation
+            for attempt, other in others
+            if other is not flight and other.suspect and self.suspects.is_suspect(other.suspect)
+            for incarnation in (attempt.prefill.incarnation, attempt.decode.incarnation)
+        }
+
+    def progressed(self, flight: InFlight, said: int, trial: Trial) -> None:
+        """The request has said so many tokens; past its crash it is cleared, and the next one gets its trial."""
+        if flight.suspect:
+            self.suspects.progressed(flight.suspect, said)
+            self._end_trial(flight, trial)
+
+    def prefilled(self, flight: InFlight) -> None:
+        if flight.suspect:
+            self.suspects.prefilled(flight.suspect)
+
+    def completed(self, flight: InFlight) -> None:
+        if flight.suspect:
+            self.suspects.completed(flight.suspect)
+
+    def _end_trial(self, flight: InFlight, trial: Trial) -> None:
+        if trial.isolated and not self.suspects.needs_isolation(flight.suspect):
+            trial.release()
+
+
+_REFUSED = (
+    "nodes crashed whenever they ran this request, so it is not run again for some minutes; "
+    "change the request, or tell who runs this cluster"
+)
+
+
+def poison_error() -> PoisonRequest:
+    """What a request ends with whose nodes have crashed."""
+    return PoisonRequest(_REFUSED)

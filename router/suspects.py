@@ -1,0 +1,168 @@
+"""Finds the request that crashes nodes, without refusing those that merely shared a node with it.
+
+The socket of a process closes when it crashes. Its requests are placed again, and this table remembers them:
+
+- First crash: every request on the node is suspected. They all go on at once, wherever there is room.
+- A crash under suspects: those with the most crashes are to blame. If there is only one, it is quarantined. If there
+  are several, each has one crash more, and from then on they are tried one at a time (`needs_isolation`).
+- A request that gets past the point where its node crashed, or ends, is cleared.
+
+So one request that always crashes a node at the same point costs two crashes where it is the only suspect, and three
+where others are always with it: together, together, isolated. Each further such request costs one more. Only a
+process's death counts: a node that comes back under the same incarnation has only lost its connection, and what it was
+blamed for is taken back. Silence, hangs, drains and goodbyes never count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from common.messages.identity import Role
+from router.generation import GenerationRequest
+
+CLEARED_BY = 8  # tokens past the crash: the last ones before it may not have arrived here
+MOST_SUSPECTS = 8192
+MOST_QUARANTINED = 1024
+RECENT_CRASHES = 64
+HASHED = 2048  # tokens of either end of a prompt
+
+
+def fingerprint(request: GenerationRequest) -> bytes:
+    """Identify what a request computes, in less than 0.1 ms: of long prompts both ends and the length count.
+
+    The seed is left out: the router draws another one when a client sends the request again.
+    """
+    tokens = request.token_ids
+    ends = tokens if len(tokens) <= 2 * HASHED else [len(tokens), *tokens[:HASHED], *tokens[-HASHED:]]
+    digest = hashlib.blake2b(array("q", ends).tobytes(), digest_size=16)
+    digest.update(msgspec.msgpack.encode(msgspec.structs.replace(request.sampling, seed=0)))
+    for image in request.images:
+        digest.update(image.span.digest)
+    return digest.digest()
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """Crashes of one role at about one position of a request."""
+
+    role: Role
+    crashes: int
+    position: int  # tokens said when its node crashed the last time
+    since: float
+
+
+@dataclass(slots=True)
+class _Crash:
+    before: dict[bytes, Suspicion | None]  # what was known of those on board
+    quarantined: bytes | None
+
+
+class Suspects:
+    """Bounded, and everything in it expires."""
+
+    def __init__(self, expiry: float, clock: Callable[[], float]) -> None:
+        """`expiry`: seconds after which a suspicion, or a quarantine, ends."""
+        self._expiry = expiry
+        self._clock = clock
+        self._suspects: OrderedDict[bytes, Suspicion] = OrderedDict()
+        self._quarantine: OrderedDict[bytes, float] = OrderedDict()  # -> since when
+        self._crashes: OrderedDict[str, _Crash] = OrderedDict()  # incarnation -> its crash
+
+    def __len__(self) -> int:
+        return len(self._suspects)
+
+    @property
+    def empty(self) -> bool:
+        """Nobody is suspected or quarantined: fingerprints need not be computed."""
+        return not self._suspects and not self._quarantine
+
+    @property
+    def quarantined(self) -> int:
+        return len(self._quarantine)
+
+    def is_quarantined(self, key: bytes) -> bool:
+        since = self._quarantine.get(key)
+        if since is not None and self._clock() - since >= self._expiry:
+            del self._quarantine[key]
+            return False
+        return since is not None
+
+    def is_suspect(self, key: bytes) -> bool:
+        return self._get(key) is not None
+
+    def needs_isolation(self, key: bytes) -> bool:
+        """It must be the only suspect on its node."""
+        suspicion = self._get(key)
+        return suspicion is not None and suspicion.crashes >= 2
+
+    def crashed(self, incarnation: str, role: Role, aboard: Mapping[bytes, int]) -> bytes | None:
+        """A node crashed with these requests: fingerprint -> tokens said. Returns the one to quarantine."""
+        known = {key: self._get(key) for key in aboard}
+        counts = {key: each.crashes if each and each.role == role else 0 for key, each in known.items()}
+        most = max(counts.values(), default=0)
+        blamed = [key for key, crashes in counts.items() if crashes == most]
+        for key in blamed:
+            self._suspects[key] = Suspicion(role, most + 1, aboard[key], self._clock())
+            self._suspects.move_to_end(key)
+        convicted = blamed[0] if most and len(blamed) == 1 else None
+        if convicted is not None:
+            del self._suspects[convicted]
+            self._quarantine[convicted] = self._clock()
+        self._crashes[incarnation] = _Crash({key: known[key] for key in blamed}, convicted)
+        _trim(self._suspects, MOST_SUSPECTS)
+        _trim(self._quarantine, MOST_QUARANTINED)
+        _trim(self._crashes, RECENT_CRASHES)
+        return convicted
+
+    def returned(self, incarnation: str) -> None:
+        """The process lives: nothing crashed."""
+        crash = self._crashes.pop(incarnation, None)
+        if crash is None:
+            return
+        if crash.quarantined is not None:
+            self._quarantine.pop(crash.quarantined, None)
+        for key, before in crash.before.items():
+            if before is None:
+                self._suspects.pop(key, None)
+            elif key in self._suspects or key == crash.quarantined:
+                self._suspects[key] = before
+
+    def presumed_crashed(self) -> list[str]:
+        """Incarnations of recent crashes."""
+        return list(self._crashes)
+
+    def progressed(self, key: bytes, said: int) -> None:
+        """The request has said so many tokens."""
+        suspicion = self._suspects.get(key)
+        if suspicion is not None and said >= suspicion.position + CLEARED_BY:
+            del self._suspects[key]
+
+    def prefilled(self, key: bytes) -> None:
+        """The prefill node has handed the request over."""
+        suspicion = self._suspects.get(key)
+        if suspicion is not None and suspicion.role == "prefill":
+            del self._suspects[key]
+
+    def completed(self, key: bytes) -> None:
+        self._suspects.pop(key, None)
+
+    def _get(self, key: bytes) -> Suspicion | None:
+        suspicion = self._suspects.get(key)
+        if suspicion is not None and self._clock() - suspicion.since >= self._expiry:
+            del self._suspects[key]
+            return None
+        return suspicion
+
+
+def _trim(
+    table: OrderedDict[bytes, Suspicion] | OrderedDict[bytes, float] | OrderedDict[str, _Crash], most: int
+) -> None:
+    """Forget the oldest."""
+    while len(table) > most:
+        table.popitem(last=False)

@@ -1,0 +1,155 @@
+"""A request that crashes its nodes among others that do not, in a fleet of fake nodes that are started again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from common.errors import PoisonRequest
+from common.messages.decode_inbox import Reserve
+from common.messages.generation import OutputToken
+from common.messages.identity import Role
+from common.messages.node_inbox import Abort
+from common.messages.prefill_inbox import Prefill
+from common.messages.router_inbox import FirstToken, PrefillDone
+from tests.fakes.fake_node import FakeNode
+from tests.fakes.router_rig import RouterRig, router_rig
+from tests.fakes.waiting import eventually
+
+POISON = 666
+LENGTH = 12
+
+
+@dataclass
+class Fleet:
+    """Nodes that compute prompt[0] * 1000 + position; the role `weak` dies of a prompt that begins with POISON."""
+
+    rig: RouterRig
+    weak: Role
+    crashes: int = 0
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self, role: Role, name: str) -> None:
+        self.tasks.append(asyncio.get_running_loop().create_task(self._run(role, name)))
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def _run(self, role: Role, name: str) -> None:
+        while True:  # one incarnation after the other
+            node = await self.rig.node(role, name)
+            await (self._prefill(node) if role == "prefill" else self._decode(node))
+            self.crashes += 1
+            self.rig.nodes.remove(node)
+            node.close()
+            # a real process takes far longer to start than its death to be noticed
+            await eventually(lambda gone=node.ref.incarnation: self.rig.registry.get(gone) is None)  # type: ignore[misc]
+
+    async def _work(
+        self, node: FakeNode, kind: type[Prefill] | type[Reserve]
+    ) -> list[Prefill | Reserve] | None:
+        """What has come; None: it is poison, and the node dies before it answers anybody."""
+        first = await node.expect(kind)
+        await asyncio.sleep(0.005)
+        rest = [message for message in node.received() if isinstance(message, kind)]
+        aborted = {message.room for message in node.received() if isinstance(message, Abort)}
+        node._got.clear()
+        work = [message for message in (first, *rest) if message.room not in aborted]
+        poisoned = any(message.token_ids[0] == POISON for message in work)
+        return None if poisoned and self.weak == node.ref.role else work
+
+    async def _prefill(self, node: FakeNode) -> None:
+        while (work := await self._work(node, Prefill)) is not None:
+            for prompt in work:
+                token = prompt.token_ids[0] * 1000 + len(prompt.token_ids)
+                last = prompt.emitted + 1 == LENGTH
+                node.say(
+                    FirstToken(
+                        room=prompt.room,
+                        token=OutputToken(token),
+                        finish_reason="length" if last else None,
+                        cached_tokens=0,
+                    ),
+                    PrefillDone(room=prompt.room, stages={}),
+                )
+
+    async def _decode(self, node: FakeNode) -> None:
+        while (work := await self._work(node, Reserve)) is not None:
+            for offset in range(1, LENGTH):
+                for reserve in work:
+                    position = reserve.emitted + offset
+                    if position < LENGTH:
+                        token = reserve.token_ids[0] * 1000 + len(reserve.token_ids) + offset
+                        end = "length" if position == LENGTH - 1 else None
+                        node.tokens(reserve.room, offset, [token], end)
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def fleet_of(weak: Role) -> AsyncGenerator[Fleet, None]:
+    names = [
+        ("prefill", "prefill-0"),
+        ("prefill", "prefill-1"),
+        ("decode", "decode-0"),
+        ("decode", "decode-1"),
+    ]
+    configured = {role: [name for of, name in names if of == role] for role, _ in names}
+    async with router_rig(placement_wait=300.0, configured=configured) as rig:
+        fleet = Fleet(rig, weak)
+        for role, name in names:
+            fleet.start(role, name)  # type: ignore[arg-type]
+        await eventually(lambda: len(rig.registry.eligible()) == 4)
+        try:
+            yield fleet
+        finally:
+            await fleet.stop()
+
+
+@pytest.mark.parametrize("weak", ["prefill", "decode"])
+@pytest.mark.parametrize("others", [0, 49])
+async def test_only_the_poison_ends_with_an_error(weak: Role, others: int) -> None:
+    """The fleet has two crashes if the poison is the only suspect, else three: together, together, isolated."""
+    async with fleet_of(weak) as fleet:
+        rig = fleet.rig
+        innocent = [rig.client([n + 1], max_tokens=LENGTH) for n in range(others // 2)]
+        poison = rig.client([POISON], max_tokens=LENGTH)
+        innocent += [rig.client([n + 1], max_tokens=LENGTH) for n in range(others // 2, others)]
+        await poison.done()
+        assert isinstance(poison.error, PoisonRequest)
+        assert "nodes crashed whenever they ran this request" in str(poison.error)
+        for n, client in enumerate(innocent):
+            await client.done()
+            assert client.error is None
+            assert client.ids == [(n + 1) * 1000 + i for i in range(1, LENGTH + 1)]
+        assert fleet.crashes == 2 if not others else 2 <= fleet.crashes <= 3
+        crashes = fleet.crashes
+        # the client sends it again, with another seed: it is refused and nobody crashes
+        again = await rig.client([POISON], max_tokens=LENGTH, seed=99).done()
+        assert isinstance(again.error, PoisonRequest)
+        assert (await rig.client([5], max_tokens=LENGTH).done()).error is None
+        assert fleet.crashes == crashes
+        assert b"tandem_requests_quarantined_total 1.0" in rig.metrics.render()
+        rig.nothing_left()
+
+
+async def test_nodes_that_lose_their_connection_convict_nobody() -> None:
+    """A stall of the router closes every socket; the same processes come back."""
+    async with router_rig(placement_wait=300.0, max_attempts=9) as rig:
+        nodes = await rig.pair()
+        client = rig.client([1])
+        for _ in range(4):
+            await eventually(lambda: [node for node in rig.registry if node.rooms])
+            for node in list(rig.registry):
+                rig.registry.lose(node, "its socket closed", "closed")
+            for fake in nodes:
+                await fake.register()
+            assert rig.dispatcher.poison.suspects.empty
+        await client.leave()
+        assert client.error is None
+        rig.nothing_left()
