@@ -28,7 +28,7 @@ from common.errors import (
 )
 from common.ipc import RouterSocket
 from common.ipc.router_link import RouterLink
-from common.messages.generation import OutputToken
+from common.messages.generation import ImageSpan, OutputToken
 from common.messages.identity import GraphTotals
 from common.messages.prefill_inbox import Prefill, PrefillMessage
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone
@@ -42,7 +42,7 @@ from prefill_node.page_sending import PageSending
 from prefill_node.queues import Queues
 from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
-from prefill_node.scheduler import Chunk, chunk_work, plan_chunks
+from prefill_node.scheduler import Chunk, chunk_work, in_order, plan_chunks
 from prefill_node.step import LaunchedPrefill, PrefillStep
 
 WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a forward runs
@@ -118,15 +118,14 @@ class PrefillNode:
         self.life.publish(self._report.load(), self._report.counters(refused))
         self.life.end_turn(len(self.queues), now)
         self._events.flush()
-        return (
-            plan_chunks(self.queues.computing.values(), self._limits.chunk_tokens, self._limits.max_batch)
-            or None
-        )
+        computing, limits = self.queues.computing.values(), self._limits
+        return plan_chunks(computing, now, limits.chunk_tokens, limits.max_batch) or None
 
     def _launch(self, chunks: list[Chunk]) -> LaunchedPrefill:
         now = self._clock()
         for chunk in chunks:
             chunk.request.mark("prefill_start", now)
+            chunk.request.launched_at = now
             chunk.request.scheduled += chunk.length
             chunk.request.in_flight += 1
             self._events.add("chunk", chunk.request.room, start=chunk.start, length=chunk.length)
@@ -176,8 +175,7 @@ class PrefillNode:
     def take(self, message: Prefill, now: float) -> None:
         try:
             keys = self._check(message)
-            waiting = [image.span for request in self.queues.waiting for image in request.images]
-            images = self._images.expect(message.images, waiting)
+            images = self._images.expect(message.images, self._waiting_images() if message.images else ())
             with_images(keys, message.images)  # spans that do not fit are refused here
             self._sender.expect(message.room, now + message.deadline_ms / 1000, message.decode)
         except RequestError as error:
@@ -196,8 +194,11 @@ class PrefillNode:
             deadline=now + message.deadline_ms / 1000,
         )
         self._report.requests += 1
-        self.queues.waiting.append(request)
+        self.queues.wait(request)
         self._events.add("taken", request.room, request=request.request_id, decode=request.decode)
+
+    def _waiting_images(self) -> list[ImageSpan]:
+        return [image.span for request in self.queues.waiting.values() for image in request.images]
 
     def _check(self, message: Prefill) -> Keys:
         if not self.life.takes_requests:
@@ -236,31 +237,44 @@ class PrefillNode:
     # -- moving between queues ---------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """First come, first served among those that have their decode pages, then among the others.
+        """In the order of the scheduler, until a prompt with decode pages does not fit.
 
-        A prompt gets all its pages at once, so two can never wait for each other.
+        A prompt gets all its pages at once, so two can never wait for each other. One without decode pages that does
+        not fit (see `_lease`) is passed by those that have them, and by no others: they leave by themselves, so there
+        is room for it in the end. Nobody passes one with decode pages, except new prompts of a lower cost.
         """
+        order = in_order(self.queues.ready(), now)
         while len(self.queues.computing) < self._limits.max_batch:
-            request = self.queues.next_waiting()
-            lease = None if request is None else self._lease(request)
-            if request is None or lease is None:
+            request = next(order, None)
+            if request is None:
                 return
-            self.queues.waiting.remove(request)
-            request.lease = lease
-            request.scheduled = request.computed = lease.cached_tokens
-            self._report.prompt_tokens += request.num_tokens
-            self._report.cached_tokens += lease.cached_tokens
-            request.mark("queued", now)
-            self._events.add("leased", request.room, pages=lease.pages, cached=lease.cached_pages)
-            self.queues.computing[request.room] = request
-            self._send_pages(request)  # the cached prefix leaves before anything is computed
+            lease = self._lease(request)
+            if lease is not None:
+                self._begin(request, lease, now)
+            elif request.granted:
+                return
+            else:
+                order = in_order((each for each in self.queues.ready() if each.granted), now)
+
+    def _begin(self, request: PrefillRequest, lease: PageLease, now: float) -> None:
+        self.queues.admit(request)
+        request.lease = lease
+        request.scheduled = request.computed = lease.cached_tokens
+        self._report.prompt_tokens += request.num_tokens
+        self._report.cached_tokens += lease.cached_tokens
+        request.mark("queued", now)
+        self._events.add("leased", request.room, pages=lease.pages, cached=lease.cached_pages)
+        self._send_pages(request)  # the cached prefix leaves before anything is computed
 
     def _claim_images(self) -> None:
-        for request in [each for each in self.queues.waiting if not each.ready]:
+        for request in list(self.queues.arriving.values()):
             try:
                 self._images.claim(request.images)
             except RequestError as error:
                 self._end(request, error.code, str(error))
+            else:
+                if request.ready:
+                    self.queues.arrived(request)
 
     def _lease(self, request: PrefillRequest) -> PageLease | None:
         """Pages for a prompt, or None while there is not enough room.

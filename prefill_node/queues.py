@@ -7,7 +7,6 @@ waiting ──lease──> computing ──last chunk──> handing_over ──
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 from prefill_node.request import PrefillRequest
@@ -17,29 +16,45 @@ class Queues:
     """All prompts of a node."""
 
     def __init__(self) -> None:
-        self.waiting: deque[PrefillRequest] = deque()
-        self.computing: dict[int, PrefillRequest] = {}  # room -> request, in order of admission
+        self.waiting: dict[int, PrefillRequest] = {}  # room -> request, in order of arrival
+        self.computing: dict[int, PrefillRequest] = {}  # in order of admission
         self.handing_over: dict[int, PrefillRequest] = {}
         self.ending: dict[int, PrefillRequest] = {}
+        self.arriving: dict[int, PrefillRequest] = {}  # those of `waiting` whose images are not all decoded
+        self.waiting_tokens = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.computing) + len(self.handing_over) + len(self.ending)
 
     def __iter__(self) -> Iterator[PrefillRequest]:
-        yield from list(self.waiting)
+        yield from list(self.waiting.values())
         yield from list(self.computing.values())
         yield from list(self.handing_over.values())
         yield from list(self.ending.values())
 
     def find(self, room: int) -> PrefillRequest | None:
         """A request that has not ended."""
-        found = self.computing.get(room) or self.handing_over.get(room)
-        return found or next((each for each in self.waiting if each.room == room), None)
+        return self.computing.get(room) or self.handing_over.get(room) or self.waiting.get(room)
 
-    def next_waiting(self) -> PrefillRequest | None:
-        """Whose turn it is: first come among those with decode pages, then among the others; images must be here."""
-        ready = [each for each in self.waiting if each.ready]
-        return next((each for each in ready if each.granted), ready[0] if ready else None)
+    def wait(self, request: PrefillRequest) -> None:
+        """Take a new request in."""
+        self.waiting[request.room] = request
+        self.waiting_tokens += request.num_tokens
+        if not request.ready:
+            self.arriving[request.room] = request
+
+    def arrived(self, request: PrefillRequest) -> None:
+        """The images of a waiting request are decoded."""
+        self.arriving.pop(request.room, None)
+
+    def ready(self) -> Iterator[PrefillRequest]:
+        """Waiting requests whose images are here, in order of arrival."""
+        return (each for each in self.waiting.values() if each.room not in self.arriving)
+
+    def admit(self, request: PrefillRequest) -> None:
+        """From waiting to computing."""
+        self._leave_waiting(request)
+        self.computing[request.room] = request
 
     def end(self, request: PrefillRequest) -> None:
         """Move to `ending` from wherever it is."""
@@ -47,9 +62,14 @@ class Queues:
             self.computing.pop(request.room, None) is None
             and self.handing_over.pop(request.room, None) is None
         ):
-            self.waiting.remove(request)
+            self._leave_waiting(request)
         request.ended = True
         self.ending[request.room] = request
+
+    def _leave_waiting(self, request: PrefillRequest) -> None:
+        del self.waiting[request.room]
+        self.waiting_tokens -= request.num_tokens
+        self.arriving.pop(request.room, None)
 
     def forget(self, request: PrefillRequest) -> None:
         self.handing_over.pop(request.room, None)

@@ -28,12 +28,12 @@ class Report:
         self.steps = self.transfers = self.transfer_failures = 0
 
     def load(self) -> NodeLoad:
-        waiting, computing = self._queues.waiting, self._queues.computing
+        queues, computing = self._queues, self._queues.computing
         return NodeLoad(
-            queued=len(waiting),
-            queued_tokens=sum(r.num_tokens for r in waiting) + sum(r.remaining for r in computing.values()),
+            queued=len(queues.waiting),
+            queued_tokens=queues.waiting_tokens + sum(r.remaining for r in computing.values()),
             running=len(computing),
-            transferring=len(self._queues.handing_over) + len(self._queues.ending),
+            transferring=len(queues.handing_over) + len(queues.ending),
             free_pages=self._space.free_pages,
             cached_pages=self._space.cache.cached_pages,
             total_pages=self._space.total_pages,

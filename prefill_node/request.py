@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -39,6 +40,7 @@ class PrefillRequest:
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
     keyed: int = 0  # tokens whose KV depends on the prompt alone; a draft reads further ahead
     rewrites: int = 0  # computed tokens before a chunk whose KV the chunk's forward may write again
+    launched_at: float = math.inf  # monotonic seconds of its latest chunk's launch
     scheduled: int = 0  # tokens whose forward has been launched, cached prefix included
     computed: int = 0  # tokens whose KV is known to be written
     sent_pages: int = 0  # logical pages given to the sender, those that the peer holds included

@@ -1,8 +1,9 @@
-"""Chunked prefill as a pure function: whose tokens go into the next forward."""
+"""Chunked prefill as pure functions: which prompt is next, and whose tokens go into the next forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from common.engine.announced_work import Work
@@ -22,6 +23,10 @@ class Chunk:
         return self.start + self.length == self.request.num_tokens
 
 
+AGEING_SECONDS = 10.0  # of waiting, after which a prompt counts half its length
+MAX_PAUSE = (
+    1.0  # seconds between two chunks of a prompt: decode nodes take a transfer without progress for lost
+)
 IMAGE_WEIGHT = 8  # tokens of text that an image's token may take as long as, where its encoder runs
 
 
@@ -37,17 +42,46 @@ def chunk_work(chunks: list[Chunk]) -> Work:
     return Work.of(sum(chunk.length for chunk in chunks), contexts, IMAGE_WEIGHT * images)
 
 
-def plan_chunks(computing: Iterable[PrefillRequest], token_budget: int, max_batch: int) -> list[Chunk]:
-    """First come, first served under one token budget; the prompt that meets its end is cut there.
+def cost(request: PrefillRequest, now: float) -> float:
+    """Tokens that are left, divided by how long the prompt has waited: the prompt with the lowest cost is next.
 
-    Prompts whose tokens are all launched are passed over. The oldest prompt always advances.
+    Shortest remaining prompt first, with ageing: a prompt that has waited AGEING_SECONDS counts half its length, one
+    that has waited three times as long a quarter. So how long a prompt waits is in proportion to its length, whatever
+    the speed of the node, and no prompt waits for ever: the cost of a long one falls below that of every new one.
+    """
+    return request.remaining / (AGEING_SECONDS + now - request.received)
+
+
+def in_order(requests: Iterable[PrefillRequest], now: float) -> Iterator[PrefillRequest]:
+    """Who is next: prompts that have paused for MAX_PAUSE, longest pause first, then the others, lowest cost first.
+
+    Among equals the first of `requests`. Takes O(n), and O(log n) for each prompt that is read.
+    """
+    heap = [(*_rank(request, now), index, request) for index, request in enumerate(requests)]
+    heapq.heapify(heap)
+    while heap:
+        yield heapq.heappop(heap)[3]
+
+
+def _rank(request: PrefillRequest, now: float) -> tuple[bool, float]:
+    """Lower is earlier. A prompt of which nothing was launched cannot pause."""
+    paused = now - request.launched_at >= MAX_PAUSE
+    return (False, request.launched_at) if paused else (True, cost(request, now))
+
+
+def plan_chunks(
+    computing: Iterable[PrefillRequest], now: float, token_budget: int, max_batch: int
+) -> list[Chunk]:
+    """Prompts in order under one token budget; the prompt that meets its end is cut there.
+
+    Prompts whose tokens are all launched are passed over. The first in the order always advances.
     """
     chunks: list[Chunk] = []
-    for request in computing:
+    unfinished = (request for request in computing if request.remaining and not request.ended)
+    for request in in_order(unfinished, now):
         if token_budget == 0 or len(chunks) == max_batch:
             break
         length = min(request.remaining, token_budget)
-        if length > 0 and not request.ended:
-            chunks.append(Chunk(request, request.scheduled, length))
-            token_budget -= length
+        chunks.append(Chunk(request, request.scheduled, length))
+        token_budget -= length
     return chunks

@@ -185,7 +185,7 @@ class Engine:
             prefill.lease = self.space.lease(prefill.keys, pages, 0)
             assert prefill.lease is not None, "the pool is too small for this batch"
             prefills.append(prefill)
-        while chunks := plan_chunks(prefills, CHUNK, len(prefills)):
+        while chunks := plan_chunks(prefills, 0.0, CHUNK, len(prefills)):
             launched = step.launch(chunks)
             for chunk in chunks:
                 chunk.request.scheduled += chunk.length

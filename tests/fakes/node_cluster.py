@@ -411,7 +411,8 @@ class NodeCluster:
         queues = [
             {
                 name: [r.room for r in _requests(getattr(side.node.queues, name))]
-                for name in vars(side.node.queues)
+                for name, queue in vars(side.node.queues).items()
+                if not isinstance(queue, int)
             }
             for side in (*self.prefills, *self.decodes)
         ]

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.generation import SamplingParams
+from common.engine.announced_work import CONTEXT_TOKENS
+from common.messages.generation import ImageSpan, SamplingParams
+from prefill_node.images import PromptImage
 from prefill_node.request import PrefillRequest
-from prefill_node.scheduler import plan_chunks
+from prefill_node.scheduler import (
+    AGEING_SECONDS,
+    IMAGE_WEIGHT,
+    MAX_PAUSE,
+    Chunk,
+    chunk_work,
+    cost,
+    in_order,
+    plan_chunks,
+)
 
 
-def request(room: int, tokens: int, scheduled: int = 0, ended: bool = False) -> PrefillRequest:
+def request(
+    room: int, tokens: int, scheduled: int = 0, ended: bool = False, received: float = 0.0
+) -> PrefillRequest:
     return PrefillRequest(
         room=room,
         request_id=f"r{room}",
@@ -19,7 +34,7 @@ def request(room: int, tokens: int, scheduled: int = 0, ended: bool = False) -> 
         emitted=0,
         sampling=SamplingParams(max_tokens=1),
         decode="d",
-        received=0.0,
+        received=received,
         deadline=1.0,
         scheduled=scheduled,
         ended=ended,
@@ -27,15 +42,16 @@ def request(room: int, tokens: int, scheduled: int = 0, ended: bool = False) -> 
 
 
 def plan(requests: list[PrefillRequest], budget: int, most: int = 99) -> list[tuple[int, int, int, bool]]:
-    return [(c.request.room, c.start, c.length, c.final) for c in plan_chunks(requests, budget, most)]
+    chunks = plan_chunks(requests, 0.0, budget, most)
+    return [(each.request.room, each.start, each.length, each.final) for each in chunks]
 
 
 def test_the_prompt_that_meets_the_end_of_the_budget_is_cut_there() -> None:
     requests = [request(1, 10), request(2, 10, scheduled=4), request(3, 10)]
-    assert plan(requests, 18) == [(1, 0, 10, True), (2, 4, 6, True), (3, 0, 2, False)]
-    assert plan(requests, 16) == [(1, 0, 10, True), (2, 4, 6, True)]
-    assert plan(requests, 1) == [(1, 0, 1, False)]
-    assert plan(requests, 99, most=2) == [(1, 0, 10, True), (2, 4, 6, True)]
+    assert plan(requests, 18) == [(2, 4, 6, True), (1, 0, 10, True), (3, 0, 2, False)]
+    assert plan(requests, 16) == [(2, 4, 6, True), (1, 0, 10, True)]
+    assert plan(requests, 1) == [(2, 4, 1, False)]
+    assert plan(requests, 99, most=2) == [(2, 4, 6, True), (1, 0, 10, True)]
 
 
 def test_prompts_that_are_launched_whole_or_ended_are_passed_over() -> None:
@@ -45,30 +61,123 @@ def test_prompts_that_are_launched_whole_or_ended_are_passed_over() -> None:
     assert plan([], 8) == []
 
 
+def test_a_short_prompt_passes_long_ones_that_have_waited_for_minutes() -> None:
+    long = [request(room, 2000, received=-60.0) for room in range(200)]
+    short = request(999, 20)
+    assert plan_chunks([*long, short], 0.0, 64, 99)[0].request is short
+    assert next(in_order([*long, short], 0.0)) is short
+
+
+def test_equal_prompts_are_served_in_the_order_in_which_they_came() -> None:
+    requests = [request(room, 50, received=float(room // 3)) for room in range(30)]
+    assert list(in_order(requests, 40.0)) == requests
+    assert [each.room for each in in_order(reversed(requests[:3]), 40.0)] == [2, 1, 0], "the first of equals"
+
+
+def test_a_prompt_that_was_begun_goes_on_at_least_once_a_second() -> None:
+    """Its decode node has pages of it and waits for the next ones."""
+    begun, other = request(1, 2000, scheduled=64), request(2, 3000, scheduled=64)
+    begun.launched_at, other.launched_at = 10.0, 9.5
+    short = [request(room, 20, received=10.0) for room in range(3, 9)]
+    assert [each.room for each in in_order([begun, other, *short], 10.4)][:1] == [3]
+    assert [each.room for each in in_order([begun, other, *short], 10.6)][:2] == [2, 3]
+    assert [each.room for each in in_order([begun, other, *short], 11.0)][:3] == [2, 1, 3]
+
+
 @given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.booleans()), max_size=12),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), min_size=1, max_size=40), st.integers(1, 16)
+)
+def test_no_prompt_pauses_for_long(arrivals: list[tuple[int, int]], budget: int) -> None:
+    """However many shorter ones come: one chunk of each other begun prompt at most stands before its next one."""
+    second, requests, now = 0.3, list[PrefillRequest](), 0.0
+    for count, tokens in [*arrivals, *[(0, 0)] * 200]:
+        requests += [request(len(requests) + each, tokens, received=now) for each in range(count)]
+        for chunk in plan_chunks(requests, now, budget, 99):
+            chunk.request.launched_at = now
+            chunk.request.scheduled += chunk.length
+        begun = [each for each in requests if each.remaining and each.scheduled]
+        assert all(now - each.launched_at <= MAX_PAUSE + second * len(begun) for each in begun)
+        now += second
+
+
+def test_waiting_counts_as_documented() -> None:
+    """A prompt of twice the length is as near after AGEING_SECONDS, one of four times after three times as long."""
+    new = cost(request(1, 100), 0.0)
+    assert cost(request(2, 200, received=-AGEING_SECONDS), 0.0) == new
+    assert cost(request(3, 400, received=-3 * AGEING_SECONDS), 0.0) == new
+    assert cost(request(4, 400, scheduled=200, received=-AGEING_SECONDS), 0.0) == new
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.booleans(), st.floats(0, 9)), max_size=12),
     st.integers(1, 64),
     st.integers(1, 8),
 )
-def test_chunk_properties(shapes: list[tuple[int, int, bool]], budget: int, most: int) -> None:
-    requests = [request(n, size, min(done, size), ended) for n, (size, done, ended) in enumerate(shapes)]
-    chunks = plan_chunks(requests, budget, most)
+def test_chunk_properties(shapes: list[tuple[int, int, bool, float]], budget: int, most: int) -> None:
+    requests = [
+        request(n, size, min(done, size), ended, received)
+        for n, (size, done, ended, received) in enumerate(shapes)
+    ]
+    chunks = plan_chunks(requests, 9.0, budget, most)
     assert len(chunks) <= most
     assert sum(chunk.length for chunk in chunks) <= budget
-    assert [c.request.room for c in chunks] == sorted({c.request.room for c in chunks})
+    costs = [cost(chunk.request, 9.0) for chunk in chunks]
+    assert costs == sorted(costs)
     assert all(c.length > 0 and c.start == c.request.scheduled and not c.request.ended for c in chunks)
     assert all(c.final for c in chunks[:-1]), "only the last one is cut"
-    open_ones = [r for r in requests if r.remaining and not r.ended]
-    if open_ones:
-        assert chunks[0].request is open_ones[0], "the oldest prompt always advances"
+    unfinished = [r for r in requests if r.remaining and not r.ended]
+    if unfinished:
+        assert costs[0] == min(cost(each, 9.0) for each in unfinished), "the nearest always advances"
         full = len(chunks) == most or sum(c.length for c in chunks) == budget
-        assert full or len(chunks) == len(open_ones), "no budget is left while a prompt waits"
+        assert full or len(chunks) == len(unfinished), "no budget is left while a prompt waits"
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 50))
-def test_every_prompt_ends(sizes: list[int], budget: int) -> None:
+def test_every_prompt_ends_and_no_budget_is_lost(sizes: list[int], budget: int) -> None:
     requests = [request(n, size) for n, size in enumerate(sizes)]
-    for _ in range(-(-sum(sizes) // budget)):
-        for chunk in plan_chunks(requests, budget, 99):
+    for turn in range(-(-sum(sizes) // budget)):
+        for chunk in plan_chunks(requests, float(turn), budget, 99):
             chunk.request.scheduled += chunk.length
     assert all(r.remaining == 0 for r in requests)
+
+
+@given(
+    long=st.integers(2, 60),
+    short=st.integers(1, 3),
+    budget=st.integers(1, 8),
+    queue=st.integers(1, 12),
+    seconds=st.floats(0.01, 2.0),
+)
+def test_a_long_prompt_is_not_starved_by_short_ones(
+    long: int, short: int, budget: int, queue: int, seconds: float
+) -> None:
+    """There are always as many short ones as the queue holds: more than the node can ever serve.
+
+    A short one waits until all that came before it are served, so its cost is at most short / AGEING_SECONDS and at
+    least short / (AGEING_SECONDS + that time); the long one's turn comes when its own cost is below.
+    """
+    patient = request(0, max(long, short + 1))
+    rooms, waiting, now = itertools.count(1), [patient], 0.0
+    oldest = AGEING_SECONDS + seconds * (
+        queue * short / budget + 2
+    )  # of a short one, while it passes the long one
+    bound = patient.num_tokens / short * oldest + seconds * (patient.num_tokens / budget + 2)
+    while patient.remaining:
+        waiting += [request(next(rooms), short, received=now) for _ in range(queue + 1 - len(waiting))]
+        for chunk in plan_chunks(waiting, now, budget, 99):
+            chunk.request.scheduled += chunk.length
+        waiting = [each for each in waiting if each.remaining]
+        now += seconds
+        assert now <= bound
+
+
+def test_work_counts_context_and_whole_images() -> None:
+    first, later = request(1, 100), request(2, 20_000, scheduled=16_000)
+    short, deep = chunk_work([Chunk(first, 0, 64)]), chunk_work([Chunk(later, 16_000, 64)])
+    assert short.tokens == deep.tokens == 64
+    assert short.at_most < 65
+    assert deep.at_most > 64 * (1 + 16_000 / CONTEXT_TOKENS)
+    image = PromptImage(ImageSpan(offset=30, length=576, digest=bytes(32)))
+    first.images = (image,)
+    assert chunk_work([Chunk(first, 0, 31)]).at_most > 31 + 576 * IMAGE_WEIGHT
+    assert chunk_work([Chunk(first, 0, 30)]).at_most < 31
