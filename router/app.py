@@ -24,7 +24,6 @@ from common.model_config import ModelConfig, model_fingerprint
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.vision_config import VisionConfig
-from router.chat_template import ChatTemplate
 from router.control_plane import ControlPlane
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.fetch_process import FetchProcess
@@ -42,6 +41,8 @@ from router.placement import POLICIES, decode_cost, prefill_cost
 from router.request_checks import ServedModel
 from router.return_watch import ReturnWatch
 from router.status_routes import ClusterView, StatusRoutes
+from router.text_pool import TextPool
+from router.text_service import TextService
 from router.tokenizer import Tokenizer
 
 SHUTTING_DOWN = "this router is shutting down"
@@ -57,7 +58,7 @@ class RouterApp:
     control: ControlPlane
     registry: NodeRegistry
     dispatcher: Dispatcher
-    tokenizer: Tokenizer
+    text_pool: TextPool
     images: Images
     runner: web.AppRunner
     context: zmq.Context[zmq.Socket[bytes]]
@@ -68,8 +69,9 @@ class RouterApp:
     draining: bool = False
 
     async def start(self) -> None:
-        """Listen for nodes first, then for clients."""
+        """Start the workers, listen for nodes, then for clients. Raises ConfigError or ModelError."""
         router = self.resolved.cluster.router
+        await self.text_pool.start()
         self.control.start(self.registry, self.dispatcher)
         await self.runner.setup()
         deadline = time.monotonic() + BIND_SECONDS
@@ -101,7 +103,7 @@ class RouterApp:
         self.control.close()
         self.events.close()
         await self.images.close()
-        self.tokenizer.close()
+        await self.text_pool.close()
         self.security.close()
         self.context.term()
 
@@ -253,13 +255,15 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     images, body_bytes = _images(cluster.router, config.vision)
     app = web.Application(client_max_size=body_bytes, middlewares=[error_middleware(log)])
     runner = http_runner(app)
+    text_pool = TextPool(path, body_bytes, log)
+    texts = TextService(text_pool, tokenizer)
     router = RouterApp(
         resolved,
         log,
         control,
         registry,
         dispatcher,
-        tokenizer,
+        text_pool,
         images,
         runner,
         context,
@@ -272,8 +276,8 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         router.not_ready, router.missing_nodes, router.server_info, metrics.render, dispatcher.timelines.get
     )
     most = cluster.router.max_requests
-    OpenAiRoutes(dispatcher, tokenizer, ChatTemplate(path), router.admitting, images, most, log).add_to(app)
-    StatusRoutes(view, router.served, tokenizer).add_to(app)
+    OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log).add_to(app)
+    StatusRoutes(view, router.served, texts).add_to(app)
     return router
 
 

@@ -13,7 +13,6 @@ from aiohttp import web
 
 from common.errors import ClientGone, InternalError, InvalidRequest, RequestError
 from common.observability.logs import Log
-from router.chat_template import ChatTemplate
 from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
 from router.http_errors import body_of, defect, json_response, request_id_key
 from router.images import Images
@@ -27,29 +26,29 @@ from router.openai_responses import (
     usage_field,
 )
 from router.openai_schema import (
-    ChatRequest,
     CompletionRequest,
     SharedFields,
+    TokenIds,
+    check_stops,
     prompts,
     refuse_unsupported,
     without_addresses,
 )
 from router.placeholders import place_images
-from router.request_body import read_json
+from router.request_body import read_body
 from router.request_checks import (
     ServedModel,
     check_logprobs,
     check_model,
     check_prompt,
     sampling_params,
-    stop_strings,
 )
 from router.sse import DONE, SseWriter
+from router.text_service import TextService
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
 
 WRITE_TIMEOUT = 30.0  # seconds that a reader may leave its socket full before it is dropped
-INLINE_MESSAGES = 64  # conversations longer than this are rendered off the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class OpenAiRoutes:
         self,
         generator: Generator,
         tokenizer: Tokenizer,
-        template: ChatTemplate,
+        texts: TextService,
         model: Callable[[], ServedModel],
         images: Images,
         max_requests: int,
@@ -77,21 +76,19 @@ class OpenAiRoutes:
         """`model` raises Unavailable while nothing new is taken. `max_requests`: prompts in flight, of all clients."""
         self._generator = generator
         self._tokenizer = tokenizer
-        self._template = template
+        self._texts = texts
         self._model = model
         self._images = images
         self._max_requests = max_requests
         self._log = log
         self._write_timeout = write_timeout
-        self._decode_chat = msgspec.json.Decoder(ChatRequest)
-        self._decode_completion = msgspec.json.Decoder(CompletionRequest)
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.completions)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = await read_json(request, self._decode_chat)
+        body = await self._texts.read_chat(await read_body(request))
         model = self._model()
         _check(body, model)
         if body.top_logprobs and not body.logprobs:
@@ -102,7 +99,9 @@ class OpenAiRoutes:
         images = await self._images.load(body.messages)
         if images:
             body = msgspec.structs.replace(body, messages=without_addresses(body.messages))
-        prompt = await self._tokenizer.encode(await self._render(body), bool(body.add_special_tokens))
+        prompt = await self._texts.chat_prompt(
+            body.messages, bool(body.add_special_tokens), model.max_model_len
+        )
         placed: tuple[PromptImage, ...] = ()
         if model.vision is not None:
             prompt, placed = place_images(prompt, images, model.vision, model.vocab_size)
@@ -114,7 +113,7 @@ class OpenAiRoutes:
             return await self._answer(request, body, form, choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await read_json(request, self._decode_completion)
+        body = await self._texts.read_completion(await read_body(request))
         model = self._model()
         _check(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
@@ -126,25 +125,27 @@ class OpenAiRoutes:
                 "several requests",
                 param="prompt",
             )
-        for index, prompt in enumerate(given):
-            if isinstance(prompt, str):
-                ids = await self._tokenizer.encode(prompt, body.add_special_tokens is not False)
-            else:
-                ids = prompt
-            check_prompt(ids, model, "prompt" if len(given) == 1 else f"prompt[{index}]")
+        encoded = await self._encoded(given, body, model)
+        for index, (name, ids) in enumerate(encoded.items()):
+            check_prompt(ids, model, name)
             choices.append(
-                self._choice(request, body, model, ids, index, "max_tokens", logprobs, batch=batch)
+                self._choice(request, body, model, list(ids), index, "max_tokens", logprobs, batch=batch)
             )
             await asyncio.sleep(0)  # many prompts: others get their turn in between
         identity = f"cmpl-{request[request_id_key]}"
         form = CompletionFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
         return await self._answer(request, body, form, choices)
 
-    async def _render(self, body: ChatRequest) -> str:
-        messages = body.messages
-        if len(messages) <= INLINE_MESSAGES:
-            return self._template.render(messages)
-        return await self._tokenizer.off_loop(lambda: self._template.render(messages))
+    async def _encoded(
+        self, given: Sequence[str | TokenIds], body: CompletionRequest, model: ServedModel
+    ) -> dict[str, TokenIds]:
+        """Name of each prompt -> its token ids; all texts of the request are encoded together."""
+        names = ["prompt"] if len(given) == 1 else [f"prompt[{index}]" for index in range(len(given))]
+        texts = {name: prompt for name, prompt in zip(names, given) if isinstance(prompt, str)}
+        special = body.add_special_tokens is not False
+        encoded = await self._texts.encode(list(texts.values()), special, model.max_model_len, list(texts))
+        ids = dict(zip(texts, encoded))
+        return {name: ids[name] if isinstance(prompt, str) else prompt for name, prompt in zip(names, given)}
 
     def _choice(
         self,
@@ -162,7 +163,7 @@ class OpenAiRoutes:
         identity = request[request_id_key] if index == 0 else f"{request[request_id_key]}-{index}"
         decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt)
         include_stop = bool(body.include_stop_str_in_output)
-        text = TextStream(decoder, stop_strings(body), include_stop, sampling.min_tokens)
+        text = TextStream(decoder, check_stops(body), include_stop, sampling.min_tokens)
         asked = GenerationRequest(identity, prompt, sampling, images=images, batch=batch or Batch())
         return Choice(asked, text)
 

@@ -7,22 +7,29 @@ field's name.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
+from common.messages.generation import MAX_BIASES
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64  # prompts in one completions request
+MAX_STOP_TOKENS = 128
+MAX_PARTS = (
+    8192  # of the contents of all messages, in a large body; texts of a message without images count as one
+)
 TOP_LOGPROBS = 20
 
-Text = Annotated[str, Meta(max_length=8 << 20)]
-TokenIds = list[int]
+MAX_TEXT = 8 << 20  # characters
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+TokenIds: TypeAlias = "list[int] | array[int]"
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -133,9 +140,24 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
 class CompletionRequest(SharedFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: Text | list[Any]  # text, texts, token ids, or lists of token ids: see `prompts`
+    # text, texts, token ids, or lists of token ids: see `prompts`; ids from `compact_completion` are packed
+    prompt: Text | list[Any]
     logprobs: int | None = None
     suffix: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """POST /tokenize."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    skip_special_tokens: bool = False
 
 
 NOT_YET: dict[str, tuple[Any, ...]] = {  # field -> values that change nothing
@@ -240,9 +262,80 @@ def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]
     for item in prompt:
         if isinstance(item, list):
             _check_ids(item, max_tokens)
-        elif not isinstance(item, str):
+        elif not isinstance(item, str | bytes):
             raise InvalidRequest(_PROMPT_KINDS, param="prompt")
-    return prompt
+    return [array("i", item) if isinstance(item, bytes) else item for item in prompt]
+
+
+def compact_chat(request: ChatRequest) -> ChatRequest:
+    """The same request with little to decode: a large body may be millions of small values.
+
+    Fields without effect are dropped, and the text parts of a message without images become one text, as the chat
+    template would get them. Raises InvalidRequest for what would be refused later anyway, or is too much.
+    """
+    _check_sizes(request)
+    messages = [_one_text(message) for message in request.messages]
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if parts > MAX_PARTS:
+        raise InvalidRequest(f"the messages have {parts} parts, at most {MAX_PARTS}", param="messages")
+    return msgspec.structs.replace(request, messages=messages, user=None)
+
+
+def compact_completion(request: CompletionRequest) -> CompletionRequest:
+    """As `compact_chat`; token ids are packed as int32, where -1 stands for numbers that no token has."""
+    _check_sizes(request)
+    prompt: str | list[Any] = request.prompt
+    if not isinstance(prompt, str):
+        given = prompts(request, len(prompt))
+        for item in given:
+            if isinstance(item, list):
+                _check_ids(item, len(item))
+        prompt = [item if isinstance(item, str) else _packed(item) for item in given]
+    return msgspec.structs.replace(request, prompt=prompt, user=None)
+
+
+def _check_sizes(request: SharedFields) -> None:
+    """Refuse what is unsupported, and lists that are too long whatever is in them."""
+    refuse_unsupported(request)
+    check_stops(request)
+    if len(request.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            f"stop_token_ids takes at most {MAX_STOP_TOKENS} token ids", param="stop_token_ids"
+        )
+    if len(request.logit_bias or ()) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
+    for field in request.__struct_fields__:  # msgpack has no larger integers
+        value = getattr(request, field)
+        values = value if field == "stop_token_ids" and value else (value,)
+        if any(type(each) is int and not -(2**63) <= each < 2**64 for each in values):
+            raise InvalidRequest(f"{field} must fit in 64 bits", param=field)
+
+
+def check_stops(request: SharedFields) -> list[str]:
+    """The stop strings. Raises InvalidRequest("stop")."""
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"{len(stops)} stop strings, at most {MAX_STOPS}", param="stop")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", param="stop")
+    return stops
+
+
+def _one_text(message: Message) -> Message:
+    """Its text parts joined, where there is nothing else in it."""
+    parts = message.content
+    if not isinstance(parts, list) or any(part.type != "text" or part.text is None for part in parts):
+        return message
+    text = "".join(part.text or "" for part in parts)
+    return msgspec.structs.replace(message, content=text) if len(text) <= MAX_TEXT else message
+
+
+def _packed(ids: TokenIds) -> bytes:
+    try:
+        return array("i", ids).tobytes()
+    except OverflowError:
+        return array("i", (each if 0 <= each < 1 << 31 else -1 for each in ids)).tobytes()
 
 
 def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:

@@ -10,9 +10,9 @@ from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, SamplingParams, TokenBias
 from common.model_config import DefaultSampling
 from common.vision_config import VisionConfig
-from router.openai_schema import MAX_STOP_LENGTH, MAX_STOPS, TOP_LOGPROBS, SharedFields
+from router.openai_schema import MAX_STOP_TOKENS, TOP_LOGPROBS, SharedFields, TokenIds
 
-MAX_STOP_TOKENS = 128
+MAX_NAME_SHOWN = 1000  # characters of a model name in a refusal
 MAX_BIAS = 100.0  # of one token, either way
 
 
@@ -33,32 +33,32 @@ class ServedModel:
 def check_model(request: SharedFields, model: ServedModel) -> None:
     if request.model not in (None, "", model.name, model.path):
         raise ModelNotFound(
-            f"the model {request.model!r} is not served here; this is {model.name!r}", param="model"
+            f"the model {request.model[:MAX_NAME_SHOWN]!r} is not served here; this is {model.name!r}",
+            param="model",
         )
 
 
-def stop_strings(request: SharedFields) -> list[str]:
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"{len(stops)} stop strings, at most {MAX_STOPS}", param="stop")
-    for stop in stops:
-        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", param="stop")
-    return stops
-
-
-def check_prompt(token_ids: list[int], model: ServedModel, prompt_field: str) -> None:
+def check_prompt(token_ids: TokenIds, model: ServedModel, prompt_field: str) -> None:
     """Not empty, shorter than the context, and every id in the vocabulary. Length first: it costs nothing."""
     if not token_ids:
         raise InvalidRequest("the prompt is empty", param=prompt_field)
-    if len(token_ids) >= model.max_model_len:
+    check_length(len(token_ids), model.max_model_len, prompt_field)
+    check_tokens_in_vocabulary(token_ids, model.vocab_size, prompt_field)
+
+
+def check_length(tokens: int, max_model_len: int, prompt_field: str, exact: bool = True) -> None:
+    """Raise ContextTooLong for a prompt that leaves no room. Not `exact`: it has so many tokens at least."""
+    if tokens >= max_model_len:
         raise ContextTooLong(
-            f"This model's maximum context length is {model.max_model_len} tokens; the prompt has "
-            f"{len(token_ids)}, which leaves none for the completion. Shorten the prompt.",
+            f"This model's maximum context length is {max_model_len} tokens; the prompt has "
+            f"{'' if exact else 'at least '}{tokens}, which leaves none for the completion. Shorten the prompt.",
             param=prompt_field,
         )
-    if not all(0 <= token < model.vocab_size for token in token_ids):
-        raise InvalidRequest(f"token ids go from 0 to {model.vocab_size - 1}", param=prompt_field)
+
+
+def check_tokens_in_vocabulary(token_ids: TokenIds, vocab_size: int, field: str) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param=field)
 
 
 def sampling_params(

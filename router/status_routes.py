@@ -6,31 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
-from common.errors import InvalidRequest, ModelNotFound
+from common.errors import ModelNotFound
 from router.http_errors import error_body, json_response
-from router.request_body import read_json
+from router.request_body import read_body
 from router.request_checks import ServedModel
-from router.tokenizer import Tokenizer
+from router.text_service import TextService
 
 VERSION = "0.1.0"
-MAX_DETOKENIZE = 1 << 20  # token ids in one request
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True):
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class DetokenizeRequest(msgspec.Struct, frozen=True):
-    tokens: list[int]
-    skip_special_tokens: bool = False
-
-
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +31,10 @@ class ClusterView:
 class StatusRoutes:
     """Handlers. Liveness is that the loop answers; readiness is that a request could be served now."""
 
-    def __init__(self, view: ClusterView, model: Callable[[], ServedModel], tokenizer: Tokenizer) -> None:
+    def __init__(self, view: ClusterView, model: Callable[[], ServedModel], texts: TextService) -> None:
         self._view = view
         self._model = model
-        self._tokenizer = tokenizer
+        self._texts = texts
 
     def add_to(self, app: web.Application) -> None:
         for path in ("/live", "/liveness", "/ping"):
@@ -122,21 +106,16 @@ class StatusRoutes:
         return json_response(found)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = await read_json(request, _TOKENIZE)
-        tokens = await self._tokenizer.encode(body.prompt, body.add_special_tokens)
-        return json_response(
-            {"tokens": tokens, "count": len(tokens), "max_model_len": self._model().max_model_len}
-        )
+        body = await read_body(request)
+        return _json(await self._texts.tokenize(body, self._model().max_model_len))
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        body = await read_json(request, _DETOKENIZE)
-        vocab_size = self._model().vocab_size
-        if len(body.tokens) > MAX_DETOKENIZE:
-            raise InvalidRequest(f"at most {MAX_DETOKENIZE} tokens in one request", param="tokens")
-        if not all(0 <= token < vocab_size for token in body.tokens):
-            raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param="tokens")
-        text = await self._tokenizer.decode_long(body.tokens, body.skip_special_tokens)
-        return json_response({"prompt": text})
+        body = await read_body(request)
+        return _json(await self._texts.detokenize(body, self._model().vocab_size))
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
 
 
 def _card(model: ServedModel) -> dict[str, Any]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from tokenizers import Tokenizer as HfTokenizer
 
 from common.errors import ModelError
 from common.model_directory import MAX_TOKENIZER_BYTES, read_bytes
 from router.detokenizer import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
-
-INLINE_CHARACTERS = 2048  # shorter texts encode faster than a thread hop takes
-INLINE_TOKENS = 4096
-WORK_THREADS = 2
-T = TypeVar("T")
+from router.token_bound import longest_token
 
 
 class Tokenizer:
@@ -42,7 +35,7 @@ class Tokenizer:
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._texts: dict[int, str] = {}  # token alone -> text; at most the vocabulary
         self._bytes = TokenBytes(self._tokenizer) if TokenBytes.fit(self._tokenizer) else None
-        self._pool = ThreadPoolExecutor(WORK_THREADS, thread_name_prefix="tokenizer")
+        self._longest = longest_token(self._tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -50,24 +43,22 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return max(vocabulary.values(), default=-1) + 1
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Long texts are encoded off the event loop. Lone surrogates become U+FFFD."""
-        if len(text) <= INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        return await self.off_loop(lambda: self._encode(text, add_special_tokens))
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Lone surrogates become U+FFFD. Takes seconds and gigabytes for megabytes: see text_work.py."""
+        text = _without_surrogates(text)
+        # no offsets: they take time and nobody reads them
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `encode` cannot stay under for this text, found without encoding it."""
+        if self._longest is None:
+            return 0
+        return -(-len(_without_surrogates(text)) // self._longest)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
-
-    async def decode_long(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """As `decode`, off the event loop where it takes long."""
-        if len(token_ids) <= INLINE_TOKENS:
-            return self.decode(token_ids, skip_special_tokens)
-        return await self.off_loop(lambda: self.decode(token_ids, skip_special_tokens))
-
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run something about text on the tokenizer's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def token_text(self, token_id: int) -> str:
         """One token alone, as logprobs show it; part of a character shows as U+FFFD."""
@@ -93,15 +84,10 @@ class Tokenizer:
             lambda ids: self.decode(ids, skip_special_tokens), self._tokenizer.id_to_token, skip, prompt
         )
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        # encode() keeps the GIL for seconds on long texts; the batch call lets it go, and skips offsets
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+def _without_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

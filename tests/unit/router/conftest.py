@@ -22,7 +22,10 @@ from router.images import Images, NoImages
 from router.openai_routes import OpenAiRoutes
 from router.request_checks import ServedModel
 from router.status_routes import ClusterView, StatusRoutes
+from router.text_service import TextService, Workers
+from router.text_work import TextWork
 from router.tokenizer import Tokenizer
+from tests.fakes.text_workers import InProcess
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.scripted_generator import ScriptedGenerator
 
@@ -80,7 +83,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
-    """Start servers: `await serve(write_timeout=..., path=...)`."""
+    """Start servers: `await serve(write_timeout=..., ...)`. Without `workers` texts are worked on in this process."""
     runners: list[web.AppRunner] = []
     sessions: list[aiohttp.ClientSession] = []
 
@@ -91,6 +94,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         send_buffer: int | None = None,
         max_requests: int = 64,
         images: Images = NoImages(),  # noqa: B008
+        workers: Workers | None = None,
     ) -> Rig:
         log = Log("test")
         app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware(log)])
@@ -102,8 +106,8 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             return served
 
         generator = ScriptedGenerator()
-        template = ChatTemplate(Path(served.path))
-        routes = OpenAiRoutes(generator, text, template, admit, images, max_requests, log, write_timeout)
+        texts = TextService(workers or InProcess(TextWork(text, ChatTemplate(Path(served.path)))), text)
+        routes = OpenAiRoutes(generator, text, texts, admit, images, max_requests, log, write_timeout)
         routes.add_to(app)
         view = ClusterView(
             lambda: rig.ready,
@@ -112,7 +116,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             lambda: b"# HELP x y\n",
             lambda identity: {"request_id": identity} if identity == "known" else None,
         )
-        StatusRoutes(view, lambda: served, text).add_to(app)
+        StatusRoutes(view, lambda: served, texts).add_to(app)
         runner = http_runner(app)
         runners.append(runner)
         await runner.setup()

@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 async def ids_of(rig: Rig, text: str = TEXT) -> list[int]:
-    return await rig.tokenizer.encode(text, add_special_tokens=False)
+    return rig.tokenizer.encode(text, add_special_tokens=False)
 
 
 def client_of(rig: Rig) -> AsyncOpenAI:

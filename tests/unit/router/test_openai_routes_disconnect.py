@@ -82,7 +82,7 @@ async def test_a_whole_answer_closes_nothing_early(rig: Rig) -> None:
 async def test_slow_reader_is_dropped_alone(serve: Serve) -> None:
     """One reader never reads; its stream is cut after the timeout while another gets every token."""
     rig = await serve(write_timeout=0.3, send_buffer=1 << 14)
-    ids = await rig.tokenizer.encode(" hello" * 20, add_special_tokens=False)
+    ids = rig.tokenizer.encode(" hello" * 20, add_special_tokens=False)
     flood = [step for _ in range(50_000) for step in (delta(ids), 0.0)]
     rig.generator.scripts = [
         flood,
@@ -105,7 +105,7 @@ async def test_slow_reader_is_dropped_alone(serve: Serve) -> None:
 
 async def test_a_reader_that_pauses_is_served(serve: Serve) -> None:
     rig = await serve(write_timeout=600.0)
-    ids = await rig.tokenizer.encode(" hello" * 100, add_special_tokens=False)
+    ids = rig.tokenizer.encode(" hello" * 100, add_special_tokens=False)
     rig.generator.will(*[delta(ids) for _ in range(1500)], delta([10], "length"))
     reader, writer = await connect(rig, "/v1/completions", {"prompt": "a", "stream": True})
     await asyncio.sleep(0.3)

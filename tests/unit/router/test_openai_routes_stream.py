@@ -26,7 +26,7 @@ async def events(rig: Rig, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 async def spelled(rig: Rig, text: str) -> list[int]:
-    return await rig.tokenizer.encode(text, add_special_tokens=False)
+    return rig.tokenizer.encode(text, add_special_tokens=False)
 
 
 async def test_chat_bytes(rig: Rig) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from router import text_service
 from tests.unit.router.conftest import MAX_BODY, SERVED, Rig
 from tests.unit.router.scripted_generator import one_by_one
 
@@ -183,6 +184,14 @@ TAKEN_TEXT: dict[str, list[Any]] = {
     "logprobs": [None, 0, 20],
     "prompt": ["", [0], [703], [[1], [2]], ["a", [5]], "a\u0000b", [1] * 4095],
 }
+
+
+@pytest.fixture(params=["read here", "read by a worker"], autouse=True)
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer is the same for a small body and for one so large that a worker reads it."""
+    if request.param == "read by a worker":
+        monkeypatch.setattr(text_service, "SMALL_BODY", -1)
+        monkeypatch.setattr(text_service, "SMALL_TEXTS", -1)
 
 
 def body_of(path: str, field: str, value: Any) -> dict[str, Any]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from typing import Any
 
 import pytest
 
-from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import SERVED, Rig
 
 
@@ -145,22 +142,3 @@ async def test_tokenize_and_back(rig: Rig) -> None:
 async def test_refusals(rig: Rig, path: str, body: Any, param: str | None) -> None:
     status, answer, _ = await rig.post(path, body)
     assert (status, answer["error"]["param"]) == (400, param)
-
-
-async def test_long_texts_do_not_stop_the_probes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, probed = threading.Event(), threading.Event()
-    encode = rig.tokenizer._encode
-
-    def slowly(text: str, add_special_tokens: bool) -> list[int]:
-        begun.set()
-        assert probed.wait(PATIENCE), "nobody else was served"
-        return encode(text, add_special_tokens)
-
-    monkeypatch.setattr(rig.tokenizer, "_encode", slowly)
-    body = {"prompt": "hello world " * 4_000, "add_special_tokens": False}
-    task = asyncio.create_task(rig.post("/tokenize", body))
-    await eventually(begun.is_set)
-    for _ in range(10):
-        assert (await get(rig, "/health"))[0] == 200
-    probed.set()
-    assert (await task)[1]["count"] > 4_000

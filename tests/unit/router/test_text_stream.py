@@ -98,7 +98,7 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 async def test_real_tokens_and_characters_of_several_tokens(
     kind: Tokenizer, text: str, stops: list[str], include: bool, size: int
 ) -> None:
-    ids = await kind.encode(text, False)
+    ids = kind.encode(text, False)
     stream = TextStream(kind.stream(True), stops, include)
     out = ""
     for at in range(0, len(ids), size):

@@ -1,0 +1,85 @@
+"""JSON from strangers to one typed struct: the nesting limit first, then the schema. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+
+from common.errors import InvalidRequest
+
+MAX_DEPTH = 64  # of arrays and objects in each other
+PIECE = 1 << 16  # bytes looked at in one step of the depth check
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
+_QUOTE, _OPENS = b'"['
+T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
+
+
+def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
+    """Raises InvalidRequest with the field's name."""
+    check_depth(raw)
+    try:
+        return decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise invalid_body(error) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def check_depth(raw: bytes | bytearray) -> None:
+    """Raise InvalidRequest where JSON nests deeper than MAX_DEPTH. Broken JSON may pass: decoders refuse it."""
+    if not _many_brackets(raw):
+        return
+    depth, inside = 0, False
+    for marks in _marks(raw):
+        for mark in marks:
+            if mark == _QUOTE:
+                inside = not inside
+            elif not inside:
+                depth += 1 if mark == _OPENS else -1
+                if depth > MAX_DEPTH:
+                    raise InvalidRequest(
+                        f"the body nests more than {MAX_DEPTH} arrays and objects in each other"
+                    )
+
+
+def _marks(raw: bytes | bytearray) -> Iterator[bytes]:
+    """Quotes and brackets piece by piece, in one pass whatever the body is made of."""
+    start = 0
+    while start < len(raw):
+        end = start + PIECE
+        piece = raw[start:end]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the escaped character belongs to this piece
+            piece, end = raw[start : end + 1], end + 1
+        start = end
+        marks = piece.replace(rb"\\", b"").replace(rb"\"", b"").translate(_ONE_KIND, _NO_MARK)
+        yield bytes(marks.replace(b'""', b""))  # two quotes in a row cancel, whatever stands between them
+
+
+def _many_brackets(raw: bytes | bytearray) -> bool:
+    """Whether so many brackets open that they could nest too deep. A large image passes at once."""
+    for bracket in (b"[", b"{"):
+        place = -1
+        for _ in range(MAX_DEPTH // 2 + 1):
+            place = raw.find(bracket, place + 1)
+            if place < 0:
+                break
+        else:
+            return True
+    return False
+
+
+def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:
+    """A body that does not fit the schema, with the field's name."""
+    text, _, path = str(error).partition(" - at `$")
+    field = path.rstrip("`").lstrip(".")
+    missing = re.search(r"required field `(\w+)`", text)
+    if missing:
+        field = f"{field}.{missing[1]}" if field else missing[1]
+    return InvalidRequest(
+        f"{field}: {text}" if field else f"the body is not valid: {text}", param=field or None
+    )

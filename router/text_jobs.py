@@ -1,0 +1,94 @@
+"""What the router asks its text workers for, and what they answer.
+
+A job and its answer each travel as one head (msgpack) and one payload (bytes whose form the job defines). Errors cross
+by their code, so that a client sees the same refusal whether its request was read here or in a worker.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.errors import RequestError, from_code
+
+
+class Settings(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame to a worker."""
+
+    model_path: str
+    max_answer_bytes: int
+
+
+class ReadChat(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Payload: the body. Answer: the ChatRequest as msgpack, within the limits that `compact` keeps."""
+
+
+class ReadCompletion(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Payload: the body. Answer: the CompletionRequest as msgpack, its token ids packed as int32."""
+
+
+class RenderChat(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Payload: the messages as msgpack. Answer: the token ids of their prompt as int32."""
+
+    add_special_tokens: bool
+    max_model_len: int
+
+
+class EncodeTexts(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Payload: a list of texts as msgpack. Answer: the token ids of all of them as int32, in order."""
+
+    add_special_tokens: bool
+    max_model_len: int
+    fields: tuple[str, ...]  # the name of each text in refusals
+
+
+class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Payload: the body of /tokenize. Answer: the JSON of its response."""
+
+    max_model_len: int
+
+
+class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Payload: the body of /detokenize. Answer: the JSON of its response."""
+
+    vocab_size: int
+
+
+Job = ReadChat | ReadCompletion | RenderChat | EncodeTexts | Tokenize | Detokenize
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The head of an answer. `error` and `defect` are empty where the job is done."""
+
+    counts: tuple[int, ...] = ()  # tokens of each text
+    error: str = ""  # code of a RequestError
+    message: str = ""
+    param: str | None = None
+    defect: str = ""  # traceback of an unexpected exception, for the log
+
+    def check(self) -> None:
+        """Raise what the worker raised."""
+        if self.defect:
+            raise RuntimeError(f"a text worker failed:\n{self.defect}")
+        if self.error:
+            raise from_code(self.error, self.message, self.param)
+
+
+def refusal(error: RequestError) -> Answer:
+    return Answer(error=error.code, message=str(error), param=error.param)
+
+
+def too_costly(job: Job) -> tuple[str, str | None]:
+    """The message and the field of the refusal where a job takes more time or memory than a worker has."""
+    match job:
+        case RenderChat():
+            return (
+                "turning the messages into a prompt takes too much time or memory; shorten them",
+                "messages",
+            )
+        case EncodeTexts():
+            return "encoding the prompt takes too much time or memory; shorten it", job.fields[0]
+        case Tokenize():
+            return "encoding the prompt takes too much time or memory; shorten it", "prompt"
+        case Detokenize():
+            return "decoding the tokens takes too much time or memory; send fewer", "tokens"
+    return "reading the body takes too much time or memory; send a smaller one", None

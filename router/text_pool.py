@@ -1,0 +1,181 @@
+"""The router's end of its text workers: two lanes of processes, bounded queues, deadlines, restarts.
+
+Small jobs have workers of their own, so that none of them waits for a large one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.errors import InternalError, InvalidRequest, Overloaded, TandemError
+from common.observability.logs import Log
+from router.text_channel import TextChannel, WorkerEnded, WorkerStuck, start_worker
+from router.text_jobs import Answer, Job, Settings, too_costly
+from router.text_work import Payload
+
+SMALL_JOB = 1 << 16  # bytes of a payload, at most, in the lane of small jobs
+WORKERS = 2  # in each lane
+MAX_WAITING = 1024  # jobs of a lane that wait for a worker
+MAX_WAITING_BYTES = 128 << 20  # of their payloads
+TURN_SECONDS = 20.0  # that a job waits for a worker
+SMALL_SECONDS = 4.0  # that a small job may take; a worker that takes longer is stuck, and killed
+LARGE_SECONDS = 60.0
+RESTART_SECONDS = 1.0  # between attempts to start a worker
+MAX_ANSWER_BYTES = 32 << 20  # beyond the payload of the job
+# A worker that ended so has run out of CPU time, or of memory: Rust aborts where an allocation fails.
+OVER_LIMITS = {
+    -signal.SIGPROF,
+    -signal.SIGABRT,
+    -signal.SIGSEGV,
+    -signal.SIGBUS,
+    -signal.SIGTRAP,
+    -signal.SIGILL,
+}
+BUSY = "the texts of other requests keep this router busy; try again later"
+Start = Callable[[], Coroutine[Any, Any, TextChannel]]
+
+
+class Lane:
+    """Workers that take one job each at a time, and the jobs that wait for them."""
+
+    def __init__(self, start: Start, seconds: float, log: Log) -> None:
+        self._start = start
+        self._seconds = seconds
+        self._log = log
+        self._idle: list[TextChannel] = []
+        self._all: set[TextChannel] = set()
+        self._waiting: deque[asyncio.Future[TextChannel]] = deque()
+        self._waiting_bytes = 0
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def open(self) -> None:
+        """Raises ModelError or InternalError where a worker cannot be started."""
+        started = await asyncio.gather(*(self._start() for _ in range(WORKERS)), return_exceptions=True)
+        for worker in started:
+            if isinstance(worker, TextChannel):
+                self._add(worker)
+        for error in started:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]:
+        """Raises Overloaded, or InvalidRequest where the job takes more than a worker has."""
+        for _ in range(2):
+            worker = await self._take(len(payload))
+            answer = worker.ask(job, payload, self._seconds)
+            # what comes of it does not depend on the asker: a client that leaves does not cost a worker
+            answer.add_done_callback(partial(self._done, worker))
+            try:
+                return await asyncio.shield(answer)
+            except WorkerStuck as error:
+                self._log.warning(
+                    "a text worker did not answer in time and was killed", seconds=self._seconds
+                )
+                raise Overloaded(BUSY) from error
+            except WorkerEnded as error:
+                if await worker.exit_code() in OVER_LIMITS:
+                    message, param = too_costly(job)
+                    raise InvalidRequest(message, param=param) from error
+            # ended by somebody else: the job is not to blame
+        raise InternalError("two text workers in a row ended while they worked on this request")
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._restarts:
+            task.cancel()
+        await asyncio.gather(*self._restarts, return_exceptions=True)
+        await asyncio.gather(*(worker.end() for worker in list(self._all)))
+
+    async def _take(self, size: int) -> TextChannel:
+        """An idle worker, in the order of asking."""
+        if self._idle:
+            return self._idle.pop()
+        if len(self._waiting) >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
+            raise Overloaded(BUSY)
+        turn: asyncio.Future[TextChannel] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._waiting_bytes += size
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                return await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():
+                self._give(turn.result())
+            if isinstance(error, TimeoutError):
+                raise Overloaded(BUSY) from None
+            raise
+        finally:
+            self._waiting_bytes -= size
+            if not turn.done() or turn.cancelled():
+                self._waiting.remove(turn)
+
+    def _done(self, worker: TextChannel, answer: asyncio.Future[tuple[Answer, Payload]]) -> None:
+        if answer.cancelled() or answer.exception() is None:
+            self._give(worker)
+
+    def _give(self, worker: TextChannel) -> None:
+        if worker.ended:
+            return
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(worker)
+                return
+        self._idle.append(worker)
+
+    def _add(self, worker: TextChannel) -> None:
+        self._all.add(worker)
+        worker.on_end(partial(self._replace, worker))
+        self._give(worker)
+
+    def _replace(self, worker: TextChannel) -> None:
+        self._all.discard(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        if not self._closed:
+            task = asyncio.get_running_loop().create_task(self._restart())
+            self._restarts.add(task)
+            task.add_done_callback(self._restarts.discard)
+
+    async def _restart(self) -> None:
+        while True:
+            try:
+                self._add(await self._start())
+                return
+            except TandemError as error:
+                self._log.error("a text worker cannot be started", reason=str(error))
+                await asyncio.sleep(RESTART_SECONDS)
+
+
+class TextPool:
+    """Runs jobs in worker processes of one model."""
+
+    def __init__(self, path: Path, max_body_bytes: int, log: Log) -> None:
+        settings = Settings(str(path), max_body_bytes + MAX_ANSWER_BYTES)
+        start = partial(start_worker, settings)
+        self._small = Lane(start, SMALL_SECONDS, log)
+        self._large = Lane(start, LARGE_SECONDS, log)
+
+    async def start(self) -> None:
+        """Raises ModelError for a model directory that the workers cannot read."""
+        opened = await asyncio.gather(self._small.open(), self._large.open(), return_exceptions=True)
+        for error in opened:
+            if error is not None:
+                await self.close()
+                raise error
+
+    async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]:
+        """Raises Overloaded while too much waits, and InvalidRequest for what takes too much time or memory."""
+        lane = self._small if len(payload) <= SMALL_JOB else self._large
+        return await lane.run(job, payload)
+
+    async def close(self) -> None:
+        await self._small.close()
+        await self._large.close()

@@ -1,0 +1,152 @@
+"""The work on texts itself: bodies to requests, messages to prompts, texts to token ids and back.
+
+Runs in a text worker, where its time and memory are limited, and for small inputs in the router. Both ways give the
+same results and the same refusals.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from common.errors import InvalidRequest, RequestError
+from router.chat_template import ChatTemplate
+from router.json_body import decode_json
+from router.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+    compact_chat,
+    compact_completion,
+)
+from router.request_checks import check_length, check_tokens_in_vocabulary
+from router.text_jobs import (
+    Answer,
+    Detokenize,
+    EncodeTexts,
+    Job,
+    ReadChat,
+    ReadCompletion,
+    RenderChat,
+    Tokenize,
+    refusal,
+    too_costly,
+)
+from router.tokenizer import Tokenizer
+
+READ_SECONDS = 10.0  # of CPU time, for a body
+RENDER_SECONDS = 1.0  # for a chat template
+ENCODE_SECONDS = 20.0  # for the texts of one request
+MAX_DETOKENIZE = 1 << 20  # token ids in one request
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+_messages = msgspec.msgpack.Decoder(list[Message])
+_texts = msgspec.msgpack.Decoder(list[str])
+Payload = bytes | bytearray
+Done = tuple[Answer, Payload]
+
+
+def read_chat(raw: Payload) -> ChatRequest:
+    """Raises InvalidRequest."""
+    return decode_json(raw, _chat)
+
+
+def read_completion(raw: Payload) -> CompletionRequest:
+    """Raises InvalidRequest."""
+    return decode_json(raw, _completion)
+
+
+class TextWork:
+    """The tokenizer and the chat template of one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, limit: Callable[[float], None] = lambda _: None
+    ) -> None:
+        """`limit(seconds)` is called before each phase of a job with the CPU time that it may take."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._limit = limit
+
+    @classmethod
+    def load(cls, path: Path, limit: Callable[[float], None] = lambda _: None) -> TextWork:
+        """Raises ModelError."""
+        return cls(Tokenizer(path), ChatTemplate(path), limit)
+
+    def do(self, job: Job, payload: Payload) -> Done:
+        """Never raises for what a client sent: refusals are answers, too."""
+        try:
+            return self._do(job, payload)
+        except RequestError as error:
+            return refusal(error), b""
+        except MemoryError:
+            message, param = too_costly(job)
+            return refusal(InvalidRequest(message, param=param)), b""
+
+    def _do(self, job: Job, payload: Payload) -> Done:
+        match job:
+            case ReadChat():
+                self._limit(READ_SECONDS)
+                return Answer(), msgspec.msgpack.encode(compact_chat(read_chat(payload)))
+            case ReadCompletion():
+                self._limit(READ_SECONDS)
+                return Answer(), msgspec.msgpack.encode(compact_completion(read_completion(payload)))
+            case RenderChat():
+                self._limit(RENDER_SECONDS)
+                text = self._template.render(_messages.decode(payload))
+                return self._encoded([text], job.add_special_tokens, job.max_model_len, ("messages",))
+            case EncodeTexts():
+                texts = _texts.decode(payload)
+                return self._encoded(texts, job.add_special_tokens, job.max_model_len, job.fields)
+            case Tokenize():
+                return Answer(), self.tokenize(payload, job.max_model_len)
+            case Detokenize():
+                return Answer(), self.detokenize(payload, job.vocab_size)
+
+    def tokenize(self, raw: Payload, max_model_len: int) -> bytes:
+        """The response of /tokenize. Raises InvalidRequest."""
+        self._limit(READ_SECONDS)
+        body = decode_json(raw, _tokenize)
+        self._limit(ENCODE_SECONDS)
+        tokens = self._tokenizer.encode(body.prompt, body.add_special_tokens)
+        return msgspec.json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len})
+
+    def detokenize(self, raw: Payload, vocab_size: int) -> bytes:
+        """The response of /detokenize. Raises InvalidRequest."""
+        self._limit(READ_SECONDS)
+        body = decode_json(raw, _detokenize)
+        if len(body.tokens) > MAX_DETOKENIZE:
+            raise InvalidRequest(f"at most {MAX_DETOKENIZE} tokens in one request", param="tokens")
+        check_tokens_in_vocabulary(body.tokens, vocab_size, "tokens")
+        self._limit(ENCODE_SECONDS)
+        text = self._tokenizer.decode(body.tokens, body.skip_special_tokens)
+        return msgspec.json.encode({"prompt": text})
+
+    def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
+    ) -> list[list[int]]:
+        """Raises ContextTooLong with the field of a text that leaves no room for an answer."""
+        self._limit(ENCODE_SECONDS)
+        for text, field in zip(texts, fields):  # all of them before the first is encoded
+            check_length(self._tokenizer.least_tokens(text), max_model_len, field, exact=False)
+        encoded = []
+        for text, field in zip(texts, fields):
+            tokens = self._tokenizer.encode(text, add_special_tokens)
+            check_length(len(tokens), max_model_len, field)
+            encoded.append(tokens)
+        return encoded
+
+    def _encoded(
+        self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
+    ) -> Done:
+        encoded = self.encode(texts, add_special_tokens, max_model_len, fields)
+        packed = array("i")
+        for tokens in encoded:
+            packed.extend(tokens)
+        return Answer(counts=tuple(map(len, encoded))), packed.tobytes()
