@@ -69,10 +69,10 @@ class RouterApp:
     draining: bool = False
 
     async def start(self) -> None:
-        """Start the workers, listen for nodes, then for clients. Raises ConfigError or ModelError."""
+        """Listen for nodes, start the text workers, then listen for clients. Raises ConfigError or ModelError."""
         router = self.resolved.cluster.router
-        await self.text_pool.start()
         self.control.start(self.registry, self.dispatcher)
+        await self.text_pool.start()
         await self.runner.setup()
         deadline = time.monotonic() + BIND_SECONDS
         while True:
