@@ -50,9 +50,16 @@ def response_of(error: RequestError) -> web.Response:
 def broken_request(status: int) -> web.Response:
     """The answer to bytes that are no HTTP request, or to a failure of the server itself."""
     if status < 500:
-        body = error_body("this is not a valid HTTP request", "invalid_request_error", None, status)
-    else:
-        body = error_body("internal error", "server_error", None, InternalError.code)
+        return refused_connection(status, "this is not a valid HTTP request")
+    return _closing(status, error_body("internal error", "server_error", None, InternalError.code))
+
+
+def refused_connection(status: int, message: str) -> web.Response:
+    """The answer to a request that no handler sees, after which the connection closes: who sends it is confused."""
+    return _closing(status, error_body(message, "invalid_request_error", None, status))
+
+
+def _closing(status: int, body: dict[str, Any]) -> web.Response:
     response = json_response(
         body, status, {SHOULD_RETRY: "false", REQUEST_ID: secrets.token_hex(12), "Connection": "close"}
     )

@@ -1,13 +1,16 @@
-"""aiohttp's server, except that what is no HTTP request gets its 400 in JSON, as every other error does.
+"""aiohttp's server, except that every error of its own is answered in JSON, as ours are.
 
-aiohttp has no hook for that: errors before there is a request are answered by the protocol itself.
+aiohttp has no hook for that: errors before there is a request are answered by the protocol itself, and some requests
+are refused before a middleware is asked.
 """
 
 from __future__ import annotations
 
-from aiohttp import web
+from collections.abc import Awaitable, Callable
 
-from router.http_errors import broken_request
+from aiohttp import HttpVersion10, hdrs, web
+
+from router.http_errors import broken_request, refused_connection
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
@@ -54,11 +57,33 @@ class _Server(web.Server):
         return _Protocol(self, loop=self._loop, **self._kwargs)
 
 
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def _checked(handler: Handler) -> Handler:
+    """What holds for every request, whatever its route."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        if request.version < HttpVersion10:
+            return refused_connection(505, "send the request as HTTP/1.1")
+        codings = request.headers.getall(hdrs.TRANSFER_ENCODING, [])
+        if codings and [coding.strip().lower() for coding in codings] != ["chunked"]:
+            # aiohttp would pass the coded bytes on as the body
+            return refused_connection(501, "the only Transfer-Encoding that is taken is chunked")
+        if codings and hdrs.CONTENT_LENGTH in request.headers:
+            return refused_connection(400, "Transfer-Encoding and Content-Length exclude each other")
+        if request.headers.get(hdrs.EXPECT, "100-continue").lower() != "100-continue":
+            return refused_connection(417, "the only Expect that is met is 100-continue")
+        return await handler(request)
+
+    return handle
+
+
 class _Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         return _Server(
-            made.request_handler,
+            _checked(made.request_handler),
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,

@@ -23,7 +23,7 @@ from common.errors import (
 )
 from router.http_server import http_runner
 from tests.fakes.waiting import PATIENCE
-from tests.unit.router.conftest import Rig
+from tests.unit.router.conftest import MAX_BODY, Rig
 from tests.unit.router.scripted_generator import one_by_one
 
 CHAT = "/v1/chat/completions"
@@ -235,6 +235,86 @@ async def test_broken_http_is_refused(rig: Rig, head: str, caplog: pytest.LogCap
     assert (told["type"], told["code"], told["param"]) == ("invalid_request_error", 400, None)
     assert not rig.generator.requests
     assert (await rig.post(CHAT, BODY))[0] == 200  # others are served on
+
+
+CHUNKS = f"{len(RAW):x}\r\n{RAW.decode()}\r\n0\r\n\r\n"
+GET = "GET /live HTTP/1.1\r\nHost: x\r\n"
+LARGE = MAX_BODY + 1
+# What aiohttp or llhttp itself refuses, or would take though it should not: status -> bytes.
+REFUSED_BY_THE_SERVER: list[tuple[int, str]] = [
+    (501, f"{HEAD}Transfer-Encoding: gzip, chunked\r\n\r\n{CHUNKS}"),
+    (501, f"{HEAD}Transfer-Encoding: deflate , Chunked\r\n\r\n{CHUNKS}"),
+    (501, f"POST /nothing HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n{CHUNKS}"),
+    (400, f"{HEAD}Transfer-Encoding: gzip\r\n\r\n{CHUNKS}"),
+    (400, f"{HEAD}Transfer-Encoding: identity\r\n\r\n{CHUNKS}"),
+    (400, f"{HEAD}Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n{CHUNKS}"),
+    (400, f"{HEAD}Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n{CHUNKS}"),
+    (400, f"{HEAD}Transfer-Encoding: xchunked\r\n\r\n{CHUNKS}"),
+    (400, f"{HEAD}Transfer-Encoding:\r\n\r\n{CHUNKS}"),
+    (400, f"{HEAD}Transfer-Encoding: chunked\r\n{LENGTH}\r\n{CHUNKS}"),
+    (400, f"{HEAD}Transfer-Encoding: chunked\r\n\r\nzz\r\n"),
+    (400, f"{HEAD}Transfer-Encoding: chunked\r\n\r\n0\r\n" + "A: b\r\n" * 3000 + "\r\n"),
+    (400, f"{HEAD}Content-Length: 99999999999999999999999\r\n\r\n"),
+    (413, f"{HEAD}Connection: close\r\nContent-Length: {LARGE}\r\n\r\n" + "x" * LARGE),
+    (
+        413,
+        f"{HEAD}Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n{LARGE:x}\r\n{'x' * LARGE}\r\n0\r\n\r\n",
+    ),
+    (417, f"{HEAD}{LENGTH}Expect: 200-ok\r\n\r\n{RAW.decode()}"),
+    (417, f"{GET}Expect: nonsense\r\n\r\n"),
+    (417, "GET /nothing HTTP/1.1\r\nHost: x\r\nExpect: nonsense\r\n\r\n"),
+    (505, "GET /live\r\n\r\n"),
+    (400, "GET /live HTTP/1.2\r\nHost: x\r\n\r\n"),
+    (400, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    (400, "BREW /live HTTP/1.1\r\nHost: x\r\n\r\n"),
+    (400, "get /live HTTP/1.1\r\nHost: x\r\n\r\n"),
+    (400, "GET /live HTTP/1.1\r\n\r\n"),
+    (400, f"{GET}Host: y\r\n\r\n"),
+    (400, f"{GET}A : b\r\n\r\n"),
+    (400, f"{GET} folded\r\n\r\n"),
+    (400, "GET /live HTTP/1.1\nHost: x\n\n"),
+    (400, "GET /live\x01 HTTP/1.1\r\nHost: x\r\n\r\n"),
+    (400, "GET http://[::1/live HTTP/1.1\r\nHost: x\r\n\r\n"),
+    (400, f"{GET}A: {'x' * 20_000}\r\n\r\n"),
+    (400, GET + "A: b\r\n" * 200 + "\r\n"),
+    (400, f"GET /{'x' * 20_000} HTTP/1.1\r\nHost: x\r\n\r\n"),
+    (404, "GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
+    (404, "OPTIONS * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
+    (404, "CONNECT x:80 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
+    (405, "PROPFIND /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
+    (
+        415,
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: ;;\r\n{LENGTH}\r\n{RAW.decode()}",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED_BY_THE_SERVER)))
+async def test_every_error_of_the_http_library_has_openais_shape(rig: Rig, case: int) -> None:
+    status, sent = REFUSED_BY_THE_SERVER[case]
+    answer = await exchange(rig, sent.encode("latin-1"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    assert lines[0].split(b" ")[1] == str(status).encode(), (sent[:200], answer[:300])
+    assert b"Content-Type: application/json" in lines
+    assert b"x-should-retry: false" in lines
+    assert [line for line in lines if line.startswith(b"X-Request-Id: ")]
+    told = json.loads(body)["error"]  # and nothing after it: no second answer to smuggled bytes
+    assert set(told) == {"message", "type", "param", "code"}
+    assert (told["type"], told["code"]) == ("invalid_request_error", status)
+    assert not rig.generator.requests
+
+
+async def test_chunked_bodies_and_expectations_are_taken(rig: Rig) -> None:
+    rig.generator.will(*one_by_one([10]))
+    close = "Connection: close\r\n"
+    for head, body in (
+        ("Transfer-Encoding: chunked\r\n", CHUNKS),
+        ("transfer-encoding: Chunked \r\n", CHUNKS),
+        (f"Expect: 100-Continue\r\n{LENGTH}", RAW.decode()),
+    ):
+        answer = await exchange(rig, f"{HEAD}{close}{head}\r\n{body}".encode())
+        assert b"HTTP/1.1 200 OK" in answer, (head, answer)
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD.encode(), b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT"])
