@@ -2,7 +2,7 @@
 
 A template comes with a model, from whoever made it, and its loops run over what a client sent. Loops and calls draw
 from a budget per rendering; operators, filters and methods that make much out of little are capped. What cannot be
-capped here is listed in the tests.
+capped here (two deeply nested lists compared) ends with the process that renders: see text_process.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = (
     1_000_000  # of one rendering; a round of a loop is one; an honest template needs hundreds per message
@@ -30,10 +31,43 @@ MAX_STEPS = (
 CALL_STEPS = 10  # a call of a macro takes that much longer than a round of a loop
 MAX_SIZE = 16 << 20  # characters of one value, or items of one list
 MAX_NUMBER = 100_000  # widths, counts and exponents
+MAX_BITS = 4096  # of a product
 _budget: ContextVar[list[int]] = ContextVar("steps left")
 _WIDE_PERCENT = re.compile(r"\d{6}|[*]")
 _WIDE_BRACES = re.compile(r"\d{6}|:[^}]*\{")
 _NUMBER_FILTERS = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
+# Filters that do not look into the items of a list; all others may make one text of everything in it.
+_SHALLOW_FILTERS = {
+    *(
+        "attr",
+        "batch",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "first",
+        "groupby",
+        "items",
+        "last",
+        "length",
+        "list",
+    ),
+    *(
+        "map",
+        "max",
+        "min",
+        "random",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+    ),
+    *("sum", "unique"),
+}
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
@@ -42,19 +76,27 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _Generation],
+            finalize=_pay_for_output,
+        )
         self.filters["tojson"] = _to_json
         self.filters["format"] = _format
         self.filters.update({name: _paid(name, each) for name, each in self.filters.items()})
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = _strftime_now
-        self.metered = _metered  # by attribute: a template can set a global's name, not this
+        # by attribute: a template can set a global's name, not these
+        self.metered = _metered
+        self.concatenated = _concatenated
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Call(nodes.EnvironmentAttribute("metered"), [loop.iter], [], None, None)
+        _MeterConcat().visit(tree)
         tree.set_environment(self)
         return tree
 
@@ -62,7 +104,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Every call that a template makes: macros, methods of strings, globals."""
         _draw(CALL_STEPS)
         if isinstance(getattr(__obj, "__self__", None), str):
-            _check_method(__obj, args)
+            _check_method(__obj, args, kwargs)
         if isinstance(__obj, LoopContext) and args:  # {% for ... recursive %}
             args = (_metered(args[0]), *args[1:])
         result = super().call(__context, __obj, *args, **kwargs)
@@ -72,20 +114,33 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None and _WIDE_BRACES.search(value.__self__):
+        if wrapped is None:
+            return None
+        if _WIDE_BRACES.search(value.__self__):
             raise SecurityError("a format this wide")
-        return wrapped
+
+        @functools.wraps(wrapped)
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _check_nested([*args, *kwargs.values()])
+            return str(wrapped(*args, **kwargs))
+
+        return checked
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*" and (_size(left) or _size(right)):
             times = right if _size(left) else left
             _check_size(max(_size(left), _size(right)) * (times if isinstance(times, int) else 1))
+        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() + right.bit_length() > MAX_BITS:
+                raise SecurityError("a product this large")
         elif operator == "+":
             _check_size(_size(left) + _size(right))
         elif operator == "**" and (abs(right) > 64 or abs(left) > MAX_NUMBER):
             raise SecurityError("a power this large")
-        elif operator == "%" and isinstance(left, str) and _WIDE_PERCENT.search(left):
-            raise SecurityError("a format this wide")
+        elif operator == "%" and isinstance(left, str):
+            if _WIDE_PERCENT.search(left):
+                raise SecurityError("a format this wide")
+            _check_nested(right)
         return super().call_binop(context, operator, left, right)
 
     def render(self, template: jinja2.Template, variables: dict[str, Any], limit: int) -> str:
@@ -111,6 +166,32 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _MeterConcat(NodeTransformer):
+    """`a ~ b` doubles a text as `+` does, and jinja has no hook for it."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Call(nodes.EnvironmentAttribute("concatenated"), node.nodes, [], None, None)
+
+
+def _concatenated(*values: Any) -> str:
+    for value in values:
+        _check_nested(value)
+    texts = [str(value) for value in values]
+    _check_size(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _pay_for_output(value: Any) -> Any:
+    """What a template prints, also into a variable or out of a macro."""
+    if _budget.get(None) is not None:  # else a constant, while the template is compiled
+        if isinstance(value, str):
+            _draw(len(value) >> 8)
+        else:
+            _check_nested(value)
+    return value
 
 
 def _draw(steps: int) -> None:
@@ -142,15 +223,43 @@ def _check_size(size: int) -> None:
     _draw(size >> 8)  # long values cost their share
 
 
+def _check_nested(value: Any) -> None:
+    """Draw for everything inside a value, as often as it occurs: a list of itself, twice, 60 deep is 60 objects."""
+    if not isinstance(value, _CONTAINERS):
+        return
+    characters, rest = 0, [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, str):
+            characters += len(each)
+        elif isinstance(each, dict):
+            _draw(1 + 2 * len(each))
+            rest.extend(each.keys())
+            rest.extend(each.values())
+        elif isinstance(each, _CONTAINERS):
+            _draw(1 + len(each))
+            rest.extend(each)
+    _check_size(characters)
+
+
 def _check_numbers(args: Iterable[Any]) -> None:
     if any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in args):
         raise SecurityError("a number this large")
 
 
-def _check_method(method: Any, args: tuple[Any, ...]) -> None:
-    _check_numbers(args)
+def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _check_numbers((*args, *kwargs.values()))
     text = method.__self__
     _draw(len(text) >> 6)
+    if method.__name__ == "join":
+        _check_nested([*args, *kwargs.values()])
+        _check_size(len(text) * max(map(_size, args), default=0))
+    elif method.__name__ == "expandtabs":
+        width = next(iter((*args, *kwargs.values())), 8)
+        _check_size(len(text) + text.count("\t") * (width if isinstance(width, int) else 1))
+    elif method.__name__ == "translate":
+        table = args[0] if args and isinstance(args[0], dict) else {}
+        _check_size(len(text) * max(map(_size, table.values()), default=1))
     if (
         method.__name__ == "replace"
         and len(args) >= 2
@@ -166,6 +275,11 @@ def _paid(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # keeps jinja's marks, such as pass_environment
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _draw(1 + max(map(_filter_steps, args), default=0))
+        if name not in _SHALLOW_FILTERS:
+            for arg in (*args, *kwargs.values()):
+                _check_nested(arg)
+        if name == "join" and len(args) >= 3:
+            _check_size(_size(args[1]) * _size(args[2]))
         if name in _NUMBER_FILTERS:
             _check_numbers((*args, *kwargs.values()))
         if name == "replace" and len(args) >= 4 and all(isinstance(arg, str) for arg in args[1:4]):

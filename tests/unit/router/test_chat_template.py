@@ -115,6 +115,9 @@ def test_nothing_of_python_is_reachable(tmp_path: Path, source: str) -> None:
     assert text == ""  # refused, or undefined, which prints as nothing
 
 
+NESTED = "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -146,6 +149,26 @@ def test_nothing_of_python_is_reachable(tmp_path: Path, source: str) -> None:
         "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
         "{% set n = namespace(s=range(99999)|list) %}{% for i in range(99999) %}{{ (n.s|sort|list)[0] }}{% endfor %}",
         "{{ {}|tojson(indent=10**9) }}{{ [1]|tojson(indent=10**9) }}",
+        "{% set n = namespace(s='xx') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s='xx') %}{% for i in range(99) %}{% set n.s = n.s ~ 'a' ~ n.s %}{% endfor %}",
+        "{{ (('\t' * 99999) ~ 'x').expandtabs(99999) }}",
+        "{{ ('\t' * 99999).expandtabs(tabsize=99999) }}",
+        "{{ ('x' * 99999).translate({120: 'y' * 99999}) }}",
+        f"{NESTED}{{{{ n.l }}}}",
+        f"{NESTED}{{{{ n.l|string|length }}}}",
+        f"{NESTED}{{{{ n.l|tojson }}}}",
+        f"{NESTED}{{{{ (n.l ~ 'x')|length }}}}",
+        f"{NESTED}{{{{ '%s' % (n.l,) }}}}",
+        f"{NESTED}{{{{ '%s'|format(n.l) }}}}",
+        f"{NESTED}{{{{ '{{}}'.format(n.l) }}}}",
+        f"{NESTED}{{{{ n.l|upper }}}}",
+        f"{NESTED.replace('[n.l, n.l]', chr(123) + '1: n.l, 2: n.l' + chr(125))}{{{{ n.l }}}}",
+        "{% set s = 'x' * 9999999 %}{{ ([s] * 9999)|join|length }}",
+        "{% set s = 'x' * 9999999 %}{{ ''.join([s] * 9999)|length }}",
+        "{{ (['x'] * 99999)|join('y' * 99999)|length }}",
+        "{{ ('y' * 99999).join(['x'] * 99999)|length }}",
+        "{% set s = 'x' * 9999999 %}{% set t %}{% for i in range(9999) %}{{ s }}{% endfor %}{% endset %}",
+        "{% set n = namespace(i=3) %}{% for i in range(99) %}{% set n.i = n.i * n.i %}{% endfor %}{{ n.i % 7 }}",
     ],
 )
 def test_work_and_memory_are_bounded(tmp_path: Path, source: str) -> None:
@@ -153,6 +176,16 @@ def test_work_and_memory_are_bounded(tmp_path: Path, source: str) -> None:
     with pytest.raises(InvalidRequest) as found:
         template.render(HI)  # returns at all: each of them would run for years
     assert found.value.param == "messages"
+
+
+def test_the_limits_leave_honest_uses_alone(tmp_path: Path) -> None:
+    source = (
+        "{{ 'a' ~ 1 ~ none ~ missing ~ [1, {'b': 'c'}] }}|{{ 'a\tb'.expandtabs(4) }}|{{ 'abc'.translate({97: 'xy'}) }}|"
+        "{{ [1, 'b']|join(', ') }}|{{ ', '.join(['a', 'b']) }}|{{ 7 * 6 }}|{{ '%s and %s' % (1, [2]) }}|"
+        "{{ {'a': [1]} }}|{{ '{} {x}'.format([1], x=2) }}"
+    )
+    expected = "a1None[1, {'b': 'c'}]|a   b|xybc|1, b|a, b|42|1 and [2]|{'a': [1]}|[1] 2"
+    assert made(tmp_path, source).render(HI) == expected
 
 
 def test_a_template_cannot_switch_the_meter_off(tmp_path: Path) -> None:
