@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import HttpVersion10, hdrs, web
 
 from router.http_errors import broken_request, refused_connection
+from router.request_body import ReadingBytes, reading_key
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
@@ -22,6 +23,7 @@ SHUTDOWN_SECONDS = 1.0  # for answers that are being written when the server clo
 
 def http_runner(app: web.Application) -> web.AppRunner:
     """The HTTP server of an application, with the limits that hold before a handler is asked."""
+    app[reading_key] = ReadingBytes()
     return _Runner(
         app,
         handler_cancellation=True,  # else a client that leaves before the first byte is noticed only at the end

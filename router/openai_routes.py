@@ -30,6 +30,7 @@ from router.openai_schema import (
     SharedFields,
     TokenIds,
     check_stops,
+    prompt_names,
     prompts,
     refuse_unsupported,
     without_addresses,
@@ -113,8 +114,10 @@ class OpenAiRoutes:
             return await self._answer(request, body, form, choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._texts.read_completion(await read_body(request))
+        raw = await read_body(request)
         model = self._model()
+        body = await self._texts.read_completion(raw, model.max_model_len)
+        del raw  # megabytes, which nobody needs until the answer is complete
         _check(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
         choices, batch = [], Batch()
@@ -140,7 +143,7 @@ class OpenAiRoutes:
         self, given: Sequence[str | TokenIds], body: CompletionRequest, model: ServedModel
     ) -> dict[str, TokenIds]:
         """Name of each prompt -> its token ids; all texts of the request are encoded together."""
-        names = ["prompt"] if len(given) == 1 else [f"prompt[{index}]" for index in range(len(given))]
+        names = prompt_names(len(given))
         texts = {name: prompt for name, prompt in zip(names, given) if isinstance(prompt, str)}
         special = body.add_special_tokens is not False
         encoded = await self._texts.encode(list(texts.values()), special, model.max_model_len, list(texts))

@@ -338,6 +338,11 @@ def _packed(ids: TokenIds) -> bytes:
         return array("i", (each if 0 <= each < 1 << 31 else -1 for each in ids)).tobytes()
 
 
+def prompt_names(count: int) -> list[str]:
+    """What refusals call each of `count` prompts."""
+    return ["prompt"] if count == 1 else [f"prompt[{index}]" for index in range(count)]
+
+
 def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     """(where it stands, its address) of every image, in order. Raises InvalidRequest for parts of unknown types."""
     for index, message in enumerate(messages):

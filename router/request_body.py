@@ -6,13 +6,30 @@ import asyncio
 
 from aiohttp import web
 
-from common.errors import DeadlineExceeded, RequestTooLarge, UnsupportedMedia
+from common.errors import DeadlineExceeded, Overloaded, RequestTooLarge, UnsupportedMedia
 
 READ_TIMEOUT = 30.0  # seconds from the head of a request to the end of its body
+MAX_READING = 256 << 20  # bytes of all bodies that have not arrived completely
+
+
+class ReadingBytes:
+    """Counts the bytes of all bodies that are being read: slow clients must not fill the memory."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, size: int) -> None:
+        """Raises Overloaded; what was added before stays counted."""
+        if self.count + size > MAX_READING:
+            raise Overloaded("too many large bodies are being received; try again later")
+        self.count += size
+
+
+reading_key: web.AppKey[ReadingBytes] = web.AppKey("reading", ReadingBytes)
 
 
 async def read_body(request: web.Request) -> bytearray:
-    """Raises UnsupportedMedia, RequestTooLarge or DeadlineExceeded.
+    """Raises UnsupportedMedia, RequestTooLarge, DeadlineExceeded or Overloaded.
 
     `request.read()` would keep the bytes until the answer is complete; here only the caller holds them. The content
     type is required: a page in a browser cannot set it for another site without asking first.
@@ -24,15 +41,18 @@ async def read_body(request: web.Request) -> bytearray:
     most = request.client_max_size
     if (request.content_length or 0) > most:
         raise _too_large(most)
-    body = bytearray()
+    body, reading = bytearray(), request.app[reading_key]
     try:
         async with asyncio.timeout(READ_TIMEOUT):
             async for piece in request.content.iter_any():
-                body += piece
-                if len(body) > most:
+                if len(body) + len(piece) > most:
                     raise _too_large(most)
+                reading.add(len(piece))
+                body += piece
     except TimeoutError:
         raise DeadlineExceeded(f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
+    finally:
+        reading.count -= len(body)
     return body
 
 

@@ -25,6 +25,8 @@ class ReadChat(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class ReadCompletion(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Payload: the body. Answer: the CompletionRequest as msgpack, its token ids packed as int32."""
 
+    max_model_len: int
+
 
 class RenderChat(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Payload: the messages as msgpack. Answer: the token ids of their prompt as int32."""

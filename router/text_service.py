@@ -48,11 +48,11 @@ class TextService:
             return read_chat(raw)
         return _chat.decode(await self._run(ReadChat(), raw))
 
-    async def read_completion(self, raw: bytearray) -> CompletionRequest:
-        """As `read_chat`; the token ids of a large body come packed, see `compact_completion`."""
+    async def read_completion(self, raw: bytearray, max_model_len: int) -> CompletionRequest:
+        """As `read_chat`; the token ids of a large body come packed, and no more of them than the context holds."""
         if len(raw) <= SMALL_BODY:
             return read_completion(raw)
-        return _completion.decode(await self._run(ReadCompletion(), raw))
+        return _completion.decode(await self._run(ReadCompletion(max_model_len), raw))
 
     async def chat_prompt(
         self, messages: Sequence[Message], add_special_tokens: bool, max_model_len: int

@@ -23,6 +23,7 @@ from router.openai_schema import (
     TokenizeRequest,
     compact_chat,
     compact_completion,
+    prompt_names,
 )
 from router.request_checks import check_length, check_tokens_in_vocabulary
 from router.text_jobs import (
@@ -39,6 +40,7 @@ from router.text_jobs import (
 )
 from router.tokenizer import Tokenizer
 
+TOKEN_BYTES = array("i").itemsize
 READ_SECONDS = 10.0  # of CPU time, for a body
 RENDER_SECONDS = 1.0  # for a chat template
 ENCODE_SECONDS = 20.0  # for the texts of one request
@@ -96,7 +98,12 @@ class TextWork:
                 return Answer(), msgspec.msgpack.encode(compact_chat(read_chat(payload)))
             case ReadCompletion():
                 self._limit(READ_SECONDS)
-                return Answer(), msgspec.msgpack.encode(compact_completion(read_completion(payload)))
+                request = compact_completion(read_completion(payload))
+                if isinstance(request.prompt, list):
+                    for item, field in zip(request.prompt, prompt_names(len(request.prompt))):
+                        if isinstance(item, bytes):
+                            check_length(len(item) // TOKEN_BYTES, job.max_model_len, field)
+                return Answer(), msgspec.msgpack.encode(request)
             case RenderChat():
                 self._limit(RENDER_SECONDS)
                 text = self._template.render(_messages.decode(payload))

@@ -97,7 +97,7 @@ async def test_workers_give_the_same_tokens_and_refusals() -> None:
         encoded = [await each.encode(texts, True, 1 << 20, fields) for each in (here, there)]
         assert encoded[0] == encoded[1] == [tokenizer.encode(text, True) for text in texts]
         raw = bytearray(json.dumps({"prompt": [5, 700] * 50_000, "user": [[]] * 1000}).encode())
-        read = [await each.read_completion(raw) for each in (here, there)]
+        read = [await each.read_completion(raw, 1 << 20) for each in (here, there)]
         assert read[0] == read[1]
         assert read[0].user is None
         for answers in ([await each.tokenize(raw[:0] + b'{"prompt":"a"}', 5) for each in (here, there)],):
@@ -130,7 +130,7 @@ async def test_a_job_that_takes_too_much_memory_is_refused(lane: Open) -> None:
         await done(opened, TEXTS, msgspec.msgpack.encode(["1é" * (4 << 20)]))
     assert found.value.param == "prompt"
     with pytest.raises(InvalidRequest, match="reading the body takes too much"):
-        await done(opened, ReadCompletion(), b'{"prompt":[' + b"{}," * (10 << 20) + b"0]}")
+        await done(opened, ReadCompletion(4096), b'{"prompt":[' + b"{}," * (10 << 20) + b"0]}")
     answer, _ = await opened.run(TEXTS, msgspec.msgpack.encode(["a"]))
     assert answer.counts == (1,)
 
