@@ -76,4 +76,4 @@ def read_text(path: Path, most: int) -> str:
     try:
         return read_bytes(path, most).decode()
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path} is not UTF-8 text: {error}") from error
+        raise ModelError(f"{path} cannot be read: it is not UTF-8 text ({error})") from error

@@ -230,7 +230,7 @@ def test_bad_files_are_refused_at_start_up(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     for raw in (b"{", b"[]", b"\xff", b"[" * 100_000):
         (tmp_path / "tokenizer_config.json").write_bytes(raw)
-        with pytest.raises(ModelError, match="cannot be read"):
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json (is|holds) "):
             ChatTemplate(tmp_path)
 
 
