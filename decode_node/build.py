@@ -39,6 +39,7 @@ from common.ipc.from_config import link_security
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation
+from common.model_manifest import check_manifests
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -106,6 +107,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     """Load, allocate, connect. Raises ConfigError or ModelError with the remedy."""
     cluster = resolved.cluster
     section, own = cluster.decode, cluster.decode_node(name)
+    check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
     served = load_serving_model(
         resolved.model_path,
         cluster,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from common.ipc.from_config import link_security
 from common.ipc.router_link import RouterLink
 from common.messages import image_inbox, prefill_inbox
 from common.messages.identity import ROUTER_NAME, NodeRef, new_incarnation, routing_id
+from common.model_manifest import check_manifests
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -100,6 +102,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     """Load, allocate, bind. Raises ConfigError or ModelError with the remedy."""
     cluster = resolved.cluster
     section, own = cluster.prefill, cluster.prefill_node(name)
+    check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
     address = peer_address(resolved, name)
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved, name)

@@ -21,6 +21,7 @@ from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
 from common.messages.identity import new_incarnation
 from common.model_config import ModelConfig, model_fingerprint
+from common.model_manifest import check_manifests
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.vision_config import VisionConfig
@@ -179,6 +180,8 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     cluster = resolved.cluster
     address = control_address(resolved)
     path = resolved.model_path
+    # the draft is the nodes' to check, and so are weights, of which the router reads headers
+    check_manifests([each for each in resolved.manifests if each[0] == path], weights=False)
     config = ModelConfig.load(path)
     if config.vision is None:
         refuse_unread(unread_by_text_models(cluster), resolved.origins)

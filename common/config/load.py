@@ -38,21 +38,30 @@ class Resolved:
 
     @property
     def model_path(self) -> Path:
-        return self._relative(self.cluster.model.path)
+        return self.relative(self.cluster.model.path)
 
     @property
     def draft_path(self) -> Path | None:
         """Directory of the draft model; None: the algorithm has none."""
         draft = self.cluster.speculation.draft_model_path
-        return None if draft is None else self._relative(draft)
+        return None if draft is None else self.relative(draft)
+
+    @property
+    def manifests(self) -> tuple[tuple[Path, Path], ...]:
+        """(model directory, list of its files' SHA-256 sums) of target and draft, where a list is given."""
+        given = (
+            (self.model_path, self.cluster.model.manifest),
+            (self.draft_path, self.cluster.speculation.draft_manifest),
+        )
+        return tuple((path, self.relative(text)) for path, text in given if path is not None and text)
 
     @property
     def keys_path(self) -> Path | None:
         """Directory of the link keys; None: loopback only, with keys that the run directory holds."""
         keys = self.cluster.security.keys
-        return None if keys is None else self._relative(keys)
+        return None if keys is None else self.relative(keys)
 
-    def _relative(self, text: str) -> Path:
+    def relative(self, text: str) -> Path:
         """Paths in a cluster file are relative to it."""
         path = Path(os.path.expanduser(text))
         return path if path.is_absolute() else (self.file.parent / path).resolve()
@@ -101,7 +110,9 @@ def load_cluster(
     _check_speculation(cluster)
     _check_image_hosts(cluster)
     _check_prompt_graphs(cluster)
-    return Resolved(cluster, file, origins)
+    resolved = Resolved(cluster, file, origins)
+    _check_roots(resolved)
+    return resolved
 
 
 def _origin(path: str, given: Mapping[str, str], default: str) -> str:
@@ -109,6 +120,18 @@ def _origin(path: str, given: Mapping[str, str], default: str) -> str:
     return next(
         (origin for key, origin in given.items() if path == key or path.startswith(key + "[")), default
     )
+
+
+def _check_roots(resolved: Resolved) -> None:
+    roots = [resolved.relative(root).resolve() for root in resolved.cluster.model.allowed_roots]
+    places = (("model.path", resolved.model_path), ("speculation.draft_model_path", resolved.draft_path))
+    for key, path in places:
+        if roots and path is not None and not any(path.resolve().is_relative_to(root) for root in roots):
+            raise ConfigError(
+                key,
+                f"{path.resolve()} lies in none of model.allowed_roots ({', '.join(map(str, roots))}); move it there, "
+                "or add its directory",
+            )
 
 
 def _check_names(cluster: Cluster) -> None:

@@ -40,6 +40,9 @@ class Model(Section, frozen=True, kw_only=True):
     max_model_len: Annotated[int, Meta(ge=2)] | None = (
         None  # tokens per request in all; default: the model's maximum
     )
+    manifest: str | None = None  # list of SHA-256 sums that the files of `path` are held against at start
+    # directories that model and draft must lie in once links are followed; (): anywhere
+    allowed_roots: tuple[str, ...] = ()
 
 
 class Kv(Section, frozen=True, kw_only=True):
@@ -180,6 +183,7 @@ class Speculation(Section, frozen=True, kw_only=True):
     draft_model_path: str | None = (
         None  # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head or MTP modules for this model, or a small model
     )
+    draft_manifest: str | None = None  # as model.manifest, for draft_model_path
     steps: Annotated[int, Meta(ge=1, le=31)] = (
         3  # drafts in a row: at most steps + 1 tokens come of one forward
     )

@@ -53,6 +53,13 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
             ("steps", "topk", "adaptive", "draft_tokens"),
             "speculation.algorithm is none, which drafts nothing; name an algorithm, or leave it out",
         )
+    if cluster.speculation.draft_model_path is None:
+        yield Unread(
+            "speculation",
+            cluster.speculation,
+            ("draft_manifest",),
+            "without speculation.draft_model_path there is no draft to check; name it, or leave it out",
+        )
     images = cluster.router.images
     if not images.fetch_hosts:
         yield Unread(

@@ -15,7 +15,12 @@ import msgspec
 
 from common.observability.logs import Log
 
-Phase = Literal["importing", "loading", "allocating", "capturing", "registering", "ready", "failed"]
+Phase = Literal[
+    "importing", "verifying", "loading", "allocating", "capturing", "registering", "ready", "failed"
+]
+
+
+LONG: tuple[Phase, ...] = ("verifying", "loading")  # reported again and again
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,18 +52,18 @@ class StartupReporter:
         self.close()
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
-        """Tell the phase; repeated `loading` lines are thinned to ten a second and one per percent.
+        """Tell the phase; repeated lines of LONG phases are thinned to ten a second and one per percent.
 
         So all lines of a start-up fit into the pipe, and a reader that has stopped does not stop this process.
         """
         now = time.monotonic()
-        if phase == "loading" and done < total:
+        if phase in LONG and done < total:
             percent = 100 * done // total
             if now - self._last < 0.1 or percent == self._percent:
                 return
             self._percent = percent
         self._last = now
-        if phase != "loading" or done == total:
+        if phase not in LONG or done == total:
             self._log.info("start-up", phase=phase, done=done, total=total, message=message)
         if self._descriptor is None:
             return

@@ -60,7 +60,8 @@ def test_an_environment_of_another_checkout_is_left_alone(tmp_path: Path, there:
     deploy = tmp_path / "worktree" / "deploy"
     deploy.mkdir(parents=True)
     shutil.copy2(DEPLOY / "setup", deploy / "setup")
-    (deploy.parent / "pyproject.toml").touch()
+    for name in ("pyproject.toml", "requirements.lock"):
+        (deploy.parent / name).touch()
     environment = tmp_path / "environment"
     _script(environment / "bin" / "python", f'echo "$@" >> "{tmp_path}/ran"')
     packages = environment / "lib" / "python3.11" / "site-packages"

@@ -385,3 +385,54 @@ def test_a_lie_ends_with_a_sentence(case: Case, loader: subprocess.Popen[str], t
     for sentence in refusals:
         assert all(words in sentence for words in case.said), sentence
         assert len(sentence) <= 2000
+
+
+@pytest.mark.parametrize(
+    ("reader", "model"),
+    [("router", "tiny-standalone"), ("node", "tiny-standalone"), ("vision", "tiny-vision")],
+)
+def test_code_beside_a_model_never_runs(
+    reader: str, model: str, loader: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    path, mark = copied(model, tmp_path), tmp_path / "ran"
+    names = ("modeling_evil", "configuration_evil", "processing_evil", "tokenization_evil")
+    for name in names:
+        (path / f"{name}.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
+    (path / "__init__.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    autos = (
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForCausalLM",
+        "AutoTokenizer",
+        "AutoProcessor",
+        "AutoImageProcessor",
+    )
+    auto_map = {auto: f"{name}.Evil" for auto in autos for name in names[:1]}
+    for file in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "preprocessor_config.json",
+    ):
+        fields(file, auto_map=auto_map, custom_pipelines={"x": {"impl": "modeling_evil.Evil"}})(path)
+    answer = ask(loader, reader, path, MODELS / "tiny-target")
+    assert answer["outcome"] in ("loaded", "refused"), answer["text"]
+    assert not mark.exists()
+
+
+def test_the_layout_of_a_hugging_face_cache_is_read(loader: subprocess.Popen[str], tmp_path: Path) -> None:
+    """snapshots/REVISION/NAME -> ../../blobs/HASH, and nothing else that leads out of a directory."""
+    root = tmp_path / "models--org--name"
+    (root / "snapshots" / "abc").mkdir(parents=True)
+    (root / "blobs").mkdir()
+    for number, file in enumerate(sorted((MODELS / "tiny-standalone").iterdir())):
+        shutil.copy(file, root / "blobs" / str(number))
+        (root / "snapshots" / "abc" / file.name).symlink_to(f"../../blobs/{number}")
+    for reader in ("router", "node"):
+        answer = ask(loader, reader, root / "snapshots" / "abc", MODELS / "tiny-target")
+        assert answer["outcome"] == "loaded", answer["text"]
+    (root / "blobs" / "secret").symlink_to("/etc/passwd")
+    link("config.json", "../../blobs/secret")(root / "snapshots" / "abc")
+    answer = ask(loader, "router", root / "snapshots" / "abc", MODELS / "tiny-target")
+    assert answer["outcome"] == "refused"
+    assert "outside the model directory" in answer["text"]
