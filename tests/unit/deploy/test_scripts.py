@@ -15,7 +15,7 @@ DEPLOY = Path(__file__).parents[3] / "deploy"
 SCRIPTS = sorted(
     path.name
     for path in DEPLOY.iterdir()
-    if path.is_file() and not path.suffix and path.name != "setup" and os.access(path, os.X_OK)
+    if path.is_file() and not path.suffix and path.name not in ("setup", "lock") and os.access(path, os.X_OK)
 )
 
 
