@@ -202,7 +202,10 @@ class RouterSocket(_Channel):
     def close(self) -> None:
         super().close()
         if self._bound_file is not None:
-            self._bound_file.unlink(missing_ok=True)
+            with contextlib.suppress(
+                OSError
+            ):  # on a disk that is read-only by now, the next process replaces it
+                self._bound_file.unlink()
 
     def _keep(self, peer: bytes, payload: bytes, must_leave: bool) -> bool:
         session = self._sessions.get(peer)

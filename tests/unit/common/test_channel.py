@@ -390,6 +390,14 @@ def test_a_directory_that_cannot_be_written_to_is_one_sentence(
         RouterSocket(context, f"ipc://{small_disk.path}/r.sock")
 
 
+def test_closing_on_a_disk_that_has_become_read_only(context: Context, small_disk: FullDisk) -> None:
+    """A node that drains there still ends well."""
+    router = RouterSocket(context, f"ipc://{small_disk.path}/r.sock")
+    small_disk.make_read_only()
+    router.close()
+    assert (small_disk.path / "r.sock").is_socket()
+
+
 def test_a_file_that_is_no_socket_is_not_deleted(context: Context, directory: Path) -> None:
     file = directory / "thesis.txt"
     file.write_text("years of work")
