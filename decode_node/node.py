@@ -110,11 +110,15 @@ class DecodeNode:
             self._idle,
             self.life.stopping,
             self._watch_transfers,
-            AnnouncedWork(link.announce, self._work, clock),
+            AnnouncedWork(self._announce, self._work, clock),
         )
 
     def run(self) -> None:
         self.life.run(self.loop.run)
+
+    def _announce(self, seconds: float) -> None:
+        self._link.announce(seconds)
+        self._receiver.signs.announce(seconds)
 
     # -- one turn ----------------------------------------------------------------------------------------------
 
@@ -164,6 +168,8 @@ class DecodeNode:
 
     def _move_transfers(self, now: float) -> None:
         self._peers.pump()
+        if self.queues.waiting:
+            self._receiver.signs.tell((each.prefill.incarnation, each.room) for each in self.queues.waiting)
         for event in self._receiver.poll():
             self._on_transfer(event, now)
 

@@ -31,6 +31,7 @@ class Peer:
     memory: PeerMemory
     early: int = 0  # entries of the early-slots map that are its own
     early_pages: int = 0  # pages in them
+    busy_until: float = 0.0  # its loop may be silent so long
     lost: bool = False  # detached: nothing is written or said any more
 
     def rejects(self, slots: Slots) -> str | None:

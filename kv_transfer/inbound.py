@@ -30,6 +30,7 @@ class Link:
     greeted_at: float
     state: LinkState = LinkState.GREETING
     node: str = ""
+    busy_until: float = 0.0  # its loop may be silent so long
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +46,7 @@ class Inbound:
     deadline: float | None
     state: ReceiveState = ReceiveState.QUEUED
     next_page: int = 0  # logical; those below have landed or were held
-    moved_at: float = 0.0  # of the latest progress, or of the latest Abort in quarantine
+    moved_at: float = 0.0  # of the latest progress or sign of life, or of the latest Abort in quarantine
     aborted_for: tuple[str, str] = ("", "")  # code, reason: said again while quarantined
 
     @property

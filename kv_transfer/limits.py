@@ -12,9 +12,9 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     # waiting
     handshake_timeout: float = 10.0  # Hello -> Welcome; and a TCP connection that has not proved its key
-    slots_timeout: float = 60.0  # sender: expect() -> Slots
-    first_page_timeout: float = 120.0  # receiver: Slots sent -> first progress (the prompt may queue)
-    stall_timeout: float = 10.0  # no progress of posted writes (sender), between announcements (receiver)
+    slots_timeout: float = 60.0  # sender: without Slots, or a word that the room waits for pages
+    first_page_timeout: float = 120.0  # receiver: Slots sent, no page, and no word that the room is worked on
+    stall_timeout: float = 10.0  # no progress of posted writes (sender), no page and no word (receiver)
     abort_retry: float = 2.0  # receiver: an unanswered Abort is said again
 
     # tables that a peer can grow

@@ -30,9 +30,11 @@ from kv_transfer.transport.description import (
 from kv_transfer.transport.process import ProcessIdentity
 
 MAGIC: Final = b"TKVT"
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_FRAME_BYTES: Final = 8 << 20  # Slots of a million pages fit
 MAX_PAGES: Final = 1 << 20  # of one request
+MAX_BUSY_MS: Final = 3_600_000
+MAX_ROOMS: Final = 1 << 16  # named by one sign of life
 
 _ENVELOPE: Final = struct.Struct("<4sHHQ16s")
 
@@ -41,6 +43,8 @@ U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Code = Annotated[str, msgspec.Meta(max_length=64)]  # common.errors code
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
+Rooms = Annotated[tuple[U63, ...], msgspec.Meta(max_length=MAX_ROOMS)]
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUSY_MS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -71,6 +75,16 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     generation: U63
     code: Code
     reason: Reason
+
+
+class Queued(msgspec.Struct, frozen=True, tag="queued"):
+    """decode -> prefill, again and again: these rooms wait here for pages, and Slots will follow.
+
+    Together with Working it bounds every wait by signs of life: a room that neither side names is lost.
+    """
+
+    rooms: Rooms
+    busy_ms: Milliseconds  # so long the speaker's loop may be silent
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -119,8 +133,15 @@ class AbortAck(msgspec.Struct, frozen=True, tag="abort_ack"):
     generation: U63
 
 
-SenderInbox = Hello | Slots | Abort
-ReceiverInbox = Welcome | Refused | PagesWritten | RecordWritten | SenderFailed | AbortAck
+class Working(msgspec.Struct, frozen=True, tag="working"):
+    """prefill -> decode, again and again: these rooms have slots and are being worked on, or wait for their turn."""
+
+    rooms: Rooms
+    busy_ms: Milliseconds  # so long the speaker's loop may be silent
+
+
+SenderInbox = Hello | Slots | Abort | Queued
+ReceiverInbox = Welcome | Refused | PagesWritten | RecordWritten | SenderFailed | AbortAck | Working
 
 _encoder = msgspec.msgpack.Encoder()
 _sender_decoder = msgspec.msgpack.Decoder(SenderInbox)
@@ -130,7 +151,8 @@ _receiver_decoder = msgspec.msgpack.Decoder(ReceiverInbox)
 def _schema_hash() -> int:
     """64 bits over every field name and type that crosses the wire: equal only if both sides parse alike."""
     structs = (
-        *(Hello, Slots, Abort, Welcome, Refused, PagesWritten, RecordWritten, SenderFailed, AbortAck),
+        *(Hello, Slots, Abort, Queued),
+        *(Welcome, Refused, PagesWritten, RecordWritten, SenderFailed, AbortAck, Working),
         *(KvLayout, Plane, ProcessIdentity),
         *(ShmDescription, TcpDescription, CudaIpcDescription, NixlDescription, LoopbackDescription),
     )

@@ -36,7 +36,9 @@ from kv_transfer.messages import (
     SenderFailed,
     SenderInbox,
     Welcome,
+    Working,
 )
+from kv_transfer.signs import ReceiverSigns
 from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import ReceiverEndpoint, Region
 
@@ -74,6 +76,7 @@ class Receiver:
         self._rooms: dict[int, Inbound] = {}
         self._held: set[int] = set()  # pages of rooms that have neither arrived nor been freed
         self._generation = 0
+        self.signs = ReceiverSigns(self._links, self._rooms, self._say, clock)
         self._events: list[ReceiverEvent] = []
 
     @property
@@ -140,7 +143,7 @@ class Receiver:
         inbound = Inbound(
             room, self._generation, link, tuple(pages), held_pages, self._free_slots.pop(), deadline
         )
-        inbound.next_page, inbound.moved_at = held_pages, self._clock()
+        inbound.next_page, inbound.moved_at = held_pages, max(self._clock(), link.busy_until)
         self._rooms[room] = inbound
         self._held.update(pages)
         if link.state is LinkState.READY:
@@ -233,6 +236,8 @@ class Receiver:
             self._welcome(link, decoded)
         elif isinstance(decoded, Refused):
             self._refused(link, decoded.reason)
+        elif isinstance(decoded, Working):
+            self.signs.heard(link, decoded)
         else:
             self._told(link, decoded)
 
@@ -373,7 +378,7 @@ class Receiver:
 
     def _send_slots(self, inbound: Inbound) -> None:
         inbound.go(ReceiveState.AWAITING)
-        inbound.moved_at = self._clock()
+        inbound.moved_at = max(self._clock(), inbound.link.busy_until)
         self._endpoint.announce(inbound.window)
         self._say(inbound.link, inbound.slots(self._clock()))
 

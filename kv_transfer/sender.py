@@ -27,6 +27,7 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Abort, AbortAck, Hello, ReceiverInbox, Refused, SenderFailed, Slots, Welcome
 from kv_transfer.outbound import Outbound
+from kv_transfer.signs import SenderSigns
 from kv_transfer.state import SendState
 from kv_transfer.transport import process
 from kv_transfer.transport.base import SenderEndpoint
@@ -83,6 +84,7 @@ class Sender:
         self._aborted: ExpiringMap[int, Abort] = ExpiringMap(limits.early_slots, limits.early_ttl, clock)
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
         self._peers = PeerTable(endpoint, limits, self._retired)
+        self.signs = SenderSigns(self._rooms, self._say, clock)
 
     @property
     def active(self) -> int:
@@ -109,9 +111,9 @@ class Sender:
         """
         if room in self._rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
-        outbound = Outbound(
-            room, self._endpoint, self._limits, self.counters, self._clock(), deadline, decode
-        )
+        peer = self._peers.find(decode)
+        since = self._clock() if peer is None else max(self._clock(), peer.busy_until)
+        outbound = Outbound(room, self._endpoint, self._limits, self.counters, since, deadline, decode)
         self._rooms[room] = outbound
         self._ended.pop(room)
         early = self._early.take(room)
@@ -129,15 +131,12 @@ class Sender:
     def slots(self, room: int) -> GrantedSlots | None:
         """None while the decode node has not granted, and for rooms that are lost."""
         outbound = self._rooms.get(room)
-        if (
-            outbound is None
-            or outbound.peer is None
-            or outbound.slots is None
-            or outbound.failure is not None
-        ):
+        if outbound is None or outbound.failure is not None:
             return None
-        slots = outbound.slots
-        return GrantedSlots(slots.held_pages, len(slots.pages), slots.generation, outbound.peer.incarnation)
+        peer, slots = outbound.peer, outbound.slots
+        if peer is None or slots is None:
+            return None
+        return GrantedSlots(slots.held_pages, len(slots.pages), slots.generation, peer.incarnation)
 
     def send_pages(self, room: int, src_pages: Sequence[int], first: int) -> None:
         """Write own pages as logical pages first.. of the request: each once, in order, from held_pages on.
@@ -194,6 +193,7 @@ class Sender:
 
     def poll(self) -> list[SenderEvent]:
         """Advance the rooms that have something to do; what happened since the last call."""
+        self.signs.tell()
         for outbound in list(self._busy.values()):
             self._advance(outbound)
         now = self._clock()
@@ -241,6 +241,8 @@ class Sender:
             return  # the socket belongs to a newer life: it must not be answered for an older one
         if isinstance(decoded, Abort):
             self._abort(peer, incarnation, known, decoded)
+        elif isinstance(decoded, messages.Queued):
+            self.signs.heard(known, decoded)
         elif known is None:
             self._refuse(
                 peer, Refusal("no_hello", "slots came before Hello: this prefill node does not know you")

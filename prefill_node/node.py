@@ -96,11 +96,15 @@ class PrefillNode:
             self._idle,
             self.life.stopping,
             self._watch_transfers,
-            AnnouncedWork(link.announce, chunk_work, clock),
+            AnnouncedWork(self._announce, chunk_work, clock),
         )
 
     def run(self) -> None:
         self.life.run(self.loop.run)
+
+    def _announce(self, seconds: float) -> None:
+        self._link.announce(seconds)
+        self._sender.signs.announce(seconds)
 
     # -- one turn ----------------------------------------------------------------------------------------------
 

@@ -212,9 +212,9 @@ class Transfer(Section, frozen=True, kw_only=True):
         "lo"  # transport nixl: what UCX_NET_DEVICES takes, as mlx5_0:1,mlx5_1:1 or eth0
     )
     verify_checksums: bool = True  # of every page, on arrival; what it costs: tests/bench/transfer.py
-    slots_timeout: Seconds = 600.0  # prefill node: from the prompt's arrival to the decode node's pages
-    first_page_timeout: Seconds = 600.0  # decode node: from its pages' announcement to the first written page
-    stall_timeout: Seconds = 60.0  # either side: between two signs of progress
+    slots_timeout: Seconds = 5.0  # prefill node: no pages, and no word that the request waits for them
+    first_page_timeout: Seconds = 5.0  # decode node: no page, and no word that the prompt is worked on
+    stall_timeout: Seconds = 3.0  # either side: bytes are on the way, and none moves
     max_inflight_mib: Positive = (
         64  # transport tcp: bytes on the way per connection; nixl: bytes of one transfer
     )

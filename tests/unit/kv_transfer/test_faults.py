@@ -378,7 +378,8 @@ def test_the_record_is_not_written_before_every_page_has_landed() -> None:
         rig.clock.now += 1
     assert rig.prefill.poll() == [Delivered(1)]
     assert rig.fabric.writes == 3
-    said = [type(message) for message in rig.answers() if not isinstance(message, messages.Welcome)]
+    quiet = messages.Welcome | messages.Working
+    said = [type(message) for message in rig.answers() if not isinstance(message, quiet)]
     assert said == [PagesWritten, PagesWritten, RecordWritten]
 
 
@@ -591,6 +592,53 @@ def test_the_death_of_a_prefill_node_fails_its_rooms_at_once() -> None:
     assert (failed.code, free) == (NodeLost.code, PagesFree(1, (4, 5)))
     rig.decode.poll()
     assert rig.receiver._links == {}
+
+
+def test_a_prompt_that_is_worked_on_is_waited_for_and_a_forgotten_one_is_not() -> None:
+    """A wait has no end of its own while the other side names the room; it ends seconds after the last word."""
+    rig = Rig()
+    rig.begin(1)
+    for _ in range(20):
+        rig.clock.now += LIMITS.first_page_timeout - 1
+        assert rig.prefill.poll() == []
+        assert rig.decode.poll() == []
+    del rig.sender._rooms[1]  # a defect: nobody will ever write these pages
+    rig.prefill.poll()
+    rig.clock.now += LIMITS.first_page_timeout
+    assert isinstance(rig.decode.poll()[0], Failed)
+
+
+def test_a_busy_prefill_node_says_so_first() -> None:
+    """Long work is announced before it begins: meanwhile the loop says nothing, and no room is lost by that."""
+    rig = Rig()
+    rig.begin(1)
+    rig.clock.now += 1
+    rig.sender.signs.announce(5 * LIMITS.first_page_timeout)
+    rig.decode.pump()
+    rig.clock.now += 5 * LIMITS.first_page_timeout - 1
+    assert rig.decode.poll() == []
+    rig.receiver.open(2, rig.prefill.incarnation, [7], 0)
+    rig.clock.now += LIMITS.first_page_timeout
+    assert rig.decode.poll() == []
+    rig.clock.now += 1
+    assert {type(event) for event in rig.decode.poll()} >= {Failed}
+
+
+def test_requests_that_wait_for_pages_over_there_are_not_lost() -> None:
+    rig = Rig()
+    rig.begin(9)
+    rig.decode.pump()
+    rig.sender.expect(1, decode=rig.decode.incarnation)
+    rig.sender.expect(2, decode=rig.decode.incarnation)
+    for _ in range(20):
+        rig.clock.now += LIMITS.slots_timeout - 1
+        rig.receiver.signs.tell([(rig.prefill.incarnation, 1)])
+        lost = [event for event in rig.prefill.poll() if isinstance(event, TransferLost)]
+        assert [event.room for event in lost] in ([], [2])
+    assert 1 in rig.sender._rooms
+    assert 2 not in rig.sender._rooms
+    rig.clock.now += LIMITS.slots_timeout
+    assert [event.room for event in rig.prefill.poll() if isinstance(event, TransferLost)] == [1]
 
 
 def test_a_full_socket_is_counted_and_the_room_ends_by_its_deadline() -> None:

@@ -89,13 +89,13 @@ def test_other_version_is_told_by_both_sides(fabric: Fabric, clock: Clock, prefi
 
     def from_the_future(frame: bytes) -> None:
         altered = bytearray(frame)
-        struct.pack_into("<H", altered, 4, 2)
+        struct.pack_into("<H", altered, 4, 9)
         prefill.sender.handle(decode.identity, bytes(altered[:32]) + b"unknown body")
 
     decode.connect(prefill, from_the_future)
     (event,) = decode.poll()
     assert isinstance(event, PeerRefused)
-    assert "speaks KV protocol 2, this node speaks 1" in event.reason
+    assert "speaks KV protocol 9, this node speaks 2" in event.reason
     # the other direction: an answer of another version
     again = decode_node(fabric, clock)
     again.connect(prefill, lambda frame: None)

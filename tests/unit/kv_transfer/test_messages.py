@@ -113,7 +113,7 @@ def test_another_version_is_refused_before_its_body_is_read() -> None:
     frame = bytearray(encode(Refused("x"), ME))
     struct.pack_into("<H", frame, 4, 9)
     with pytest.raises(
-        HandshakeRefused, match="speaks KV protocol 9, this node speaks 1; run the same tandem version"
+        HandshakeRefused, match="speaks KV protocol 9, this node speaks 2; run the same tandem version"
     ):
         decode_for_sender(bytes(frame[:32]) + b"a body of another age")
     frame = bytearray(encode(Refused("x"), ME))
