@@ -108,7 +108,7 @@ class Occupancy:
                 return
             queue.popleft()
             request.mark("resumed", now)
-            pages = [] if request.lease is None else request.lease.pages
+            pages = [] if request.lease is None else request.lease.pages[request.lease.cached_pages :]
             self._events.add("resumed", request.room, pages=pages)
             self._queues.running[request.room] = request
 

@@ -51,8 +51,9 @@ class ChaosCluster(RunningCluster):
         self.events = directory / "events"
         self.hosts: dict[str, Host] = {}
         self.links: dict[str, Link] = {}
+        self.proxy_ports: dict[str, int] = {}  # node -> where it reaches the router, without namespaces
         self.timeline = Timeline()
-        self.crashes: list[str] = []  # processes that ended without being told to
+        self.not_recovered: list[str] = []  # what ended without being told to, or did not come back by itself
         self.listed: dict[str, int] = {}  # name -> pid of the process that the router lists as up
         self._asked = 0.0  # when the router was asked for `listed`
         self._expected: set[str] = set()  # processes whose end the harness caused
@@ -76,9 +77,9 @@ class ChaosCluster(RunningCluster):
         config["router"]["placement"] = {"prefill": "round_robin", "decode": "round_robin"}
         if self.setup.transport == "tcp":
             self.control_port = int(config["router"]["control_address"].rpartition(":")[2])
-            for index, node in enumerate(config["prefill"]["nodes"]):
+            for index, node in enumerate(config["prefill"]["nodes"] if self.setup.namespaces else []):
                 node["peer_address"] = f"tcp://127.0.0.1:{PEER_PORT + index}"
-            for index, node in enumerate(config["decode"]["nodes"]):
+            for index, node in enumerate(config["decode"]["nodes"] if self.setup.namespaces else []):
                 node["bulk_port"] = BULK_PORT + index
         self.file.write_text(yaml.safe_dump(config))
 
@@ -95,7 +96,14 @@ class ChaosCluster(RunningCluster):
             if isolated:
                 namespace = self.hosts[name] = Namespace(name)
                 namespace.create()
-        if not isolated:
+        if self.setup.transport != "tcp":
+            return
+        if (
+            not isolated
+        ):  # nodes are told where the proxy is; whom they reach without it they reach undisturbed
+            for name in [*prefill, *decode]:
+                port = self.proxy_ports[name] = self._port()
+                self._link(link_name("router", name), "control", router, router, port, self.control_port)
             return
         for name in [*prefill, *decode]:
             self._link(link_name("router", name), "control", self.hosts[name], router, self.control_port)
@@ -106,8 +114,8 @@ class ChaosCluster(RunningCluster):
                 self._link(f"{name}-peer", "peer", far, near, PEER_PORT + p)
                 self._link(f"{name}-bulk", "bulk", near, far, BULK_PORT + d)
 
-    def _link(self, name: str, kind: str, near: Host, far: Host, port: int) -> None:
-        self.links[name] = Link(name, kind, near, far, port, self.seed + len(self.links))
+    def _link(self, name: str, kind: str, near: Host, far: Host, port: int, far_port: int = 0) -> None:
+        self.links[name] = Link(name, kind, near, far, port, self.seed + len(self.links), far_port)
         self.links[name].start()
 
     def parts_of_pair(self, prefill: str, decode: str) -> list[str]:
@@ -126,6 +134,8 @@ class ChaosCluster(RunningCluster):
         role = name.rpartition("-")[0]
         module = ["router"] if name == "router" else [f"{role}_node", "--name", name]
         command = [sys.executable, "-m", *module, "--cluster", str(self.file)]
+        if name in self.proxy_ports:
+            command += ["--set", f"router.control_address=tcp://127.0.0.1:{self.proxy_ports[name]}"]
         self._expected.discard(name)
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -227,8 +237,8 @@ class ChaosCluster(RunningCluster):
         for name, process in self.processes.items():
             status = process.poll()
             if status is not None and name not in self._expected:
-                self.crashes.append(f"{name} ended with {status}: {self.log(name)[-600:]}")
-                fault = f"crash {len(self.crashes)}"
+                self.not_recovered.append(f"{name} ended with {status}: {self.log(name)[-600:]}")
+                fault = f"crash {len(self.not_recovered)}"
                 self.timeline.begin(fault, [name], kind="crash", target=name)
                 self.launch(name)
                 self._recoveries.append(asyncio.create_task(self._recover(fault, name)))

@@ -7,11 +7,13 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tests.chaos.cluster import ChaosCluster
+from tests.chaos.cluster import ChaosCluster, link_name
+from tests.chaos.event_tail import EventTail
 from tests.chaos.proxy import Conditions, Direction, Link
+from tests.chaos.stations import STATIONS, Station
 
 Kind = Literal[
     "kill",
@@ -47,6 +49,10 @@ PROCESSES: tuple[Kind, ...] = ("kill", "stop")
 BOTH: tuple[Direction, ...] = ("up", "down")
 DAMAGE_WAIT = 2.0  # seconds in which the link has to carry the bytes that are to be damaged
 ROUTER_SHARE = 0.15  # of process faults
+AIMED_SHARE = 0.6  # of faults that wait for a request at a drawn station
+AIM_SECONDS = 1.5  # that such a fault waits at most
+START_SECONDS = 90.0  # until a process that was started again is listed, on a busy machine
+ABSENT_SECONDS = 20.0  # until one that was only disturbed is listed again
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Fault:
     seconds: float = 0.0
     directions: tuple[Direction, ...] = BOTH
     amount: float = 0.0  # chunks to damage, seconds of delay, bytes per second
+    station: Station | None = None  # of some request at the target when it begins
 
     @property
     def name(self) -> str:
@@ -71,12 +78,12 @@ class Injector:
 
     cluster: ChaosCluster
     rng: random.Random
+    tail: EventTail
     process_weight: float = 1.0
-    station: Callable[[str], str] = lambda target: ""  # where a request of this process is, for the record
-    moment: Callable[[str, float], asyncio.Future[str]] | None = None
     done: list[Fault] = field(default_factory=list)
     detections: list[tuple[str, str, float]] = field(default_factory=list)  # kind, role, seconds
     restarts: list[float] = field(default_factory=list)
+    _reserved: set[str] = field(default_factory=set)  # targets of faults that wait for their moment
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _number: int = 0
 
@@ -109,7 +116,8 @@ class Injector:
             fault = self._of_process(kind) if kind in PROCESSES else self._of_link(kind)
             if fault is not None and self._allowed(fault):
                 self._number += 1
-                return fault
+                aimed = self.rng.random() < AIMED_SHARE
+                return replace(fault, station=self.rng.choice(STATIONS)) if aimed else fault
         return None
 
     def _of_process(self, kind: Kind) -> Fault:
@@ -134,7 +142,7 @@ class Injector:
         return Fault(self._number, kind, target, round(seconds, 2), directions, amount)
 
     def _allowed(self, fault: Fault) -> bool:
-        impaired = self.cluster.timeline.impaired
+        impaired = self.cluster.timeline.impaired | self._reserved
         if fault.target in impaired or any(part in impaired for part in self._ends(fault.target)):
             return False
         if fault.kind in MOMENTARY:
@@ -151,13 +159,64 @@ class Injector:
     # ---- carrying out
 
     async def _carry_out(self, fault: Fault) -> None:
+        cluster, name = self.cluster, fault.target
+        self._reserved.add(name)
+        release = await self._aim(fault)
+        since, pid = time.monotonic(), cluster.processes[name].pid if name in cluster.processes else 0
+        self._begin(fault)
         if fault.kind == "kill":
-            await self._kill(fault)
+            cluster.end_process(name)
+            release()
+            await self._after_kill(fault, pid, since)
         elif fault.kind == "stop":
-            await self._stop(fault)
+            cluster.signal(name, signal.SIGSTOP)
+            release()
+            await self._after_stop(fault, pid, since)
         else:
-            await self._disturb(fault, self.cluster.links[fault.target])
+            release()
+            self._disturb(fault, cluster.links[name])
+            await self._after_disturbance(fault, cluster.links[name])
+        self._reserved.discard(name)
         self.done.append(fault)
+
+    async def _aim(self, fault: Fault) -> Callable[[], None]:
+        """Wait until a request that needs the target is at the fault's station; returns what ends the holding.
+
+        Stations that last for milliseconds are held: the network withholds what would end them.
+        """
+        if fault.station is None:
+            return lambda: None
+        timeline, links = self.cluster.timeline, self.cluster.links
+        held = [each for each in self._holds(fault) if each[0] not in timeline.impaired]
+        hold = f"{fault.name} hold"
+        timeline.begin(hold, [link for link, _ in held], kind="hold", target=fault.target)
+        for link, direction in held:
+            links[link].conditions[direction].withheld = True
+
+        def release() -> None:
+            for link, direction in held:
+                links[link].conditions[direction].withheld = False
+                links[link].conditions[direction].notify()
+            timeline.end(hold)
+
+        await self.tail.wait(fault.target, fault.station, AIM_SECONDS)
+        return release
+
+    def _holds(self, fault: Fault) -> list[tuple[str, Direction]]:
+        """Links to withhold so that a request stays at the fault's station."""
+        near = [link for link in self.cluster.links.values() if self._touches(link.name, fault.target)]
+        if fault.station == "queued":
+            return [(link.name, "down") for link in near if link.kind == "control"][:1]
+        if fault.station == "transfer":
+            return [(link.name, "up") for link in near if link.kind == "bulk"][:2]
+        if fault.station == "finished":
+            return [(link.name, "up") for link in near if link.kind == "control" and "decode" in link.name]
+        return []
+
+    def _touches(self, link: str, target: str) -> bool:
+        """Whether a link shares a node with the target; all do with the router."""
+        nodes = [name for name in self.cluster.names if name != "router" and name in target]
+        return not nodes or any(node in link for node in nodes)
 
     def _begin(self, fault: Fault) -> None:
         self.cluster.timeline.begin(
@@ -168,36 +227,52 @@ class Injector:
             seconds=fault.seconds,
             directions=fault.directions,
             amount=fault.amount,
-            station=self.station(fault.target),
+            aimed_at=fault.station,
         )
 
-    async def _kill(self, fault: Fault) -> None:
+    async def _after_kill(self, fault: Fault, pid: int, since: float) -> None:
         cluster, name = self.cluster, fault.target
-        self._begin(fault)
-        pid, killed = cluster.processes[name].pid, time.monotonic()
-        cluster.end_process(name)
         if name != "router" and "router" not in cluster.timeline.impaired:
-            await self._detected(fault, pid, killed)
+            await self._detected(fault, pid, since)
         await asyncio.sleep(fault.seconds)
         await asyncio.to_thread(cluster.processes[name].wait)
         launched = time.monotonic()
         cluster.launch(name)
-        await cluster.wait_up(name)
+        await self._returned(name, START_SECONDS)
         self.restarts.append(time.monotonic() - launched)
         cluster.timeline.end(fault.name)
 
-    async def _stop(self, fault: Fault) -> None:
+    async def _after_stop(self, fault: Fault, pid: int, since: float) -> None:
         cluster, name = self.cluster, fault.target
-        self._begin(fault)
-        pid, stopped = cluster.processes[name].pid, time.monotonic()
-        cluster.signal(name, signal.SIGSTOP)
         if name != "router" and fault.seconds >= 4.0 and "router" not in cluster.timeline.impaired:
-            await self._detected(fault, pid, stopped)
-        await asyncio.sleep(max(0.0, stopped + fault.seconds - time.monotonic()))
+            await self._detected(fault, pid, since)
+        await asyncio.sleep(max(0.0, since + fault.seconds - time.monotonic()))
         cluster.signal(name, signal.SIGCONT)
         await asyncio.sleep(0.3)  # what it last said of itself must not count as recovery
-        await cluster.wait_up(name)
+        await self._returned(name, ABSENT_SECONDS)
         cluster.timeline.end(fault.name)
+
+    async def _returned(self, name: str, seconds: float) -> None:
+        """Until the router lists the process. One that does not come back by itself is noted and started again."""
+        cluster = self.cluster
+        while True:
+            try:
+                async with asyncio.timeout(seconds):
+                    await cluster.wait_up(name)
+                return
+            except TimeoutError:
+                pass
+            if cluster.timeline.impaired & {"router", link_name("router", name)}:
+                continue
+            pid = cluster.processes[name].pid
+            cluster.not_recovered.append(
+                f"{name} (pid {pid}) was not listed {seconds:g} s after its fault ended"
+            )
+            cluster.timeline.note("absent", part=name)
+            cluster.end_process(name)
+            await asyncio.to_thread(cluster.processes[name].wait)
+            cluster.launch(name)
+            seconds = START_SECONDS
 
     async def _detected(self, fault: Fault, pid: int, since: float) -> None:
         """Note how long the router listed the node; longer than any bound is left to the checker."""
@@ -210,19 +285,23 @@ class Injector:
         self.detections.append((fault.kind, fault.target.rpartition("-")[0], seconds))
         self.cluster.timeline.note("detected", fault=fault.name, kind=fault.kind, seconds=seconds)
 
-    async def _disturb(self, fault: Fault, link: Link) -> None:
-        self._begin(fault)
+    def _disturb(self, fault: Fault, link: Link) -> None:
         if fault.kind in ("reset", "refuse"):
             link.refusing = fault.kind == "refuse"
             link.reset()
         for direction in fault.directions:
             _apply(fault, link.conditions[direction])
+
+    async def _after_disturbance(self, fault: Fault, link: Link) -> None:
         if fault.kind != "reset":
             await self._last(fault, [link.conditions[direction] for direction in fault.directions])
         link.heal()
         if fault.kind == "half-open":
             link.reset()  # the path forgets the connection, as a NAT does
         self.cluster.timeline.end(fault.name)
+        if link.kind == "control":
+            self._reserved.discard(fault.target)
+            await self._returned(fault.target.removeprefix("router-"), ABSENT_SECONDS)
 
     async def _last(self, fault: Fault, conditions: Sequence[Conditions]) -> None:
         until = time.monotonic() + fault.seconds

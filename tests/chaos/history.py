@@ -47,7 +47,7 @@ def read(directory: Path) -> History:
     for file in sorted((directory / EVENTS).glob("*.jsonl")):
         for line in file.read_bytes().splitlines():
             try:
-                history.events.append(json.loads(line))
+                history.events.append({**json.loads(line), "source": file.stem})
             except ValueError:
                 history.torn_lines += 1
     history.events.sort(key=lambda event: event["t"])

@@ -65,15 +65,18 @@ class Connection:
 
 
 class Link:
-    """Listens at `port` on the loopback of `near` and carries connections to the same port on `far`."""
+    """Listens at `port` on the loopback of `near` and carries connections to `far_port`, or the same port, on `far`."""
 
-    def __init__(self, name: str, kind: str, near: Host, far: Host, port: int, seed: int) -> None:
+    def __init__(
+        self, name: str, kind: str, near: Host, far: Host, port: int, seed: int, far_port: int = 0
+    ) -> None:
         self.name = name
         self.kind = kind  # control, peer, bulk
         self.conditions: dict[Direction, Conditions] = {"up": Conditions(), "down": Conditions()}
         self.refusing = False  # new connections are closed at once
         self.bytes: dict[Direction, int] = {"up": 0, "down": 0}
         self._near, self._far, self._port = near, far, port
+        self._far_port = far_port or port
         self._rng = random.Random(seed)
         self._connections: set[Connection] = set()
         self._listener: socket.socket | None = None
@@ -127,7 +130,7 @@ class Link:
         onward.setblocking(False)
         connection = Connection(dialled, onward)
         try:
-            await loop.sock_connect(onward, ("127.0.0.1", self._port))
+            await loop.sock_connect(onward, ("127.0.0.1", self._far_port))
         except OSError:
             connection.reset()
             return

@@ -18,12 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import check, history, namespaces, progress_rules, starvation
+from tests.chaos import check, history, namespaces, progress_rules, starvation, stations
 from tests.chaos.cases import learn_answers, make_cases, with_stop_strings
 from tests.chaos.cluster import ChaosCluster, Setup, new_run_directory
+from tests.chaos.event_tail import EventTail
 from tests.chaos.faults import Injector
 from tests.chaos.history import History
 from tests.chaos.load import Load
+from tests.chaos.violation import Violation
 from tests.cluster.harness import Client
 
 TAIL = 6.0  # seconds of load after the last fault
@@ -42,14 +44,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--process-weight", type=float, default=1.0, help="more or fewer kills and stops")
+    parser.add_argument("--no-namespaces", action="store_true", help="as where they cannot be made")
     parser.add_argument("--directory", type=Path, default=None, help="where logs and the history go")
     return parser.parse_args(arguments)
 
 
 async def run(options: argparse.Namespace, directory: Path) -> History:
-    reason = namespaces.missing()
+    reason = "--no-namespaces" if options.no_namespaces else namespaces.missing()
     if reason is not None:
-        print(f"no faults of links: {reason}", flush=True)
+        print(f"only control links are disturbed: {reason}", flush=True)
     setup = Setup(options.prefill, options.decode, options.transport, options.algorithm, reason is None)
     cluster = ChaosCluster(directory, setup, options.seed)
     async with cluster:
@@ -61,7 +64,8 @@ async def run(options: argparse.Namespace, directory: Path) -> History:
             await client.wait_idle()
         base = {name: cluster.descriptors(name) for name in cluster.names}
         load = Load(cluster.url, [*cases, *stops], options.clients, options.seed)
-        injector = Injector(cluster, random.Random(options.seed), options.process_weight)
+        tail = EventTail(cluster.events)
+        injector = Injector(cluster, random.Random(options.seed), tail, options.process_weight)
         watch = asyncio.create_task(starvation.watch(cluster.timeline, cluster.serving))
         begun = time.monotonic()
         print(f"faults begin: {directory}", flush=True)
@@ -76,6 +80,8 @@ async def run(options: argparse.Namespace, directory: Path) -> History:
         await asyncio.sleep(TAIL)
         await load.stop()
         leaks = await find_leaks(cluster, base)
+        tail.close()
+        orderly = [process.pid for process in cluster.processes.values()]
         watch.cancel()
         with suppress(asyncio.CancelledError):
             await watch
@@ -86,7 +92,8 @@ async def run(options: argparse.Namespace, directory: Path) -> History:
         "ended": ended,
         "pairs": {f"{p}/{d}": cluster.parts_of_pair(p, d) for p, d in cluster.pairs},
         "leaks": leaks,
-        "not_recovered": [*not_recovered, *cluster.crashes],
+        "orderly": orderly,
+        "not_recovered": [*not_recovered, *cluster.not_recovered],
         "detections": injector.detections,
         "restarts": injector.restarts,
     }
@@ -110,8 +117,8 @@ async def find_leaks(cluster: ChaosCluster, base: dict[str, int]) -> list[str]:
     return leaks
 
 
-def summary(recorded: History, violations: list[check.Violation]) -> dict[str, Any]:
-    begun = [note for note in recorded.faults if note["event"] == "begin"]
+def summary(recorded: History, violations: list[Violation]) -> dict[str, Any]:
+    begun = [note for note in recorded.faults if note["event"] == "begin" and note["kind"] != "hold"]
     errors = Counter(each.error_code for each in recorded.exchanges if each.error_code is not None)
     detected: dict[str, list[float]] = {}
     for kind, role, seconds in recorded.run["detections"]:
@@ -122,6 +129,9 @@ def summary(recorded: History, violations: list[check.Violation]) -> dict[str, A
         "seconds": round(recorded.run["ended"] - recorded.run["begun"], 1),
         "faults": len(begun),
         "faults_by_kind": dict(Counter(note["kind"] for note in begun)),
+        "stations_by_kind": stations.hits(
+            recorded.events, [(note["t"], note["kind"], note["target"]) for note in begun]
+        ),
         "requests": len(recorded.exchanges),
         "complete": sum(each.done for each in recorded.exchanges),
         "left": sum(each.left for each in recorded.exchanges),
