@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from common.config.foreign import foreign_answer
+from common.config.http_exposure import check_http
 from common.config.schema import Algorithm, Cluster, Section, Speculation
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
@@ -60,6 +61,21 @@ class Resolved:
         """Directory of the link keys; None: loopback only, with keys that the run directory holds."""
         keys = self.cluster.security.keys
         return None if keys is None else self.relative(keys)
+
+    @property
+    def api_keys_path(self) -> Path | None:
+        """File of the hashed API keys; None: clients need no key."""
+        keys = self.cluster.security.api_keys
+        return None if keys is None else self.relative(keys)
+
+    @property
+    def tls_paths(self) -> tuple[Path, Path, Path | None] | None:
+        """Certificate, private key, and the authority of clients; None: plain HTTP."""
+        tls = self.cluster.router.tls
+        if tls.cert is None or tls.key is None:
+            return None
+        authority = None if tls.client_ca is None else self.relative(tls.client_ca)
+        return self.relative(tls.cert), self.relative(tls.key), authority
 
     def relative(self, text: str) -> Path:
         """Paths in a cluster file are relative to it."""
@@ -110,6 +126,7 @@ def load_cluster(
     _check_speculation(cluster)
     _check_image_hosts(cluster)
     _check_prompt_graphs(cluster)
+    check_http(cluster)
     resolved = Resolved(cluster, file, origins)
     _check_roots(resolved)
     return resolved

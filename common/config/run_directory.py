@@ -11,6 +11,7 @@ from common.config.load import Resolved
 from common.errors import ConfigError
 
 KEY = "process.run_dir"
+ADMIN = "router.admin"  # the name of the router's second socket; no node has it, since names have no dots
 MAX_SOCKET_BYTES = 107  # sockaddr_un.sun_path, less its end
 
 
@@ -33,7 +34,7 @@ def run_directory(resolved: Resolved, to_write: bool = False) -> Path:
         raise ConfigError(KEY, f"cannot make {error.filename}: {error.strerror}; set {KEY}") from error
     if to_write and not os.access(path, os.W_OK | os.X_OK):
         raise unwritable(path, "it is read-only for this user")
-    names = ["router", *(node.name for node in resolved.cluster.prefill.nodes)]
+    names = [ADMIN, "router", *(node.name for node in resolved.cluster.prefill.nodes)]
     longest = path / f"{max(names, key=len)}.sock"
     if len(os.fsencode(longest)) > MAX_SOCKET_BYTES:
         raise ConfigError(

@@ -70,11 +70,26 @@ class Images(Section, frozen=True, kw_only=True):
     fetch_timeout: Seconds = 10.0  # of one image, from look-up to last byte
 
 
+class Tls(Section, frozen=True, kw_only=True):
+    """HTTPS, from version 1.2 on. Paths are relative to the cluster file; SIGHUP reads the files again."""
+
+    cert: str | None = None  # PEM: the certificate and what leads to its root; None: plain HTTP
+    key: str | None = None  # PEM
+    client_ca: str | None = None  # PEM: clients need a certificate that it has signed
+
+
 class Router(Section, frozen=True, kw_only=True):
     """HTTP and placement."""
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    tls: Tls = Tls()
+    admin: str = "auto"  # where operators ask; auto: a Unix socket in the run directory
+    allowed_hosts: tuple[
+        str, ...
+    ] = ()  # without API keys: names of this router beside loopback and its address
+    cors_origins: tuple[str, ...] = ()  # web pages that may use the API from a browser
+    max_connections_per_client: Positive = 1024  # of one address; more are closed
     control_address: str = (
         "auto"  # ZMQ address that nodes connect to; auto: an ipc socket in the run directory
     )
@@ -234,8 +249,17 @@ class Health(Section, frozen=True, kw_only=True):
 
 
 class Security(Section, frozen=True, kw_only=True):
-    """Who may speak on the links between processes."""
+    """Who may use the API, and who may speak on the links between processes."""
 
+    api_keys: str | None = None  # file of the hashed API keys, see deploy/api_key; None: clients need no key
+    share_prefix_cache: bool = (
+        False  # among all keys: faster, but a client can find out what others have sent
+    )
+    open_metrics: bool = False  # /metrics needs no key
+    plain_http: bool = (
+        False  # router.host off loopback without router.tls: a proxy in front has the certificate
+    )
+    open_http: bool = False  # router.host off loopback without API keys: whoever reaches it may use it
     # Directory made by deploy/keygen; without it sockets bind to loopback only, with keys made in the run directory.
     keys: str | None = None
     isolated_network: bool = False  # only these nodes reach transfer.nixl_devices; transport nixl asks for it

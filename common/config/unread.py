@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from common.config.http_exposure import is_loopback
 from common.config.schema import Cluster, DecodeNode, DecodeSection, PrefillSection, Section
 from common.config.transport_choice import LOOPBACK, named_transport, nodes_of
 from common.errors import ConfigError
@@ -68,6 +69,17 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
             ("fetch_timeout",),
             "without router.images.fetch_hosts no image is fetched; name hosts, or leave it out",
         )
+    if cluster.security.api_keys is None:
+        reason = (
+            "it is about API keys, and security.api_keys names no file of them; name one, or leave it out"
+        )
+        yield Unread("security", cluster.security, ("share_prefix_cache",), reason)
+        if is_loopback(cluster.router.host):
+            reason = "without API keys /metrics is open on a loopback address; leave it out"
+            yield Unread("security", cluster.security, ("open_metrics",), reason)
+    else:
+        reason = "clients prove who they are by API keys, whatever their Host header says; leave it out"
+        yield Unread("router", cluster.router, ("allowed_hosts",), reason)
     yield from _of_devices(cluster)
     yield from _of_transports(cluster)
 

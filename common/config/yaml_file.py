@@ -59,13 +59,18 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 def parse_mapping(text: str, origin: str) -> dict[str, Any]:
     """As read_mapping, from text."""
-    try:
-        data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506, TID251 - a SafeLoader subclass
-    except _UNREADABLE as error:
-        raise ConfigError("", f"{origin} is not YAML: {error}") from error
+    data = parse_yaml(text, origin)
     if not isinstance(data, dict):
         raise ConfigError("", f"{origin} must hold a mapping with at least `model: {{path: ...}}`")
     return data
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """Any document. Raises ConfigError."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506, TID251 - a SafeLoader subclass
+    except _UNREADABLE as error:
+        raise ConfigError("", f"{origin} is not YAML: {error}") from error
 
 
 def parse_scalar(text: str) -> Any:

@@ -1,0 +1,25 @@
+"""What the cluster knows of an API key: everything but the key itself."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Scope = Literal["inference", "admin"]
+KeyId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+PerMinute = Annotated[int, Meta(ge=1, le=10**12)]
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of the file that security.api_keys names."""
+
+    id: KeyId  # stands in logs, timelines and metrics
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # of the key
+    scopes: tuple[Scope, ...] = ("inference",)
+    expires: Annotated[datetime, Meta(tz=True)] | None = None  # from then on it is unknown
+    requests_per_minute: PerMinute | None = None
+    tokens_per_minute: PerMinute | None = None  # of prompts and answers
+    concurrency: Annotated[int, Meta(ge=1, le=10**6)] | None = None  # prompts in flight

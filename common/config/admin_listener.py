@@ -1,0 +1,34 @@
+"""Where the router takes the requests of operators: a Unix socket, and perhaps an HTTP port of this host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config.http_exposure import admin_address
+from common.config.load import Resolved
+from common.config.run_directory import ADMIN, MAX_SOCKET_BYTES, run_directory
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class AdminListeners:
+    """The Unix socket always exists: deploy/up and deploy/status ask through it."""
+
+    socket: Path
+    address: tuple[str, int] | None  # host and port of plain HTTP, for keys with the scope admin
+
+
+def admin_listeners(resolved: Resolved) -> AdminListeners:
+    """Raises ConfigError where the socket's path is too long."""
+    admin = resolved.cluster.router.admin
+    if not admin.startswith("unix:"):
+        return AdminListeners(run_directory(resolved) / f"{ADMIN}.sock", admin_address(admin))
+    path = Path(os.path.expanduser(admin.removeprefix("unix:")))
+    path = path if path.is_absolute() else (resolved.file.parent / path).resolve()
+    if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
+        raise ConfigError(
+            "router.admin", f"{path} has more than {MAX_SOCKET_BYTES} bytes; choose a shorter path"
+        )
+    return AdminListeners(path, None)

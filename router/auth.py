@@ -1,0 +1,192 @@
+"""Who may send a request: one gate per listener, asked before any handler.
+
+- OpenGate: no API keys. Everybody who reaches the address, but no web page of another origin.
+- KeyGate: API keys. Every route but the probes needs one with a scope that covers it.
+- OwnerGate: the admin socket, which only the owner of the cluster can open.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from typing import Protocol
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from common.api_key import ApiKey, Scope
+from common.errors import Forbidden, RequestError, Unauthorized
+from common.observability.logs import Log
+from router.auth_keys import KeyRing
+from router.auth_limits import UNLIMITED, Admission, Quota, Quotas
+from router.auth_origin import Cors, HostRule
+from router.client import Client, View, client_key
+from router.http_errors import request_id_key
+
+METRICS = "/metrics"
+# Orchestrators ask these without a key.
+PROBES = frozenset(("/live", "/liveness", "/ping", "/health", "/health_generate", "/ready", "/readiness"))
+LOG_SECONDS = 1.0  # between two log lines about refused clients
+_READS = ("GET", "HEAD")
+admission_key: web.RequestKey[Admission] = web.RequestKey("admission", Admission)
+_quota_key: web.RequestKey[Quota] = web.RequestKey("quota", Quota)
+
+
+class Gate(Protocol):
+    """Decides about each request of one listener."""
+
+    def enter(self, request: web.Request) -> tuple[Client, Admission]:
+        """Who it is, and its claim on that client's limits. Raises Unauthorized, Forbidden or RateLimited."""
+        ...
+
+
+class OpenGate:
+    """`view`: what everybody is shown; on a loopback address that is the cluster."""
+
+    def __init__(self, hosts: HostRule, view: View, open_metrics: bool) -> None:
+        self._hosts = hosts
+        self._view = view
+        self._open_metrics = open_metrics
+
+    def enter(self, request: web.Request) -> tuple[Client, Admission]:
+        self._hosts.check(request)
+        if _route(request) == METRICS and self._view < View.CLUSTER and not self._open_metrics:
+            raise Forbidden("metrics are not public here; the operator can set security.open_metrics")
+        return Client(address_of(request), self._view), UNLIMITED
+
+
+class KeyGate:
+    """`scope`: what every request needs on an admin listener; None: reading needs any key, all else `inference`."""
+
+    def __init__(
+        self, ring: KeyRing, quotas: Quotas, scope: Scope | None, shared_cache: bool, open_metrics: bool
+    ) -> None:
+        self._ring = ring
+        self._quotas = quotas
+        self._scope = scope
+        self._shared_cache = shared_cache
+        self._open_metrics = open_metrics
+
+    def enter(self, request: web.Request) -> tuple[Client, Admission]:
+        """Reading is not limited: it costs next to nothing, and clients look at the model before they start."""
+        route, reads = _route(request), request.method in _READS
+        if route == METRICS and self._open_metrics:
+            return Client(address_of(request), View.SERVICE), UNLIMITED
+        key = self._key_of(request)
+        needed: Scope | None = "admin" if route == METRICS else self._scope
+        if needed is None and not reads:
+            needed = "inference"
+        if needed is not None and needed not in key.scopes:
+            raise Forbidden(f"API key {key.id} lacks the scope {needed}; see its scopes in security.api_keys")
+        client = Client(key.id, self._view_of(key), "" if self._shared_cache else key.id)
+        if reads:
+            return client, UNLIMITED
+        quota = request[_quota_key] = self._quotas.of(key)
+        return client, quota.admit()
+
+    def _view_of(self, key: ApiKey) -> View:
+        if "admin" not in key.scopes:
+            return View.SERVICE
+        return View.CLUSTER if self._scope is None else View.OPERATOR
+
+    def _key_of(self, request: web.Request) -> ApiKey:
+        secret = _secret(request)
+        key = self._ring.find(secret) if secret else None
+        if key is None:
+            given = "this API key is not known, or has expired" if secret else "no API key was given"
+            raise Unauthorized(f"{given}; send Authorization: Bearer KEY, or x-api-key: KEY")
+        return key
+
+
+class OwnerGate:
+    """Whoever could open the socket owns the cluster."""
+
+    def enter(self, request: web.Request) -> tuple[Client, Admission]:
+        return Client("admin-socket", View.OPERATOR), UNLIMITED
+
+
+class Entrance:
+    """The middleware around all handlers of one listener: CORS, the gate, limits."""
+
+    def __init__(self, gate: Gate, cors: Cors, log: Log, clock: Callable[[], float]) -> None:
+        self._gate = gate
+        self._cors = cors
+        self._log = log
+        self._clock = clock
+        self._refused = 0  # since the last log line
+        self._logged = -LOG_SECONDS
+
+    @property
+    def middleware(self) -> Middleware:
+        """To stand inside error_middleware, which turns refusals into answers."""
+
+        @web.middleware
+        async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+            answer = self._cors.preflight(request)
+            if answer is not None:
+                return answer
+            if _route(request) in PROBES:
+                return await handler(request)
+            try:
+                client, admission = self._gate.enter(request)
+            except RequestError as error:
+                self._say(request, error)
+                raise
+            request[client_key], request[admission_key] = client, admission
+            try:
+                return await handler(request)
+            finally:
+                admission.release()
+
+        return handle
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """For Application.on_response_prepare: streams are covered, too."""
+        self._cors.add_headers(request, response)
+        quota = request.get(_quota_key)
+        if quota is not None:
+            response.headers.update(quota.headers())
+
+    def _say(self, request: web.Request, error: RequestError) -> None:
+        """Anybody can be refused as often as he likes: at most one line per LOG_SECONDS."""
+        self._refused += 1
+        now = self._clock()
+        if now - self._logged >= LOG_SECONDS:
+            self._log.warning(
+                "refused a client",
+                address=address_of(request),
+                reason=str(error),
+                request_id=request[request_id_key],
+                refused=self._refused,
+            )
+            self._refused, self._logged = 0, now
+
+
+def address_of(request: web.BaseRequest) -> str:
+    """Of the peer; IPv6 by its /64 network, of which one host has all addresses."""
+    return client_address(request.remote or "")
+
+
+def client_address(text: str) -> str:
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return text
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return text if address.is_loopback else str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+
+
+def _route(request: web.Request) -> str:
+    """The path of the route that matched; "": none."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else ""
+
+
+def _secret(request: web.Request) -> str:
+    scheme, _, token = request.headers.get("Authorization", "").strip().partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return request.headers.get("x-api-key", "").strip()

@@ -1,0 +1,94 @@
+"""The API keys of a cluster: found by the hash of what a client sends, replaced as a whole when their file changes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.api_key import ApiKey
+from common.errors import ConfigError
+from common.observability.logs import Log
+
+CHECK_SECONDS = 1.0  # between two looks at the file
+
+
+class KeyRing:
+    """All keys that are valid now. `now` gives Unix seconds, for `expires`."""
+
+    def __init__(self, keys: Sequence[ApiKey], now: Callable[[], float]) -> None:
+        self._now = now
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = [(bytes.fromhex(key.sha256), key) for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, secret: str) -> ApiKey | None:
+        """The entry of a key, unless it has expired. Takes as long for every key, known or not."""
+        digest = hashlib.sha256(secret.encode(errors="surrogateescape")).digest()
+        found: ApiKey | None = None
+        for expected, key in self._keys:
+            if hmac.compare_digest(expected, digest):
+                found = key
+        if found is not None and found.expires is not None and found.expires.timestamp() <= self._now():
+            return None
+        return found
+
+
+class KeyFile:
+    """Follows the file: keys come and go without a restart. While it cannot be read, the keys before it hold."""
+
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[Path], Sequence[ApiKey]],
+        changed: Callable[[Sequence[ApiKey]], None],
+        log: Log,
+    ) -> None:
+        """`read` raises ConfigError; `changed` is called on the event loop with the new keys."""
+        self._path = path
+        self._read = read
+        self._changed = changed
+        self._log = log
+        self._asked = asyncio.Event()
+        self._seen = self._stamp()
+
+    def ask(self) -> None:
+        """Read it again now, whether or not it looks changed."""
+        self._asked.set()
+
+    async def watch(self) -> None:
+        """For ever: at most one look per CHECK_SECONDS, or when asked."""
+        while True:
+            try:
+                async with asyncio.timeout(CHECK_SECONDS):
+                    await self._asked.wait()
+            except TimeoutError:
+                pass
+            stamp = self._stamp()
+            if stamp == self._seen and not self._asked.is_set():
+                continue
+            self._asked.clear()
+            self._seen = stamp
+            await self._reload()
+
+    async def _reload(self) -> None:
+        try:
+            keys = await asyncio.to_thread(self._read, self._path)  # parsing takes a while
+        except ConfigError as error:
+            self._log.error("the API keys cannot be read again; those from before hold", reason=str(error))
+            return
+        self._changed(keys)
+        self._log.info("read the API keys again", keys=len(keys))
+
+    def _stamp(self) -> tuple[int, ...] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

@@ -1,0 +1,186 @@
+"""What an API key may use: requests and tokens per minute, and prompts in flight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from common.api_key import ApiKey
+from common.errors import RateLimited
+
+CONCURRENCY_RETRY = 1.0  # seconds: nobody knows when another of the key's requests ends
+
+
+class Bucket:
+    """A minute's worth at most, refilled all the time. What is taken may be more than it holds: then it owes."""
+
+    __slots__ = ("_level", "_seen", "per_minute")
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._seen = now
+
+    def level(self, now: float) -> float:
+        filled = self._level + (now - self._seen) * self.per_minute / 60
+        self._level, self._seen = min(filled, float(self.per_minute)), now
+        return self._level
+
+    def take(self, amount: float, now: float) -> None:
+        self._level = self.level(now) - amount
+
+    def seconds_until(self, level: float, now: float) -> float:
+        return max(level - self.level(now), 0.0) * 60 / self.per_minute
+
+
+class Answered(Protocol):
+    """What a request has used so far."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
+
+
+class Admission:
+    """One HTTP request that a key's limits let in. `release` exactly once."""
+
+    __slots__ = ("_prompts", "_quota", "_usage")
+
+    def __init__(self, quota: Quota) -> None:
+        self._quota = quota
+        self._prompts = 1
+        self._usage: Answered | None = None
+
+    def begin(self, prompts: int, usage: Answered) -> None:
+        """Its body is read: so many prompts, to be answered at once. `usage` counts on until the request ends.
+
+        Raises RateLimited where they are more than the key may have in flight.
+        """
+        self._quota.occupy(prompts - self._prompts)
+        self._prompts = prompts
+        self._usage = usage
+        self._quota.spend(usage.prompt_tokens)
+
+    def release(self) -> None:
+        self._quota.leave(self._prompts)
+        if self._usage is not None:
+            self._quota.spend(self._usage.completion_tokens)
+
+
+class NoLimits(Admission):
+    """Of clients without limits: probes, operators, and everybody where there are no keys."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def begin(self, prompts: int, usage: Answered) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+UNLIMITED = NoLimits()
+
+
+class Quota:
+    """The limits of one key and what is left of them. `clock` is monotonic."""
+
+    def __init__(self, key: ApiKey, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._running = 0
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self.configure(key)
+
+    def configure(self, key: ApiKey) -> None:
+        """Limits of the key as its file has them now; one that did not change keeps its level."""
+        self._id, self._concurrency = key.id, key.concurrency
+        self._requests = self._bucket(self._requests, key.requests_per_minute)
+        self._tokens = self._bucket(self._tokens, key.tokens_per_minute)
+
+    def admit(self) -> Admission:
+        """Count one request. Raises RateLimited, which counts none."""
+        now = self._clock()
+        self._check(self._requests, "requests_per_minute", now)
+        self._check(self._tokens, "tokens_per_minute", now)
+        self.occupy(1)
+        if self._requests is not None:
+            self._requests.take(1, now)
+        return Admission(self)
+
+    def occupy(self, prompts: int) -> None:
+        if self._concurrency is not None and self._running + prompts > self._concurrency:
+            raise RateLimited(
+                f"API key {self._id} may have {self._concurrency} prompts in flight (concurrency) and has "
+                f"{self._running}; wait for one to end",
+                retry_after=CONCURRENCY_RETRY,
+            )
+        self._running += prompts
+
+    def leave(self, prompts: int) -> None:
+        self._running -= prompts
+
+    def spend(self, tokens: int) -> None:
+        """Tokens that were used; the next request waits until what is owed is refilled."""
+        if self._tokens is not None:
+            self._tokens.take(tokens, self._clock())
+
+    def headers(self) -> dict[str, str]:
+        """As OpenAI names them."""
+        now, found = self._clock(), dict[str, str]()
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                found[f"x-ratelimit-remaining-{name}"] = str(max(math.floor(bucket.level(now)), 0))
+                found[f"x-ratelimit-reset-{name}"] = duration(bucket.seconds_until(bucket.per_minute, now))
+        return found
+
+    def _check(self, bucket: Bucket | None, limit: str, now: float) -> None:
+        wait = bucket.seconds_until(1, now) if bucket is not None else 0
+        if bucket is not None and wait > 0:
+            raise RateLimited(
+                f"API key {self._id} has used its {limit}, {bucket.per_minute}; try again in {duration(wait)}",
+                retry_after=wait,
+            )
+
+    def _bucket(self, old: Bucket | None, per_minute: int | None) -> Bucket | None:
+        if per_minute is None or (old is not None and old.per_minute == per_minute):
+            return old if per_minute is not None else None
+        return Bucket(per_minute, self._clock())
+
+
+class Quotas:
+    """One per key, by id."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._of: dict[str, Quota] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def of(self, key: ApiKey) -> Quota:
+        quota = self._of.get(key.id)
+        if quota is None:
+            quota = self._of[key.id] = Quota(key, self._clock)
+        return quota
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """The file has changed: forget keys that are gone, keep what the others have used."""
+        known = {key.id: key for key in keys}
+        self._of = {id_: quota for id_, quota in self._of.items() if id_ in known}
+        for id_, quota in self._of.items():
+            quota.configure(known[id_])
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes them: 120ms, 2s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

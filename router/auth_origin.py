@@ -1,0 +1,116 @@
+"""What browsers say of the page that sends a request: Host and Origin headers, and CORS.
+
+A page in a browser on this host can send requests to every loopback port, and by DNS rebinding even under a name of its
+own. Where clients prove nothing (no API keys), requests are taken only under names that are this router's.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from common.errors import Forbidden
+
+ALLOWED_METHODS = "GET, POST"
+EXPOSED = "X-Request-Id, Retry-After, X-Should-Retry, " + ", ".join(
+    f"X-RateLimit-{what}-{of}" for what in ("Limit", "Remaining", "Reset") for of in ("Requests", "Tokens")
+)
+MAX_AGE_SECONDS = 600
+_REQUEST_HEADER = re.compile(
+    r"(authorization|content-type|accept|user-agent|x-api-key|x-request-id|(openai|x-stainless)-[a-z-]+)"
+)
+
+
+class Cors:
+    """Pages of `origins` may use the API; nobody else's browser is told that they may."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._origins = frozenset(origins)
+
+    def lists(self, origin: str) -> bool:
+        return origin in self._origins
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """The answer to a browser that asks whether a page may send a request; None: it is no such question."""
+        if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
+            return None
+        if not self.lists(request.headers.get("Origin", "")):
+            raise Forbidden(
+                "pages of this origin may not use this API; its operator can add it to router.cors_origins"
+            )
+        asked = request.headers.get("Access-Control-Request-Headers", "").lower().split(",")
+        granted = [name for each in asked if _REQUEST_HEADER.fullmatch(name := each.strip())]
+        headers = {
+            "Access-Control-Allow-Methods": ALLOWED_METHODS,
+            "Access-Control-Allow-Headers": ", ".join(granted),
+            "Access-Control-Max-Age": str(MAX_AGE_SECONDS),
+        }
+        return web.Response(status=204, headers=headers)
+
+    def add_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        if not self._origins:
+            return
+        response.headers.add("Vary", "Origin")
+        origin = request.headers.get("Origin", "")
+        if self.lists(origin):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED
+
+
+class HostRule:
+    """For clusters without API keys. `allowed`: names beside loopback ones and the address that a request came to."""
+
+    def __init__(self, allowed: Sequence[str], cors: Cors) -> None:
+        self._allowed = frozenset(_plain(host) for host in allowed)
+        self._cors = cors
+
+    def check(self, request: web.Request) -> None:
+        """Raises Forbidden with the key that would allow it."""
+        given = request.headers.getall("Host", [])
+        if len(given) > 1:
+            raise Forbidden("the request has several Host headers")
+        host = _host_of(given[0]) if given else None  # browsers always send one
+        if host is not None and not self._is_ours(host, request):
+            raise Forbidden(
+                f"this router is not called {host[:100]!r}; if it is, its operator can add the name to "
+                "router.allowed_hosts"
+            )
+        origin = request.headers.get("Origin")
+        if origin is None or self._cors.lists(origin):
+            return
+        if not given or origin.lower() not in (f"http://{given[0].lower()}", f"https://{given[0].lower()}"):
+            raise Forbidden(
+                "pages of other origins may not use this router; its operator can add this one to router.cors_origins"
+            )
+
+    def _is_ours(self, host: str, request: web.Request) -> bool:
+        if host in self._allowed or host == "localhost" or host.endswith(".localhost"):
+            return True
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        bound = request.transport.get_extra_info("sockname") if request.transport is not None else None
+        return address.is_loopback or (bound is not None and host == _plain(bound[0]))
+
+
+def _host_of(header: str) -> str:
+    """The Host header without its port; what cannot be read is nobody's name."""
+    try:
+        return _plain(urlsplit(f"//{header}").hostname or "")
+    except ValueError:
+        return ""
+
+
+def _plain(host: str) -> str:
+    host = host.lower().strip("[]").rstrip(".")
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

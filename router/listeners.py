@@ -1,0 +1,111 @@
+"""Sockets that HTTP comes in by: TLS, the admin socket, and how many connections one client may have."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import stat
+from collections import Counter
+from pathlib import Path
+
+from common.errors import ConfigError
+
+BACKLOG = 1024
+
+
+class TlsFiles:
+    """An SSL context that can take up renewed files while it serves."""
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        """Raises ConfigError with the key of the file that cannot be used."""
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.load()
+
+    def load(self) -> None:
+        """For connections that come from now on. Raises ConfigError; then those before still hold."""
+        for name, path in (("cert", self._cert), ("key", self._key), ("client_ca", self._client_ca)):
+            try:
+                mode = path.stat().st_mode if path is not None else 0
+            except OSError as error:
+                raise ConfigError(f"router.tls.{name}", f"cannot read {path}: {error.strerror}") from error
+            if name == "key" and mode & 0o007:
+                raise ConfigError("router.tls.key", f"{path} is open to all users of this host; chmod 600 it")
+        try:
+            self.context.load_cert_chain(self._cert, self._key, password=_no_password)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                "router.tls.cert",
+                f"{self._cert} and {self._key} are no certificate in PEM and its key: {error}",
+            ) from error
+        if self._client_ca is not None:
+            try:
+                self.context.load_verify_locations(self._client_ca)
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    "router.tls.client_ca", f"{self._client_ca} is no certificate in PEM: {error}"
+                ) from error
+            self.context.verify_mode = ssl.CERT_REQUIRED
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted; write it without a passphrase")
+
+
+def owner_socket(path: Path) -> socket.socket:
+    """A bound Unix socket of mode 0600. Raises ConfigError where something else lies there, or listens."""
+    key = "router.admin"
+    try:
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(1.0)
+                if probe.connect_ex(os.fspath(path)) == 0:
+                    raise ConfigError(
+                        key, f"another router listens at {path}; stop it, or choose another path"
+                    )
+            path.unlink()  # left by one that was killed
+        else:
+            raise ConfigError(key, f"{path} exists and is not a socket; remove it, or choose another path")
+    except FileNotFoundError:
+        pass
+    made = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        made.bind(os.fspath(path))
+    except OSError as error:
+        made.close()
+        raise ConfigError(key, f"cannot listen at {path}: {error.strerror}") from error
+    finally:
+        os.umask(before)
+    made.setblocking(False)
+    return made
+
+
+class ConnectionLimit:
+    """Counts the open connections of each client; the map is as large as there are clients connected."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def opened(self, client: str) -> bool:
+        """False: it has more than it may. Either way `closed` has to follow."""
+        self._open[client] += 1
+        return self._open[client] <= self._most
+
+    def closed(self, client: str) -> None:
+        self._open[client] -= 1
+        if self._open[client] <= 0:
+            del self._open[client]
+
+
+def peer_of(transport: asyncio.BaseTransport | None) -> str | None:
+    """The address at the other end; None: there is none, as on a Unix socket."""
+    peer = transport.get_extra_info("peername") if transport is not None else None
+    return str(peer[0]) if isinstance(peer, tuple) else None
