@@ -24,13 +24,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table as RichTable
 
 from common.config import Resolved, load_cluster
+from common.config.admin_listener import admin_listeners
 from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError
 from common.observability.stderr_file import StderrFile
+from deploy.admin_client import ask
 from deploy.children import Child
 from deploy.process_table import read_table
 from deploy.status_view import show_status
-from deploy.supervisor import LOCAL, AlreadyRunning, StartError, Supervisor
+from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
 DETACH_TIMEOUT = 960.0
@@ -118,7 +120,7 @@ def status(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     if table is None:
         _say("not running")
         raise typer.Exit(EXIT_NOT_RUNNING)
-    raise typer.Exit(show_status(table, _server_info(table.url), _output()))
+    raise typer.Exit(show_status(table, _server_info(resolved), _output()))
 
 
 @app.command()
@@ -219,10 +221,11 @@ def _run_dir(cluster: Path, resolved: Resolved, to_write: bool = False) -> Path:
         _refuse(cluster, error)
 
 
-def _server_info(url: str) -> dict[str, Any] | None:
+def _server_info(resolved: Resolved) -> dict[str, Any] | None:
     try:
-        with LOCAL.open(f"{url}/server_info", timeout=ANSWER_SECONDS) as response:
-            return msgspec.json.decode(response.read(), type=dict[str, Any])
+        admin = admin_listeners(resolved, to_write=False).socket
+        _, raw = ask(admin, "GET", "/server_info", timeout=ANSWER_SECONDS)
+        return msgspec.json.decode(raw, type=dict[str, Any])
     except (OSError, HTTPException, msgspec.DecodeError):
         return None
 

@@ -7,17 +7,18 @@ import fcntl
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from common.config import Resolved
+from common.config.admin_listener import admin_listeners
 from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError, TandemError
+from deploy.admin_client import ask
 from deploy.children import Child, describe_exit
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers
@@ -28,13 +29,12 @@ from kv_transfer.transport.shm_segment import sweep_orphans
 PROBE_TIMEOUT = 60.0
 WATCH_INTERVAL = 0.1  # seconds between two looks at the processes
 DISK_INTERVAL = 1.0  # seconds between two looks at the disk, and between attempts to write the table
-LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # http_proxy is not for this host
 
 
-def local_url(host: str, port: int) -> str:
+def local_url(host: str, port: int, scheme: str = "http") -> str:
     """How this host reaches a server that binds to `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class StartError(TandemError):
@@ -54,7 +54,9 @@ class Supervisor:
         cluster = resolved.cluster
         if cluster.router.port == 0:
             raise ConfigError("router.port", "deploy/up has to know the port: choose one")
-        self.url = local_url(cluster.router.host, cluster.router.port)
+        scheme = "http" if resolved.tls_paths is None else "https"
+        self.url = local_url(cluster.router.host, cluster.router.port, scheme)
+        self._admin_socket = admin_listeners(resolved).socket
         self._drain = cluster.health.drain_timeout
         logs = self._run_dir / "logs"
         try:
@@ -156,26 +158,20 @@ class Supervisor:
         body = msgspec.json.encode(
             {"prompt": [1, 1, 1], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         )
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            body,
-            {"Content-Type": "application/json", "X-Request-Id": "deploy-probe"},
-        )
+        headers = {"Content-Type": "application/json", "X-Request-Id": "deploy-probe"}
         deadline = time.monotonic() + PROBE_TIMEOUT
         while True:
             self._check_children()
             try:
-                with LOCAL.open(request, timeout=PROBE_TIMEOUT) as response:
-                    answer = msgspec.json.decode(response.read())
+                status, raw = ask(self._admin_socket, "POST", "/v1/completions", body, headers, PROBE_TIMEOUT)
+                problem = f"the probe was answered {status}: {raw[:300].decode(errors='replace')}"
+                if status == 200:
+                    answer = msgspec.json.decode(raw)
                     if answer["usage"]["completion_tokens"] == 2:
                         return
                     problem = f"the probe was answered with {answer['usage']}"
-            except urllib.error.HTTPError as error:
-                problem = (
-                    f"the probe was answered {error.code}: {error.read()[:300].decode(errors='replace')}"
-                )
-            except OSError as error:
-                problem = f"{self.url} does not answer: {error}"
+            except (OSError, HTTPException) as error:
+                problem = f"the router at {self.url} does not answer on {self._admin_socket}: {error}"
             if time.monotonic() > deadline:
                 raise StartError(problem)
             show(self.children)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
 import zmq
 from aiohttp import web
 
@@ -16,7 +14,7 @@ from common.config import Resolved
 from common.config.run_directory import control_address, event_directory
 from common.config.schema import Router
 from common.config.unread import refuse_unread, unread_by_text_models
-from common.errors import ConfigError, ModelError, Unavailable
+from common.errors import ModelError, Unavailable
 from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
 from common.messages.identity import new_incarnation
@@ -25,29 +23,29 @@ from common.model_manifest import check_manifests
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.vision_config import VisionConfig
+from router.admin_routes import AdminRoutes
+from router.client import View
 from router.control_plane import ControlPlane
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.fetch_process import FetchProcess
-from router.from_config import registration_rules
-from router.http_errors import error_middleware
-from router.http_server import http_runner
+from router.from_config import http_listeners, registration_rules
+from router.http_listeners import HttpListeners
 from router.image_inspector import ImageInspector
 from router.images import ImageLimits, ImageLoader, Images, NoImages
 from router.metrics import RouterMetrics
-from router.node_health import Condition, NodeHealth
+from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.openai_routes import OpenAiRoutes
-from router.openai_schema import ChatRequest, CompletionRequest, honoured
 from router.placement import POLICIES, decode_cost, prefill_cost
 from router.request_checks import ServedModel
 from router.return_watch import ReturnWatch
+from router.server_info import of_nodes, of_service
 from router.status_routes import ClusterView, StatusRoutes
 from router.text_pool import TextPool
 from router.text_service import TextService
 from router.tokenizer import Tokenizer
 
 SHUTTING_DOWN = "this router is shutting down"
-BIND_SECONDS = 5.0  # for a port that is taken: the router before this one may still be going
 
 
 @dataclass(slots=True)
@@ -61,34 +59,25 @@ class RouterApp:
     dispatcher: Dispatcher
     text_pool: TextPool
     images: Images
-    runner: web.AppRunner
     context: zmq.Context[zmq.Socket[bytes]]
     security: LinkSecurity
     model: ServedModel
     incarnation: str
     events: EventLog
+    http: HttpListeners = field(init=False)  # its handlers ask this object
     draining: bool = False
+    paused: bool = False  # as draining, but an operator can take it back
 
     async def start(self) -> None:
         """Listen for nodes, start the text workers, then listen for clients. Raises ConfigError or ModelError."""
-        router = self.resolved.cluster.router
         self.control.start(self.registry, self.dispatcher)
         await self.text_pool.start()
-        await self.runner.setup()
-        deadline = time.monotonic() + BIND_SECONDS
-        while True:
-            site = web.TCPSite(self.runner, router.host, router.port, backlog=1024, reuse_address=True)
-            try:
-                await site.start()
-                return
-            except OSError as error:
-                await site.stop()
-                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                    raise ConfigError(
-                        "router.port",
-                        f"{router.host}:{router.port} cannot be bound ({error.strerror}); choose another port",
-                    ) from error
-            await asyncio.sleep(0.1)
+        await self.http.start()
+
+    @property
+    def runner(self) -> web.AppRunner:
+        """Of the API."""
+        return self.http.public
 
     async def drain(self) -> None:
         """Take nothing new, let requests finish up to health.drain_timeout, close."""
@@ -99,7 +88,7 @@ class RouterApp:
             await asyncio.sleep(0.05)
         self.dispatcher.end_all(Unavailable(f"{SHUTTING_DOWN}, and the answer was not ready in time"))
         # gives those answers a moment to leave, cancels the rest: aborts reach the nodes before the socket closes
-        await self.runner.cleanup()
+        await self.http.close()
         await asyncio.sleep(0.05)
         self.control.close()
         self.events.close()
@@ -121,10 +110,12 @@ class RouterApp:
         """As `served`, for requests that generate. Raises Unavailable while draining."""
         if self.draining:
             raise Unavailable(f"{SHUTTING_DOWN}; try again in a few seconds")
+        if self.paused:
+            raise Unavailable("this router takes nothing new until its operator resumes it; try another one")
         return self.served()
 
     def not_ready(self) -> str | None:
-        if self.draining:
+        if self.draining or self.paused:
             return "draining"
         for role in ("prefill", "decode"):
             if not self.registry.count(role):
@@ -141,38 +132,28 @@ class RouterApp:
         configured += [("decode", node.name) for node in cluster.decode.nodes]
         return [{"name": name, "role": role} for role, name in configured if (role, name) not in up]
 
-    def server_info(self) -> dict[str, Any]:
+    def set_paused(self, paused: bool) -> None:
+        """For operators: take nothing new, or go on."""
+        self.paused = paused
+        self.log.info("paused" if paused else "resumed", requests=self.dispatcher.active)
+
+    def server_info(self, view: View) -> dict[str, Any]:
         served = self.served()
-        nodes = [_describe(each) for each in self.dispatcher.health.conditions(self.registry)]
-        return {
-            "model_path": served.path,
-            "served_model_name": served.name,
-            "max_model_len": served.max_model_len,
-            "ready": self.not_ready() is None,
-            "missing_nodes": self.missing_nodes(),
-            "incarnation": self.incarnation,
-            "active_requests": self.dispatcher.active,
-            "refused_messages": self.control.refused_messages,
-            "parameters": {
-                "/v1/chat/completions": honoured(ChatRequest),
-                "/v1/completions": honoured(CompletionRequest),
-            },
-            "config": {
-                path: {"value": value, "origin": origin} for path, value, origin in self.resolved.rows()
-            },
-            "nodes": nodes,
-            "internal_states": [
-                {
-                    "node": node.name,
-                    "avg_spec_accept_length": node.counters.avg_spec_accept_length,
-                    "spec_accepted_at": node.counters.spec_accepted_at,
-                    "phase_seconds": node.counters.phase_seconds,
-                    "load": msgspec.to_builtins(node.load),
-                }
-                for node in self.registry
-                if node.role == "decode"
-            ],
-        }
+        info = of_service(served, self.not_ready() is None, self.registry)
+        if view >= View.CLUSTER:
+            info |= {
+                "model_path": served.path,
+                "missing_nodes": self.missing_nodes(),
+                "active_requests": self.dispatcher.active,
+                "refused_messages": self.control.refused_messages,
+                "config": {
+                    path: {"value": value, "origin": origin} for path, value, origin in self.resolved.rows()
+                },
+                **of_nodes(self.dispatcher.health.conditions(self.registry), view),
+            }
+        if view >= View.OPERATOR:
+            info["incarnation"] = self.incarnation
+        return info
 
 
 def build(resolved: Resolved, log: Log) -> RouterApp:
@@ -256,8 +237,6 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         events,
     )
     images, body_bytes = _images(cluster.router, config.vision)
-    app = web.Application(client_max_size=body_bytes, middlewares=[error_middleware(log)])
-    runner = http_runner(app)
     text_pool = TextPool(path, body_bytes, log)
     texts = TextService(text_pool, tokenizer)
     router = RouterApp(
@@ -268,7 +247,6 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         dispatcher,
         text_pool,
         images,
-        runner,
         context,
         security,
         model,
@@ -279,8 +257,15 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         router.not_ready, router.missing_nodes, router.server_info, metrics.render, dispatcher.timelines.get
     )
     most = cluster.router.max_requests
-    OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log).add_to(app)
-    StatusRoutes(view, router.served, texts).add_to(app)
+    openai = OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log)
+    status = StatusRoutes(view, router.served, texts)
+    admin = AdminRoutes(router.set_paused, lambda: dispatcher.active)
+
+    def add_routes(app: web.Application) -> None:
+        openai.add_to(app)
+        status.add_to(app)
+
+    router.http = http_listeners(resolved, body_bytes, add_routes, admin.add_to, time.time, log)
     return router
 
 
@@ -294,25 +279,3 @@ def _images(section: Router, vision: VisionConfig | None) -> tuple[Images, int]:
     fetcher = FetchProcess(own.fetch_hosts, own.max_bytes, own.fetch_timeout)
     in_base64 = own.max_request_bytes * 4 // 3
     return ImageLoader(limits, vision, inspector, fetcher), section.max_body_bytes + in_base64
-
-
-def _describe(condition: Condition) -> dict[str, Any]:
-    node = condition.node
-    return {
-        "name": node.name,
-        "role": node.role,
-        "state": node.state,
-        "incarnation": node.incarnation,
-        "host": node.register.host,
-        "pid": node.register.pid,
-        "config": node.register.effective_config,
-        "graphs": msgspec.to_builtins(node.register.graphs),
-        "load": msgspec.to_builtins(node.load),
-        "counters": msgspec.to_builtins(node.counters),
-        "assigned": len(node.rooms),
-        "reachable": node.reachable,
-        "weight": round(condition.weight, 3),
-        "breaker": condition.breaker,
-        "bad_peers": condition.bad_peers,
-        "as_of": node.as_of,
-    }

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,6 +21,7 @@ from router.auth_limits import UNLIMITED, Admission, Quota, Quotas
 from router.auth_origin import Cors, HostRule
 from router.client import Client, View, client_key
 from router.http_errors import request_id_key
+from router.listeners import client_address
 
 METRICS = "/metrics"
 # Orchestrators ask these without a key.
@@ -35,6 +35,11 @@ _quota_key: web.RequestKey[Quota] = web.RequestKey("quota", Quota)
 class Gate(Protocol):
     """Decides about each request of one listener."""
 
+    @property
+    def anonymous(self) -> View:
+        """What a probe, of whom nothing is known, is shown."""
+        ...
+
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
         """Who it is, and its claim on that client's limits. Raises Unauthorized, Forbidden or RateLimited."""
         ...
@@ -45,7 +50,7 @@ class OpenGate:
 
     def __init__(self, hosts: HostRule, view: View, open_metrics: bool) -> None:
         self._hosts = hosts
-        self._view = view
+        self._view = self.anonymous = view
         self._open_metrics = open_metrics
 
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
@@ -57,6 +62,8 @@ class OpenGate:
 
 class KeyGate:
     """`scope`: what every request needs on an admin listener; None: reading needs any key, all else `inference`."""
+
+    anonymous = View.SERVICE
 
     def __init__(
         self, ring: KeyRing, quotas: Quotas, scope: Scope | None, shared_cache: bool, open_metrics: bool
@@ -101,6 +108,8 @@ class KeyGate:
 class OwnerGate:
     """Whoever could open the socket owns the cluster."""
 
+    anonymous = View.OPERATOR
+
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
         return Client("admin-socket", View.OPERATOR), UNLIMITED
 
@@ -126,6 +135,7 @@ class Entrance:
             if answer is not None:
                 return answer
             if _route(request) in PROBES:
+                request[client_key] = Client(address_of(request), self._gate.anonymous)
                 return await handler(request)
             try:
                 client, admission = self._gate.enter(request)
@@ -163,20 +173,8 @@ class Entrance:
 
 
 def address_of(request: web.BaseRequest) -> str:
-    """Of the peer; IPv6 by its /64 network, of which one host has all addresses."""
+    """Of the peer, as shares and limits count it."""
     return client_address(request.remote or "")
-
-
-def client_address(text: str) -> str:
-    try:
-        address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return text
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return text if address.is_loopback else str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 
 def _route(request: web.Request) -> str:

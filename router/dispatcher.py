@@ -164,7 +164,7 @@ class Dispatcher:
             raise Overloaded(f"{self._limits.max_requests} requests are in flight; try again later")
         loop = asyncio.get_running_loop()
         timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)
-        timeline = Timeline(request.request_id, time.monotonic())
+        timeline = Timeline(request.request_id, time.monotonic(), request.client)
         self.timelines.add(timeline)
         flight = InFlight(request, timeline, loop.time() + timeout)
         self._active += 1

@@ -1,11 +1,32 @@
-"""What the router expects of its nodes, from the cluster file."""
+"""What the cluster file says to the router: what it expects of its nodes, and who may come in by which listener."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
+from aiohttp import web
+
+from common.api_key import ApiKey
 from common.config import Resolved
+from common.config.admin_listener import admin_listeners
+from common.config.api_keys import read_api_keys
+from common.config.http_exposure import is_loopback
 from common.config.run_directory import peer_address
 from common.config.schema import DecodeSection, PrefillSection
+from common.observability.logs import Log
+from router.auth import Entrance, Gate, KeyGate, OpenGate, OwnerGate
+from router.auth_keys import KeyFile, KeyRing
+from router.auth_limits import Quotas
+from router.auth_origin import Cors, HostRule
+from router.client import View
+from router.http_errors import error_middleware
+from router.http_listeners import HttpListeners
+from router.http_server import http_runner
+from router.listeners import ConnectionLimit, TlsFiles
 from router.registration import ExpectedNode, RegistrationRules
+
+_AddRoutes = Callable[[web.Application], None]
 
 
 def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) -> RegistrationRules:
@@ -34,3 +55,65 @@ def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) 
         least, pages = expected(cluster.decode, decode.device)
         nodes[decode.name] = ExpectedNode("decode", "", least, pages)
     return RegistrationRules(nodes, page_size, max_model_len, vocab_size)
+
+
+def http_listeners(
+    resolved: Resolved,
+    body_bytes: int,
+    add_routes: _AddRoutes,
+    add_admin_routes: _AddRoutes,
+    now: Callable[[], float],
+    log: Log,
+) -> HttpListeners:
+    """`now` gives Unix seconds. Raises ConfigError for keys and certificates that cannot be used."""
+    cluster = resolved.cluster
+    router, security = cluster.router, cluster.security
+    places = admin_listeners(resolved)
+    cors = Cors(router.cors_origins)
+
+    def listener(
+        gate: Gate, rules: Cors, connections: ConnectionLimit | None, *routes: _AddRoutes
+    ) -> web.AppRunner:
+        entrance = Entrance(gate, rules, log, time.monotonic)
+        app = web.Application(
+            client_max_size=body_bytes, middlewares=[error_middleware(log), entrance.middleware]
+        )
+        app.on_response_prepare.append(entrance.add_headers)
+        for add in routes:
+            add(app)
+        return http_runner(app, connections)
+
+    gate: Gate
+    admin: web.AppRunner | None = None
+    keys: KeyFile | None = None
+    limit = ConnectionLimit(router.max_connections_per_client)
+    path = resolved.api_keys_path
+    if path is None:
+        view = View.CLUSTER if is_loopback(router.host) else View.SERVICE
+        hosts = HostRule((router.host, *router.allowed_hosts), cors)
+        gate = OpenGate(hosts, view, security.open_metrics)
+    else:
+        found = read_api_keys(path)
+        ring, quotas = KeyRing(found, now), Quotas(time.monotonic)
+
+        def changed(keys: Sequence[ApiKey]) -> None:
+            ring.replace(keys)
+            quotas.replace(keys)
+
+        keys = KeyFile(path, read_api_keys, changed, log)
+        gate = KeyGate(ring, quotas, None, security.share_prefix_cache, security.open_metrics)
+        if places.address is not None:
+            admin_gate = KeyGate(ring, quotas, "admin", security.share_prefix_cache, open_metrics=False)
+            admin = listener(admin_gate, Cors(()), limit, add_routes, add_admin_routes)
+    tls = TlsFiles(*resolved.tls_paths) if resolved.tls_paths is not None else None
+    return HttpListeners(
+        log,
+        listener(gate, cors, limit, add_routes),
+        (router.host, router.port),
+        listener(OwnerGate(), Cors(()), None, add_routes, add_admin_routes),
+        admin,
+        places.address,
+        places.socket,
+        tls,
+        keys,
+    )

@@ -6,11 +6,14 @@ are refused before a middleware is asked.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import HttpVersion10, hdrs, web
 
 from router.http_errors import broken_request, refused_connection
+from router.listeners import ConnectionLimit, peer_of
 from router.request_body import ReadingBytes, reading_key
 
 MAX_HEADER_BYTES = 16 << 10
@@ -21,11 +24,12 @@ IDLE_SECONDS = 75.0
 SHUTDOWN_SECONDS = 1.0  # for answers that are being written when the server closes
 
 
-def http_runner(app: web.Application) -> web.AppRunner:
+def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> web.AppRunner:
     """The HTTP server of an application, with the limits that hold before a handler is asked."""
     app[reading_key] = ReadingBytes()
     return _Runner(
         app,
+        limit,
         handler_cancellation=True,  # else a client that leaves before the first byte is noticed only at the end
         access_log=None,
         shutdown_timeout=SHUTDOWN_SECONDS,
@@ -38,7 +42,24 @@ def http_runner(app: web.Application) -> web.AppRunner:
 
 
 class _Protocol(web.RequestHandler):
-    __slots__ = ()
+    __slots__ = ("_client", "_limit")
+
+    def __init__(self, *args: Any, limit: ConnectionLimit | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limit = limit
+        self._client: str | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._client = peer_of(transport)
+        if self._client is not None and self._limit is not None and not self._limit.opened(self._client):
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        if self._client is not None and self._limit is not None:
+            self._limit.closed(self._client)
+        self._client = None
 
     def handle_error(
         self,
@@ -55,8 +76,10 @@ class _Protocol(web.RequestHandler):
 
 
 class _Server(web.Server):
+    limit: ConnectionLimit | None = None
+
     def __call__(self) -> web.RequestHandler:
-        return _Protocol(self, loop=self._loop, **self._kwargs)
+        return _Protocol(self, loop=self._loop, limit=self.limit, **self._kwargs)
 
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -82,12 +105,18 @@ def _checked(handler: Handler) -> Handler:
 
 
 class _Runner(web.AppRunner):
+    def __init__(self, app: web.Application, limit: ConnectionLimit | None, **kwargs: Any) -> None:
+        super().__init__(app, **kwargs)
+        self._limit = limit
+
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        return _Server(
+        server = _Server(
             _checked(made.request_handler),
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,
             **made._kwargs,
         )
+        server.limit = self._limit
+        return server

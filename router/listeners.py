@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import socket
 import ssl
@@ -108,4 +109,17 @@ class ConnectionLimit:
 def peer_of(transport: asyncio.BaseTransport | None) -> str | None:
     """The address at the other end; None: there is none, as on a Unix socket."""
     peer = transport.get_extra_info("peername") if transport is not None else None
-    return str(peer[0]) if isinstance(peer, tuple) else None
+    return client_address(str(peer[0])) if isinstance(peer, tuple) else None
+
+
+def client_address(text: str) -> str:
+    """One name for one client: IPv6 by its /64 network, of which one host may have all addresses."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return text
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return text if address.is_loopback else str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))

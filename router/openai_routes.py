@@ -13,6 +13,8 @@ from aiohttp import web
 
 from common.errors import ClientGone, InternalError, InvalidRequest, RequestError
 from common.observability.logs import Log
+from router.auth import admission_key
+from router.client import cache_salt, client_key
 from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
 from router.http_errors import body_of, defect, json_response, request_id_key
 from router.images import Images
@@ -105,7 +107,8 @@ class OpenAiRoutes:
         )
         placed: tuple[PromptImage, ...] = ()
         if model.vision is not None:
-            prompt, placed = place_images(prompt, images, model.vision, model.vocab_size)
+            salt = cache_salt(request[client_key].tenant, body.cache_salt)
+            prompt, placed = place_images(prompt, images, model.vision, model.vocab_size, salt)
         check_prompt(prompt, model, "messages")
         choices = [self._choice(request, body, model, prompt, 0, max_field, logprobs, placed)]
         identity = f"chatcmpl-{request[request_id_key]}"
@@ -167,13 +170,23 @@ class OpenAiRoutes:
         decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt)
         include_stop = bool(body.include_stop_str_in_output)
         text = TextStream(decoder, check_stops(body), include_stop, sampling.min_tokens)
-        asked = GenerationRequest(identity, prompt, sampling, images=images, batch=batch or Batch())
+        client = request[client_key]
+        asked = GenerationRequest(
+            identity,
+            prompt,
+            sampling,
+            images=images,
+            client=client.name,
+            salt=cache_salt(client.tenant, body.cache_salt),
+            batch=batch or Batch(),
+        )
         return Choice(asked, text)
 
     async def _answer(
         self, request: web.Request, body: SharedFields, form: Format, choices: Sequence[Choice]
     ) -> web.StreamResponse:
         usage = Usage(prompt_tokens=sum(len(choice.request.token_ids) for choice in choices))
+        request[admission_key].begin(len(choices), usage)
         if body.stream:
             return await self._stream(request, body, form, choices, usage)
         collected: list[list[Piece]] = [[] for _ in choices]

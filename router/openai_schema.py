@@ -86,6 +86,9 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = (
+        None  # vLLM: shares no cached prompt beyond it
+    )
     user: Any = None
     # not yet: see NOT_YET
     n: Any = None
@@ -102,7 +105,6 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: Any = None
     prompt_logprobs: Any = None
     priority: Any = None
-    cache_salt: Any = None
     echo: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -175,7 +177,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {  # field -> values that change nothing
     "json_schema": (),
     "prompt_logprobs": (),
     "priority": (0,),
-    "cache_salt": (),
     "echo": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),

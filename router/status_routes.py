@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from common.errors import ModelNotFound
+from router.client import View, client_key
 from router.http_errors import error_body, json_response
 from router.request_body import read_body
 from router.request_checks import ServedModel
@@ -23,7 +24,7 @@ class ClusterView:
 
     ready: Callable[[], str | None]  # None: can serve; else why not
     missing_nodes: Callable[[], list[dict[str, str]]]  # name and role of configured nodes that are not up
-    server_info: Callable[[], dict[str, Any]]
+    server_info: Callable[[View], dict[str, Any]]
     metrics: Callable[[], bytes]
     timeline: Callable[[str], dict[str, Any] | None]
 
@@ -64,31 +65,38 @@ class StatusRoutes:
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 while requests are served, "degraded" if configured nodes are missing; 503 with the reason otherwise."""
-        reason = self._view.ready()
-        missing = self._view.missing_nodes()
-        if reason is not None:
-            return json_response({"status": "not ready", "reason": reason, "missing": missing}, 503)
-        if missing:
-            return json_response({"status": "degraded", "missing": missing})
-        return json_response({"status": "ready"})
+        reason, missing = self._view.ready(), self._view.missing_nodes()
+        answer: dict[str, Any] = {"status": "ready" if reason is None else "not ready"}
+        if reason is None and missing:
+            answer["status"] = "degraded"
+        if request[client_key].view >= View.CLUSTER:  # the others learn no names of nodes
+            if reason is not None:
+                answer["reason"] = reason
+            if reason is not None or missing:
+                answer["missing"] = missing
+        return json_response(answer, 200 if reason is None else 503)
 
     async def server_info(self, request: web.Request) -> web.Response:
-        return json_response({"version": VERSION, **self._view.server_info()})
+        return json_response({"version": VERSION, **self._view.server_info(request[client_key].view)})
 
     async def model_info(self, request: web.Request) -> web.Response:
         model = self._model()
         return json_response(
-            {"model_path": model.path, "served_model_name": model.name, "max_model_len": model.max_model_len}
+            {
+                "model_path": _path(model, request),
+                "served_model_name": model.name,
+                "max_model_len": model.max_model_len,
+            }
         )
 
     async def models(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [_card(self._model())]})
+        return json_response({"object": "list", "data": [_card(self._model(), request)]})
 
     async def model(self, request: web.Request) -> web.Response:
         model = self._model()
         if request.match_info["id"] != model.name:
             raise ModelNotFound(f"the model {request.match_info['id']!r} is not served here", param="model")
-        return json_response(_card(model))
+        return json_response(_card(model, request))
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -99,8 +107,8 @@ class StatusRoutes:
         return json_response({"version": VERSION})
 
     async def timeline(self, request: web.Request) -> web.Response:
-        found = self._view.timeline(request.match_info["id"])
-        if found is None:
+        found, client = self._view.timeline(request.match_info["id"]), request[client_key]
+        if found is None or (client.view < View.CLUSTER and found["client"] != client.name):
             body = error_body("no recent request has this id", "invalid_request_error", "id", 404)
             return json_response(body, 404)
         return json_response(found)
@@ -118,12 +126,17 @@ def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-def _card(model: ServedModel) -> dict[str, Any]:
+def _path(model: ServedModel, request: web.Request) -> str:
+    """The model's directory, for those who are shown the cluster; else its name."""
+    return model.path if request[client_key].view >= View.CLUSTER else model.name
+
+
+def _card(model: ServedModel, request: web.Request) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "tandem",
-        "root": model.path,
+        "root": _path(model, request),
         "max_model_len": model.max_model_len,
     }

@@ -13,8 +13,9 @@ KEPT = 512
 class Timeline:
     """Stages of one request. A node's own stages are anchored at the moment the request was placed there."""
 
-    def __init__(self, request_id: str, now: float) -> None:
+    def __init__(self, request_id: str, now: float, client: str = "") -> None:
         self.request_id = request_id
+        self.client = client  # API key id or address
         self._started = now
         self.stages: dict[str, float] = {"received": 0.0}
         self.nodes: list[dict[str, str]] = []  # per attempt
@@ -35,6 +36,7 @@ class Timeline:
         ordered = sorted(self.stages.items(), key=lambda item: item[1])
         report: dict[str, Any] = {
             "request_id": self.request_id,
+            "client": self.client,
             "outcome": self.outcome,
             "nodes": self.nodes,
             "stages": {stage: round(seconds, 6) for stage, seconds in ordered},

@@ -20,11 +20,14 @@ class AdminListeners:
     address: tuple[str, int] | None  # host and port of plain HTTP, for keys with the scope admin
 
 
-def admin_listeners(resolved: Resolved) -> AdminListeners:
-    """Raises ConfigError where the socket's path is too long."""
+def admin_listeners(resolved: Resolved, to_write: bool = True) -> AdminListeners:
+    """`to_write`: whether the caller writes to the run directory.
+
+    Raises ConfigError where the path of the socket is too long.
+    """
     admin = resolved.cluster.router.admin
     if not admin.startswith("unix:"):
-        return AdminListeners(run_directory(resolved) / f"{ADMIN}.sock", admin_address(admin))
+        return AdminListeners(run_directory(resolved, to_write) / f"{ADMIN}.sock", admin_address(admin))
     path = Path(os.path.expanduser(admin.removeprefix("unix:")))
     path = path if path.is_absolute() else (resolved.file.parent / path).resolve()
     if len(os.fsencode(path)) > MAX_SOCKET_BYTES:

@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import signal
+import socketserver
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -18,11 +19,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from common.config import load_cluster
+from common.config.admin_listener import admin_listeners
 from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from deploy import cli
 from deploy.process_table import Entry, ProcessRecord, Table, entry, write_table
-from deploy.supervisor import LOCAL, AlreadyRunning, Supervisor, local_url
+from deploy.supervisor import AlreadyRunning, Supervisor, local_url
 from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.waiting import PATIENCE
 
@@ -128,9 +130,11 @@ def make_table(
 
 
 class Server:
-    """Answers /server_info."""
+    """Answers /server_info on the admin socket of the cluster."""
 
-    def __init__(self, answer: bytes) -> None:
+    url = "http://127.0.0.1:9"
+
+    def __init__(self, directory: Path, answer: bytes) -> None:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.send_response(200)
@@ -140,9 +144,9 @@ class Server:
             def log_message(self, *arguments: Any) -> None:
                 pass
 
-        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        place = admin_listeners(load_cluster(directory / "c.yaml")).socket
+        self._server = socketserver.UnixStreamServer(str(place), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Server:
         self._thread.start()
@@ -179,9 +183,7 @@ def status_of(
     problems: list[str] | None = None,
 ) -> Result:
     monkeypatch.setattr(cli, "ANSWER_SECONDS", PATIENCE)
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for this host
-    monkeypatch.delenv("no_proxy", raising=False)
-    with Server(json.dumps({"ready": ready, "nodes": nodes}).encode()) as server:
+    with Server(directory, json.dumps({"ready": ready, "nodes": nodes}).encode()) as server:
         make_table(directory, server.url, decode, problems)
         return run("status", str(directory / "c.yaml"))
 
@@ -241,8 +243,8 @@ def test_status_shows_what_the_supervisor_cannot_do(directory: Path, monkeypatch
 
 
 @pytest.mark.parametrize("answer", [b"<html>", b"[]", b""])
-def test_status_of_something_else_on_the_port(directory: Path, answer: bytes) -> None:
-    with Server(answer) as server:
+def test_status_of_something_else_on_the_socket(directory: Path, answer: bytes) -> None:
+    with Server(directory, answer) as server:
         make_table(directory, server.url)
         assert run("status", str(directory / "c.yaml")).exit_code == 1
 
@@ -252,10 +254,6 @@ def test_status_of_a_router_that_does_not_answer(directory: Path) -> None:
     result = run("status", str(directory / "c.yaml"))
     assert result.exit_code == 1
     assert "does not answer" in result.stdout
-
-
-def test_the_loopback_opener_ignores_proxies() -> None:
-    assert not [handler for handler in LOCAL.handlers if type(handler).__name__ == "ProxyHandler"]
 
 
 def test_down_of_a_supervisor_that_was_just_leaving(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +389,7 @@ def test_the_lock_of_a_file_that_was_removed_is_not_enough(
 )
 def test_where_the_router_is_reached_from_here(host: str, url: str) -> None:
     assert local_url(host, 8000) == url
+    assert local_url(host, 8000, "https") == url.replace("http:", "https:")
 
 
 def test_up_has_to_know_the_port(directory: Path) -> None:

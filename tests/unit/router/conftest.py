@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,14 @@ from aiohttp import web
 
 from common.model_config import DefaultSampling
 from common.observability.logs import Log
+from router.auth import Entrance, Gate, OpenGate
+from router.auth_origin import Cors, HostRule
 from router.chat_template import ChatTemplate
+from router.client import View
 from router.http_errors import error_middleware
 from router.http_server import http_runner
 from router.images import Images, NoImages
+from router.listeners import ConnectionLimit
 from router.openai_routes import OpenAiRoutes
 from router.request_checks import ServedModel
 from router.status_routes import ClusterView, StatusRoutes
@@ -95,9 +100,17 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         max_requests: int = 64,
         images: Images = NoImages(),  # noqa: B008
         workers: Workers | None = None,
+        gate: Gate | None = None,
+        cors: Cors | None = None,
+        limit: ConnectionLimit | None = None,
     ) -> Rig:
         log = Log("test")
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware(log)])
+        open_gate = OpenGate(HostRule(("x",), Cors(())), View.CLUSTER, open_metrics=False)
+        entrance = Entrance(gate or open_gate, cors or Cors(()), log, time.monotonic)
+        app = web.Application(
+            client_max_size=MAX_BODY, middlewares=[error_middleware(log), entrance.middleware]
+        )
+        app.on_response_prepare.append(entrance.add_headers)
         rig: Rig
 
         def admit() -> ServedModel:
@@ -112,12 +125,12 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         view = ClusterView(
             lambda: rig.ready,
             lambda: rig.missing,
-            lambda: {"model_path": served.path, "internal_states": []},
+            lambda asked: {"model_path": served.path, "internal_states": [], "view": asked.name},
             lambda: b"# HELP x y\n",
-            lambda identity: {"request_id": identity} if identity == "known" else None,
+            lambda identity: {"request_id": identity, "client": "team-a"} if identity == "known" else None,
         )
         StatusRoutes(view, lambda: served, texts).add_to(app)
-        runner = http_runner(app)
+        runner = http_runner(app, limit)
         runners.append(runner)
         await runner.setup()
         listener = socket.create_server(("127.0.0.1", 0))

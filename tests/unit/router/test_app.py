@@ -55,6 +55,7 @@ def cluster(tmp_path: Path) -> Path:
 model: {{path: "{TINY}"}}
 router: {{port: 0, control_address: "ipc://{tmp_path}/c"}}
 health: {{drain_timeout: 1.0}}
+process: {{run_dir: "{tmp_path}/r"}}
 prefill: {{nodes: [{{name: p0}}]}}
 decode: {{nodes: [{{name: d0}}]}}
 """
@@ -187,7 +188,7 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
 
 async def test_a_port_that_is_taken_for_a_moment(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router before this one may still be going."""
-    monkeypatch.setattr("router.app.BIND_SECONDS", PATIENCE)
+    monkeypatch.setattr("router.http_listeners.BIND_SECONDS", PATIENCE)
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))
@@ -202,7 +203,7 @@ async def test_a_port_that_is_taken_for_a_moment(cluster: Path, monkeypatch: pyt
 
 
 async def test_a_port_that_is_taken_is_named(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.app.BIND_SECONDS", 0.0)
+    monkeypatch.setattr("router.http_listeners.BIND_SECONDS", 0.0)
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))

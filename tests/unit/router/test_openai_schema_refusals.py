@@ -53,7 +53,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # path, field, value, param (SAME:
             "ebnf": ("root ::= x",),
             "prompt_logprobs": (1, 0),
             "priority": (1, False),
-            "cache_salt": ("s",),
+            "cache_salt": ("", 5, "x" * 257),
             "echo": (True, 0, 1),
             "use_beam_search": (True, 0),
             "length_penalty": (0.5, True),

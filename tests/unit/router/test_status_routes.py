@@ -84,7 +84,7 @@ async def test_facts(rig: Rig) -> None:
 
 
 async def test_timeline(rig: Rig) -> None:
-    assert await get_json(rig, "/requests/known") == {"request_id": "known"}
+    assert await get_json(rig, "/requests/known") == {"request_id": "known", "client": "team-a"}
     status, body, _ = await get(rig, "/requests/other")
     assert status == 404
     assert b'"param":"id"' in body

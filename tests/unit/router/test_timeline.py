@@ -13,6 +13,7 @@ def test_marks_and_order() -> None:
     timeline.mark("placed", 101.0)
     assert timeline.report() == {
         "request_id": "r",
+        "client": "",
         "outcome": "running",
         "nodes": [],
         "stages": {"received": 0.0, "placed": 1.0, "first_token": 2.0},

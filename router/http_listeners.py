@@ -1,0 +1,91 @@
+"""Every socket that HTTP comes in by: opened together, closed together, their keys and certificates renewed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from common.errors import ConfigError
+from common.observability.logs import Log
+from router.auth_keys import KeyFile
+from router.listeners import BACKLOG, TlsFiles, owner_socket
+
+BIND_SECONDS = 5.0  # for a port that is taken: the router before this one may still be going
+
+
+@dataclass(slots=True)
+class HttpListeners:
+    """Every socket that HTTP comes in by. `public` is the one of the API; the others are for operators."""
+
+    log: Log
+    public: web.AppRunner
+    address: tuple[str, int]  # of the API
+    owner: web.AppRunner  # on the admin socket
+    admin: web.AppRunner | None  # on router.admin: http://...
+    admin_address: tuple[str, int] | None
+    admin_socket: Path
+    tls: TlsFiles | None
+    keys: KeyFile | None
+    watcher: asyncio.Task[None] | None = None
+    bound: bool = False  # the admin socket is ours
+
+    async def start(self) -> None:
+        """Raises ConfigError where an address cannot be bound."""
+        await self.owner.setup()
+        listener = owner_socket(self.admin_socket)
+        self.bound = True
+        await web.SockSite(self.owner, listener, backlog=BACKLOG).start()
+        if self.admin is not None and self.admin_address is not None:
+            await _listen(self.admin, *self.admin_address, "router.admin", None)
+        await _listen(self.public, *self.address, "router.port", self.tls)
+        if self.keys is not None:
+            self.watcher = asyncio.create_task(self.keys.watch())
+
+    @property
+    def reloadable(self) -> bool:
+        return self.keys is not None or self.tls is not None
+
+    def reload(self) -> None:
+        """SIGHUP: read the API keys and the TLS files again; those that cannot be used change nothing."""
+        if self.keys is not None:
+            self.keys.ask()
+        if self.tls is not None:
+            try:
+                self.tls.load()
+                self.log.info("read the TLS files again")
+            except ConfigError as error:
+                self.log.error(
+                    "the TLS files cannot be read again; those from before hold", reason=str(error)
+                )
+
+    async def close(self) -> None:
+        """Gives answers that are being written a moment, and cancels the rest."""
+        if self.watcher is not None:
+            self.watcher.cancel()
+        runners = (self.public, self.owner, *([self.admin] if self.admin is not None else []))
+        await asyncio.gather(*(runner.cleanup() for runner in runners))
+        if self.bound:  # else it is another router's
+            self.admin_socket.unlink(missing_ok=True)
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int, key: str, tls: TlsFiles | None) -> None:
+    await runner.setup()
+    context = tls.context if tls is not None else None
+    deadline = time.monotonic() + BIND_SECONDS
+    while True:
+        site = web.TCPSite(runner, host, port, backlog=BACKLOG, reuse_address=True, ssl_context=context)
+        try:
+            await site.start()
+            return
+        except OSError as error:
+            await site.stop()
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise ConfigError(
+                    key, f"{host}:{port} cannot be bound ({error.strerror}); choose another port"
+                ) from error
+        await asyncio.sleep(0.1)

@@ -1,0 +1,74 @@
+"""/server_info: what each view of the cluster holds. Process ids, hosts and incarnations are for operators only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from router.client import View
+from router.node_health import Condition
+from router.node_registry import Node
+from router.openai_schema import ChatRequest, CompletionRequest, honoured
+from router.request_checks import ServedModel
+
+PARAMETERS = {
+    "/v1/chat/completions": honoured(ChatRequest),
+    "/v1/completions": honoured(CompletionRequest),
+}
+
+
+def of_service(model: ServedModel, ready: bool, nodes: Iterable[Node]) -> dict[str, Any]:
+    """For every client: what it can ask for, and nothing of where or how it is served."""
+    return {
+        "served_model_name": model.name,
+        "max_model_len": model.max_model_len,
+        "ready": ready,
+        "parameters": PARAMETERS,
+        "internal_states": [
+            {"avg_spec_accept_length": node.counters.avg_spec_accept_length}
+            for node in nodes
+            if node.role == "decode"
+        ],
+    }
+
+
+def of_nodes(conditions: Sequence[Condition], view: View) -> dict[str, Any]:
+    """`nodes` and `internal_states`, from View.CLUSTER on."""
+    return {
+        "nodes": [_describe(condition, view) for condition in conditions],
+        "internal_states": [
+            {
+                "node": node.name,
+                "avg_spec_accept_length": node.counters.avg_spec_accept_length,
+                "spec_accepted_at": node.counters.spec_accepted_at,
+                "phase_seconds": node.counters.phase_seconds,
+                "load": msgspec.to_builtins(node.load),
+            }
+            for node in (condition.node for condition in conditions)
+            if node.role == "decode"
+        ],
+    }
+
+
+def _describe(condition: Condition, view: View) -> dict[str, Any]:
+    node = condition.node
+    register = node.register
+    process = {"incarnation": node.incarnation, "host": register.host, "pid": register.pid}
+    return {
+        "name": node.name,
+        "role": node.role,
+        "state": node.state,
+        **(process if view >= View.OPERATOR else {}),
+        "config": register.effective_config,
+        "graphs": msgspec.to_builtins(register.graphs),
+        "load": msgspec.to_builtins(node.load),
+        "counters": msgspec.to_builtins(node.counters),
+        "assigned": len(node.rooms),
+        "reachable": node.reachable,
+        "weight": round(condition.weight, 3),
+        "breaker": condition.breaker,
+        "bad_peers": condition.bad_peers,
+        "as_of": node.as_of,
+    }

@@ -1,0 +1,96 @@
+"""deploy/api_key: a key is printed once, and its file holds what the router needs to know it again."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from common.config.api_keys import read_api_keys
+from deploy.api_key import main
+
+APP = typer.Typer()
+APP.command()(main)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(APP, [str(each) for each in arguments])
+
+
+def test_a_key_is_random_printed_and_stored_as_its_hash(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    first, second = run("team-a", file), run("team-b", file)
+    assert (first.exit_code, second.exit_code) == (0, 0)
+    secrets = [result.stdout.strip() for result in (first, second)]
+    assert secrets[0] != secrets[1]
+    keys = read_api_keys(file)
+    assert [key.id for key in keys] == ["team-a", "team-b"]
+    assert [key.sha256 for key in keys] == [hashlib.sha256(each.encode()).hexdigest() for each in secrets]
+    assert all(secret not in file.read_text() for secret in secrets)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_all_options(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("# keys of the lab\n")
+    file.chmod(0o600)
+    options = ["--scope", "admin", "--scope", "inference", "--expires", "2027-01-31", "--concurrency", 3]
+    options += ["--requests-per-minute", 60, "--tokens-per-minute", 1000]
+    assert run("ops", file, *options).exit_code == 0
+    (key,) = read_api_keys(file)
+    assert key.scopes == ("admin", "inference")
+    assert key.expires == datetime(2027, 1, 31, tzinfo=UTC)
+    assert (key.requests_per_minute, key.tokens_per_minute, key.concurrency) == (60, 1000, 3)
+    assert file.read_text().startswith("# keys of the lab\n")
+
+
+@pytest.mark.parametrize("text", ["[]", "[\n]\n"])
+def test_a_list_in_brackets(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(text)
+    file.chmod(0o600)
+    for name in ("a", "b"):
+        assert run(name, file).exit_code == 0
+    assert [key.id for key in read_api_keys(file)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("team-a",), "two entries have the id team-a"),
+        (("a b",), "id"),
+        (("x", "--expires", "soon"), "expires"),
+        (("x", "--expires", "2027-01-31}, {id: y"), "expires"),
+        (("x", "--expires", "2027-13-31"), "is not YAML"),
+        (("x", "--scope", "root"), "'root'"),
+    ],
+)
+def test_refusals_change_nothing(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    file = tmp_path / "keys.yaml"
+    assert run("team-a", file).exit_code == 0
+    before = file.read_text()
+    result = run(arguments[0], file, *arguments[1:])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert not result.stdout
+    assert file.read_text() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_that_others_can_read_or_that_is_broken_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: 5\n")
+    file.chmod(0o600)
+    assert run("a", file).exit_code == 2
+    file.write_text("[]")
+    file.chmod(0o644)
+    result = run("a", file)
+    assert result.exit_code == 2
+    assert "chmod 600" in result.stderr
+    assert file.read_text() == "[]"
