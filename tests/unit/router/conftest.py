@@ -66,9 +66,9 @@ class Rig:
             found = {name.lower(): value for name, value in response.headers.items()}
             return response.status, await response.json(), found
 
-    async def raw(self, path: str, body: Any) -> bytes:
+    async def raw(self, path: str, body: Any, headers: dict[str, str] | None = None) -> bytes:
         """The body of a streamed answer."""
-        async with self.session.post(self.url + path, json=body) as response:
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
             return await response.read()
