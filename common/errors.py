@@ -20,6 +20,7 @@
         +-- Unavailable        503  no node of a role can serve
         +-- DeadlineExceeded   408  the request's own deadline passed
         +-- TransferFailed     503  the KV pages did not arrive; the request may be placed again
+        |   +-- ChecksumFailed 503  a page differs from what was sent; the request may be placed again
         +-- NodeLost           503  the node died; the request may be placed again
         +-- Preempted          503  pages ran out and the KV could not be kept; the request may be placed again
         +-- ClientGone         499  nobody listens any more
@@ -186,6 +187,12 @@ class TransferFailed(RequestError):
     retryable = True
 
 
+class ChecksumFailed(TransferFailed):
+    """A KV page is not what the prefill node sent."""
+
+    code = "checksum_failed"
+
+
 class NodeLost(RequestError):
     """The node that held the request is gone."""
 
@@ -234,6 +241,7 @@ BY_CODE: dict[str, type[RequestError]] = {
         Unavailable,
         DeadlineExceeded,
         TransferFailed,
+        ChecksumFailed,
         NodeLost,
         Preempted,
         ClientGone,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import (
+    ChecksumFailed,
     HandshakeRefused,
     InternalError,
     InvalidRequest,
@@ -295,11 +296,13 @@ class Receiver:
         try:
             record = inbound.verified_record(self._endpoint, told.length, self._limits.verify_checksums)
         except RecordError as error:
+            code = TransferFailed.code
             if error.cause == "checksum":
+                code = ChecksumFailed.code
                 self.counters.checksum_failures += 1
             else:
                 self.counters.record_failures[error.cause] += 1
-            self._fail(inbound, TransferFailed.code, str(error))
+            self._fail(inbound, code, str(error))
             self._free(inbound)
             return
         inbound.go(ReceiveState.ARRIVED)

@@ -121,7 +121,7 @@ class RouterApp:
             if not self.registry.count(role):
                 expected = self.registry.expected(role)
                 back = f"; expected back: {', '.join(expected)}" if expected else ""
-                return f"no {role} node is up since {self.registry.missing_for(role):.0f} s{back}"
+                return f"no {role} node has been up for {self.registry.missing_for(role):.0f} s{back}"
         return None
 
     def missing_nodes(self) -> list[dict[str, str]]:

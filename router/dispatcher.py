@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.errors import (
+    ChecksumFailed,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -138,13 +139,16 @@ class Dispatcher:
     def decoded(self, attempt: Attempt, stages: Mapping[str, float], tokens: int) -> None:
         """The decode node has ended the request after so many tokens. `stages`: seconds since it was reserved."""
         self.health.node_served(attempt.decode)
+        self.health.verified(attempt.prefill, attempt.decode)
         took = stages.get("finished", 0.0) - stages.get("first_decode", 0.0)
         # the first token is the prefill node's, and the first decoded one begins the measurement
         self.health.decoded(attempt.decode, took, tokens - 2)
 
     def failed(self, attempt: Attempt, node: Node, error: RequestError) -> None:
         """A node of the attempt gave it up."""
-        if isinstance(error, TransferFailed):  # either end may be the cause, or what is between them
+        if isinstance(error, ChecksumFailed):
+            self.health.corrupted(attempt.prefill, attempt.decode)
+        elif isinstance(error, TransferFailed):  # either end may be the cause, or what is between them
             self.health.transfer_failed(attempt.prefill, attempt.decode)
         elif isinstance(error, InternalError):
             self.health.node_failed(node)

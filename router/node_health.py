@@ -13,6 +13,8 @@ from router.outliers import Outliers
 
 PairKey = tuple[str, str]  # incarnations of the prefill node and of the decode node
 PAIR_LIMITS = BreakerLimits(failures=1, window=10.0, first_pause=1.0, longest_pause=30.0)
+# corruption comes and goes, so successes in between clear nothing, and the pair is left out for longer
+CHECKSUM_LIMITS = BreakerLimits(failures=3, window=60.0, first_pause=30.0, longest_pause=600.0)
 NODE_LIMITS = BreakerLimits(failures=5, window=10.0, first_pause=1.0, longest_pause=30.0)
 LEAST_START_WEIGHT = 0.1  # of a node that has just come
 JUDGED_EVERY = 0.25  # seconds between two comparisons of speeds
@@ -39,6 +41,7 @@ class NodeHealth:
         self._slow_start = slow_start
         self.clock = clock
         self.pairs: Breakers[PairKey] = Breakers(PAIR_LIMITS, clock)
+        self.checksums: Breakers[PairKey] = Breakers(CHECKSUM_LIMITS, clock)
         self.nodes: Breakers[str] = Breakers(NODE_LIMITS, clock)
         self.outliers = Outliers(clock)
         self._judged: dict[Role, float] = {}  # when speeds were compared last
@@ -49,28 +52,45 @@ class NodeHealth:
         if nodes and now - self._judged.get(nodes[0].role, -math.inf) >= JUDGED_EVERY:
             self._judged[nodes[0].role] = now
             self.outliers.judge([node.incarnation for node in nodes])
-        starts = [self._start_weight(node, now) for node in nodes]
+        warm_since = now - self._slow_start
+        starts = [1.0 if node.since <= warm_since else self._start_weight(node, now) for node in nodes]
         if 1.0 not in starts:
             # all are new, as after the cluster's start: none of them takes over from another
             starts = [1.0] * len(nodes)
+        if self.outliers.none:
+            return starts
         return [
             start * self.outliers.weight(node.incarnation) for node, start in zip(nodes, starts, strict=True)
         ]
 
     def _start_weight(self, node: Node, now: float) -> float:
-        age = now - node.since
-        if age >= self._slow_start:
-            return 1.0
-        return LEAST_START_WEIGHT + (1.0 - LEAST_START_WEIGHT) * max(age, 0.0) / self._slow_start
+        """Of a node in its slow start."""
+        progress = min(max((now - node.since) / self._slow_start, 0.0), 1.0)
+        return LEAST_START_WEIGHT + (1.0 - LEAST_START_WEIGHT) * progress
 
     def placed(self, prefill: Node, decode: Node) -> None:
         """A request goes to this pair; it is the trial of breakers that are half-open."""
         self.pairs.placed((prefill.incarnation, decode.incarnation))
+        self.checksums.placed((prefill.incarnation, decode.incarnation))
         self.nodes.placed(prefill.incarnation)
         self.nodes.placed(decode.incarnation)
 
     def transfer_failed(self, prefill: Node, decode: Node) -> None:
         self.pairs.failed((prefill.incarnation, decode.incarnation))
+
+    def corrupted(self, prefill: Node, decode: Node) -> None:
+        """A page that the prefill node sent is not what the decode node has."""
+        self.checksums.failed((prefill.incarnation, decode.incarnation))
+
+    def verified(self, prefill: Node, decode: Node) -> None:
+        """The decode node has checked the pages of a request and ran it."""
+        pair = (prefill.incarnation, decode.incarnation)
+        if self.checksums.is_half_open(pair):
+            self.checksums.succeeded(pair)
+
+    def bad_pairs(self) -> set[PairKey]:
+        """Pairs to avoid."""
+        return self.pairs.blocked() | self.checksums.blocked()
 
     def transferred(self, prefill: Node, decode: Node) -> None:
         """The pages of a request arrived."""
@@ -96,12 +116,14 @@ class NodeHealth:
     def released(self, prefill: Node, decode: Node) -> None:
         """A request on this pair is over, with whatever verdict was given before."""
         self.pairs.released((prefill.incarnation, decode.incarnation))
+        self.checksums.released((prefill.incarnation, decode.incarnation))
         self.nodes.released(prefill.incarnation)
         self.nodes.released(decode.incarnation)
 
     def lost(self, node: Node) -> None:
         gone = node.incarnation
         self.pairs.forget(lambda pair: gone in pair)
+        self.checksums.forget(lambda pair: gone in pair)
         self.nodes.forget(lambda key: key == gone)
         self.outliers.forget(gone)
 
@@ -109,7 +131,7 @@ class NodeHealth:
         """For status pages and metrics."""
         known = list(nodes)
         names = {node.incarnation: node.name for node in known}
-        bad = self.pairs.blocked()
+        bad = self.bad_pairs()
         found: list[Condition] = []
         for role in ROLES:
             of_role = [node for node in known if node.role == role]

@@ -40,6 +40,7 @@ class Outliers:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._speeds: dict[str, _Speed] = {}
+        self._slow: set[str] = set()  # of a weight below 1
 
     def measured(self, incarnation: str, seconds: float, tokens: int) -> None:
         """A request waited `seconds` for `tokens` tokens of this node."""
@@ -55,6 +56,11 @@ class Outliers:
         speed.count += 1
         speed.measured = now
 
+    @property
+    def none(self) -> bool:
+        """Every node has its full weight."""
+        return not self._slow
+
     def weight(self, incarnation: str) -> float:
         """As of the last `judge`: 1 unless the node is an outlier."""
         speed = self._speeds.get(incarnation)
@@ -66,6 +72,11 @@ class Outliers:
 
     def judge(self, role: Sequence[str]) -> None:
         """Compare all nodes of one role, by incarnation."""
+        self._compare(role)
+        self._slow.difference_update(role)
+        self._slow.update(key for key in role if self.weight(key) < 1.0)
+
+    def _compare(self, role: Sequence[str]) -> None:
         now = self._clock()
         known = {
             key: speed
@@ -95,3 +106,4 @@ class Outliers:
 
     def forget(self, incarnation: str) -> None:
         self._speeds.pop(incarnation, None)
+        self._slow.discard(incarnation)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
+
+import msgspec
 
 from common.messages.identity import NodeLoad, Role
 
+_NAME = attrgetter("name")
 LEAST_WEIGHT = 0.05  # relative to the heaviest candidate: no node is starved
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One node that can take a request now."""
+class Candidate(msgspec.Struct, frozen=True):
+    """One node that can take a request now. A struct, because many are made for each request."""
 
     name: str
     incarnation: str
@@ -40,11 +42,12 @@ class Shares:
 
     def split(self, candidates: Sequence[Candidate]) -> tuple[Sequence[Candidate], list[Candidate]]:
         """(candidates of full weight, candidates of reduced weight whose turn has come)."""
-        most = max(c.weight for c in candidates)
-        if all(c.weight == most for c in candidates):
+        weights = [c.weight for c in candidates]
+        most = max(weights)
+        if min(weights) == most:
             self._credit.clear()
             return candidates, []
-        total = sum(c.weight for c in candidates)
+        total = sum(weights)
         reduced = [c for c in candidates if c.weight < most]
         self._credit = {
             c.name: min(self._credit.get(c.name, 0.0) + max(c.weight, LEAST_WEIGHT * most) / total, 2.0)
@@ -70,8 +73,8 @@ class RoundRobin:
         if due:
             self._shares.take(due[0])
             return due[0]
-        ordered = sorted(full, key=lambda c: c.name)
-        chosen = next((c for c in ordered if c.name > self._last), ordered[0])
+        later = [c for c in full if c.name > self._last]
+        chosen = min(later or full, key=_NAME)
         self._last = chosen.name
         return chosen
 

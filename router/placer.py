@@ -76,7 +76,7 @@ class Placer:
             return "prefill"
         if not decodes:
             return "decode"
-        field = _Field(prefills, decodes, self._health.pairs.blocked())
+        field = _Field(prefills, decodes, self._health.bad_pairs())
         broken = self._health.nodes.blocked()
         return field.without(broken) if broken else field
 

@@ -107,7 +107,7 @@ class NoDraftModel:
 
 WANTED = PhaseSwitch("full", poisoned=True)
 BODIES = CompiledBodies()  # of the models that all tests share
-RETRYABLE = ("node_lost", "transfer_failed", "preempted")
+RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted")
 
 
 def autoregressive(parts: Parts) -> DecodeStep:

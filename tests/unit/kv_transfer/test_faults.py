@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from common.errors import (
+    ChecksumFailed,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -302,7 +303,7 @@ def test_damaged_pages_never_arrive(fault: Fault, counter: str) -> None:
     send_all(rig.prefill, 1, [1, 2])
     failed, free = rig.decode.poll()
     assert isinstance(failed, Failed)
-    assert failed.code == TransferFailed.code
+    assert failed.code == ChecksumFailed.code
     assert "differs from what was sent" in failed.reason
     assert free == PagesFree(1, (4, 5))
     assert getattr(rig.receiver.counters, counter) == 1

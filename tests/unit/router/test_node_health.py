@@ -8,7 +8,7 @@ import pytest
 
 from common.messages.identity import Role
 from common.observability.logs import Log
-from router.node_health import NODE_LIMITS, NodeHealth
+from router.node_health import CHECKSUM_LIMITS, NODE_LIMITS, NodeHealth
 from router.node_registry import NodeRegistry
 from router.placement import POLICIES, PlacementPolicy, decode_cost
 from router.placer import Placer
@@ -100,6 +100,25 @@ def test_a_pair_to_avoid_is_better_than_a_bad_one() -> None:
     assert rig.choices(4, avoid)["p0"] == 4
     assert not rig.placer.has_others(avoid)
     assert rig.placer.has_others({"i-p1", "i-d1"})
+
+
+def test_a_pair_that_corrupts_pages_is_left_out_for_longer() -> None:
+    rig = Rig()
+    rig.join("prefill", "p0")
+    rig.join("decode", "d0", "d1")
+    prefill, decode = rig.registry.node("i-p0"), rig.registry.node("i-d0")
+    for _ in range(CHECKSUM_LIMITS.failures):
+        assert rig.choices(4)["d0"] == 2
+        rig.health.corrupted(prefill, decode)
+        rig.health.verified(prefill, decode)
+    assert rig.choices(4) == {"p0": 4, "d1": 4}
+    rig.clock.now += CHECKSUM_LIMITS.first_pause - 1
+    assert rig.choices(4)["d0"] == 0
+    rig.clock.now += 1
+    rig.health.placed(prefill, decode)
+    assert rig.choices(4)["d0"] == 0, "one trial at a time"
+    rig.health.verified(prefill, decode)
+    assert rig.choices(4)["d0"] == 2
 
 
 def test_a_lost_node_takes_its_history_with_it() -> None:
