@@ -1,0 +1,105 @@
+"""Fuzz targets for what clients send, and for the event stream that goes back to them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from common.errors import RequestError
+from common.messages.generation import OutputToken, TokenLogprob
+from common.model_config import DefaultSampling
+from router.json_body import decode_json
+from router.openai_responses import ChatFormat, CompletionFormat, Piece, Usage, usage_field
+from router.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    SharedFields,
+    check_stops,
+    compact_chat,
+    compact_completion,
+    image_parts,
+    prompts,
+)
+from router.request_checks import ServedModel, check_model, sampling_params
+from router.tokenizer import Tokenizer
+from tests.fuzz.file_targets import MODELS
+from tests.fuzz.target import Target
+
+MODEL = ServedModel("m", "/models/m", 0, 704, 4096, (2,), DefaultSampling())
+CHAT = msgspec.json.Decoder(ChatRequest)
+COMPLETION = msgspec.json.Decoder(CompletionRequest)
+
+
+def chat_body(data: bytes) -> None:
+    with suppress(RequestError):
+        request = decode_json(data, CHAT)
+        made = compact_chat(request)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=ChatRequest) == made
+        list(image_parts(request.messages))
+        _check(request)
+
+
+def completion_body(data: bytes) -> None:
+    with suppress(RequestError):
+        request = decode_json(data, COMPLETION)
+        made = compact_completion(request)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=CompletionRequest) == made
+        prompts(made, MODEL.max_model_len)
+        _check(request)
+
+
+def _check(request: SharedFields) -> None:
+    check_model(request, MODEL)
+    check_stops(request)
+    made = sampling_params(request, 1, MODEL, request.max_tokens, "max_tokens", None)
+    assert made.fits(MODEL.vocab_size)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MODELS / "tiny-target")
+
+
+def events(data: bytes) -> None:
+    """Whatever the model says and the client called it: events of one line, whose JSON holds the text."""
+    text = data.decode("utf-8", "replace")
+    tokens = [OutputToken(byte, TokenLogprob(-0.5, (byte,), (-0.5,))) for byte in data[:4]]
+    piece = Piece(0, text, tokens, [0] * len(tokens), None)
+    usage = usage_field(Usage(1, 2, 0))
+    chat = ChatFormat("chatcmpl-1", text, 0, tokenizer(), 1)
+    completion = CompletionFormat("cmpl-1", text, 0, tokenizer(), None)
+    for made, said in (
+        (chat.events(piece, usage), lambda choice: choice["delta"]["content"]),
+        (completion.events(piece, usage), lambda choice: choice["text"]),
+    ):
+        found = _parsed(made)
+        assert all(event["model"] == text for event in found)
+        assert "".join(said(event["choices"][0]) for event in found) == text
+
+
+def _parsed(stream: bytes) -> list[Any]:
+    """As a client reads server-sent events: lines end with \\n, \\r\\n or \\r, an empty line ends an event."""
+    lines = stream.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    fields = [line for line in lines if line]
+    assert all(line.startswith(b"data: ") for line in fields)
+    assert stream.count(b"\n\n") == len(fields)
+    return [json.loads(line.removeprefix(b"data: ")) for line in fields]
+
+
+TARGETS = {
+    "chat-body": Target(
+        chat_body,
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_tokens": 4, '
+            b'"temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1.5}, "seed": 7, "top_k": 3}',
+        ),
+    ),
+    "completion-body": Target(
+        completion_body, (b'{"prompt": [[1, 2], [3]], "max_tokens": 2, "min_tokens": 1}',)
+    ),
+    "events": Target(events, ("a\n\ndata: b\r\u2028\x85".encode(),)),
+}

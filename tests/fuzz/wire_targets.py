@@ -1,0 +1,100 @@
+"""Fuzz targets for what peers send: control messages, KV transfer messages, records, frames of sessions and of TCP."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from common.errors import ProtocolError, RecordError
+from common.ipc import session
+from common.messages import decode_inbox, image_inbox, prefill_inbox, router_inbox, wire
+from common.messages.generation import SamplingParams
+from common.messages.identity import NodeRef
+from kv_transfer import handoff_record, messages
+from kv_transfer.transport import tcp_frames
+from kv_transfer.transport.base import Region
+from tests.fuzz.target import Target
+
+INCARNATION = "a" * 32
+ROOM, GENERATION, SLOT = 5, 7, 4096
+MAX_FRAME = 1 << 20
+
+
+def inbox(codec: wire.InboxCodec[Any], data: bytes) -> None:
+    """A message comes out and encodes again, or ProtocolError."""
+    with suppress(ProtocolError):
+        again = wire.encode(codec.decode(data))
+        assert wire.encode(codec.decode(again)) == again
+
+
+def kv_messages(data: bytes) -> None:
+    """As it comes, and behind an envelope that is right."""
+    envelope = messages.encode(messages.Abort(room=1, generation=2, code="x", reason="r"), INCARNATION)[
+        : messages._ENVELOPE.size
+    ]
+    for frame in (data, envelope + data):
+        for decode in (messages.decode_for_sender, messages.decode_for_receiver):
+            with suppress(ProtocolError):
+                decode(frame)
+
+
+def record(data: bytes) -> None:
+    """As it comes, and as the payload of a record whose header, hash and trailer are right."""
+    header = handoff_record._HEADER.pack(
+        handoff_record.MAGIC, handoff_record.VERSION, len(data), ROOM, GENERATION
+    )
+    digest = struct.pack("<Q", handoff_record._digest(header, data))
+    for buffer in (data, b"".join((header, digest, data, struct.pack("<Q", GENERATION)))):
+        with suppress(RecordError):
+            handoff_record.decode(buffer, ROOM, GENERATION)
+
+
+def tcp_frame(data: bytes) -> None:
+    """40 bytes as they come, and with a hash that is right: what passes packs to the same bytes."""
+    body = data[:32].ljust(32, b"\0")
+    for header in (
+        data[:40].ljust(40, b"\0"),
+        body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)),
+    ):
+        with suppress(tcp_frames.Violation):
+            frame = tcp_frames.unpack(header, MAX_FRAME)
+            assert tcp_frames.pack(frame) == header
+            assert 0 < frame.length <= MAX_FRAME
+
+
+def session_frame(data: bytes) -> None:
+    with suppress(ProtocolError):
+        session.read_header(data[: session.HEADER.size], data[session.HEADER.size :])
+
+
+NODE = NodeRef(name="prefill-0", role="prefill", incarnation=INCARNATION, peer_address="ipc:///run/p.sock")
+SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(1, 2), logit_bias=((5, 1.5),))
+PREFILL = prefill_inbox.Prefill(
+    room=1, request_id="q", token_ids=[1, 2], emitted=0, sampling=SAMPLING, decode="d", deadline_ms=5
+)
+RESERVE = decode_inbox.Reserve(
+    room=5, request_id="q", token_ids=[], emitted=0, sampling=SAMPLING, prefill=NODE, deadline_ms=500
+)
+FAILED = router_inbox.Failed(room=1, code="transfer_failed", message="no")
+RECORD = handoff_record.HandoffRecord(first_token=3, num_tokens=40, page_checksums=b"\0" * 24)
+FRAME = tcp_frames.pack(tcp_frames.Frame(Region.KV, 3, 64, 128))
+
+TARGETS = {
+    "router-inbox": Target(partial(inbox, router_inbox.codec), (wire.encode(FAILED),)),
+    "prefill-inbox": Target(partial(inbox, prefill_inbox.codec), (wire.encode(PREFILL),)),
+    "decode-inbox": Target(partial(inbox, decode_inbox.codec), (wire.encode(RESERVE),)),
+    "image-inbox": Target(partial(inbox, image_inbox.codec), (b"\x82\xa4type\xa9ImageData",)),
+    "kv-messages": Target(
+        kv_messages,
+        (messages.encode(messages.Abort(room=1, generation=2, code="x", reason="gone"), INCARNATION),),
+    ),
+    "handoff-record": Target(record, (handoff_record.encode(RECORD, ROOM, GENERATION, SLOT),)),
+    "tcp-frame": Target(tcp_frame, (FRAME,)),
+    "session-frame": Target(
+        session_frame, (b"".join(session.frame(session.Kind.DATA, 1, 2, 3, b"payload")),)
+    ),
+}
