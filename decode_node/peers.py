@@ -12,7 +12,8 @@ from common.messages.identity import NodeRef, routing_id
 from kv_transfer.receiver import Receiver
 
 MAX_PEERS = 256
-LINK_SECONDS = 1.0  # without a connection: then its requests are given up, to be placed on other nodes
+SILENCE_MS = 1_500  # of a link that is broken without a word: with LINK_SECONDS, what a request waits for
+LINK_SECONDS = 1.5  # without a connection: then its requests are given up, to be placed on other nodes
 
 
 class PeerConnections:
@@ -97,7 +98,14 @@ class PeerConnections:
         # With the peer's incarnation: the socket to an earlier life of the peer reconnects to the new one's address.
         identity = routing_id(self._name, self._incarnation, peer.incarnation).encode()
         try:
-            dealer = Dealer(self._context, peer.peer_address, identity, peer.name, self._security)
+            dealer = Dealer(
+                self._context,
+                peer.peer_address,
+                identity,
+                peer.name,
+                self._security,
+                silence_ms=SILENCE_MS,
+            )
         except ConfigError as error:
             raise TransferFailed(f"prefill node {peer.name} cannot be connected to: {error}") from error
         self._dealers[peer.incarnation] = dealer

@@ -273,9 +273,11 @@ class Dealer(_Channel):
         security: LinkSecurity | None = None,
         received: int = HIGH_WATER_MARK,
         opens: bool = True,
+        silence_ms: int | None = None,
     ) -> None:
         """`server` names the process at `address`, whose key is checked; `received` messages wait here at most.
-        Without `opens` there are only datagrams.
+        Without `opens` there are only datagrams. A connection that is silent for about `silence_ms` (default:
+        HEARTBEAT_TIMEOUT_MS) is made anew.
 
         Raises ConfigError.
         """
@@ -290,6 +292,9 @@ class Dealer(_Channel):
         try:
             (security or Plain()).secure_client(self._socket, address, server)
             self._socket.setsockopt(zmq.IDENTITY, identity)
+            if silence_ms is not None:
+                self._socket.setsockopt(zmq.HEARTBEAT_IVL, silence_ms // 4)
+                self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
             self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
             self._socket.connect(address)

@@ -38,6 +38,8 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
 }
 
+PATIENT_TRANSFER = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_timeout": 600.0}
+
 
 def hold_port() -> socket.socket:
     """Bound and not listening: nobody else is given its port, and a server that reuses addresses can have it."""
@@ -70,6 +72,7 @@ class RunningCluster:
             "prefill": {"nodes": [self._prefill_node(i, tcp) for i in range(self.prefill)]},
             "decode": {"nodes": [{"name": f"decode-{i}"} for i in range(self.decode)]},
             "health": {**PATIENT},
+            "transfer": {**PATIENT_TRANSFER},
             # short: the path of an ipc socket is limited
             "process": {"run_dir": f"/tmp/tandem-test-{secrets.token_hex(4)}"},
         }

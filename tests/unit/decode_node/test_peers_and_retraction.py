@@ -97,12 +97,49 @@ def test_a_restarted_prefill_node_is_heard_while_its_earlier_life_is_still_conne
         context.term()
 
 
+def test_a_broken_link_gives_its_requests_up_and_is_not_used_until_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill node lives, as far as the router knows: its requests are placed on another pair of nodes."""
+    monkeypatch.setattr(module, "LINK_SECONDS", 0.05)
+    address = f"ipc://{tmp_path}/peer.sock"
+    context = zmq.Context[zmq.Socket[bytes]]()
+    receiver = FakeReceiver()
+    connections = module.PeerConnections(context, "decode-0", "d" * 32, receiver, zmq.Poller())  # type: ignore[arg-type]
+    try:
+        there = RouterSocket(context, address)
+        connections.ensure(ref(1, address))
+        until(lambda: connections.pump() or there.drain())
+        assert receiver.links_lost == []
+        there.close()
+        until(lambda: connections.pump() or receiver.links_lost)
+        assert receiver.links_lost == [ref(1).incarnation]
+        with pytest.raises(TransferFailed, match="cannot be reached from this decode node"):
+            connections.ensure(ref(1, address))
+        connections.close_unused(set())
+        assert len(connections._dealers) == 1, "the socket tells when the link works again"
+        there = RouterSocket(context, address)
+        until(
+            lambda: connections.pump() or connections._dealers[ref(1).incarnation].disconnected_for() == 0.0
+        )
+        connections.ensure(ref(1, address))
+        until(lambda: connections.pump() or there.drain())
+        there.close()
+    finally:
+        connections.close()
+        context.term()
+
+
 class FakeReceiver:
     """What PeerConnections asks of a Receiver."""
 
     def __init__(self) -> None:
         self.sends: dict[str, Callable[[bytes], object]] = {}
         self.handled: list[tuple[str, bytes]] = []
+        self.links_lost: list[str] = []
+
+    def link_lost(self, incarnation: str) -> None:
+        self.links_lost.append(incarnation)
 
     def connect(self, incarnation: str, send: Callable[[bytes], object]) -> None:
         self.sends[incarnation] = send
