@@ -229,6 +229,8 @@ class DecodeNode:
         self._peers.all_lost()
 
     def sweep(self, now: float) -> None:
+        """Deadlines; and those that wait are put in order, which costs too much to do before every step."""
+        self.queues.sort_waiting(now)
         for request in self.queues.live():
             if not request.ended and now > request.deadline:
                 self._fail(request, DeadlineExceeded.code, "the request's deadline passed on the decode node")

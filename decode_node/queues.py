@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from decode_node.request import DecodeRequest
+from decode_node.scheduler import in_order
 
 
 class Queues:
@@ -40,6 +41,12 @@ class Queues:
         yield from list(self.arrived)
         yield from list(self.running.values())
         yield from list(self.retracted)
+
+    def sort_waiting(self, now: float) -> None:
+        """By the order of the scheduler; requests that come later stand at the end until it is called again."""
+        ordered = in_order(self.waiting, now)
+        self.waiting.clear()
+        self.waiting.extend(ordered)
 
     def find(self, room: int) -> DecodeRequest | None:
         found = self.transferring.get(room) or self.running.get(room)

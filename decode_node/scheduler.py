@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from common.engine.ageing import aged
 from decode_node.request import DecodeRequest
 
 
@@ -15,13 +16,18 @@ def headroom_pages(active: Iterable[DecodeRequest], reserved_tokens: int, page_s
     return sum(-(-min(reserved_tokens, request.remaining()) // page_size) for request in active)
 
 
+def in_order(waiting: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
+    """Shortest prompt first, with ageing (see `aged`): the order in which prefill nodes compute the same prompts."""
+    return sorted(waiting, key=lambda request: aged(len(request.prompt), now - request.received))
+
+
 def admit(
     waiting: Sequence[DecodeRequest],
     slots: int,
     max_skips: int,
     try_admit: Callable[[DecodeRequest], bool],
 ) -> list[DecodeRequest]:
-    """First in, first out with bounded skip-ahead: a request that does not fit may be passed `max_skips` times.
+    """In the order of `waiting`, with bounded skip-ahead: a request that does not fit may be passed `max_skips` times.
 
     `try_admit` takes the pages, or returns False and takes nothing; it is asked in vain at most max_skips + 1 times,
     however long the queue is. Returns what was admitted.

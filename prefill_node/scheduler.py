@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from common.engine.ageing import aged
 from common.engine.announced_work import Work
 from prefill_node.request import PrefillRequest
 
@@ -23,7 +24,6 @@ class Chunk:
         return self.start + self.length == self.request.num_tokens
 
 
-AGEING_SECONDS = 10.0  # of waiting, after which a prompt counts half its length
 MAX_PAUSE = (
     1.0  # seconds between two chunks of a prompt: decode nodes take a transfer without progress for lost
 )
@@ -43,13 +43,8 @@ def chunk_work(chunks: list[Chunk]) -> Work:
 
 
 def cost(request: PrefillRequest, now: float) -> float:
-    """Tokens that are left, divided by how long the prompt has waited: the prompt with the lowest cost is next.
-
-    Shortest remaining prompt first, with ageing: a prompt that has waited AGEING_SECONDS counts half its length, one
-    that has waited three times as long a quarter. So how long a prompt waits is in proportion to its length, whatever
-    the speed of the node, and no prompt waits for ever: the cost of a long one falls below that of every new one.
-    """
-    return request.remaining / (AGEING_SECONDS + now - request.received)
+    """Shortest remaining prompt first, with ageing: see `aged`."""
+    return aged(request.remaining, now - request.received)
 
 
 def in_order(requests: Iterable[PrefillRequest], now: float) -> Iterator[PrefillRequest]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from decode_node.request import DecodeRequest
-from decode_node.scheduler import admit, choose_victim, headroom_pages
+from decode_node.scheduler import admit, choose_victim, headroom_pages, in_order
 
 PEER = NodeRef(name="prefill-0", role="prefill", incarnation="0" * 32)
 
@@ -47,6 +47,17 @@ def test_a_small_one_may_pass_a_bounded_number_of_times() -> None:
         assert rooms(admitted) == ([1, 2, 3, 4] if turn == 0 else [1, 2] if turn == 1 else [])
     assert large.skipped == 6
     assert rooms(admit([large, request(9)], 10, 6, lambda r: True)) == [0, 9], "it is still the first in line"
+
+
+def test_waiting_requests_are_ordered_by_length_and_by_how_long_they_wait() -> None:
+    long, new, short = request(1, prompt=400), request(2, prompt=100), request(3, prompt=20)
+    new.received = short.received = 25.0
+    assert rooms(in_order([long, new, short], 25.0)) == [3, 2, 1]
+    assert rooms(in_order([long, new, short], 100.0)) == [3, 2, 1]
+    new.received = short.received = 200.0
+    assert rooms(in_order([long, new, short], 201.0)) == [3, 1, 2], "20 / 11 < 400 / 211 < 100 / 11"
+    same = [request(n) for n in range(5)]
+    assert in_order(same, 3.0) == same
 
 
 def test_no_skipping_is_strict_order() -> None:

@@ -28,6 +28,21 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones() -> None:
         cluster.settle()
 
 
+def test_a_short_prompt_does_not_wait_for_long_ones_that_fill_both_pools() -> None:
+    """Its pages at the decode node, its pages here, its turn: each after one long prompt, not after all of them."""
+    shape = dataclasses.replace(SHAPE, prefill_pool=192, decode_pool=192, max_running=2, reserved_tokens=4)
+    with NodeCluster(shape) as cluster:
+        long = [cluster.submit(prompt_of(LONG - 10, seed), 10) for seed in range(20)]
+        cluster.turn(30, dt=0.1)
+        done = sum(call.over for call in long)
+        short = cluster.submit(prompt_of(3), 10)
+        cluster.run(until=lambda: short.over, dt=0.1)
+        assert sum(call.over for call in long) - done <= 6
+        cluster.run()
+        expect_reference(short, *long)
+        cluster.settle()
+
+
 def test_equal_prompts_are_answered_in_the_order_in_which_they_came() -> None:
     with NodeCluster(SHAPE) as cluster:
         calls = []
