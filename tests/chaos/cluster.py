@@ -18,7 +18,7 @@ import yaml
 from tests.chaos.namespaces import Host, Namespace
 from tests.chaos.proxy import Link
 from tests.chaos.timeline import Timeline
-from tests.cluster.harness import ENV, ROOT, Client, RunningCluster
+from tests.cluster.harness import ENV, ROOT, RunningCluster
 
 MODELS = ROOT / "deploy" / "models"
 POLL_SECONDS = 0.1
@@ -211,7 +211,7 @@ class ChaosCluster(RunningCluster):
         """Keep `incarnations` current, and start again what ends by itself."""
         while True:
             try:
-                async with Client(self.url) as client:
+                async with self.operator() as client:
                     while True:
                         asked = time.monotonic()
                         info = await asyncio.wait_for(client.info(), 2.0)

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -103,6 +104,14 @@ class RunningCluster:
     def names(self) -> list[str]:
         prefill = [f"prefill-{i}" for i in range(self.prefill)]
         return ["router", *prefill, *(f"decode-{i}" for i in range(self.decode))]
+
+    @property
+    def admin_socket(self) -> Path:
+        return self.run_dir / "router.admin.sock"
+
+    def operator(self) -> Client:
+        """Asks through the admin socket: no key, and /server_info has process ids and incarnations."""
+        return Client("http://localhost", self.admin_socket)
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
@@ -201,7 +210,7 @@ class RunningCluster:
         """Until every node of `expect` (default: all) is registered and up."""
         wanted = set(expect if expect is not None else self.names[1:])
         deadline = time.monotonic() + timeout
-        async with Client(self.url) as client:
+        async with self.operator() as client:
             while True:
                 try:
                     info = await client.info()
@@ -233,13 +242,28 @@ class Answer:
 class Client:
     """One aiohttp session against one router."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        socket_path: Path | None = None,
+        key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`socket_path`: of the admin socket, by which every request goes then. `key`: an API key."""
         self._url = url
+        self._socket = socket_path
+        self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        self._tls = tls
 
     async def __aenter__(self) -> Client:
         timeout = aiohttp.ClientTimeout(total=1500)  # pytest's timeout comes first
+        connector: aiohttp.BaseConnector
+        if self._socket is not None:
+            connector = aiohttp.UnixConnector(str(self._socket), limit=0)
+        else:
+            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
         self.session = aiohttp.ClientSession(
-            self._url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+            self._url, timeout=timeout, connector=connector, headers=self._headers
         )
         return self
 
