@@ -33,6 +33,11 @@ from router.node_registry import Node, NodeRegistry
 from router.registration import RegistrationRules
 
 SWEEP_INTERVAL = 0.25
+MAX_POSTPONED = (
+    50  # probes, while messages wait to be read: a flood must not hide a death for longer than a second
+)
+TOO_MANY_BAD_FRAMES = "it sent too many frames that no node sends; the router's log names them"
+FRAMES_PER_TURN = 200  # read in one turn of the loop: some milliseconds of work
 # the pipe of a dead peer goes a moment after the event, later on a busy host
 PROBE_PAUSES = (0.02, 0.3, 0.4, 2.0)
 
@@ -79,6 +84,8 @@ class ControlPlane:
         self._sweeper: asyncio.Task[None] | None = None
         self._closed = False
         self._probes_due = False
+        self._look_due = False
+        self._postponed = 0
         self._unreachable: set[str] = set()  # incarnations that the last probe did not reach
         self.refused_messages = 0
         self.address = self._socket.address
@@ -109,7 +116,7 @@ class ControlPlane:
     def send(self, peer: str, message: msgspec.Struct) -> bool:
         """False if the node at this routing id cannot be reached."""
         sent = self._socket.send(peer.encode(), encode(message))
-        asyncio.get_running_loop().call_soon(self._on_readable)  # sending may hide a readable edge
+        self._look_soon()  # sending may hide a readable edge
         return sent
 
     def drain_nodes(self) -> None:
@@ -125,16 +132,39 @@ class ControlPlane:
             if other.role != node.role:
                 self.send(other.routing_id, PeerLost(incarnation=node.incarnation))
 
+    def _look_soon(self) -> None:
+        """Read in a later turn of the loop: others get theirs first, however much arrives."""
+        if not self._look_due:
+            self._look_due = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._look_due = False
+        self._on_readable()
+
     def _on_readable(self) -> None:
         if self._closed:  # a look that was scheduled before
             return
-        while batch := self._socket.drain():  # the descriptor is edge-triggered: until it is empty
-            for identity, frame in batch:
-                try:
-                    self._on_message(Speaker.of(identity), codec.decode(frame), len(frame))
-                except (ProtocolError, UnicodeDecodeError) as error:
-                    self.refused_messages += 1
-                    self._log.warning("refused a message", error=str(error))
+        refused = self._socket.refused
+        for identity, frame in self._socket.drain(FRAMES_PER_TURN):
+            try:
+                self._on_message(Speaker.of(identity), codec.decode(frame), len(frame))
+            except (ProtocolError, UnicodeDecodeError) as error:
+                self._socket.refuse(identity, str(error))
+        self.refused_messages += self._socket.refused - refused
+        for peer in self._socket.take_cut_off():
+            self._cut_off(peer)
+        if self._socket.more:
+            self._look_soon()  # the descriptor is edge-triggered: until it is empty
+
+    def _cut_off(self, peer: str) -> None:
+        """`peer` sent too many bad frames: NAME/INCARNATION, or the NAME whose key was misused."""
+        self._log.error("cut off a peer that sends bad frames", peer=peer)
+        for node in self._registry:
+            if peer in (node.name, f"{node.name}/{node.incarnation}"):
+                # A process that still works ends by this, and its successor registers with a new incarnation.
+                self._socket.send(node.routing_id.encode(), encode(Rejected(reason=TOO_MANY_BAD_FRAMES)))
+                self._registry.lose(node, "it sent too many bad frames", "cut_off")
 
     def _on_message(self, speaker: Speaker, message: RouterMessage, nbytes: int) -> None:
         identity = speaker.incarnation
@@ -228,6 +258,12 @@ class ControlPlane:
     def _probe(self, later: tuple[float, ...]) -> None:
         if self._closed:
             return
+        if self._socket.more and self._postponed < MAX_POSTPONED:
+            # What a node said last before it closed may still wait here: it is read first.
+            self._postponed += 1
+            asyncio.get_running_loop().call_later(PROBE_PAUSES[0], self._probe, later)
+            return
+        self._postponed = 0
         if len(later) == len(PROBE_PAUSES) - 1:
             self._probes_due = False
         self._probe_after(later)
@@ -251,6 +287,7 @@ class ControlPlane:
             late = max(loop.time() - due, 0.0)
             try:
                 self._on_readable()
+                self._socket.flush_log()
                 self._registry.sweep(late)
             except Exception:  # a defect must not end the watch over all nodes
                 self._log.exception("looking after the nodes failed; trying again")

@@ -22,7 +22,7 @@ from router.return_watch import ReturnWatch
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 # How a node left: `closed` means that its socket closed, so most likely that its process died.
-LossCause = Literal["closed", "silent", "hung", "goodbye", "replaced"]
+LossCause = Literal["closed", "silent", "hung", "goodbye", "replaced", "cut_off"]
 
 
 @dataclass(slots=True)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from common.observability.bounded_log import BoundedLog
 
-LIMIT = 32  # bad frames of one peer within WINDOW seconds; nobody who keeps the protocol sends any
+LIMIT = 64  # bad frames of one peer within WINDOW seconds; nobody who keeps the protocol sends any
 WINDOW = 10.0
 MAX_PEERS = 1024  # remembered; beyond it the ones not heard of for longest are forgotten
 
 
 class BadFrames:
-    """Single-threaded, as its socket is. A peer is NAME/INCARNATION, however many links it has."""
+    """Single-threaded, as its socket is. A peer is NAME/INCARNATION, whatever its links, or the NAME of a key."""
 
     def __init__(self, log: BoundedLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -34,16 +34,20 @@ class BadFrames:
         self._counts[peer] = (since, seen + 1)
         if len(self._counts) > MAX_PEERS:
             self._counts.popitem(last=False)
-        return seen + 1 == LIMIT
-
-    def cut_off(self, peer: str) -> None:
-        """Everything that this incarnation says from now on is ignored."""
+        if seen + 1 != LIMIT:
+            return False
         self._cut_off[peer] = None
         if len(self._cut_off) > MAX_PEERS:
             self._cut_off.popitem(last=False)
+        return True
 
     def is_cut_off(self, peer: str) -> bool:
-        return bool(self._cut_off) and peer in self._cut_off
+        return peer in self._cut_off
+
+    @property
+    def anybody_cut_off(self) -> bool:
+        """For sockets that have nobody to ignore, which is nearly all of them."""
+        return bool(self._cut_off)
 
     def flush(self) -> None:
         """Log what is not logged yet. Called from time to time."""

@@ -4,7 +4,7 @@ Messages arrive once and in order as long as both processes live (common.ipc.ses
 datagrams arrive or do not. Nothing blocks: what cannot be sent now is kept within bounds, or refused with False.
 `drain()` returns what has arrived, bounded per call so that a flood cannot starve the loop. It has to be called a few
 times a second: acknowledgements leave then, and lost frames are sent again. ZMQ's descriptor is edge-triggered: a
-loop that waits on `fileno()` must drain until `drain()` returns nothing.
+loop that waits on `fileno()` must drain until `more` is False (RouterSocket) or nothing returns (Dealer).
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import zmq
 
 from common.errors import ConfigError, ProtocolError
+from common.ipc.bad_frames import BadFrames, peer_of
 from common.ipc.connection_watch import ConnectionWatch
 from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
+from common.ipc.eviction import Eviction
 from common.ipc.gate import Gate
 from common.ipc.session import SMALL, Frame, Kind, Session, read_header
 from common.ipc.sessions import Sessions
+from common.observability.bounded_log import BoundedLog
+from common.observability.logs import Log
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
 HIGH_WATER_MARK = 10_000  # messages that wait for one peer, or for us
@@ -120,7 +124,10 @@ class RouterSocket(_Channel):
         Raises ConfigError when the address cannot be bound, or another process serves it.
         """
         super().__init__(context, zmq.ROUTER)
+        self.more = False  # the latest `drain` ended at its bound
         self._gate: Gate | None = None
+        self._bad = BadFrames(BoundedLog(Log("links"), "refused a frame"))
+        self._newly_cut_off: list[str] = []
         self._bound_file: Path | None = None
         self._sessions = Sessions(self._send_frame, HIGH_WATER_MARK, queued_bytes)
         try:
@@ -129,6 +136,7 @@ class RouterSocket(_Channel):
             self._socket.setsockopt(
                 zmq.ROUTER_HANDOVER, 1
             )  # a peer that reconnects before its death was seen
+            self._eviction = Eviction(self._socket)
             self._bind(address)
         except ConfigError:
             self.close()
@@ -181,23 +189,92 @@ class RouterSocket(_Channel):
         """The peer is gone for good: drop what waits for it."""
         self._sessions.forget(peer)
 
-    def drain(self) -> list[tuple[bytes, bytes]]:
-        """(routing id, message) of what has arrived; malformed multiparts are dropped."""
+    def drain(self, most: int = DRAIN_LIMIT) -> list[tuple[bytes, bytes]]:
+        """(routing id, message) of at most `most` frames that have arrived; bad ones are counted and dropped.
+
+        `more` says whether there may be more.
+        """
+        now = self._clock()
+        self._sessions.tend(now)
+        received = self._receive(most)
+        self.more = len(received) == most
         messages: list[tuple[bytes, bytes]] = []
-        while not messages:
-            now = self._clock()
-            self._sessions.tend(now)
-            received = self._receive()
-            if not received:
-                break
-            for parts in received:
-                if len(parts) == 2:
-                    messages.append((parts[0], parts[1]))
-                elif len(parts) == 3:
-                    payload = self._sessions.receive(parts[0], parts[1], parts[2], now)
-                    if payload is not None:
-                        messages.append((parts[0], payload))
+        for peer, *parts in received:
+            if len(parts) == 1:
+                messages.append((peer, parts[0]))
+            elif len(parts) == 2:
+                damaged = self._sessions.damaged
+                payload = self._sessions.receive(peer, parts[0], parts[1], now)
+                if payload is not None:
+                    messages.append((peer, payload))
+                elif self._sessions.damaged != damaged:
+                    self.refuse(peer, "a damaged frame")
+            elif parts:
+                self.refuse(peer, f"a message of {len(parts)} parts")
         return messages
+
+    # -- bad frames --------------------------------------------------------------------------------------------------
+
+    @property
+    def refused(self) -> int:
+        """Bad frames so far: of keys that may not say so, damaged, or refused by who read them."""
+        return self._bad.total
+
+    def refuse(self, peer: bytes, reason: str) -> None:
+        """Count a bad frame of `peer`, log it at a bounded rate, and cut the peer off after too many."""
+        self._count(peer_of(peer), peer, reason)
+
+    def take_cut_off(self) -> list[str]:
+        """NAME/INCARNATION, or NAME for a key, of the peers that were cut off since the last call."""
+        taken, self._newly_cut_off = self._newly_cut_off, []
+        return taken
+
+    def flush_log(self) -> None:
+        """Log the summary of refused frames that is due."""
+        self._bad.flush()
+
+    def _count(self, culprit: str, peer: bytes, reason: str) -> None:
+        if not self._bad.count(culprit, reason):
+            if self._bad.is_cut_off(culprit):
+                self._eviction.evict(peer)
+            return
+        self._newly_cut_off.append(culprit)
+        if self._gate is not None:
+            self._gate.ban(culprit.partition("/")[0])
+
+    def _receive(self, most: int = DRAIN_LIMIT) -> list[list[bytes]]:
+        """What has arrived; a frame that must not be heard leaves an empty place."""
+        if self._gate is None:
+            received = super()._receive(most)
+        else:
+            received = [self._heard(parts, self._gate) for parts in self._receive_frames(most)]
+        if self._bad.anybody_cut_off:
+            received = [self._not_cut_off(parts) for parts in received]
+        return received
+
+    def _receive_frames(self, most: int) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
+        """(routing id, parts). Frames tell whose key their connection has proved."""
+        for _ in range(most):
+            try:
+                identity = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            yield identity, self._socket.recv_multipart()
+
+    def _heard(self, received: tuple[zmq.Frame, list[bytes]], gate: Gate) -> list[bytes]:
+        identity, parts = received
+        peer = identity.bytes
+        misuse = gate.misuse(peer, identity)
+        if misuse is None:
+            return [peer, *parts]
+        self._count(misuse.culprit, peer, misuse.reason)
+        return [peer]
+
+    def _not_cut_off(self, parts: list[bytes]) -> list[bytes]:
+        if not self._bad.is_cut_off(peer_of(parts[0])):
+            return parts
+        self._eviction.evict(parts[0])
+        return parts[:1]
 
     def close(self) -> None:
         super().close()
@@ -223,27 +300,6 @@ class RouterSocket(_Channel):
     def _send_frame(self, peer: bytes, frame: Frame) -> bool:
         header, payload = frame
         return self._send((peer, header, _payload(payload)))
-
-    @property
-    def refused(self) -> int:
-        """Messages of connections whose key does not belong to the routing id."""
-        return 0 if self._gate is None else self._gate.refused
-
-    def _receive(self, most: int = DRAIN_LIMIT) -> list[list[bytes]]:
-        """Everything that has arrived and comes from who it claims to come from."""
-        gate = self._gate
-        if gate is None:
-            return super()._receive(most)
-        messages: list[list[bytes]] = []
-        for _ in range(most):
-            try:
-                identity = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            parts = [identity.bytes, *self._socket.recv_multipart()]
-            if gate.admits(parts[0], identity):
-                messages.append(parts)
-        return messages
 
 
 def _remove_stale(file: Path) -> None:

@@ -91,17 +91,15 @@ class Curve:
         if secret is None:
             raise ConfigError(KEY, f"{file} is not a key file: it has no secret key")
         self._secret = secret
-        log = Log("links")
         self.allowed = AllowList(directory, admitted)
-        self._refusals = BoundedLog(log, "refused a message")
-        self._zap = ZapHandler(context, self.allowed, BoundedLog(log, "refused a connection"))
+        self._zap = ZapHandler(context, self.allowed, BoundedLog(Log("links"), "refused a connection"))
 
     def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        return Gate(self.allowed, self._refusals)
+        return Gate(self.allowed)
 
     def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:
         file = public_file(self._directory, server)

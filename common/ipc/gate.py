@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import zmq
 
 from common.ipc.allow_list import AllowList
-from common.observability.bounded_log import BoundedLog
 
 USER_ID = "User-Id"  # set by the ZAP handler: the public key
+BAN_SECONDS = 10.0  # during which the key of a peer that was cut off is refused
+
+
+class Misuse(NamedTuple):
+    """A frame that its connection's key does not allow."""
+
+    culprit: str  # NAME of the key, or its beginning where it belongs to nobody (any more)
+    reason: str
 
 
 def name_in(routing_id: bytes) -> str:
@@ -20,23 +27,19 @@ def name_in(routing_id: bytes) -> str:
 class Gate:
     """Of one listening socket with keys."""
 
-    def __init__(self, allowed: AllowList, refusals: BoundedLog) -> None:
+    def __init__(self, allowed: AllowList) -> None:
         self._allowed = allowed
-        self._refusals = refusals
-        self.refused = 0
 
-    def owner(self, frame: zmq.Frame) -> str:
-        """Name of the key that this frame's connection has proved; "" for a key that was revoked."""
-        return self._allowed.name_of(cast(str, frame.get(USER_ID))) or ""
+    def misuse(self, routing_id: bytes, frame: zmq.Frame) -> Misuse | None:
+        """None if `frame` may come from `routing_id`."""
+        key = cast(str, frame.get(USER_ID))
+        owner = self._allowed.name_of(key)
+        if owner is None:
+            return Misuse(f"key {key[:8]}", "its key was revoked, or is refused for a while")
+        if owner != name_in(routing_id):
+            return Misuse(owner, f"its key does not let it speak as {name_in(routing_id)[:64]!r}")
+        return None
 
-    def admits(self, routing_id: bytes, frame: zmq.Frame) -> bool:
-        """Whether `frame` may come from `routing_id`. A refusal is counted and logged."""
-        owner = self.owner(frame)
-        if owner and owner == name_in(routing_id):
-            return True
-        self.refused += 1
-        if owner:
-            self._refusals.warning(owner, f"its key does not let it speak as {name_in(routing_id)[:64]!r}")
-        else:
-            self._refusals.warning(name_in(routing_id)[:64], "its key was revoked, or is refused for a while")
-        return False
+    def ban(self, name: str) -> None:
+        """Refuse the key of `name` for a while: on the connections that it has, and to new ones."""
+        self._allowed.ban(name, BAN_SECONDS)

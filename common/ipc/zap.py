@@ -70,7 +70,8 @@ class ZapHandler:
         if not user:
             address = request[3].decode(errors="replace") if len(request) > 3 else ""
             self._refusals.warning(address, problem)
-        code, text = (b"200", b"OK") if user else (b"400", b"refused")
+        # 300, "temporary": after a 400 libzmq's clients never try again, and a key may be installed later.
+        code, text = (b"200", b"OK") if user else (b"300", b"refused")
         return [_VERSION, request_id, code, text, user.encode(), b""]
 
     def _check(self, request: list[bytes]) -> tuple[str, str]:

@@ -10,7 +10,12 @@ import zmq
 class Context(zmq.Context[zmq.Socket[bytes]]):
     """Holds on to its sockets until it is destroyed: one that is only forgotten is a ResourceWarning."""
 
+    @property
+    def made(self) -> list[zmq.Socket[bytes]]:
+        held: list[zmq.Socket[bytes]] = self.__dict__.setdefault("held", [])
+        return held
+
     def socket(self, *arguments: Any, **options: Any) -> zmq.Socket[bytes]:
         made = super().socket(*arguments, **options)
-        self.__dict__.setdefault("made", []).append(made)
+        self.made.append(made)
         return made

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from common.errors import InvalidRequest, NodeLost, Unavailable
-from common.ipc import Dealer
+from common.ipc import Dealer, bad_frames
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.decode_inbox import Reserve
@@ -452,3 +452,59 @@ async def test_tokens_outside_of_the_vocabulary_do_not_reach_the_client() -> Non
         decode.tokens(room, 1, [7], "stop")
         await client.done()
         assert client.ids == [49_999, 7]
+
+
+async def test_a_node_that_sends_garbage_is_lost_and_its_successor_is_served() -> None:
+    """RELIABILITY.md, 15. Its own process ends by Rejected; the other node and the client notice nothing else."""
+    async with router_rig() as rig:
+        prefill, liar = await rig.pair()
+        client = rig.client()
+        await legs(prefill, liar)
+        for _ in range(bad_frames.LIMIT):
+            liar.say_raw(b"\x93" * 50)
+        await eventually(lambda: rig.registry.count("decode") == 0)
+        assert (await liar.expect(Rejected)).reason == control_plane.TOO_MANY_BAD_FRAMES
+        assert (await prefill.expect(PeerLost)).incarnation == liar.ref.incarnation
+        assert rig.registry.count("prefill") == 1
+        liar.say(liar._register)
+        await asyncio.sleep(0.05)
+        assert rig.registry.count("decode") == 0, "the old incarnation is not listened to"
+        successor = await rig.node("decode", "decode-0")
+        await legs(prefill, successor)
+        assert rig.registry.count("decode") == 1
+        await client.leave()
+
+
+async def test_a_flood_leaves_the_loop_its_turns() -> None:
+    """However much one node sends, other callbacks run between two portions of it, and other nodes are heard."""
+    async with router_rig() as rig:
+        flood, other = await rig.node("decode", "decode-0"), await rig.node("decode", "decode-1")
+        turns = 0
+        done = asyncio.Event()
+
+        async def count() -> None:
+            nonlocal turns
+            while not done.is_set():
+                turns += 1
+                await asyncio.sleep(0)
+
+        message = Failed(room=1, code="x", message="y")
+        for _ in range(5_000):
+            flood.say(message)
+        other.beat(load=NodeLoad(running=3))
+        counting = asyncio.create_task(count())
+        read: list[int] = []
+        drain = rig.control._socket.drain
+
+        def counted(most: int) -> list[tuple[bytes, bytes]]:
+            batch = drain(most)
+            read.append(len(batch))
+            return batch
+
+        rig.control._socket.drain = counted  # type: ignore[method-assign, assignment]
+        await eventually(lambda: sum(read) >= 5_001)
+        done.set()
+        await counting
+        assert max(read) <= control_plane.FRAMES_PER_TURN
+        assert turns >= 5_001 // control_plane.FRAMES_PER_TURN
+        await other.echo()
