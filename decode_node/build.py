@@ -142,6 +142,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         context,
         resolved,
         NodeRef(name=name, role="decode", incarnation=incarnation),
+        new_incarnation(),
         served,
         layout.total_bytes,
         section.max_running,

@@ -38,7 +38,7 @@ from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind
 from common.ipc.from_config import link_security
 from common.ipc.router_link import RouterLink
 from common.messages import image_inbox, prefill_inbox
-from common.messages.identity import ROUTER_NAME, NodeRef, new_incarnation, routing_id
+from common.messages.identity import ROUTER_NAME, NodeRef, control_link_id, new_incarnation
 from common.model_manifest import check_manifests
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
@@ -119,7 +119,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         resolved.draft_path,
     )
     incarnation = new_incarnation()
-    images = routing_id(name, incarnation, image_inbox.LINK).encode()
+    link_secret = new_incarnation()
+    images = control_link_id(name, incarnation, link_secret, image_inbox.LINK).encode()
     sight = load_seeing(
         resolved.model_path,
         served.model,
@@ -164,6 +165,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         context,
         resolved,
         NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address),
+        link_secret,
         served,
         layout.total_bytes,
         section.max_batch,

@@ -224,7 +224,7 @@ class ControlPlane:
         self._dispatcher.failed(attempt, node, error)
 
     def _on_register(self, speaker: Speaker, message: Register, nbytes: int) -> None:
-        if message.node.routing_id.encode() != speaker.routing_id:
+        if message.link_id().encode() != speaker.routing_id:
             raise ProtocolError("a registration of another node than the one that sends it")
         try:
             refusal = self._registry.register(self.rules.check(message, nbytes))

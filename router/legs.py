@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import msgspec
 
 from common.messages.decode_inbox import Reserve
-from common.messages.identity import routing_id
 from common.messages.image_inbox import LINK, ImageData
 from common.messages.prefill_inbox import Prefill
 from router.attempt import Attempt
@@ -39,7 +38,7 @@ def placement_messages(
     )
     # each image once, however often the prompt shows it
     for digest, data in {image.span.digest: image.data for image in request.images}.items():
-        address = routing_id(prefill.name, prefill.incarnation, LINK)
+        address = prefill.register.link_id(LINK)
         yield address, prefill, ImageData(digest=digest, data=data, salt=request.salt)
     yield (
         prefill.routing_id,

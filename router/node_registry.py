@@ -53,7 +53,7 @@ class Node:
     @property
     def routing_id(self) -> str:
         """Of its control link."""
-        return self.register.node.routing_id
+        return self.register.link_id()
 
     @property
     def role(self) -> Role:

@@ -28,6 +28,7 @@ def serving_link(
     context: zmq.Context[zmq.Socket[bytes]],
     resolved: Resolved,
     node: NodeRef,
+    link_secret: str,
     served: ServingModel,
     pool_bytes: int,
     max_requests: int,
@@ -39,6 +40,7 @@ def serving_link(
     """Not started yet. `graphs` are captured: what became of each is part of what is said.
 
     Args:
+        link_secret: random; see control_link_id.
         pool_bytes: of KV, target and draft.
         max_requests: rows of sampling state.
         codec: the inbox of the node's role.
@@ -46,6 +48,7 @@ def serving_link(
     cluster = resolved.cluster
     register = Register(
         node=node,
+        link_secret=link_secret,
         host=os.uname().nodename,
         pid=os.getpid(),
         model_fingerprint=served.fingerprint,

@@ -14,21 +14,17 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
 from common.errors import ConfigError, ProtocolError
-from common.ipc.bad_frames import BadFrames, peer_of
 from common.ipc.connection_watch import ConnectionWatch
 from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
-from common.ipc.eviction import Eviction
-from common.ipc.gate import Gate
+from common.ipc.inbound_filter import InboundFilter
 from common.ipc.session import SMALL, Frame, Kind, Session, read_header
 from common.ipc.sessions import Sessions
-from common.observability.bounded_log import BoundedLog
-from common.observability.logs import Log
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
 HIGH_WATER_MARK = 10_000  # messages that wait for one peer, or for us
@@ -125,18 +121,15 @@ class RouterSocket(_Channel):
         """
         super().__init__(context, zmq.ROUTER)
         self.more = False  # the latest `drain` ended at its bound
-        self._gate: Gate | None = None
-        self._bad = BadFrames(BoundedLog(Log("links"), "refused a frame"))
-        self._newly_cut_off: list[str] = []
         self._bound_file: Path | None = None
         self._sessions = Sessions(self._send_frame, HIGH_WATER_MARK, queued_bytes)
         try:
-            self._gate = (security or Plain()).secure_server(self._socket, address)
+            gate = (security or Plain()).secure_server(self._socket, address)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
             self._socket.setsockopt(
                 zmq.ROUTER_HANDOVER, 1
             )  # a peer that reconnects before its death was seen
-            self._eviction = Eviction(self._socket)
+            self._filter = InboundFilter(self._socket, gate)
             self._bind(address)
         except ConfigError:
             self.close()
@@ -196,7 +189,7 @@ class RouterSocket(_Channel):
         """
         now = self._clock()
         self._sessions.tend(now)
-        received = self._receive(most)
+        received = self._filter.receive(most)
         self.more = len(received) == most
         messages: list[tuple[bytes, bytes]] = []
         for peer, *parts in received:
@@ -213,68 +206,22 @@ class RouterSocket(_Channel):
                 self.refuse(peer, f"a message of {len(parts)} parts")
         return messages
 
-    # -- bad frames --------------------------------------------------------------------------------------------------
-
     @property
     def refused(self) -> int:
         """Bad frames so far: of keys that may not say so, damaged, or refused by who read them."""
-        return self._bad.total
+        return self._filter.bad.total
 
     def refuse(self, peer: bytes, reason: str) -> None:
         """Count a bad frame of `peer`, log it at a bounded rate, and cut the peer off after too many."""
-        self._count(peer_of(peer), peer, reason)
+        self._filter.refuse(peer, reason)
 
     def take_cut_off(self) -> list[str]:
-        """NAME/INCARNATION, or NAME for a key, of the peers that were cut off since the last call."""
-        taken, self._newly_cut_off = self._newly_cut_off, []
-        return taken
+        """NAME/INCARNATION, or NAME for a misused key, of the peers that were cut off since the last call."""
+        return self._filter.take_cut_off()
 
     def flush_log(self) -> None:
         """Log the summary of refused frames that is due."""
-        self._bad.flush()
-
-    def _count(self, culprit: str, peer: bytes, reason: str) -> None:
-        if not self._bad.count(culprit, reason):
-            if self._bad.is_cut_off(culprit):
-                self._eviction.evict(peer)
-            return
-        self._newly_cut_off.append(culprit)
-        if self._gate is not None:
-            self._gate.ban(culprit.partition("/")[0])
-
-    def _receive(self, most: int = DRAIN_LIMIT) -> list[list[bytes]]:
-        """What has arrived; a frame that must not be heard leaves an empty place."""
-        if self._gate is None:
-            received = super()._receive(most)
-        else:
-            received = [self._heard(parts, self._gate) for parts in self._receive_frames(most)]
-        if self._bad.anybody_cut_off:
-            received = [self._not_cut_off(parts) for parts in received]
-        return received
-
-    def _receive_frames(self, most: int) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
-        """(routing id, parts). Frames tell whose key their connection has proved."""
-        for _ in range(most):
-            try:
-                identity = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            yield identity, self._socket.recv_multipart()
-
-    def _heard(self, received: tuple[zmq.Frame, list[bytes]], gate: Gate) -> list[bytes]:
-        identity, parts = received
-        peer = identity.bytes
-        misuse = gate.misuse(peer, identity)
-        if misuse is None:
-            return [peer, *parts]
-        self._count(misuse.culprit, peer, misuse.reason)
-        return [peer]
-
-    def _not_cut_off(self, parts: list[bytes]) -> list[bytes]:
-        if not self._bad.is_cut_off(peer_of(parts[0])):
-            return parts
-        self._eviction.evict(parts[0])
-        return parts[:1]
+        self._filter.bad.flush()
 
     def close(self) -> None:
         super().close()

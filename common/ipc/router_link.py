@@ -21,7 +21,7 @@ import zmq
 from common.errors import ProtocolError
 from common.ipc.channel import Dealer
 from common.ipc.curve import LinkSecurity
-from common.messages.identity import ROUTER_NAME, NodeCounters, NodeLoad, NodeState, routing_id
+from common.messages.identity import ROUTER_NAME, NodeCounters, NodeLoad, NodeState
 from common.messages.node_inbox import (
     Abort,
     AnyNodeMessage,
@@ -87,7 +87,7 @@ class RouterLink(Generic[M]):
         self._timeout = router_timeout
         self._log = log
         self._clock = clock
-        self._dealer = Dealer(context, address, register.node.routing_id.encode(), ROUTER_NAME, security)
+        self._dealer = Dealer(context, address, register.link_id().encode(), ROUTER_NAME, security)
         self._router: str | None = None  # incarnation that has registered us
         self._asked_at = -1e9
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
@@ -179,7 +179,7 @@ class RouterLink(Generic[M]):
 
     def _beat(self) -> None:
         incarnation = self._register.node.incarnation
-        identity = routing_id(self._register.node.name, incarnation, BEAT).encode()
+        identity = self._register.link_id(BEAT).encode()
         dealer = Dealer(self._context, self._address, identity, ROUTER_NAME, self._security, opens=False)
         try:
             while not self._stop.wait(self._interval):

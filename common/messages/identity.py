@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import Annotated, Literal
 
@@ -41,6 +42,21 @@ def routing_id(name: str, incarnation: str, *link: str) -> str:
     return "/".join((name, incarnation, *link))
 
 
+def control_link_id(name: str, incarnation: str, secret: str, purpose: str = "") -> str:
+    """The routing id of a socket that connects to the router. `purpose`: what else than the control link it is.
+
+    Who knows a routing id can take its route, and nodes know each other's incarnations: `secret` is known to its node
+    and the router only. Without a secret (in tests) it is left out.
+    """
+    link = "-".join(part for part in (secret, purpose) if part)
+    return routing_id(name, incarnation, *([link] if link else []))
+
+
+def public_id(incarnation: str) -> str:
+    """Tells the starts of a process apart for people, without being the incarnation."""
+    return hashlib.sha256(incarnation.encode()).hexdigest()[:16]
+
+
 class NodeRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where one incarnation of a node is reached by its peers."""
 
@@ -49,11 +65,6 @@ class NodeRef(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Label
     # Prefill nodes: the ZMQ address that decode nodes connect to; decode nodes connect, so "".
     peer_address: Text = ""
-
-    @property
-    def routing_id(self) -> str:
-        """Of its control link to the router."""
-        return routing_id(self.name, self.incarnation)
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):

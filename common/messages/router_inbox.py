@@ -21,6 +21,7 @@ from common.messages.identity import (
     NodeState,
     Text,
     Total,
+    control_link_id,
 )
 from common.messages.wire import InboxCodec
 
@@ -37,6 +38,7 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """First message of an incarnation, repeated until it is acknowledged."""
 
     node: NodeRef
+    link_secret: Label = ""  # see control_link_id
     host: Label
     pid: Count
     model_fingerprint: Label
@@ -47,6 +49,10 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     # For /server_info, which has to be able to write them as JSON.
     effective_config: Annotated[dict[Label, ConfigValue], MANY]
     graphs: Annotated[tuple[GraphReport, ...], MANY] = ()
+
+    def link_id(self, purpose: str = "") -> str:
+        """The routing id of one of the node's sockets to the router: its control link, if nothing else is named."""
+        return control_link_id(self.node.name, self.node.incarnation, self.link_secret, purpose)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):

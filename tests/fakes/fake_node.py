@@ -33,6 +33,7 @@ def registration(
     incarnation: str | None = None,
     peer_address: str = PEER_ADDRESS,
     total_pages: int = 100,
+    link_secret: str = "",
 ) -> Register:
     """What a node of this name says first. Its incarnation names its socket: two sockets must never share it."""
     return Register(
@@ -42,6 +43,7 @@ def registration(
             incarnation=incarnation or new_incarnation(),
             peer_address=peer_address if role == "prefill" else "",
         ),
+        link_secret=link_secret,
         host="host",
         pid=1,
         model_fingerprint=fingerprint,
@@ -61,8 +63,9 @@ class FakeNode:
         """`options`: of `registration`."""
         self._register = registration(role, name, **options)
         self.ref = self._register.node
-        self._dealer = Dealer(context, address, self.ref.routing_id.encode())
-        self._beats = Dealer(context, address, f"{self.ref.routing_id}/beat".encode(), opens=False)
+        self.link_id = self._register.link_id()
+        self._dealer = Dealer(context, address, self._register.link_id().encode())
+        self._beats = Dealer(context, address, self._register.link_id("beat").encode(), opens=False)
         self._codec = prefill_inbox.codec if role == "prefill" else decode_inbox.codec
         self._got: deque[msgspec.Struct] = deque()
         self._sequence = 0

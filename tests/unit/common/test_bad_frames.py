@@ -234,7 +234,7 @@ def test_thousands_of_unknown_routing_ids_leave_nothing_behind(context: Context,
         for stranger in strangers:
             stranger.close(linger=0)
         context.made.clear()
-    assert len(server._bad._counts) <= bad_frames.MAX_PEERS
+    assert len(server._filter.bad._counts) <= bad_frames.MAX_PEERS
     assert len(server._sessions) == 0
 
 

@@ -530,9 +530,9 @@ async def test_a_router_stall_costs_no_attempt() -> None:
         decode.say(Failed(room=reserve.room, code="node_lost", message="the router of this request is gone"))
         newcomer = rig.client([2])
         await eventually(lambda: {node.role for node in rig.registry.eligible()} == {"prefill"})
-        assert sorted(sends) == sorted(
-            [prefill.ref.routing_id, decode.ref.routing_id, other_decode.ref.routing_id]
-        ), "the abort of the first attempt, and one trial per decode node"
+        assert sorted(sends) == sorted([prefill.link_id, decode.link_id, other_decode.link_id]), (
+            "the abort of the first attempt, and one trial per decode node"
+        )
         await asyncio.sleep(0.02)
         assert not client.task.done()
         assert not newcomer.task.done(), "nodes that are out of reach come back or are lost"
@@ -698,7 +698,7 @@ async def test_a_node_that_cannot_be_reached_while_placing() -> None:
         prefill, decode = await rig.pair(0)
         spare = await rig.node("decode", "decode-1")
         send = rig.dispatcher._send
-        rig.dispatcher._send = lambda peer, message: peer != decode.ref.routing_id and send(peer, message)
+        rig.dispatcher._send = lambda peer, message: peer != decode.link_id and send(peer, message)
         client = rig.client()
         prompt = await prefill.expect(Prefill)
         assert prompt.decode == spare.ref.incarnation

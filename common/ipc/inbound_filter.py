@@ -1,0 +1,82 @@
+"""What a listening socket hears: frames whose key allows them, of peers that have not been cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import zmq
+
+from common.ipc.bad_frames import BadFrames, peer_of
+from common.ipc.eviction import Eviction
+from common.ipc.gate import Gate
+from common.observability.bounded_log import BoundedLog
+from common.observability.logs import Log
+
+
+class InboundFilter:
+    """Of one ROUTER socket, which is not bound yet. Single-threaded, as the socket is."""
+
+    def __init__(self, router: zmq.Socket[bytes], gate: Gate | None) -> None:
+        """`gate`: of a socket with keys."""
+        self._router = router
+        self._gate = gate
+        self._eviction = Eviction(router)
+        self._newly_cut_off: list[str] = []
+        self.bad = BadFrames(BoundedLog(Log("links"), "refused a frame"))
+
+    def receive(self, most: int) -> list[list[bytes]]:
+        """At most `most` messages as [routing id, part ...]; one that must not be heard keeps its routing id only."""
+        if self._gate is None:
+            received = list(self._plain(most))
+        else:
+            received = [self._allowed(identity, parts, self._gate) for identity, parts in self._keyed(most)]
+        if self.bad.anybody_cut_off:
+            received = [self._not_cut_off(parts) for parts in received]
+        return received
+
+    def refuse(self, peer: bytes, reason: str) -> None:
+        """Count a bad frame of `peer`, log it at a bounded rate, and cut the peer off after too many."""
+        self._count(peer_of(peer), peer, reason)
+
+    def take_cut_off(self) -> list[str]:
+        """NAME/INCARNATION, or NAME for a misused key, of the peers that were cut off since the last call."""
+        taken, self._newly_cut_off = self._newly_cut_off, []
+        return taken
+
+    def _plain(self, most: int) -> Iterator[list[bytes]]:
+        for _ in range(most):
+            try:
+                yield self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def _keyed(self, most: int) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
+        """(routing id, parts). A frame that is not copied tells whose key its connection has proved."""
+        for _ in range(most):
+            try:
+                identity = self._router.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            yield identity, self._router.recv_multipart()
+
+    def _allowed(self, identity: zmq.Frame, parts: list[bytes], gate: Gate) -> list[bytes]:
+        peer = identity.bytes
+        misuse = gate.misuse(peer, identity)
+        if misuse is None:
+            return [peer, *parts]
+        self._count(misuse.culprit, peer, misuse.reason)
+        return [peer]
+
+    def _not_cut_off(self, parts: list[bytes]) -> list[bytes]:
+        if not self.bad.is_cut_off(peer_of(parts[0])):
+            return parts
+        self._eviction.evict(parts[0])
+        return parts[:1]
+
+    def _count(self, culprit: str, peer: bytes, reason: str) -> None:
+        if self.bad.count(culprit, reason):
+            self._newly_cut_off.append(culprit)
+            if self._gate is not None:
+                self._gate.ban(culprit.partition("/")[0])
+        elif self.bad.is_cut_off(culprit):
+            self._eviction.evict(peer)
