@@ -14,7 +14,6 @@ import zmq
 from common.ipc import Dealer, RouterSocket, bad_frames
 from common.ipc.bad_frames import LIMIT, MAX_PEERS, WINDOW, BadFrames, peer_of
 from common.ipc.curve import Curve
-from common.ipc.eviction import Eviction
 from common.ipc.gate import BAN_SECONDS
 from common.ipc.key_files import make_key_pairs
 from common.observability import bounded_log
@@ -115,71 +114,6 @@ def test_garbage_cuts_its_sender_off_and_others_are_heard(context: Context, tmp_
     fresh = Dealer(context, server.address, b"decode-1/2")
     fresh.send(b"a new process")
     assert until(server.drain) == [(b"decode-1/2", b"a new process")]
-
-
-def test_what_a_peer_that_was_cut_off_sends_is_not_even_read(context: Context, tmp_path: Path) -> None:
-    """libzmq stops reading its connection: a flood ends in the buffers of who sends it."""
-    server = RouterSocket(context, f"ipc://{tmp_path}/r.sock")
-    liar = context.socket(zmq.DEALER)
-    liar.setsockopt(zmq.IDENTITY, b"decode-1/1")
-    liar.setsockopt(zmq.LINGER, 0)
-    liar.connect(server.address)
-    for _ in range(LIMIT):
-        liar.send_multipart([b"a", b"b", b"c"])
-    until(lambda: server.drain() or server.refused == LIMIT)
-    sent = 0
-
-    def stuck() -> bool:
-        """True once ZMQ takes no more, although the server reads on."""
-        nonlocal sent
-        try:
-            for _ in range(100):
-                liar.send(bytes(10_000), zmq.NOBLOCK)
-                sent += 1
-        except zmq.Again:
-            server.drain()
-            return not server.more and liar.poll(200, zmq.POLLOUT) == 0
-        server.drain()
-        return False
-
-    until(stuck)
-    assert sent < 10_000
-
-
-def test_an_evicted_routing_id_is_free_again(context: Context) -> None:
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    clock = Clock()
-    eviction = Eviction(router, clock)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-
-    def connect() -> zmq.Socket[bytes]:
-        dealer = context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, b"n/1")
-        dealer.connect(f"tcp://127.0.0.1:{port}")
-        dealer.send(b"hello")
-        assert router.recv_multipart() == [b"n/1", b"hello"]
-        return dealer
-
-    def unreachable() -> bool:
-        try:
-            router.poll(1)
-            router.send_multipart([b"n/1", b"secret"], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            return error.errno == zmq.EHOSTUNREACH
-        return False
-
-    first = connect()
-    eviction.evict(b"n/1")
-    until(unreachable)
-    second = connect()
-    eviction.evict(b"n/1")  # too soon after the one before
-    router.poll(50)
-    router.send_multipart([b"n/1", b"welcome"])
-    assert second.recv() == b"welcome"
-    first.close(linger=0)
-    second.close(linger=0)
 
 
 def test_a_key_that_speaks_for_others_is_refused_for_a_while(tmp_path: Path) -> None:
