@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from typing import Annotated, Literal
 
@@ -50,11 +49,6 @@ def control_link_id(name: str, incarnation: str, secret: str, purpose: str = "")
     """
     link = "-".join(part for part in (secret, purpose) if part)
     return routing_id(name, incarnation, *([link] if link else []))
-
-
-def public_id(incarnation: str) -> str:
-    """Tells the starts of a process apart for people, without being the incarnation."""
-    return hashlib.sha256(incarnation.encode()).hexdigest()[:16]
 
 
 class NodeRef(msgspec.Struct, frozen=True, kw_only=True):
