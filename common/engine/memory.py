@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass
 
@@ -137,6 +138,22 @@ def check_memory(
             f"{_gib(beside)}, together more than its {_gib(total)}; "
             + _remedy(total - beside - plan.total + plan.pool, bytes_per_token),
         )
+
+
+def check_host_pool(nbytes: int, bytes_per_token: int, key: str) -> None:
+    """Raise ConfigError for the KV pool of a node on the CPU that is larger than the machine's memory."""
+    memory = host_memory()
+    if nbytes > memory:
+        raise ConfigError(
+            key,
+            f"a KV pool of {_gib(nbytes)} is more than the {_gib(memory)} of this machine's memory; "
+            + _remedy(memory, bytes_per_token),
+        )
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory, whoever uses them."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _patiently(device: torch.device, needed: int, beside: int) -> tuple[int, int]:

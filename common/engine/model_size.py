@@ -8,12 +8,12 @@ which `load_weights` then says tensor by tensor. Counts are lower bounds (matric
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
 
 from common.draft_config import DraftConfig
+from common.engine.memory import GIB, host_memory
 from common.errors import ModelError
 from common.llava_config import LlavaVision
 from common.model_config import ModelConfig
@@ -21,7 +21,6 @@ from common.model_files import read_weight_files
 from common.qwen_vl_config import TOWER_DEFAULTS
 from common.vision_config import VisionConfig
 
-GIB = 1 << 30
 PROPORTION, ALWAYS = 2, 1 << 20  # values that may be built: twice those stored, and so many in any case
 
 
@@ -30,7 +29,7 @@ def check_model_size(path: Path, config: ModelConfig, dtype: torch.dtype, device
     values = _layers(config) + config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
     said = f"{_sizes(config)} and vocab_size {config.vocab_size}"
     _check(path, values, said)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = host_memory()
     if device.type == "cpu" and values * dtype.itemsize > memory:
         raise ModelError(
             f"{path / 'config.json'}: {said} make weights of {values * dtype.itemsize / GIB:.1f} GiB as {dtype}; this "

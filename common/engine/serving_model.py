@@ -23,6 +23,7 @@ from common.engine.logit_adjustments import adjustment_bytes
 from common.engine.memory import (
     MemoryPlan,
     PoolWish,
+    check_host_pool,
     check_memory,
     check_share,
     plan_pool,
@@ -200,9 +201,12 @@ def load_serving_model(
             draft_path, draft_config, cluster.speculation.steps, cluster.speculation.topk, model, placement
         )
         log.info("draft loaded", path=str(draft_path), **draft.describe())
-    return ServingModel(
+    served = ServingModel(
         model, config, placement, fingerprint, num_pages, page_size, longest, wish, plan, draft, others
     )
+    if device.type == "cpu":
+        check_host_pool(num_pages * served.page_bytes, served.page_bytes // page_size, wish.key)
+    return served
 
 
 def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolWish:
