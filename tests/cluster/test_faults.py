@@ -173,6 +173,25 @@ async def test_a_router_that_stalls_costs_no_request(tmp_path: Path, reference: 
         await client.wait_idle()
 
 
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+async def test_requests_wait_while_the_only_node_of_a_role_restarts(
+    victim: str, tmp_path: Path, reference: Reference
+) -> None:
+    """It is in the cluster file and has just gone, so it is expected back: no request is answered 503."""
+    prompts = [prompt_of(40 + 10 * i, 70 + i) for i in range(12)]
+    config = {"router": {"placement_wait": PATIENCE}, "health": {"return_window": 600.0}}
+    async with RunningCluster(tmp_path, 1, 1, config) as cluster, Client(cluster.url) as client:
+        cluster.kill(victim)
+        await client.gone(victim)
+        running = [asyncio.create_task(client.complete(prompt, 20)) for prompt in prompts]
+        async with client.session.get("/ready") as response:
+            assert response.status == 503
+        cluster.launch(victim)
+        answers = await asyncio.wait_for(asyncio.gather(*running), 2 * PATIENCE)
+        assert [a.tokens for a in answers] == [reference(p, 20) for p in prompts]
+        await client.wait_idle()
+
+
 async def test_client_that_leaves_frees_both_nodes(tmp_path: Path) -> None:
     """At every station that a client can see: queued, computing its prompt in chunks, streaming."""
     config = {

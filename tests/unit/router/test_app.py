@@ -53,7 +53,7 @@ def cluster(tmp_path: Path) -> Path:
     file.write_text(
         f"""
 model: {{path: "{TINY}"}}
-router: {{port: 0, control_address: "ipc://{tmp_path}/c"}}
+router: {{port: 0, control_address: "ipc://{tmp_path}/c", placement_wait: 0.1}}
 health: {{drain_timeout: 1.0}}
 process: {{run_dir: "{tmp_path}/r"}}
 prefill: {{nodes: [{{name: p0}}]}}
@@ -91,6 +91,12 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
         async with session.post("/v1/chat/completions", json=body) as response:
             assert response.status == 503
             assert "prefill node" in (await response.json())["error"]["message"]
+        async with session.get("/ready") as response:
+            reason = (await response.json())["reason"]
+            assert reason.startswith("no prefill node has been up for ")
+            assert reason.endswith(" s; expected back: p0")
+        async with session.get("/metrics") as response:
+            assert 'tandem_requests_refused_without_node_total{role="prefill"} 1.0' in await response.text()
         app.draining = True
         async with session.post("/v1/chat/completions", json=body) as response:
             assert response.status == 503
