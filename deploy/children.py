@@ -72,7 +72,9 @@ class Child:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             log = os.open(self.log_path, flags, 0o600)
         except OSError as error:
-            self.log_problem = f"{self.log_path} cannot be opened ({error.strerror}): its output is lost"
+            self.log_problem = (
+                f"{self.log_path} cannot be opened ({error.strerror}): output is lost until the next start"
+            )
             return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         self.log_problem = ""
         return log

@@ -30,6 +30,7 @@ from common.errors import ConfigError
 from common.observability.stderr_file import StderrFile
 from deploy.admin_client import ask
 from deploy.children import Child
+from deploy.disk import disk_problem
 from deploy.process_table import read_table
 from deploy.status_view import show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
@@ -116,11 +117,12 @@ def down(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
 def status(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     """Show the processes of a cluster and what the router says of its nodes."""
     resolved = _load(cluster, overrides)
-    table = read_table(_run_dir(cluster, resolved))
+    run_dir = _run_dir(cluster, resolved)
+    table = read_table(run_dir)
     if table is None:
         _say("not running")
         raise typer.Exit(EXIT_NOT_RUNNING)
-    raise typer.Exit(show_status(table, _server_info(resolved), _output()))
+    raise typer.Exit(show_status(table, disk_problem(run_dir), _server_info(resolved), _output()))
 
 
 @app.command()

@@ -14,8 +14,13 @@ from deploy.process_table import ProcessRecord, Table
 UP, NOT_READY, DEGRADED = 0, 1, 4  # exit codes of deploy/status
 
 
-def show_status(table: Table, info: dict[str, Any] | None, out: Console) -> int:
-    """Print the state and return the exit code. `info`: the router's /server_info, None without an answer."""
+def show_status(table: Table, disk: str | None, info: dict[str, Any] | None, out: Console) -> int:
+    """Print the state and return the exit code.
+
+    `disk`: what is wrong with the disk now; on a read-only one the table does not say so. `info`: the router's
+    /server_info, None without an answer.
+    """
+    problems = [*table.problems, *([disk] if disk and disk not in table.problems else [])]
     nodes = {node["name"]: node for node in info.get("nodes", [])} if info else {}
     view = RichTable("process", "pid", "state", "restarts", "running", "queued", "pages free / all")
     states = {name: _state(name, record, nodes, info) for name, record in table.processes.items()}
@@ -30,7 +35,7 @@ def show_status(table: Table, info: dict[str, Any] | None, out: Console) -> int:
             str(load.get("queued", "")),
             f"{load['free_pages'] + load['cached_pages']} / {load['total_pages']}" if load else "",
         )
-    degraded = bool(table.problems) or any(state != "up" for state in states.values())
+    degraded = bool(problems) or any(state != "up" for state in states.values())
     ready = info is not None and bool(info.get("ready"))
     summary = table.state if table.state != "ready" or ready else "not ready"
     out.print(f"{table.url}: {'degraded' if ready and degraded and summary == 'ready' else summary}")
@@ -39,7 +44,7 @@ def show_status(table: Table, info: dict[str, Any] | None, out: Console) -> int:
         if record.ended_at is not None:
             ago = time.monotonic() - record.ended_at
             _line(out, f"{name} {record.last_end}, {ago:.0f} s ago")
-    for problem in table.problems:
+    for problem in problems:
         _line(out, f"problem: {problem}")
     if not ready:
         return NOT_READY

@@ -242,6 +242,17 @@ def test_status_shows_what_the_supervisor_cannot_do(directory: Path, monkeypatch
     assert "problem: the disk of [/run/x] is full" in result.stdout.splitlines()
 
 
+@pytest.mark.parametrize("known", [[], ["/x is read-only"]])
+def test_status_sees_the_disk_itself(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, known: list[str]
+) -> None:
+    """On a disk that is read-only by now the table is an old one."""
+    monkeypatch.setattr(cli, "disk_problem", lambda run_dir: "/x is read-only")
+    result = status_of(directory, monkeypatch, problems=["another", *known])
+    assert result.exit_code == 4
+    assert result.stdout.splitlines()[-2:] == ["problem: another", "problem: /x is read-only"]
+
+
 @pytest.mark.parametrize("answer", [b"<html>", b"[]", b""])
 def test_status_of_something_else_on_the_socket(directory: Path, answer: bytes) -> None:
     with Server(directory, answer) as server:
