@@ -23,9 +23,9 @@ SMALL_JOB = 1 << 16  # bytes of a payload, at most, in the lane of small jobs
 WORKERS = 2  # in each lane
 MAX_WAITING = 1024  # jobs of a lane that wait for a worker
 MAX_WAITING_BYTES = 128 << 20  # of their payloads
-TURN_SECONDS = 20.0  # that a job waits for a worker
-SMALL_SECONDS = 4.0  # that a small job may take; a worker that takes longer is stuck, and killed
-LARGE_SECONDS = 60.0
+SMALL_SECONDS = 4.0  # that a small job waits for a worker, and may take; a worker that takes longer is killed
+LARGE_SECONDS = 30.0
+LARGE_NICE = 10  # large jobs leave the processors to the router, to small jobs and to nodes on CPUs
 RESTART_SECONDS = 1.0  # between attempts to start a worker
 MAX_ANSWER_BYTES = 32 << 20  # beyond the payload of the job
 # A worker that ended so has run out of CPU time, or of memory: Rust aborts where an allocation fails.
@@ -45,6 +45,7 @@ class Lane:
     """Workers that take one job each at a time, and the jobs that wait for them."""
 
     def __init__(self, start: Start, seconds: float, log: Log) -> None:
+        """`seconds`: how long a job may wait for a worker, and then how long the worker may take."""
         self._start = start
         self._seconds = seconds
         self._log = log
@@ -52,18 +53,14 @@ class Lane:
         self._all: set[TextChannel] = set()
         self._waiting: deque[asyncio.Future[TextChannel]] = deque()
         self._waiting_bytes = 0
-        self._restarts: set[asyncio.Task[None]] = set()
+        self._starts: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def open(self) -> None:
-        """Raises ModelError or InternalError where a worker cannot be started."""
-        started = await asyncio.gather(*(self._start() for _ in range(WORKERS)), return_exceptions=True)
-        for worker in started:
-            if isinstance(worker, TextChannel):
-                self._add(worker)
-        for error in started:
-            if isinstance(error, BaseException):
-                raise error
+        """Returns with the first worker; the others follow. Raises ModelError or InternalError."""
+        self._add(await self._start())
+        for _ in range(WORKERS - 1):
+            self._start_another()
 
     async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]:
         """Raises Overloaded, or InvalidRequest where the job takes more than a worker has."""
@@ -88,9 +85,9 @@ class Lane:
 
     async def close(self) -> None:
         self._closed = True
-        for task in self._restarts:
+        for task in self._starts:
             task.cancel()
-        await asyncio.gather(*self._restarts, return_exceptions=True)
+        await asyncio.gather(*self._starts, return_exceptions=True)
         await asyncio.gather(*(worker.end() for worker in list(self._all)))
 
     async def _take(self, size: int) -> TextChannel:
@@ -103,7 +100,7 @@ class Lane:
         self._waiting.append(turn)
         self._waiting_bytes += size
         try:
-            async with asyncio.timeout(TURN_SECONDS):
+            async with asyncio.timeout(self._seconds):
                 return await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
@@ -140,11 +137,14 @@ class Lane:
         if worker in self._idle:
             self._idle.remove(worker)
         if not self._closed:
-            task = asyncio.get_running_loop().create_task(self._restart())
-            self._restarts.add(task)
-            task.add_done_callback(self._restarts.discard)
+            self._start_another()
 
-    async def _restart(self) -> None:
+    def _start_another(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._keep_starting())
+        self._starts.add(task)
+        task.add_done_callback(self._starts.discard)
+
+    async def _keep_starting(self) -> None:
         while True:
             try:
                 self._add(await self._start())
@@ -158,10 +158,9 @@ class TextPool:
     """Runs jobs in worker processes of one model."""
 
     def __init__(self, path: Path, max_body_bytes: int, log: Log) -> None:
-        settings = Settings(str(path), max_body_bytes + MAX_ANSWER_BYTES)
-        start = partial(start_worker, settings)
-        self._small = Lane(start, SMALL_SECONDS, log)
-        self._large = Lane(start, LARGE_SECONDS, log)
+        most = max_body_bytes + MAX_ANSWER_BYTES
+        self._small = Lane(partial(start_worker, Settings(str(path), most)), SMALL_SECONDS, log)
+        self._large = Lane(partial(start_worker, Settings(str(path), most, LARGE_NICE)), LARGE_SECONDS, log)
 
     async def start(self) -> None:
         """Raises ModelError for a model directory that the workers cannot read."""

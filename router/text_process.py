@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ def serve(channel: socket.socket) -> None:
     """Answer jobs. Returns when the router closes its end."""
     head, _ = _receive(channel)
     settings = _settings.decode(head)
+    os.nice(settings.nice)
     try:
         work = TextWork.load(Path(settings.model_path), limit_cpu)
     except ModelError as error:

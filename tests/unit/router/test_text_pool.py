@@ -180,12 +180,10 @@ async def test_a_client_that_leaves_costs_no_worker_and_no_turn(lane: Open) -> N
     assert (len(opened._idle), len(opened._waiting), opened._waiting_bytes) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("bound", ["MAX_WAITING", "MAX_WAITING_BYTES", "TURN_SECONDS"])
+@pytest.mark.parametrize("bound", ["MAX_WAITING", "MAX_WAITING_BYTES"])
 async def test_what_waits_is_bounded(lane: Open, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = await lane()
-    monkeypatch.setattr(
-        text_pool, bound, {"MAX_WAITING": 1, "MAX_WAITING_BYTES": 5, "TURN_SECONDS": 0.05}[bound]
-    )
+    monkeypatch.setattr(text_pool, bound, {"MAX_WAITING": 1, "MAX_WAITING_BYTES": 5}[bound])
     stopped = pid(opened)
     os.kill(stopped, signal.SIGSTOP)
     payload = msgspec.msgpack.encode(["a"])
@@ -201,10 +199,26 @@ async def test_what_waits_is_bounded(lane: Open, bound: str, monkeypatch: pytest
     assert (len(opened._waiting), opened._waiting_bytes) == (0, 0)
 
 
+async def test_a_job_waits_for_a_worker_no_longer_than_it_may_take(lane: Open) -> None:
+    opened = await lane()
+    stopped = pid(opened)
+    os.kill(stopped, signal.SIGSTOP)
+    payload = msgspec.msgpack.encode(["a"])
+    first = asyncio.create_task(opened.run(TEXTS, payload))
+    await eventually(lambda: not opened._idle)
+    opened._seconds = 0.05
+    with pytest.raises(Overloaded, match="try again"):
+        await opened.run(TEXTS, payload)
+    os.kill(stopped, signal.SIGCONT)
+    assert (await first)[0].counts == (1,)
+    assert (len(opened._waiting), opened._waiting_bytes) == (0, 0)
+
+
 async def test_large_jobs_do_not_hold_up_small_ones() -> None:
     pool = TextPool(TINY, 1 << 20, Log("test"))
     await pool.start()
     try:
+        await eventually(lambda: len(pool._large._all) == text_pool.WORKERS)
         for worker in pool._large._all:
             assert worker._process is not None
             os.kill(worker._process.pid, signal.SIGSTOP)
