@@ -16,6 +16,7 @@ from router.auth_keys import KeyFile
 from router.listeners import BACKLOG, TlsFiles, owner_socket
 
 BIND_SECONDS = 5.0  # for a port that is taken: the router before this one may still be going
+HANDSHAKE_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -73,12 +74,29 @@ class HttpListeners:
             self.admin_socket.unlink(missing_ok=True)
 
 
+class _Site(web.TCPSite):
+    """Its TLS handshakes end soon: until then a connection counts towards no limit."""
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        assert self._runner.server is not None
+        self._server = await asyncio.get_running_loop().create_server(
+            self._runner.server,
+            self._host,
+            self._port,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+            reuse_address=self._reuse_address,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS if self._ssl_context is not None else None,
+        )
+
+
 async def _listen(runner: web.AppRunner, host: str, port: int, key: str, tls: TlsFiles | None) -> None:
     await runner.setup()
     context = tls.context if tls is not None else None
     deadline = time.monotonic() + BIND_SECONDS
     while True:
-        site = web.TCPSite(runner, host, port, backlog=BACKLOG, reuse_address=True, ssl_context=context)
+        site = _Site(runner, host, port, backlog=BACKLOG, reuse_address=True, ssl_context=context)
         try:
             await site.start()
             return
