@@ -84,6 +84,9 @@ def parse_header(header: bytes, data_bytes: int, path: Path) -> WeightFile:
     if not header.startswith(b"{"):
         raise ModelError(f"{path} is not a safetensors file: its header is corrupt (it is no JSON object)")
     raw = parse_json(header, f"{path}: the header", MAX_TENSORS * VALUES_PER_TENSOR, unique=True)
+    metadata = raw.get(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ModelError(f"{path}: the header is corrupt: {METADATA} must be an object of strings")
     tensors = {name: _entry(path, name, each) for name, each in raw.items() if name != METADATA}
     if len(tensors) > MAX_TENSORS:
         raise ModelError(f"{path} has {len(tensors)} tensors; at most {MAX_TENSORS} are read")

@@ -171,6 +171,7 @@ CASES = [
         Case(f"tensor-{number}", header(lambda found, c=change: found[NORM].update(c)), (*WEIGHTS, said))
         for number, (change, said) in enumerate(SHAPES)
     ),
+    Case("metadata", header(lambda found: found.update(__metadata__={"a": [8]})), (*WEIGHTS, "__metadata__")),
     Case("tensor-none", header(lambda found: found.update({NORM: None})), (*WEIGHTS, NORM)),
     Case(
         "tensor-twice",
