@@ -152,11 +152,10 @@ class TcpReceiver(ReceiverEndpoint):
             sock, _ = self._listener.accept()
         except OSError:
             return
-        strangers = sum(not each.incarnation for each in self._connections.values())
-        if strangers >= _MAX_STRANGERS or len(self._connections) >= self._limits.max_peers + _MAX_STRANGERS:
-            self.dropped["full"] += 1
-            sock.close()
-            return
+        strangers = [each for each in self._connections.values() if not each.incarnation]
+        if len(strangers) >= _MAX_STRANGERS:
+            # The oldest has had time for its proof; a peer that connects during a flood of strangers gets some, too.
+            self._drop(strangers[0], "full")
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

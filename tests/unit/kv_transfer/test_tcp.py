@@ -280,13 +280,24 @@ def test_strangers_are_bounded(
     receiver: TcpReceiver, raw: Callable[..., Raw], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_transfer.transport.tcp_receiver._MAX_STRANGERS", 3)
-    kept = [raw() for _ in range(3)]
-    where = description(receiver)
-    with socket.create_connection((where.host, where.port), timeout=PATIENCE) as refused:
-        assert refused.recv(1) == b""
+    oldest, *others = [raw() for _ in range(3)]
+    newest = raw()
+    assert oldest.closed, "the oldest gives way: a peer that comes during a flood gets its time, too"
     assert receiver.dropped["full"] == 1
     until(lambda: passed(clock, SMALL.handshake_timeout) and receiver.dropped["silent"] == 3)
-    assert all(each.closed for each in kept)  # they never spoke
+    assert all(each.closed for each in (*others, newest))  # they never spoke
+
+
+def test_a_peer_gets_in_while_strangers_keep_coming(
+    receiver: TcpReceiver, sender: TcpSender, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer.transport.tcp_receiver._MAX_STRANGERS", 3)
+    peer = attach(sender, receiver)
+    for _ in range(6):
+        raw()
+    announce(receiver, 1)
+    assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
+    assert receiver.dropped["full"] >= 3
 
 
 def test_inflight_bytes_are_bounded() -> None:
