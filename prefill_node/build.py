@@ -59,6 +59,7 @@ from prefill_node.limits import PrefillLimits
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.node import PrefillNode
 from prefill_node.page_sending import ByChunk, ByLayer, PageSending
+from prefill_node.peer_frames import take_peer_frames
 from prefill_node.seeing import Seeing, load_seeing
 from prefill_node.step import PrefillStep
 from prefill_node.warm_up import warm_up
@@ -284,11 +285,9 @@ def _prefill_draft(served: ServingModel, forwards: Sequence[DraftPrefill | Prefi
 def _sending(
     signalled: SignalledAttention | None, sender: Sender, peers: RouterSocket, page_size: int
 ) -> PageSending:
-    def listen() -> None:
-        for peer, frame in peers.drain():
-            sender.handle(peer, frame)
-
-    return ByChunk() if signalled is None else ByLayer(signalled, sender, page_size, listen)
+    if signalled is None:
+        return ByChunk()
+    return ByLayer(signalled, sender, page_size, functools.partial(take_peer_frames, peers, sender))
 
 
 def _endpoint(cluster: Cluster, incarnation: str, limits: TransferLimits) -> SenderEndpoint:

@@ -39,6 +39,7 @@ from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost
 from prefill_node.images import ARRIVAL_SECONDS, Images
 from prefill_node.limits import PrefillLimits
 from prefill_node.page_sending import PageSending
+from prefill_node.peer_frames import take_peer_frames
 from prefill_node.queues import Queues
 from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
@@ -111,8 +112,7 @@ class PrefillNode:
     def _prepare(self) -> list[Chunk] | None:
         now = self._clock()
         self.life.receive(self, now)
-        for peer, frame in self._peers.drain():
-            self._sender.handle(peer, frame)
+        take_peer_frames(self._peers, self._sender)
         self._move_transfers()
         self._images.receive()
         self._claim_images()

@@ -1,0 +1,39 @@
+"""A decode node that sends garbage to a prefill node is counted and cut off; others are heard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+from common.ipc import Dealer, RouterSocket
+from common.ipc.bad_frames import LIMIT
+from kv_transfer.sender import Sender
+from prefill_node.peer_frames import take_peer_frames
+from tests.fakes.held_context import Context
+from tests.fakes.waiting import until
+
+
+def test_garbage_of_a_decode_node_is_counted_until_it_is_cut_off(tmp_path: Path) -> None:
+    context = Context()
+    handled: list[tuple[bytes, bytes]] = []
+    counters = SimpleNamespace(malformed=0)
+
+    def handle(peer: bytes, frame: bytes) -> None:
+        handled.append((peer, frame))
+        counters.malformed += frame == b"garbage"
+
+    sender = cast(Sender, SimpleNamespace(counters=counters, handle=handle))
+    try:
+        peers = RouterSocket(context, f"ipc://{tmp_path}/p.sock")
+        liar = Dealer(context, peers.address, b"decode-0/1/p", opens=False)
+        honest = Dealer(context, peers.address, b"decode-1/1/p", opens=False)
+        for _ in range(LIMIT):
+            assert liar.datagram(b"garbage")
+        until(lambda: take_peer_frames(peers, sender) or peers.refused == LIMIT)
+        assert liar.datagram(b"ignored")
+        assert honest.datagram(b"hello")
+        until(lambda: take_peer_frames(peers, sender) or (b"decode-1/1/p", b"hello") in handled)
+        assert (b"decode-0/1/p", b"ignored") not in handled
+    finally:
+        context.destroy(linger=0)
