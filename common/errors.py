@@ -159,10 +159,14 @@ class RateLimited(RequestError):
 
 
 class Overloaded(RequestError):
-    """A bounded queue is full."""
+    """A bounded queue is full; `retry_after` seconds from now there may be room."""
 
     status = 503
     code = "overloaded"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after = retry_after
 
 
 class Unavailable(RequestError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
 import msgspec
@@ -29,6 +29,7 @@ from common.messages.identity import Role, new_room
 from common.messages.node_inbox import Abort
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
+from router.admission import Admission, NodeRoom
 from router.attempt import Attempt
 from router.generation import AnswerComplete, GenerationRequest, TokenDelta
 from router.in_flight import InFlight
@@ -55,6 +56,9 @@ class DispatchLimits:
     request_timeout: float
     placement_wait: float
     retry_ratio: float = 0.2
+    queue_wait: float = 30.0
+    reserved_tokens: int = 256  # what a decode node keeps free for the answer of a request
+    requests_per_node: int = 1 << 20  # that a decode node has in its batch or on the way there
 
 
 @dataclass(slots=True)
@@ -92,6 +96,8 @@ class Dispatcher:
         self._flights: dict[int, InFlight] = {}  # room -> whose attempt it is
         self.poison = PoisonWatch(self.health.clock)
         self._changed = asyncio.Event()  # replaced at every change of the registry
+        room = NodeRoom(lambda: registry, limits.requests_per_node)
+        self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
         self._active = 0
         self._ending: RequestError | None = None  # what every request ends with, once `end_all` was called
@@ -157,6 +163,7 @@ class Dispatcher:
     def end_all(self, error: RequestError) -> None:
         """Every request ends with this error, which is not `retryable`; those that wait for a node, too."""
         self._ending = error
+        self.admission.open_all()
         self.nodes_changed()
         for attempt in list(self._attempts.values()):
             attempt.fail(error)
@@ -178,7 +185,8 @@ class Dispatcher:
         tokens = 0
         try:
             self.poison.admit(flight)
-            async with aclosing(self._attempt_until_done(flight)) as deltas:
+            async with self._let_in(request, timeout), aclosing(self._attempt_until_done(flight)) as deltas:
+                timeline.mark("admitted", time.monotonic())
                 async for delta in deltas:
                     finished = delta.finish_reason
                     self._events.add_tokens("delivered", tokens, delta.tokens, request=request.request_id)
@@ -199,6 +207,10 @@ class Dispatcher:
             self._events.add("ended", request=request.request_id, outcome=timeline.outcome, tokens=tokens)
             self._metrics.request_finished(timeline, len(request.token_ids), tokens)
             self._log.info("request finished", tokens=tokens, **timeline.report())
+
+    def _let_in(self, request: GenerationRequest, patience: float) -> AbstractAsyncContextManager[None]:
+        wanted = request.sampling.max_tokens
+        return self.admission.let_in(request.client, len(request.token_ids), wanted, patience)
 
     async def _attempt_until_done(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         loop = asyncio.get_running_loop()

@@ -11,7 +11,14 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from common.errors import ContextTooLong, InternalError, RateLimited, RequestError, Unauthorized
+from common.errors import (
+    ContextTooLong,
+    InternalError,
+    Overloaded,
+    RateLimited,
+    RequestError,
+    Unauthorized,
+)
 from common.observability.logs import Log
 
 REQUEST_ID = "X-Request-Id"
@@ -40,7 +47,7 @@ def response_of(error: RequestError) -> web.Response:
     headers = {SHOULD_RETRY: "false"}
     if error.status == 503:
         headers = {SHOULD_RETRY: "true", "Retry-After": str(RETRY_AFTER_SECONDS)}
-    if isinstance(error, RateLimited):
+    if isinstance(error, RateLimited | Overloaded):
         headers = {SHOULD_RETRY: "true", "Retry-After": str(max(math.ceil(error.retry_after), 1))}
     elif isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"

@@ -102,6 +102,7 @@ class Router(Section, frozen=True, kw_only=True):
     max_queued_mib: Positive = 512  # of messages that wait for one node, which then counts as out of reach
     images: Images = Images()
     request_timeout: Seconds = 600.0
+    queue_wait: Seconds = 30.0  # how long a request waits for room on the decode nodes before 503
     retry_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.2  # repeated retries per request, beyond a few
     placement_wait: Seconds = 10.0  # how long a request waits for a node of each role before 503
 

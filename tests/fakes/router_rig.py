@@ -77,6 +77,7 @@ class RouterRig:
             "max_requests": 100,
             "request_timeout": 600.0,
             "placement_wait": 0.5,
+            "reserved_tokens": 0,  # its nodes are small
             **limits,
         }
         self.dispatcher = Dispatcher(

@@ -1,0 +1,102 @@
+"""Who is next among requests that wait: fair shares between clients, and for each client the shortest first, ageing.
+
+A client that has been given little is served before one that has been given much, whatever it sends. Among the requests
+of one client the cheapest goes first, but every second of waiting counts as AGEING_TOKENS: nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import count
+
+AGEING_TOKENS = 500.0  # per second
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One request in the queue."""
+
+    client: str
+    cost: int  # tokens
+    since: float  # monotonic seconds
+    withdrawn: bool = False
+
+
+@dataclass(slots=True)
+class _Client:
+    given: float = (
+        0.0  # tokens that were given to it, at least the least of those who were there when it came
+    )
+    present: int = 0  # requests that wait or were let in
+    heap: list[tuple[float, int, Waiting]] = field(default_factory=list)
+
+
+class FairQueue:
+    """Remembers a client as long as something of it waits or is in flight."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, _Client] = {}
+        self._numbers = count()
+        self._waiting = 0
+        self.tokens = 0  # of all that waits
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def push(self, waiting: Waiting) -> None:
+        client = self._enter(waiting.client)
+        # cost - AGEING * (now - since) has the order of cost + AGEING * since, which never changes
+        key = waiting.cost + AGEING_TOKENS * waiting.since
+        heapq.heappush(client.heap, (key, next(self._numbers), waiting))
+        self._waiting += 1
+        self.tokens += waiting.cost
+
+    def head(self) -> Waiting | None:
+        """Whose turn it is."""
+        while self._waiting:
+            client = min(
+                (each for each in self._clients.values() if each.heap),
+                key=lambda each: (each.given, each.heap[0][0]),
+            )
+            waiting = client.heap[0][2]
+            if not waiting.withdrawn:
+                return waiting
+            heapq.heappop(client.heap)
+        return None
+
+    def take(self, waiting: Waiting) -> None:
+        """`waiting`, which is the head, is let in."""
+        client = self._clients[waiting.client]
+        heapq.heappop(client.heap)
+        client.given += waiting.cost
+        self._count_out(waiting)
+
+    def let_in(self, client: str, cost: int) -> None:
+        """A request that had not to wait."""
+        self._enter(client).given += cost
+
+    def withdraw(self, waiting: Waiting) -> None:
+        """It waits no more."""
+        waiting.withdrawn = True
+        self._count_out(waiting)
+        self.leave(waiting.client)
+
+    def leave(self, client: str) -> None:
+        """A request that was let in has ended."""
+        found = self._clients[client]
+        found.present -= 1
+        if not found.present:
+            del self._clients[client]
+
+    def _enter(self, name: str) -> _Client:
+        client = self._clients.get(name)
+        if client is None:
+            least = min((each.given for each in self._clients.values()), default=0.0)
+            client = self._clients[name] = _Client(least)
+        client.present += 1
+        return client
+
+    def _count_out(self, waiting: Waiting) -> None:
+        self._waiting -= 1
+        self.tokens -= waiting.cost

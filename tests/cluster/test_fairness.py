@@ -1,0 +1,40 @@
+"""A short request among many long ones, through real processes: it is served next and not last."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import Reference
+from tests.cluster.harness import Client, RunningCluster
+from tests.cluster.test_faults import prompt_of
+
+pytestmark = pytest.mark.timeout(900)  # two busy cores
+LONG, MANY = 900, 40
+
+
+async def test_a_short_request_does_not_wait_for_long_ones(tmp_path: Path, reference: Reference) -> None:
+    """The pool holds three of the long ones at a time. Arrival order would put the short one after all of them."""
+    config = {
+        "decode": {"pool_tokens": 4096},
+        "prefill": {"pool_tokens": 4096},
+        "router": {"queue_wait": 600.0},
+    }
+    async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
+        done: list[int] = []
+
+        async def long(number: int) -> None:
+            await client.complete(prompt_of(LONG, number), 100)
+            done.append(number)
+
+        tasks = [asyncio.create_task(long(number)) for number in range(MANY)]
+        while not done:
+            await asyncio.sleep(0.01)
+        before = len(done)
+        answer = await client.complete(prompt_of(20, 999), 8)
+        assert answer.tokens == reference(prompt_of(20, 999), 8)
+        assert len(done) - before < MANY // 2, "those that were in when it came may end, and few others"
+        await asyncio.gather(*tasks)
+        await client.wait_idle()
