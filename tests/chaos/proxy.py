@@ -75,7 +75,7 @@ class Link:
         self.conditions: dict[Direction, Conditions] = {"up": Conditions(), "down": Conditions()}
         self.refusing = False  # new connections are closed at once
         self.bytes: dict[Direction, int] = {"up": 0, "down": 0}
-        self._near, self._far, self._port = near, far, port
+        self._near, self._far, self.port = near, far, port
         self._far_port = far_port or port
         self._rng = random.Random(seed)
         self._connections: set[Connection] = set()
@@ -85,7 +85,7 @@ class Link:
     def start(self) -> None:
         listener = self._near.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self._port))
+        listener.bind(("127.0.0.1", self.port))
         listener.listen(64)
         listener.setblocking(False)
         self._listener = listener

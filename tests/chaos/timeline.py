@@ -12,39 +12,26 @@ Interval = tuple[float, float]
 
 @dataclass
 class Timeline:
-    """Notes of the run, and for each part (a process or a link) the intervals in which a fault held it."""
+    """Notes of the run, with the beginning and end of each fault and the parts (processes, links) that it holds."""
 
     notes: list[dict[str, Any]] = field(default_factory=list)
-    _open: dict[str, tuple[float, Sequence[str]]] = field(default_factory=dict)  # fault -> since, parts
-    _closed: list[tuple[str, Interval]] = field(default_factory=list)  # part, interval
+    _open: dict[str, Sequence[str]] = field(default_factory=dict)  # fault -> parts
 
     def note(self, event: str, **fields: Any) -> None:
         self.notes.append({"t": time.monotonic(), "event": event, **fields})
 
     def begin(self, fault: str, parts: Sequence[str], **fields: Any) -> None:
-        self._open[fault] = (time.monotonic(), parts)
+        self._open[fault] = parts
         self.note("begin", fault=fault, parts=list(parts), **fields)
 
     def end(self, fault: str, **fields: Any) -> None:
-        since, parts = self._open.pop(fault)
-        now = time.monotonic()
-        self._closed += [(part, (since, now)) for part in parts]
+        del self._open[fault]
         self.note("end", fault=fault, **fields)
 
     @property
     def impaired(self) -> set[str]:
         """Parts that some fault holds now."""
-        return {part for _, parts in self._open.values() for part in parts}
-
-    def intervals(self, now: float) -> dict[str, list[Interval]]:
-        """part -> when it was impaired, in no order."""
-        found: dict[str, list[Interval]] = {}
-        for part, interval in self._closed:
-            found.setdefault(part, []).append(interval)
-        for since, parts in self._open.values():
-            for part in parts:
-                found.setdefault(part, []).append((since, now))
-        return found
+        return {part for parts in self._open.values() for part in parts}
 
 
 def healthy_stretches(impaired: Iterable[Interval], window: Interval) -> list[Interval]:
