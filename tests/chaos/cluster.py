@@ -142,10 +142,10 @@ class ChaosCluster(RunningCluster):
                 self.hosts[name].command(command), cwd=ROOT, env=ENV, stdout=log, stderr=log
             )
 
-    def end_process(self, name: str) -> None:
-        """SIGKILL, as by the kernel."""
+    def end_process(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Its end is expected from now on."""
         self._expected.add(name)
-        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes[name].send_signal(number)
 
     def signal(self, name: str, number: signal.Signals) -> bool:
         """False if the process has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from tests.chaos.stations import STATIONS, Station
 Kind = Literal[
     "kill",
     "stop",
+    "drain",
     "reset",
     "refuse",
     "withhold",
@@ -34,6 +36,7 @@ MOMENTARY: tuple[Kind, ...] = ("reset", *DAMAGE)  # these leave the link in orde
 WEIGHTS: dict[Kind, int] = {
     "kill": 8,
     "stop": 9,
+    "drain": 2,
     "reset": 18,
     "refuse": 6,
     "withhold": 12,
@@ -45,12 +48,14 @@ WEIGHTS: dict[Kind, int] = {
     "delay": 6,
     "rate": 5,
 }
-PROCESSES: tuple[Kind, ...] = ("kill", "stop")
+REPORT_EVERY = 100  # faults
+PROCESSES: tuple[Kind, ...] = ("kill", "stop", "drain")
 BOTH: tuple[Direction, ...] = ("up", "down")
 DAMAGE_WAIT = 2.0  # seconds in which the link has to carry the bytes that are to be damaged
 ROUTER_SHARE = 0.15  # of process faults
 AIMED_SHARE = 0.6  # of faults that wait for a request at a drawn station
 AIM_SECONDS = 1.5  # that such a fault waits at most
+DRAIN_SECONDS = 60.0  # that a node may take to end after SIGTERM: health.drain_timeout, and a busy machine
 START_SECONDS = 90.0  # until a process that was started again is listed, on a busy machine
 ABSENT_SECONDS = 20.0  # until one that was only disturbed is listed again
 
@@ -92,6 +97,8 @@ class Injector:
         begun = time.monotonic()
         for index in range(faults):
             due = begun + seconds * index / faults
+            if index % REPORT_EVERY == 0:
+                print(f"{index} faults after {time.monotonic() - begun:.0f} s", flush=True)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             while (fault := self._draw()) is None:
                 await asyncio.sleep(0.05)
@@ -122,10 +129,11 @@ class Injector:
 
     def _of_process(self, kind: Kind) -> Fault:
         nodes = [name for name in self.cluster.names if name != "router"]
-        target = "router" if self.rng.random() < ROUTER_SHARE else self.rng.choice(nodes)
+        share = 0.0 if kind == "drain" else ROUTER_SHARE
+        target = "router" if self.rng.random() < share else self.rng.choice(nodes)
         long = self.rng.random() < 0.4
         seconds = self.rng.uniform(4.0, 6.0) if long else self.rng.uniform(0.2, 2.0)
-        if kind == "kill":
+        if kind in ("kill", "drain"):
             seconds = self.rng.uniform(0.0, 0.6)  # until it is started again
         return Fault(self._number, kind, target, round(seconds, 2))
 
@@ -168,6 +176,10 @@ class Injector:
             cluster.end_process(name)
             release()
             await self._after_kill(fault, pid, since)
+        elif fault.kind == "drain":
+            cluster.end_process(name, signal.SIGTERM)
+            release()
+            await self._after_drain(fault)
         elif fault.kind == "stop":
             cluster.signal(name, signal.SIGSTOP)
             release()
@@ -240,6 +252,21 @@ class Injector:
         cluster.launch(name)
         await self._returned(name, START_SECONDS)
         self.restarts.append(time.monotonic() - launched)
+        cluster.timeline.end(fault.name)
+
+    async def _after_drain(self, fault: Fault) -> None:
+        """A node that is told to end finishes what it has and exits with 0."""
+        cluster, process = self.cluster, self.cluster.processes[fault.target]
+        try:
+            status = await asyncio.to_thread(process.wait, DRAIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            cluster.end_process(fault.target)
+            status = await asyncio.to_thread(process.wait)
+        if status != 0:
+            cluster.not_recovered.append(f"{fault.target} ended with {status} after SIGTERM, not with 0")
+        await asyncio.sleep(fault.seconds)
+        cluster.launch(fault.target)
+        await self._returned(fault.target, START_SECONDS)
         cluster.timeline.end(fault.name)
 
     async def _after_stop(self, fault: Fault, pid: int, since: float) -> None:

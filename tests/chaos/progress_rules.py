@@ -27,7 +27,7 @@ class Starved:
 
 
 def check(history: History, bound: float = HANG) -> list[Violation]:
-    impaired = _impaired(history)
+    impaired = impaired_parts(history)
     starved = [
         Starved(note["since"], note["until"], note["seconds"])
         for note in history.faults
@@ -88,7 +88,8 @@ def _of_parts(parts: list[str], impaired: dict[str, list[Interval]]) -> list[Int
     return [interval for part in parts for interval in impaired.get(part, ())]
 
 
-def _impaired(history: History) -> dict[str, list[Interval]]:
+def impaired_parts(history: History) -> dict[str, list[Interval]]:
+    """part (process or link) -> when a fault held it."""
     begun: dict[str, tuple[float, list[str]]] = {}
     found: dict[str, list[Interval]] = {}
     for note in history.faults:

@@ -99,29 +99,33 @@ BROKEN_ANSWERS: list[tuple[str, str, dict[str, Any]]] = [
     ("another finish_reason", "I1", {"finish_reason": "stop"}),
     ("two finishes", "I3", {"finishes": 2}),
     ("events after [DONE]", "I3", {"after_done": 1}),
-    ("an error and an answer", "I3", {"error_code": "node_lost"}),
+    ("an error and an answer, at no fault", "I3 I6", {"error_code": "node_lost"}),
     ("no terminal event", "I3", {"done": False, "broken": "ClientPayloadError"}),
-    ("wrong tokens before an error", "I1", {"tokens": ["x"], "done": False, "error_code": "node_lost"}),
+    (
+        "wrong tokens before an error, at no fault",
+        "I1 I6",
+        {"tokens": ["x"], "done": False, "error_code": "node_lost"},
+    ),
     ("a pause of 8 s", "I4", {"progress": [10.1, 18.2], "ended": 18.3}),
     ("no answer for 8 s", "I4", {"progress": [], "ended": 18.3}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("invariant", "fields"), [each[1:] for each in BROKEN_ANSWERS], ids=[each[0] for each in BROKEN_ANSWERS]
+    ("invariants", "fields"), [each[1:] for each in BROKEN_ANSWERS], ids=[each[0] for each in BROKEN_ANSWERS]
 )
-def test_broken_answers_are_found(invariant: str, fields: dict[str, Any]) -> None:
+def test_broken_answers_are_found(invariants: str, fields: dict[str, Any]) -> None:
     recorded = good()
     recorded.exchanges = [exchange(**fields)]
     recorded.events = []
-    assert found(recorded) == [invariant]
+    assert found(recorded) == invariants.split()
 
 
 ALLOWED: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     (
         "a clean beginning and an error",
         {"tokens": TOKENS[:3], "text": "abc", "done": False, "error_code": "x"},
-        [],
+        fault(9.9, 10.2, "decode-0"),
     ),
     ("a client that left", {"tokens": TOKENS[:3], "text": "abc", "done": False, "left": True}, []),
     ("a router that died", {"done": False, "broken": "reset"}, fault(10.2, 11.0, "router", "kill")),
@@ -130,6 +134,11 @@ ALLOWED: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         "a pause while no pair was healthy",
         {"progress": [10.1, 18.2], "ended": 18.3},
         fault(11.0, 16.0, "decode-0"),
+    ),
+    (
+        "an error after a fault",
+        {"tokens": TOKENS[:3], "text": "abc", "done": False, "error_code": "node_lost"},
+        fault(8.0, 9.0, "decode-0", "kill"),
     ),
     (
         "a machine that ran nothing",
@@ -155,6 +164,24 @@ def test_a_fault_elsewhere_explains_no_hang() -> None:
     recorded.faults = fault(10.0, 18.0, "prefill-0")
     recorded.events = []
     assert found(recorded) == ["I4"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "invariants"),
+    [
+        ([], ["I6"]),
+        (fault(10.5, 10.6, "decode-1"), ["I6"]),
+        (fault(1.0, 2.0, "decode-0"), ["I6"]),
+        (fault(10.5, 10.6, "decode-0"), []),
+    ],
+    ids=["no fault", "a fault elsewhere", "a fault long ago", "a fault of its pair"],
+)
+def test_an_error_needs_a_fault(faults: list[dict[str, Any]], invariants: list[str]) -> None:
+    recorded = good()
+    recorded.exchanges = [exchange(tokens=TOKENS[:3], text="abc", done=False, error_code="node_lost")]
+    recorded.run["pairs"]["prefill-1/decode-1"] = ["router", "prefill-1", "decode-1"]
+    recorded.faults = faults
+    assert found(recorded) == invariants
 
 
 def drop(event: str, nth: int = 0) -> Callable[[list[dict[str, Any]]], None]:
