@@ -154,8 +154,12 @@ class ChaosCluster(RunningCluster):
         self.processes[name].send_signal(number)
         return True
 
-    def descriptors(self, name: str) -> int:
-        return len(os.listdir(f"/proc/{self.processes[name].pid}/fd"))
+    def descriptors(self, name: str) -> int | None:
+        """None once the process has ended."""
+        try:
+            return len(os.listdir(f"/proc/{self.processes[name].pid}/fd"))
+        except FileNotFoundError:
+            return None
 
     def serving(self) -> dict[str, int]:
         """Processes that no fault holds -> pid."""

@@ -28,6 +28,7 @@ class Exchange:
     streamed: bool
     behaviour: Behaviour
     sent: float
+    limit: int = 0  # max_tokens, where less than the known answer is asked for
     leaves_after: float = 0.0  # tokens, or seconds where not streamed
     status: int = 0  # 0: no answer
     progress: list[float] = field(default_factory=list)  # when something arrived
@@ -88,7 +89,9 @@ class Load:
         leaves_after = 0.0
         if behaviour == "leaves":
             leaves_after = rng.randrange(case.body["max_tokens"]) if streamed else rng.uniform(0.0, 0.5)
-        return Exchange(request_id, case.name, streamed, behaviour, 0.0, leaves_after)
+        # many lengths: a prompt that is always the same would be taken for one that crashes its nodes
+        limit = 0 if "stop" in case.body else rng.randrange(1, case.body["max_tokens"] + 1)
+        return Exchange(request_id, case.name, streamed, behaviour, 0.0, limit, leaves_after)
 
     async def run(self, client: Client, exchange: Exchange) -> None:
         """One request; never raises for what a server can do."""
@@ -98,6 +101,7 @@ class Load:
         self.open[exchange.request_id] = exchange
         try:
             body = {**case.body, "stream": exchange.streamed}
+            body["max_tokens"] = exchange.limit or body["max_tokens"]
             headers = {"X-Request-Id": exchange.request_id}
             limit = GIVE_UP if exchange.streamed or exchange.behaviour != "leaves" else exchange.leaves_after
             async with asyncio.timeout(limit):

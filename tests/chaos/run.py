@@ -62,7 +62,7 @@ async def run(options: argparse.Namespace, directory: Path) -> History:
             stops = with_stop_strings(cases, answers)
             answers |= await learn_answers(client, stops)
             await client.wait_idle()
-        base = {name: cluster.descriptors(name) for name in cluster.names}
+        base = {name: cluster.descriptors(name) or 0 for name in cluster.names}
         load = Load(cluster.url, [*cases, *stops], options.clients, options.seed)
         tail = EventTail(cluster.events)
         injector = Injector(cluster, random.Random(options.seed), tail, options.process_weight)
@@ -112,7 +112,9 @@ async def find_leaks(cluster: ChaosCluster, base: dict[str, int]) -> list[str]:
             leaks.append(str(error)[:2000])
     for name, before in base.items():
         now = cluster.descriptors(name)
-        if now > before + SPARE_DESCRIPTORS:
+        if now is None:
+            leaks.append(f"{name} has ended by itself")
+        elif now > before + SPARE_DESCRIPTORS:
             leaks.append(f"{name} has {now} open descriptors, {before} before the first fault")
     return leaks
 
