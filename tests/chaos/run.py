@@ -18,6 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from tests.chaos import check, history, namespaces, progress_rules, starvation, stations
 from tests.chaos.cases import learn_answers, make_cases, with_stop_strings
 from tests.chaos.cluster import ChaosCluster, Setup, new_run_directory
@@ -108,8 +110,8 @@ async def find_leaks(cluster: ChaosCluster, base: dict[str, int]) -> list[str]:
         try:
             await cluster.wait_nodes(RECOVERY)
             await client.wait_idle(RECOVERY)
-        except AssertionError as error:
-            leaks.append(str(error)[:2000])
+        except (AssertionError, aiohttp.ClientError, OSError) as error:
+            leaks.append(f"not up and idle: {error!r}"[:2000])
     for name, before in base.items():
         now = cluster.descriptors(name)
         if now is None:
