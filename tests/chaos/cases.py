@@ -32,7 +32,10 @@ class Expected:
 
 
 def make_cases(seed: int) -> list[Case]:
-    """Prompts of 1 to 900 tokens, outputs of 1 to 160, every sampling feature that continuations must keep."""
+    """Prompts of 1 to 900 tokens, outputs of 1 to 160 and one of 900, which outlasts the restart of a node.
+
+    They use every sampling feature that a continuation on another node must keep.
+    """
     rng = random.Random(seed)
     features: Sequence[tuple[str, dict[str, Any]]] = (
         ("greedy", {"temperature": 0}),
@@ -59,6 +62,7 @@ def make_cases(seed: int) -> list[Case]:
             (480, 30),
             (640, 120),
             (900, 60),
+            (30, 900),
         ]
     ):
         name, fields = features[index % len(features)]
