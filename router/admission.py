@@ -54,6 +54,33 @@ class NodeRoom:
         return Room(tokens, requests, spare)
 
 
+class SlidingSum:
+    """The sum of what was added in the last `seconds`. Forgets the rest whenever something is added."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._added: deque[tuple[float, int]] = deque()
+        self._sum = 0
+
+    def __len__(self) -> int:
+        return len(self._added)
+
+    def add(self, amount: int) -> None:
+        self._added.append((self._clock(), amount))
+        self._sum += amount
+        self._forget()
+
+    def total(self) -> int:
+        self._forget()
+        return self._sum
+
+    def _forget(self) -> None:
+        before = self._clock() - self._seconds
+        while self._added and self._added[0][0] < before:
+            self._sum -= self._added.popleft()[1]
+
+
 @dataclass(slots=True)
 class _Gate:
     """A request that waits, and how it hears that it may go."""
@@ -81,8 +108,8 @@ class Admission:
         self._gates: dict[Waiting, _Gate] = {}
         self._tokens = 0  # of what was let in and has not ended
         self._requests = 0
-        self._recent: deque[tuple[float, int]] = deque()  # (when, cost) of what nodes may not report yet
-        self._finished: deque[tuple[float, int]] = deque()
+        self._recent = SlidingSum(REPORTED_SECONDS, clock)  # tokens that nodes may not report yet
+        self._finished = SlidingSum(RATE_SECONDS, clock)  # tokens
         self._look: asyncio.TimerHandle | None = None
 
     @property
@@ -109,7 +136,7 @@ class Admission:
         finally:
             self._tokens -= cost
             self._requests -= 1
-            self._finished.append((self._clock(), cost))
+            self._finished.add(cost)
             self._queue.leave(client)
             self._open_gates()
 
@@ -119,7 +146,7 @@ class Admission:
             self._open(head)
 
     async def _wait(self, client: str, cost: int, patience: float) -> None:
-        expected = self._expected_wait()
+        expected = self._expected_wait(client)
         if expected > self._longest_wait:
             raise _overloaded(expected)
         gate = _Gate(Waiting(client, cost, self._clock()))
@@ -139,7 +166,7 @@ class Admission:
                 del self._gates[gate.waiting]
                 self._queue.withdraw(gate.waiting)
             if isinstance(error, TimeoutError):
-                raise _overloaded(self._expected_wait()) from None
+                raise _overloaded(self._expected_wait(client)) from None
             raise
 
     def _open_gates(self) -> None:
@@ -161,30 +188,23 @@ class Admission:
     def _count(self, cost: int) -> None:
         self._tokens += cost
         self._requests += 1
-        self._recent.append((self._clock(), cost))
+        self._recent.add(cost)
 
     def _fits(self, cost: int) -> bool:
         room = self._room()
         if not self._requests or not room.requests:
-            return (
-                True  # whatever its size; and without decode nodes it is the placement that waits or refuses
-            )
+            # whatever its size; and without decode nodes it is the placement that waits or refuses
+            return True
         if self._requests >= room.requests:
             return False
         if self._tokens + cost <= room.tokens:
             return True
-        return self._since(self._recent, REPORTED_SECONDS) + cost <= room.spare_tokens
+        return self._recent.total() + cost <= room.spare_tokens
 
-    def _expected_wait(self) -> float:
-        """Seconds until what waits now is through; 0 while nothing is known."""
-        finished = self._since(self._finished, RATE_SECONDS)
-        return self._queue.tokens * RATE_SECONDS / finished if finished else 0.0
-
-    def _since(self, log: deque[tuple[float, int]], seconds: float) -> int:
-        before = self._clock() - seconds
-        while log and log[0][0] < before:
-            log.popleft()
-        return sum(cost for _, cost in log)
+    def _expected_wait(self, client: str) -> float:
+        """Seconds until the next request of this client has its turn; 0 while nothing is known."""
+        finished = self._finished.total()
+        return self._queue.tokens_before(client) * RATE_SECONDS / finished if finished else 0.0
 
 
 def _overloaded(seconds: float) -> Overloaded:

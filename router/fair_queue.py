@@ -29,6 +29,7 @@ class _Client:
         0.0  # tokens that were given to it, at least the least of those who were there when it came
     )
     present: int = 0  # requests that wait or were let in
+    waiting: int = 0  # tokens of those that wait
     heap: list[tuple[float, int, Waiting]] = field(default_factory=list)
 
 
@@ -39,7 +40,6 @@ class FairQueue:
         self._clients: dict[str, _Client] = {}
         self._numbers = count()
         self._waiting = 0
-        self.tokens = 0  # of all that waits
 
     def __len__(self) -> int:
         return self._waiting
@@ -50,7 +50,16 @@ class FairQueue:
         key = waiting.cost + AGEING_TOKENS * waiting.since
         heapq.heappush(client.heap, (key, next(self._numbers), waiting))
         self._waiting += 1
-        self.tokens += waiting.cost
+        client.waiting += waiting.cost
+
+    def tokens_before(self, name: str) -> int:
+        """About how many waiting tokens are served before the next request of this client."""
+        client = self._clients.get(name)
+        if client is None:
+            client = _Client(self._least_given())
+        turn = client.given + client.waiting
+        others = (each for each in self._clients.values() if each is not client)
+        return client.waiting + sum(int(min(each.waiting, max(turn - each.given, 0))) for each in others)
 
     def head(self) -> Waiting | None:
         """Whose turn it is."""
@@ -92,11 +101,13 @@ class FairQueue:
     def _enter(self, name: str) -> _Client:
         client = self._clients.get(name)
         if client is None:
-            least = min((each.given for each in self._clients.values()), default=0.0)
-            client = self._clients[name] = _Client(least)
+            client = self._clients[name] = _Client(self._least_given())
         client.present += 1
         return client
 
+    def _least_given(self) -> float:
+        return min((each.given for each in self._clients.values()), default=0.0)
+
     def _count_out(self, waiting: Waiting) -> None:
         self._waiting -= 1
-        self.tokens -= waiting.cost
+        self._clients[waiting.client].waiting -= waiting.cost

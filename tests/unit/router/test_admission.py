@@ -161,6 +161,34 @@ async def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once() -> None:
     rig.empty()
 
 
+async def test_a_flood_of_one_client_refuses_no_other_client() -> None:
+    """What the flood has waiting is served after the other client's request, so it is no reason to refuse that."""
+    rig = Rig(longest_wait=20.0)
+    rig.ask("done", 900, client="greedy")
+    await rig.settle()
+    await rig.end("done")
+    for number in range(30):
+        rig.ask(f"flood-{number}", 900, client="greedy")
+    await rig.settle()
+    rig.ask("modest", 500, client="modest")
+    await rig.settle()
+    await rig.end("flood-0")
+    assert rig.inside[-1] == "modest"
+    for task in rig.tasks.values():
+        task.cancel()
+    await asyncio.gather(*rig.tasks.values(), return_exceptions=True)
+    rig.empty()
+
+
+async def test_what_is_remembered_of_ended_requests_does_not_grow() -> None:
+    rig = Rig()
+    for _ in range(1000):
+        async with rig.admission.let_in("a", 10, 10, 600.0):
+            rig.clock.now += 1.0
+    assert len(rig.admission._recent) <= 2
+    assert len(rig.admission._finished) <= 11
+
+
 async def test_a_client_that_leaves_while_it_waits_leaves_nothing() -> None:
     rig = Rig()
     rig.ask("first", 900)

@@ -63,7 +63,7 @@ def test_one_that_left_is_passed_over_and_clients_are_forgotten() -> None:
     queue.push(gone)
     queue.push(stays)
     queue.withdraw(gone)
-    assert (len(queue), queue.tokens) == (1, 2)
+    assert (len(queue), queue.tokens_before("b"), queue.tokens_before("c")) == (1, 2, 0)
     assert served(queue) == [stays]
     queue.leave("b")
     assert queue._clients == {}
@@ -92,4 +92,4 @@ def test_each_is_served_once_and_shares_stay_close(requests: list[tuple[str, int
         behind = [given[client] for client in "abc" if left[client]]
         assert all(given[waiting.client] - each <= largest for each in behind)
     assert not any(left.values())
-    assert queue.tokens == 0
+    assert not any(queue.tokens_before(client) for client in "abcd")
