@@ -142,7 +142,10 @@ class TextChannel(asyncio.Protocol):
 
 async def start_worker(settings: Settings, program: tuple[str, ...] = PROGRAM) -> TextChannel:
     """Ready for jobs. Raises ModelError where it cannot read the model, else InternalError."""
-    ours, theirs = socket.socketpair()
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:  # no descriptor is left
+        raise InternalError(f"a text worker cannot be started: {error}") from error
     channel = TextChannel(settings.max_answer_bytes)
     try:
         with theirs:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -51,7 +50,7 @@ class Lane:
         self._log = log
         self._idle: list[TextChannel] = []
         self._all: set[TextChannel] = set()
-        self._waiting: deque[asyncio.Future[TextChannel]] = deque()
+        self._waiting: dict[asyncio.Future[TextChannel], None] = {}  # in the order of asking
         self._waiting_bytes = 0
         self._starts: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -97,7 +96,7 @@ class Lane:
         if len(self._waiting) >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
             raise Overloaded(BUSY)
         turn: asyncio.Future[TextChannel] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiting[turn] = None
         self._waiting_bytes += size
         try:
             async with asyncio.timeout(self._seconds):
@@ -110,8 +109,7 @@ class Lane:
             raise
         finally:
             self._waiting_bytes -= size
-            if not turn.done() or turn.cancelled():
-                self._waiting.remove(turn)
+            self._waiting.pop(turn, None)
 
     def _done(self, worker: TextChannel, answer: asyncio.Future[tuple[Answer, Payload]]) -> None:
         if answer.cancelled() or answer.exception() is None:
@@ -121,7 +119,8 @@ class Lane:
         if worker.ended:
             return
         while self._waiting:
-            turn = self._waiting.popleft()
+            turn = next(iter(self._waiting))
+            del self._waiting[turn]
             if not turn.done():
                 turn.set_result(worker)
                 return

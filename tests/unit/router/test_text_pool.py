@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Never
 
 import msgspec
 import pytest
@@ -178,6 +181,35 @@ async def test_a_client_that_leaves_costs_no_worker_and_no_turn(lane: Open) -> N
     assert answer.counts == (2,)
     assert pid(opened) == before
     assert (len(opened._idle), len(opened._waiting), opened._waiting_bytes) == (1, 0, 0)
+
+
+async def test_a_client_that_leaves_in_the_moment_that_a_worker_gets_free(lane: Open) -> None:
+    opened = await lane()
+    worker = opened._idle.pop()
+    job = asyncio.create_task(opened.run(TEXTS, msgspec.msgpack.encode(["a"])))
+    await eventually(lambda: opened._waiting)
+    job.cancel()
+    opened._give(worker)  # before the job has seen that it is cancelled
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert (opened._idle, len(opened._waiting), opened._waiting_bytes) == ([worker], 0, 0)
+
+
+async def test_workers_are_replaced_once_there_are_descriptors_again(
+    lane: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = await lane()
+    pairs = socket.socketpair
+    failures = [OSError(errno.EMFILE, "too many open files")]
+    monkeypatch.setattr(socket, "socketpair", lambda: pairs() if not failures else _raise(failures.pop()))
+    monkeypatch.setattr(text_pool, "RESTART_SECONDS", 0.0)
+    os.kill(pid(opened), signal.SIGKILL)
+    await eventually(lambda: not failures and opened._idle)
+    assert (await opened.run(TEXTS, msgspec.msgpack.encode(["a"])))[0].counts == (1,)
+
+
+def _raise(error: Exception) -> Never:
+    raise error
 
 
 @pytest.mark.parametrize("bound", ["MAX_WAITING", "MAX_WAITING_BYTES"])
