@@ -104,7 +104,7 @@ class Router(Section, frozen=True, kw_only=True):
     request_timeout: Seconds = 600.0
     queue_wait: Seconds = 30.0  # how long a request waits for room on the decode nodes before 503
     retry_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.2  # repeated retries per request, beyond a few
-    placement_wait: Seconds = 10.0  # how long a request waits for a node of each role before 503
+    placement_wait: Seconds = 10.0  # how long a request waits for a node that is expected back before 503
 
 
 class PrefillNode(Section, frozen=True, kw_only=True):
@@ -241,10 +241,11 @@ class Health(Section, frozen=True, kw_only=True):
 
     heartbeat_interval: Seconds = 0.25
     node_timeout: Seconds = 3.0  # no heartbeat for so long: the node is lost
-    loop_timeout: Seconds = 3.0  # a main loop is hung so long past the work that it announced
+    # a main loop is hung so long past the work that it announced; idle loops turn every 100 ms
+    loop_timeout: Annotated[float, Meta(ge=1, le=86_400)] = 3.0
     router_timeout: Seconds = 2.0  # no echo from the router: a node drops the router's requests
     drain_timeout: Seconds = 30.0
-    # after a node of this file went: requests wait for its role up to router.placement_wait
+    # in which a node that went is expected back: requests wait for its role up to router.placement_wait
     return_window: Seconds = 60.0
     slow_start: Annotated[float, Meta(ge=0, le=3600)] = 10.0  # in which a new node's share of requests rises
 

@@ -388,6 +388,13 @@ def test_timeouts_leave_room_for_two_heartbeats(tmp_path: Path, key: str) -> Non
     load(tmp_path, MINIMAL + f"health: {{heartbeat_interval: 1, {key}: 2}}\n")
 
 
+@pytest.mark.parametrize("timeout", ["0.05", "0.99"])
+def test_idle_loops_do_not_count_as_hung(tmp_path: Path, timeout: str) -> None:
+    """An idle main loop turns every 100 ms, and later on a busy host."""
+    error = refusal(tmp_path, MINIMAL + f"health: {{loop_timeout: {timeout}}}\n")
+    assert error.path == "health.loop_timeout"
+
+
 # -- YAML ------------------------------------------------------------------------------------------------------
 
 
