@@ -12,7 +12,7 @@ from common.messages.identity import NodeRef, routing_id
 from kv_transfer.receiver import Receiver
 
 MAX_PEERS = 256
-SILENCE_MS = 1_500  # of a link that is broken without a word: with LINK_SECONDS, what a request waits for
+SILENCE_SECONDS = 1.5  # of a link that is broken without a word: with LINK_SECONDS, what a request waits for
 LINK_SECONDS = 1.5  # without a connection: then its requests are given up, to be placed on other nodes
 
 
@@ -104,7 +104,7 @@ class PeerConnections:
                 identity,
                 peer.name,
                 self._security,
-                silence_ms=SILENCE_MS,
+                silence=SILENCE_SECONDS,
             )
         except ConfigError as error:
             raise TransferFailed(f"prefill node {peer.name} cannot be connected to: {error}") from error

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -19,20 +18,25 @@ from pathlib import Path
 
 import zmq
 
-from common.errors import ConfigError, ProtocolError
-from common.ipc.connection_watch import ConnectionWatch
+from common.errors import ConfigError
 from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
 from common.ipc.inbound_filter import InboundFilter
-from common.ipc.session import SMALL, Frame, Kind, Session, read_header
+from common.ipc.session import SMALL, Frame
 from common.ipc.sessions import Sessions
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
 HIGH_WATER_MARK = 10_000  # messages that wait for one peer, or for us
 QUEUED_BYTES = 512 << 20  # of large messages that one peer has not acknowledged
 DRAIN_LIMIT = 1_000
-HEARTBEAT_MS = 1_000  # ZMQ's own: half-open TCP is noticed without traffic
-HEARTBEAT_TIMEOUT_MS = 3_000
-REDIAL_SECONDS = 0.75  # without a connection: then it is dialled anew
+# No ZMQ heartbeats: their timer aborts the process (libzmq 4.3.5, assertion !_io_error) where a connection breaks whose
+# input had stopped. Dealers ask and dial again after a silence; the kernel ends what answers it no more.
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,  # seconds
+    zmq.TCP_KEEPALIVE_INTVL: 2,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 5_000,  # ms without the peer's kernel taking what was sent
+}
 LINGER_MS = 500  # after close: without it a Goodbye behind a burst of tokens is dropped half of the time
 
 
@@ -50,7 +54,7 @@ def check_bind(address: str, key: str, security: LinkSecurity) -> None:
         )
 
 
-class _Channel:
+class Channel:
     """What both kinds share: options, lifetime, draining."""
 
     def __init__(
@@ -62,9 +66,8 @@ class _Channel:
         self._socket.setsockopt(zmq.RCVHWM, received)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            self._socket.setsockopt(option, value)
         self._clock = time.monotonic
 
     @property
@@ -100,12 +103,12 @@ class _Channel:
         self._socket.close()
 
 
-def _payload(payload: bytes) -> bytes | zmq.Frame:
+def as_part(payload: bytes) -> bytes | zmq.Frame:
     """Large ones are not copied: the session keeps them anyway."""
     return payload if len(payload) < SMALL else zmq.Frame(payload, copy=False)
 
 
-class RouterSocket(_Channel):
+class RouterSocket(Channel):
     """Bound socket with many peers. A peer's routing id is what its Dealer chose."""
 
     def __init__(
@@ -246,7 +249,7 @@ class RouterSocket(_Channel):
 
     def _send_frame(self, peer: bytes, frame: Frame) -> bool:
         header, payload = frame
-        return self._send((peer, header, _payload(payload)))
+        return self._send((peer, header, as_part(payload)))
 
 
 def _remove_stale(file: Path) -> None:
@@ -262,131 +265,3 @@ def _remove_stale(file: Path) -> None:
             file.unlink(missing_ok=True)
             return
     raise ConfigError("", f"another process serves {file}; stop it first")
-
-
-class Dealer(_Channel):
-    """Connected socket with one peer; reconnects by itself."""
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        identity: bytes,
-        server: str = "",
-        security: LinkSecurity | None = None,
-        received: int = HIGH_WATER_MARK,
-        opens: bool = True,
-        silence_ms: int | None = None,
-    ) -> None:
-        """`server` names the process at `address`, whose key is checked; `received` messages wait here at most.
-        Without `opens` there are only datagrams. A connection that is silent for about `silence_ms` (default:
-        HEARTBEAT_TIMEOUT_MS) is made anew.
-
-        Raises ConfigError.
-        """
-        super().__init__(context, zmq.DEALER, received)
-        # how often the peer turned out to be another process, or to have forgotten this one; what waited was dropped
-        self.resets = 0
-        self._opens = opens
-        self._address = address
-        self._dialled_at = self._clock()
-        self._session = self._new_session()
-        self._watch = ConnectionWatch(self._socket, address, self._clock())
-        try:
-            (security or Plain()).secure_client(self._socket, address, server)
-            self._socket.setsockopt(zmq.IDENTITY, identity)
-            if silence_ms is not None:
-                self._socket.setsockopt(zmq.HEARTBEAT_IVL, silence_ms // 4)
-                self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
-            self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-            self._socket.connect(address)
-        except ConfigError:
-            self.close()
-            raise
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError("", f"cannot connect to {address}: {error.strerror or error}") from error
-        self._tend(self._clock())
-
-    def send(self, payload: bytes) -> bool:
-        """Send now, or when there is a connection. False: too much waits."""
-        if len(payload) > MAX_MESSAGE_BYTES:
-            return False
-        frame = self._session.keep(payload, self._clock())
-        if frame is None:
-            return False
-        self._send_frame(frame)
-        return True
-
-    def datagram(self, payload: bytes) -> bool:
-        """Send once, at the network's mercy."""
-        return len(payload) <= MAX_MESSAGE_BYTES and self._send((payload,))
-
-    def disconnected_for(self) -> float:
-        """Seconds since there was a connection; 0 while there is one."""
-        now = self._clock()
-        self._look_at_connection(now)
-        return self._watch.disconnected_for(now)
-
-    def drain(self, most: int = DRAIN_LIMIT) -> list[bytes]:
-        """At most so many of the messages that have arrived; malformed multiparts are dropped."""
-        messages: list[bytes] = []
-        while not messages:
-            now = self._clock()
-            self._look_at_connection(now)
-            self._tend(now)
-            received = self._receive(most)
-            if not received:
-                break
-            for parts in received:
-                if len(parts) == 1:
-                    messages.append(parts[0])
-                elif len(parts) == 2:
-                    payload = self._take(parts[0], parts[1], now)
-                    if payload is not None:
-                        messages.append(payload)
-        return messages
-
-    def close(self) -> None:
-        self._watch.close()
-        super().close()
-
-    def _take(self, header: bytes, payload: bytes, now: float) -> bytes | None:
-        try:
-            head = read_header(header, payload)
-        except ProtocolError:
-            return None
-        if head.epoch != self._session.epoch:
-            return None
-        if head.kind is not Kind.RESET:
-            return self._session.receive(head, payload, now)
-        if self._session.established:  # else it did not hear OPEN, which is repeated
-            self.resets += 1
-            self._session = self._new_session()
-        return None
-
-    def _look_at_connection(self, now: float) -> None:
-        if self._watch.reconnected(now) and self._opens:
-            self._send_frame(self._session.probe(now))
-        if self._watch.disconnected_for(now) > REDIAL_SECONDS and now - self._dialled_at > REDIAL_SECONDS:
-            self._dialled_at = now
-            self._redial()
-
-    def _redial(self) -> None:
-        """ZMQ connects anew by itself after an error of the network, but never after bytes that it cannot read."""
-        with contextlib.suppress(zmq.ZMQError):  # ENOENT: it has given the connection up
-            self._socket.disconnect(self._address)
-        self._socket.connect(self._address)
-
-    def _tend(self, now: float) -> None:
-        if self._opens:
-            for frame in self._session.due(now):
-                if not self._send_frame(frame):
-                    break
-
-    def _send_frame(self, frame: Frame) -> bool:
-        return self._send((frame[0], _payload(frame[1])))
-
-    def _new_session(self) -> Session:
-        return Session(secrets.randbits(64), True, HIGH_WATER_MARK, QUEUED_BYTES, self._clock())

@@ -17,6 +17,10 @@ from common.ipc.gate import Gate
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 
+# Of the routing ids that libzmq makes up: for a peer that has chosen none, and for an earlier connection of a peer that
+# has connected anew. What is left in such a connection is dropped here; its session sends it again.
+MADE_UP = b"\0"
+
 
 class InboundFilter:
     """Of one ROUTER socket, which is not bound yet. Single-threaded, as the socket is."""
@@ -34,6 +38,7 @@ class InboundFilter:
             received = list(self._plain(most))
         else:
             received = [self._allowed(identity, parts, self._gate) for identity, parts in self._keyed(most)]
+        received = [parts[:1] if parts[0].startswith(MADE_UP) else parts for parts in received]
         if self.bad.anybody_cut_off:
             received = [self._not_cut_off(parts) for parts in received]
         return received
@@ -65,6 +70,8 @@ class InboundFilter:
 
     def _allowed(self, identity: zmq.Frame, parts: list[bytes], gate: Gate) -> list[bytes]:
         peer = identity.bytes
+        if peer.startswith(MADE_UP):
+            return [peer]
         misuse = gate.misuse(peer, identity)
         if misuse is None:
             return [peer, *parts]

@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 import zmq
 
 from common.errors import ProtocolError
-from common.ipc.channel import Dealer
 from common.ipc.curve import LinkSecurity
+from common.ipc.dealer import Dealer
 from common.messages.identity import ROUTER_NAME, NodeCounters, NodeLoad, NodeState
 from common.messages.node_inbox import (
     Abort,

@@ -1,0 +1,163 @@
+"""The connecting socket: a session with one peer, over connections that are made anew as often as they break."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Sequence
+
+import zmq
+
+from common.errors import ConfigError, ProtocolError
+from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, QUEUED_BYTES, Channel, as_part
+from common.ipc.connection_watch import ConnectionWatch
+from common.ipc.curve import LinkSecurity, Plain, is_tcp
+from common.ipc.session import Frame, Kind, Session, read_header
+from common.ipc.silence_watch import SilenceWatch
+
+REDIAL_SECONDS = 0.75  # without a connection: then it is dialled anew
+SILENCE_SECONDS = 3.0  # of a peer that was asked something: then its connection is made anew
+
+
+class Dealer(Channel):
+    """Connected socket with one peer; reconnects by itself."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        identity: bytes,
+        server: str = "",
+        security: LinkSecurity | None = None,
+        received: int = HIGH_WATER_MARK,
+        opens: bool = True,
+        silence: float | None = None,
+    ) -> None:
+        """`server` names the process at `address`, whose key is checked; `received` messages wait here at most.
+        Without `opens` there are only datagrams. A TCP connection that is silent for `silence` seconds
+        (default: SILENCE_SECONDS) after something was asked is made anew.
+
+        Raises ConfigError.
+        """
+        super().__init__(context, zmq.DEALER, received)
+        # how often the peer turned out to be another process, or to have forgotten this one; what waited was dropped
+        self.resets = 0
+        self._opens = opens
+        self._address = address
+        self._dialled_at = self._clock()
+        self._silence = SilenceWatch(silence or SILENCE_SECONDS, self._clock()) if is_tcp(address) else None
+        self._session = self._new_session()
+        self._watch = ConnectionWatch(self._socket, address, self._clock())
+        try:
+            (security or Plain()).secure_client(self._socket, address, server)
+            self._socket.setsockopt(zmq.IDENTITY, identity)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+            self._socket.connect(address)
+        except ConfigError:
+            self.close()
+            raise
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError("", f"cannot connect to {address}: {error.strerror or error}") from error
+        self._tend(self._clock())
+
+    def send(self, payload: bytes) -> bool:
+        """Send now, or when there is a connection. False: too much waits."""
+        if len(payload) > MAX_MESSAGE_BYTES:
+            return False
+        frame = self._session.keep(payload, self._clock())
+        if frame is None:
+            return False
+        self._send_frame(frame)
+        return True
+
+    def datagram(self, payload: bytes) -> bool:
+        """Send once, at the network's mercy."""
+        return len(payload) <= MAX_MESSAGE_BYTES and self._ask((payload,))
+
+    def disconnected_for(self) -> float:
+        """Seconds since there was a connection; 0 while there is one."""
+        now = self._clock()
+        self._look_at_connection(now)
+        return self._watch.disconnected_for(now)
+
+    def drain(self, most: int = DRAIN_LIMIT) -> list[bytes]:
+        """At most so many of the messages that have arrived; malformed multiparts are dropped."""
+        messages: list[bytes] = []
+        while not messages:
+            now = self._clock()
+            self._look_at_connection(now)
+            self._tend(now)
+            received = self._receive(most)
+            self._listen(bool(received), now)
+            if not received:
+                break
+            for parts in received:
+                if len(parts) == 1:
+                    messages.append(parts[0])
+                elif len(parts) == 2:
+                    payload = self._take(parts[0], parts[1], now)
+                    if payload is not None:
+                        messages.append(payload)
+        return messages
+
+    def close(self) -> None:
+        self._watch.close()
+        super().close()
+
+    def _take(self, header: bytes, payload: bytes, now: float) -> bytes | None:
+        try:
+            head = read_header(header, payload)
+        except ProtocolError:
+            return None
+        if head.epoch != self._session.epoch:
+            return None
+        if head.kind is not Kind.RESET:
+            return self._session.receive(head, payload, now)
+        if self._session.established:  # else it did not hear OPEN, which is repeated
+            self.resets += 1
+            self._session = self._new_session()
+        return None
+
+    def _look_at_connection(self, now: float) -> None:
+        if self._watch.reconnected(now) and self._opens:
+            self._send_frame(self._session.probe(now))
+        if self._watch.disconnected_for(now) > REDIAL_SECONDS and now - self._dialled_at > REDIAL_SECONDS:
+            self._redial(now)
+
+    def _listen(self, heard: bool, now: float) -> None:
+        """A connection may have broken without a word: ask whoever is silent, and dial again where no answer comes."""
+        if self._silence is None:
+            return
+        if heard:
+            self._silence.heard(now)
+        elif self._silence.too_long(now):
+            self._redial(now)
+        elif self._opens and self._silence.should_ask(now):
+            self._send_frame(self._session.probe(now))
+
+    def _redial(self, now: float) -> None:
+        """ZMQ connects anew by itself after an error of the network, but never after bytes that it cannot read, nor
+        while it does not know of the error."""
+        self._dialled_at = now
+        with contextlib.suppress(zmq.ZMQError):  # ENOENT: it has given the connection up
+            self._socket.disconnect(self._address)
+        self._socket.connect(self._address)
+
+    def _tend(self, now: float) -> None:
+        if self._opens:
+            for frame in self._session.due(now):
+                if not self._send_frame(frame):
+                    break
+
+    def _send_frame(self, frame: Frame) -> bool:
+        return self._ask((frame[0], as_part(frame[1])))
+
+    def _ask(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
+        if self._silence is not None:
+            self._silence.asked(self._clock())
+        return self._send(frames)
+
+    def _new_session(self) -> Session:
+        return Session(secrets.randbits(64), True, HIGH_WATER_MARK, QUEUED_BYTES, self._clock())
