@@ -61,6 +61,8 @@ class RunningCluster:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     held: list[socket.socket] = field(default_factory=list)  # ports
     blocking: tuple[str, ...] = ()  # nodes that `block` can block
+    withholding: tuple[str, ...] = ()  # decode nodes: see tests/fakes/withholding_node.py
+    late: tuple[str, ...] = ()  # nodes that are not there until the test launches them
     addresses: dict[str, int] = field(default_factory=dict)  # of links over tcp: who listens -> port
 
     def __post_init__(self) -> None:
@@ -116,18 +118,31 @@ class RunningCluster:
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
 
-    def block(self, name: str) -> None:
-        """The node's next forward blocks its main loop until `unblock`. Only of `blocking` nodes."""
+    def block(self, name: str, after: int = 0) -> None:
+        """The node's next forward but `after` blocks its main loop until `unblock`. Only of `blocking` nodes."""
         assert name in self.blocking
-        (self.directory / f"block-{name}").touch()
+        written = self.directory / f"next-{name}"
+        written.write_text(str(after))
+        written.rename(self.directory / f"block-{name}")
+
+    def is_blocked(self, name: str) -> bool:
+        """Whether the node has come to the forward that blocks."""
+        return (self.directory / f"block-{name}.reached").exists()
+
+    def withheld(self, name: str) -> set[str]:
+        """Ids of the requests of which the node has more to say than it may. Only of `withholding` nodes."""
+        file = self.directory / f"withheld-{name}"
+        return set(file.read_text().splitlines()) if file.exists() else set()
 
     def unblock(self, name: str) -> None:
         (self.directory / f"block-{name}").unlink()
 
     def _node_module(self, name: str, role: str) -> list[str]:
-        if name not in self.blocking:
-            return [f"{role}_node"]
-        return ["tests.fakes.blocking_node", str(self.directory / f"block-{name}"), role]
+        if name in self.blocking:
+            return ["tests.fakes.blocking_node", str(self.directory / f"block-{name}"), role]
+        if name in self.withholding:
+            return ["tests.fakes.withholding_node", str(self.directory / f"withheld-{name}")]
+        return [f"{role}_node"]
 
     def launch(self, name: str) -> None:
         role = name.rpartition("-")[0]
@@ -173,7 +188,8 @@ class RunningCluster:
 
     async def __aenter__(self) -> RunningCluster:
         for name in self.names:
-            self.launch(name)
+            if name not in self.late:
+                self.launch(name)
         try:
             await self.wait_nodes()
         except BaseException as error:
@@ -207,8 +223,10 @@ class RunningCluster:
                 print(f"---- {name}\n{self.log(name)[-3000:]}")
 
     async def wait_nodes(self, timeout: float = START_TIMEOUT, expect: Sequence[str] | None = None) -> None:
-        """Until every node of `expect` (default: all) is registered and up."""
+        """Until every node of `expect` (default: all that are not `late`) is registered and up."""
         wanted = set(expect if expect is not None else self.names[1:])
+        if expect is None:
+            wanted -= set(self.late)
         deadline = time.monotonic() + timeout
         async with self.operator() as client:
             while True:

@@ -1,6 +1,7 @@
 """A node whose forwards block while a file exists: its process lives and beats, its main loop does not come round.
 
-`python -m tests.fakes.blocking_node FILE prefill --cluster CLUSTER --name NAME`
+`python -m tests.fakes.blocking_node FILE prefill --cluster CLUSTER --name NAME`. FILE says how many forwards
+pass before the one that blocks; that one makes FILE.reached.
 """
 
 from __future__ import annotations
@@ -20,11 +21,20 @@ CHECK_INTERVAL = 0.02  # seconds
 def block_while(file: Path) -> None:
     """Every loop of this process, before each launch."""
     make = OverlapLoop.__init__
+    reached = file.with_name(file.name + ".reached")
+    passed = 0
 
     def blocking(self: Any, prepare: Any, launch: Callable[[Any], Any], *rest: Any, **named: Any) -> None:
         def launch_later(plan: Any) -> Any:
+            nonlocal passed
+            if file.exists() and passed < int(file.read_text()):
+                passed += 1
+                return launch(plan)
             while file.exists():
+                reached.touch()
                 time.sleep(CHECK_INTERVAL)
+            passed = 0
+            reached.unlink(missing_ok=True)
             return launch(plan)
 
         make(self, prepare, launch_later, *rest, **named)
