@@ -22,12 +22,20 @@ class TlsFiles:
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         """Raises ConfigError with the key of the file that cannot be used."""
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.load()
+        self.context = self._current = self._read()
+        self.context.sni_callback = self._switch  # OpenSSL calls it for clients that send no name, too
 
     def load(self) -> None:
-        """For connections that come from now on. Raises ConfigError; then those before still hold."""
+        """For connections that come from now on. Raises ConfigError; then the files read before stay in use."""
+        self._current = self._read()
+
+    def _switch(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """A context of its own for each reading: one that is loaded twice keeps authorities, and half of a pair."""
+        connection.context = self._current
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
         for name, path in (("cert", self._cert), ("key", self._key), ("client_ca", self._client_ca)):
             try:
                 mode = path.stat().st_mode if path is not None else 0
@@ -36,7 +44,7 @@ class TlsFiles:
             if name == "key" and mode & 0o007:
                 raise ConfigError("router.tls.key", f"{path} is open to all users of this host; chmod 600 it")
         try:
-            self.context.load_cert_chain(self._cert, self._key, password=_no_password)
+            context.load_cert_chain(self._cert, self._key, password=_no_password)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 "router.tls.cert",
@@ -44,12 +52,13 @@ class TlsFiles:
             ) from error
         if self._client_ca is not None:
             try:
-                self.context.load_verify_locations(self._client_ca)
+                context.load_verify_locations(self._client_ca)
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     "router.tls.client_ca", f"{self._client_ca} is no certificate in PEM: {error}"
                 ) from error
-            self.context.verify_mode = ssl.CERT_REQUIRED
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
 
 def _no_password() -> str:

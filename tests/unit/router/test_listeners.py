@@ -111,6 +111,34 @@ async def test_renewed_certificates_are_taken_up_and_broken_ones_are_not(tmp_pat
     files.load()
 
 
+async def test_a_half_renewed_certificate_changes_nothing(tmp_path: Path) -> None:
+    """A new certificate whose key is not there yet: clients are served with the pair from before."""
+    cert, key = copy_certificates(tmp_path)
+    app = router(tmp_path, f"router.tls.cert={cert}", f"router.tls.key={key}")
+    await app.start()
+    other, _ = copy_certificates(tmp_path, "client")
+    cert.write_bytes(other.read_bytes())
+    app.http.reload()
+    assert await status(f"https://127.0.0.1:{port_of(app.http)}", tls=trusting()) == 200
+    await app.drain()
+
+
+async def test_an_authority_that_was_replaced_is_not_trusted_any_more(tmp_path: Path) -> None:
+    cert, key = copy_certificates(tmp_path)
+    authority = tmp_path / "authority.pem"
+    authority.write_bytes(AUTHORITY.read_bytes())
+    tls = [f"router.tls.cert={cert}", f"router.tls.key={key}", f"router.tls.client_ca={authority}"]
+    app = router(tmp_path, *tls)
+    await app.start()
+    url = f"https://127.0.0.1:{port_of(app.http)}"
+    assert await status(url, tls=trusting(tmp_path)) == 200
+    authority.write_bytes(cert.read_bytes())  # some certificate, which did not sign the client's
+    app.http.reload()
+    with pytest.raises(aiohttp.ClientError):
+        await status(url, tls=trusting(tmp_path))
+    await app.drain()
+
+
 def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     cert, key = copy_certificates(tmp_path)
     _, other = copy_certificates(tmp_path, "client")
