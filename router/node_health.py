@@ -34,7 +34,10 @@ class Condition:
 
 
 class NodeHealth:
-    """Weights and breakers of the nodes that are registered now; a lost node takes its history with it."""
+    """Weights and breakers of the nodes that are registered now.
+
+    A lost node takes its history with it: what is reported of it afterwards is ignored, so that nothing stays behind.
+    """
 
     def __init__(self, slow_start: float, clock: Callable[[], float]) -> None:
         """`slow_start`: seconds over which the weight of a new node rises to 1."""
@@ -76,11 +79,13 @@ class NodeHealth:
         self.nodes.placed(decode.incarnation)
 
     def transfer_failed(self, prefill: Node, decode: Node) -> None:
-        self.pairs.failed((prefill.incarnation, decode.incarnation))
+        if not _lost(prefill, decode):
+            self.pairs.failed((prefill.incarnation, decode.incarnation))
 
     def corrupted(self, prefill: Node, decode: Node) -> None:
         """A page that the prefill node sent is not what the decode node has."""
-        self.checksums.failed((prefill.incarnation, decode.incarnation))
+        if not _lost(prefill, decode):
+            self.checksums.failed((prefill.incarnation, decode.incarnation))
 
     def verified(self, prefill: Node, decode: Node) -> None:
         """The decode node has checked the pages of a request and ran it."""
@@ -98,19 +103,20 @@ class NodeHealth:
 
     def node_failed(self, node: Node) -> None:
         """The node broke a request by a fault of its own, or could not be sent to."""
-        self.nodes.failed(node.incarnation)
+        if not _lost(node):
+            self.nodes.failed(node.incarnation)
 
     def node_served(self, node: Node) -> None:
         self.nodes.succeeded(node.incarnation)
 
     def prefilled(self, node: Node, seconds: float, tokens: int) -> None:
         """The node computed so many tokens of a prompt."""
-        if tokens >= LEAST_PROMPT:
+        if tokens >= LEAST_PROMPT and not _lost(node):
             self.outliers.measured(node.incarnation, seconds, tokens)
 
     def decoded(self, node: Node, seconds: float, tokens: int) -> None:
         """The node gave a request so many tokens."""
-        if tokens >= LEAST_ANSWER:
+        if tokens >= LEAST_ANSWER and not _lost(node):
             self.outliers.measured(node.incarnation, seconds, tokens)
 
     def released(self, prefill: Node, decode: Node) -> None:
@@ -147,3 +153,7 @@ class NodeHealth:
                     )
                 )
         return found
+
+
+def _lost(*nodes: Node) -> bool:
+    return any(node.lost_by is not None for node in nodes)

@@ -135,6 +135,25 @@ def test_a_lost_node_takes_its_history_with_it() -> None:
     assert (first.bad_peers, second.bad_peers, second.breaker) == ([], [], "closed")
 
 
+def test_what_comes_after_the_loss_of_a_node_is_not_remembered() -> None:
+    """A decode node reports the transfer that failed because its prefill node died: no entry may outlive both."""
+    rig = Rig()
+    rig.join("prefill", "p0")
+    rig.join("decode", "d0")
+    prefill, decode = rig.registry.node("i-p0"), rig.registry.node("i-d0")
+    rig.registry.lose(prefill, "its socket closed", "closed")
+    rig.health.lost(prefill)
+    for _ in range(10):
+        rig.health.transfer_failed(prefill, decode)
+        rig.health.corrupted(prefill, decode)
+        rig.health.node_failed(prefill)
+        rig.health.prefilled(prefill, 1.0, 1000)
+        rig.health.decoded(prefill, 1.0, 1000)
+    assert not rig.health.bad_pairs()
+    assert not rig.health.nodes.blocked()
+    assert rig.health.outliers.seconds_per_token("i-p0") is None
+
+
 def test_a_slow_node_takes_a_smaller_share() -> None:
     rig = Rig()
     rig.join("prefill", "p0")
