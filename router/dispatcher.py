@@ -170,6 +170,9 @@ class Dispatcher:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yields tokens as they come; raises RequestError; closing it at any point frees both nodes."""
+        if self._ending is not None:
+            self._metrics.request_refused(self._ending.code)
+            raise self._ending
         if self._active >= self._limits.max_requests:
             self._metrics.request_refused(Overloaded.code)
             raise Overloaded(f"{self._limits.max_requests} requests are in flight; try again later")
@@ -184,7 +187,7 @@ class Dispatcher:
         finished: str | None = None
         tokens = 0
         try:
-            self.poison.admit(flight)
+            self.poison.check(flight)
             async with self._let_in(request, timeout), aclosing(self._attempt_until_done(flight)) as deltas:
                 timeline.mark("admitted", time.monotonic())
                 async for delta in deltas:
@@ -302,13 +305,14 @@ class Dispatcher:
     async def _place(self, flight: InFlight, trial: Trial) -> Attempt:
         """Choose a pair of nodes and send both halves of the request.
 
-        A node that cannot be sent to is out of reach from then on, so this ends; it is no failed attempt.
+        A node that cannot be sent to is out of reach until it says something; that is no failed attempt.
         """
         loop = asyncio.get_running_loop()
         tokens = flight.tokens
         started = loop.time()
         while True:
             prefill, decode = await self._pair(flight, trial, started)
+            self.poison.check(flight)
             self._check_length(flight.request)
             attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
             self._open(attempt, flight, len(tokens))
@@ -320,6 +324,8 @@ class Dispatcher:
                     # the decode node is told first: only it can hold something of this attempt
                     attempt.prefill_over, attempt.decode_over = True, node is decode
                     self._close(attempt)
+                    if loop.time() >= self._wait_until(flight, started):
+                        raise _unavailable(node.role)
                     break
             else:
                 return attempt
@@ -338,17 +344,20 @@ class Dispatcher:
             if waited != found:
                 waited = found
                 self._metrics.placement.waited.labels(found).inc()
-            until = min(started + self._limits.placement_wait, flight.deadline)
+            until = self._wait_until(flight, started)
             if flight.attempts == 1:
                 until = min(until, loop.time() + self._registry.expected_within(found))
             if loop.time() >= until:
                 self._metrics.placement.refused.labels(found).inc()
-                raise Unavailable(f"no {found} node can take requests now; try again in a few seconds")
+                raise _unavailable(found)
             try:
                 async with asyncio.timeout_at(until):
                     await changed.wait()
             except TimeoutError:
                 continue
+
+    def _wait_until(self, flight: InFlight, started: float) -> float:
+        return min(started + self._limits.placement_wait, flight.deadline)
 
     def _suspect_nodes(self, flight: InFlight, trial: Trial) -> set[str]:
         """Incarnations that a request on trial avoids."""
@@ -396,3 +405,7 @@ class Dispatcher:
             node.rooms.pop(attempt.room, None)
             if not over:
                 self._send(node.routing_id, Abort(room=attempt.room, reason=reason))
+
+
+def _unavailable(role: Role) -> Unavailable:
+    return Unavailable(f"no {role} node can take requests now; try again in a few seconds")

@@ -41,11 +41,11 @@ class PoisonWatch:
         self.suspects = Suspects(EXPIRY, clock)
         self._isolation = asyncio.Lock()  # fair: first come, first served
 
-    def admit(self, flight: InFlight) -> None:
-        """Raises PoisonRequest if the same request has crashed nodes."""
+    def check(self, flight: InFlight) -> None:
+        """Raises PoisonRequest if the same request has crashed nodes: before each wait, and before it is placed."""
         if self.suspects.empty:
             return
-        key = fingerprint(flight.request)
+        key = flight.suspect or fingerprint(flight.request)
         if self.suspects.is_quarantined(key):
             raise poison_error()
         if self.suspects.is_suspect(key):
@@ -68,7 +68,8 @@ class PoisonWatch:
                 self.suspects.returned(incarnation)
 
     async def trial(self, flight: InFlight) -> Trial:
-        """Wait until the request may run: at once, unless it has to be alone among suspects."""
+        """Wait until the request may run: at once, unless it has to be alone among suspects. Raises PoisonRequest."""
+        self.check(flight)
         if not flight.suspect or not self.suspects.needs_isolation(flight.suspect):
             return Trial()
         try:

@@ -5,6 +5,7 @@ The socket of a process closes when it crashes. Its requests are placed again, a
 - First crash: every request on the node is suspected. They all go on at once, wherever there is room.
 - A crash under suspects: those with the most crashes are to blame. If there is only one, it is quarantined. If there
   are several, each has one crash more, and from then on they are tried one at a time (`needs_isolation`).
+- A crash under a quarantined request, which ran there before it was quarantined, makes nobody else a suspect.
 - A request that gets past the point where its node crashed, or ends, is cleared.
 
 So one request that always crashes a node at the same point costs two crashes where it is the only suspect, and three
@@ -103,6 +104,11 @@ class Suspects:
 
     def crashed(self, incarnation: str, role: Role, aboard: Mapping[bytes, int]) -> bytes | None:
         """A node crashed with these requests: fingerprint -> tokens said. Returns the one to quarantine."""
+        copy = next((key for key in aboard if self.is_quarantined(key)), None)
+        if copy is not None:  # it was running here when it was quarantined: nobody else is suspected
+            self._quarantine[copy] = self._clock()
+            self._quarantine.move_to_end(copy)
+            return copy
         known = {key: self._get(key) for key in aboard}
         counts = {key: each.crashes if each and each.role == role else 0 for key, each in known.items()}
         most = max(counts.values(), default=0)

@@ -708,6 +708,33 @@ async def test_a_node_that_cannot_be_reached_while_placing() -> None:
         rig.nothing_left()
 
 
+@pytest.mark.parametrize("bound", ["placement_wait", "request_timeout"])
+async def test_a_pair_that_can_never_be_sent_to_is_not_tried_for_ever(bound: str) -> None:
+    """Its heartbeats come, so it is chosen again and again."""
+    limits = {"placement_wait": 300.0, "request_timeout": 600.0, bound: 0.2}
+    async with router_rig(**limits) as rig:
+        prefill, _ = await rig.pair()
+        send = rig.dispatcher._send
+        rig.dispatcher._send = lambda peer, message: peer != prefill.link_id and send(peer, message)
+        client = rig.client()
+        async with asyncio.timeout(PATIENCE):
+            while not client.task.done():
+                prefill.beat()
+                await asyncio.sleep(0.01)
+        error = client.error
+        assert isinstance(error, Unavailable if bound == "placement_wait" else Unavailable | DeadlineExceeded)
+        rig.nothing_left()
+
+
+async def test_after_the_end_of_all_nothing_begins() -> None:
+    """A request whose text was worked on meanwhile: it must not wait for room either."""
+    async with router_rig(max_requests=2) as rig:
+        rig.dispatcher.end_all(Unavailable("the router is going away"))
+        client = await rig.client().done()
+        assert str(client.error) == "the router is going away"
+        assert rig.dispatcher.timelines.get("r1") is None
+
+
 async def test_many_at_once_with_nodes_that_come_and_go() -> None:
     """Every client gets its own text once, though decode nodes leave in the middle of it."""
 

@@ -11,16 +11,18 @@ import pytest
 
 from common.errors import PoisonRequest
 from common.messages.decode_inbox import Reserve
-from common.messages.generation import OutputToken
+from common.messages.generation import OutputToken, SamplingParams
 from common.messages.identity import Role
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import FirstToken, PrefillDone
+from router.generation import GenerationRequest
+from router.suspects import fingerprint
 from tests.fakes.fake_node import FakeNode
-from tests.fakes.router_rig import RouterRig, router_rig
+from tests.fakes.router_rig import RouterRig, legs, router_rig
 from tests.fakes.waiting import eventually
 
-POISON = 666
+POISON = 0  # its tokens are in the vocabulary, and nobody else's
 LENGTH = 12
 
 
@@ -135,6 +137,40 @@ async def test_only_the_poison_ends_with_an_error(weak: Role, others: int) -> No
         assert (await rig.client([5], max_tokens=LENGTH).done()).error is None
         assert fleet.crashes == crashes
         assert b"tandem_requests_quarantined_total 1.0" in rig.metrics.render()
+        rig.nothing_left()
+
+
+@pytest.mark.parametrize("copies", [2, 6])
+async def test_copies_of_a_poison_cost_no_further_crashes(copies: int) -> None:
+    """The one that is convicted speaks for those that wait, or are between two nodes."""
+    async with fleet_of("prefill") as fleet:
+        poison = [fleet.rig.client([POISON], max_tokens=LENGTH) for _ in range(copies)]
+        for client in poison:
+            await client.done()
+            assert isinstance(client.error, PoisonRequest)
+        # both nodes may have had copies when the first crashed, and again when the second did
+        assert fleet.crashes <= 4
+        fleet.rig.nothing_left()
+
+
+async def test_a_request_that_is_convicted_while_it_waits_for_a_node_is_not_run() -> None:
+    configured = {"prefill": ["prefill-0", "prefill-1"]}
+    async with router_rig(placement_wait=300.0, configured=configured) as rig:
+        gone, decode = await rig.pair()
+        poison = rig.client([POISON])
+        reserve, _ = await legs(gone, decode)
+        rig.registry.lose(rig.registry.node(gone.ref.incarnation), "its socket closed", "closed")
+        assert (await decode.expect(Abort)).room == reserve.room
+        # another copy of it comes while the first waits for a prefill node, and waits as well
+        copy = rig.client([POISON])
+        await eventually(lambda: rig.dispatcher.active == 2)
+        key = fingerprint(GenerationRequest("r1", [POISON], SamplingParams(max_tokens=10, temperature=0.0)))
+        rig.dispatcher.poison.suspects.crashed("another", "prefill", {key: 0})
+        assert rig.dispatcher.poison.suspects.is_quarantined(key)
+        await rig.node("prefill", "prefill-1")
+        for client in (poison, copy):
+            await client.done()
+            assert isinstance(client.error, PoisonRequest)
         rig.nothing_left()
 
 

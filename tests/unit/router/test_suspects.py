@@ -24,6 +24,17 @@ def made() -> Suspects:
     return Suspects(600.0, Clock())
 
 
+def test_what_is_quarantined_already_is_to_blame_again() -> None:
+    """Copies of it were on other nodes when it was convicted."""
+    suspects = Suspects(300.0, Clock())
+    assert suspects.crashed("a", "decode", {b"poison": 0}) is None
+    assert suspects.crashed("b", "decode", {b"poison": 0}) == b"poison"
+    assert suspects.crashed("c", "decode", {b"poison": 0, b"other": 0}) == b"poison"
+    assert not suspects.is_suspect(b"other")
+    suspects.returned("c")
+    assert suspects.is_quarantined(b"poison"), "the loss of a connection takes back one crash, not all"
+
+
 def test_a_request_that_was_the_only_suspect_twice_is_quarantined() -> None:
     table = made()
     assert table.empty
@@ -106,7 +117,7 @@ def test_tables_are_bounded() -> None:
         table.crashed(f"y{n}", "decode", key)
     assert table.quarantined == module.MOST_QUARANTINED
     assert not table.is_quarantined(b"0")
-    table.crashed("z", "decode", {str(n).encode(): 0 for n in range(2 * module.MOST_SUSPECTS)})
+    table.crashed("z", "decode", {f"s{n}".encode(): 0 for n in range(2 * module.MOST_SUSPECTS)})
     assert len(table) == module.MOST_SUSPECTS
     assert len(table.presumed_crashed()) == module.RECENT_CRASHES
 
