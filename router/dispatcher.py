@@ -31,6 +31,7 @@ from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from router.admission import Admission, NodeRoom
 from router.attempt import Attempt
+from router.decode_pace import DecodePace
 from router.generation import AnswerComplete, GenerationRequest, TokenDelta
 from router.in_flight import InFlight
 from router.legs import placement_messages
@@ -43,8 +44,6 @@ from router.poison_watch import PoisonWatch, Trial, poison_error
 from router.retries import Retries
 from router.retry_budget import RetryBudget
 from router.timeline import Timeline, Timelines
-
-PACE_SECONDS = 1.0  # between two measurements of one attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,6 @@ class DispatchLimits:
     queue_wait: float = 30.0
     reserved_tokens: int = 256  # what a decode node keeps free for the answer of a request
     requests_per_node: int = 1 << 20  # that a decode node has in its batch or on the way there
-
-
-@dataclass(slots=True)
-class Pace:
-    """Where the last measurement of an attempt's decode node ended."""
-
-    since: float | None = None
-    offset: int = 0
 
 
 class Dispatcher:
@@ -264,7 +255,7 @@ class Dispatcher:
             trial.release()
             raise
         first = not flight.said
-        pace = Pace()
+        pace = DecodePace(attempt, self.health)
         try:
             while True:
                 try:
@@ -276,8 +267,7 @@ class Dispatcher:
                 if tokens:
                     now = time.monotonic()
                     flight.timeline.mark("first_token", now)
-                    if attempt.error is None and attempt.finish_reason is None:
-                        self._measure(attempt, pace, now)
+                    pace.measure(now)
                     self.poison.progressed(flight, attempt.said, trial)
                 done = attempt.finish_reason if not attempt.pending else None
                 if tokens or done:
@@ -291,16 +281,6 @@ class Dispatcher:
             trial.release()
             flight.avoid |= attempt.blamed
             self._close(attempt)
-
-    def _measure(self, attempt: Attempt, pace: Pace, now: float) -> None:
-        """Every second, how fast the decode node is: a long answer need not end before a slow node is found."""
-        if attempt.next_offset < 2:
-            return
-        if pace.since is None:
-            pace.since, pace.offset = now, attempt.next_offset
-        elif now - pace.since >= PACE_SECONDS:
-            self.health.decoded(attempt.decode, now - pace.since, attempt.next_offset - pace.offset)
-            pace.since, pace.offset = now, attempt.next_offset
 
     async def _place(self, flight: InFlight, trial: Trial) -> Attempt:
         """Choose a pair of nodes and send both halves of the request.
