@@ -34,8 +34,11 @@ def make_key_pairs(directory: Path, names: Iterable[str]) -> list[str]:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_foreign(directory)
+        wanted = list(names)
+        if not _missing(directory, wanted):
+            return []  # without the lock, which has to be written: the disk may be read-only
         with _locked(directory):
-            missing = [name for name in names if not _complete(directory, name)]
+            missing = _missing(directory, wanted)
             for name in missing:
                 _make_pair(directory, name)
     except OSError as error:
@@ -53,8 +56,11 @@ def _refuse_foreign(directory: Path) -> None:
         )
 
 
-def _complete(directory: Path, name: str) -> bool:
-    return secret_file(directory, name).exists() and public_file(directory, name).exists()
+def _missing(directory: Path, names: Iterable[str]) -> list[str]:
+    """Those without a complete pair. The public file is the last one of a pair to appear."""
+    return [
+        n for n in names if not (secret_file(directory, n).exists() and public_file(directory, n).exists())
+    ]
 
 
 def _make_pair(directory: Path, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import zmq
 from common.ipc import Dealer, RouterSocket, channel
 from common.ipc import dealer as dealer_module
 from tests.fakes.keyless import Keyless
-from tests.fakes.waiting import until
+from tests.fakes.waiting import PATIENCE, until
 from tests.fakes.wire import Wire
+
+GREETING = 64  # bytes: signature, version, mechanism, role
 
 
 @pytest.fixture
@@ -33,18 +36,35 @@ def test_a_peer_that_once_speaks_garbage_is_dialled_again(
         port = garbage.getsockname()[1]
         dealer = Dealer(context, f"tcp://127.0.0.1:{port}", b"peer", security=Keyless())
         with closing(dealer):
-            connection = garbage.accept()[0]
-            connection.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00NULL" + bytes(48))
-            greeting = b""
-            while len(greeting) < 64:
-                greeting += connection.recv(64)
-            connection.sendall(b"\x04\xff" + b"garbage" * 40)
-            assert dealer.send(b"still here")
-            until(lambda: not connection.recv(65536))
-            connection.close()
+            garbage.settimeout(PATIENCE)
+            with closing(garbage.accept()[0]) as connection:
+                connection.settimeout(PATIENCE)
+                connection.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00NULL" + bytes(48))
+                exactly(connection, GREETING)
+                exactly(connection, exactly(connection, 2)[1])  # READY: a flag, the length, and so many bytes
+                connection.sendall(b"\x04\xff" + b"garbage" * 40)
+                assert dealer.send(b"still here")
+                until_closed(connection)
             garbage.close()
             with closing(RouterSocket(context, f"tcp://127.0.0.1:{port}", Keyless())) as router:
                 assert until(lambda: dealer.drain() or router.drain()) == [(b"peer", b"still here")]
+
+
+def exactly(connection: socket.socket, count: int) -> bytes:
+    """However the network cuts what was sent."""
+    received = b""
+    while len(received) < count:
+        chunk = connection.recv(count - len(received))
+        assert chunk, "the peer closed the connection"
+        received += chunk
+    return received
+
+
+def until_closed(connection: socket.socket) -> None:
+    """A peer that closes with bytes unread resets the connection."""
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(65536):
+            pass
 
 
 def test_a_connection_that_goes_silent_is_made_anew(
