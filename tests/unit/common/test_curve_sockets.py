@@ -13,12 +13,15 @@ import zmq.auth
 
 from common.errors import ConfigError
 from common.ipc import Dealer, LinkSecurity, RouterSocket, allow_list, check_bind
+from common.ipc.bad_frames import LIMIT
 from common.ipc.curve import Curve, PerRunCurve, Plain
 from common.ipc.key_files import make_key_pairs
+from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.held_context import Context
 from tests.fakes.keyless import Keyless
-from tests.fakes.waiting import until
+from tests.fakes.waiting import PATIENCE, until
 
+__all__ = ["small_disk"]
 NAMES = ("router", "prefill-0", "decode-0", "decode-1")
 TCP = "tcp://127.0.0.1:*"
 
@@ -94,6 +97,34 @@ def test_a_key_cannot_speak_under_another_name(wire: Wire, claimed: str) -> None
     until(lambda: wire.server.drain() or wire.server.refused)
     assert wire.server.refused
     wire.hears_only("decode-0/abc", "decode-0")
+
+
+def test_a_node_whose_connection_is_made_anew_before_it_was_read_is_not_blamed(wire: Wire) -> None:
+    """libzmq gives the older connection a routing id of its own making: its unread frames are no forgeries."""
+    events = wire.server.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    earlier = wire.client("decode-0/abc", "decode-0")
+    earlier.send(b"first")
+    assert until(wire.server.drain) == [(b"decode-0/abc", b"first")]
+    for _ in range(2 * LIMIT):
+        assert earlier.datagram(b"not read in time")
+    earlier.close()
+    later = wire.client("decode-0/abc", "decode-0")
+    later.send(b"second")
+    for _ in ("earlier connected", "earlier ended", "later connected"):
+        assert events.poll(PATIENCE * 1000)
+        events.recv_multipart()
+
+    def heard() -> bool:
+        later.drain()
+        return (b"decode-0/abc", b"second") in wire.server.drain()
+
+    until(heard)
+    assert wire.server.take_cut_off() == []
+    assert wire.server.refused == 0
+    assert wire.server.send(b"decode-0/abc", b"still welcome")
+    assert until(later.drain) == [b"still welcome"]
+    wire.server.socket.disable_monitor()
+    events.close(linger=0)
 
 
 def test_a_key_that_this_socket_does_not_admit_is_refused(keys: Path) -> None:
@@ -231,6 +262,17 @@ def test_pairs_are_made_once_whoever_comes_first(tmp_path: Path) -> None:
     for name in NAMES:
         pair = zmq.auth.load_certificate(keys / f"{name}.key_secret")
         assert pair[0] == zmq.auth.load_certificate(keys / f"{name}.key")[0]
+
+
+def test_a_node_starts_again_on_a_disk_that_has_become_read_only(small_disk: FullDisk) -> None:
+    """Its keys are all there: nothing has to be written, not even a lock."""
+    keys = small_disk.path / "keys"
+    make_key_pairs(keys, NAMES)
+    (keys / ".lock").unlink()  # a copy of the directory has none
+    small_disk.make_read_only()
+    assert make_key_pairs(keys, NAMES) == []
+    with pytest.raises(ConfigError, match="cannot make keys in .*: Read-only file system; make it writable"):
+        make_key_pairs(keys, [*NAMES, "decode-2"])
 
 
 def test_a_keys_directory_that_others_write_to_is_refused(tmp_path: Path) -> None:
