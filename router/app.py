@@ -231,6 +231,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
             placement_wait=cluster.router.placement_wait,
             retry_ratio=cluster.router.retry_ratio,
             queue_wait=cluster.router.queue_wait,
+            max_crashes=cluster.router.max_crashes,
             reserved_tokens=cluster.decode.reserved_tokens,
             requests_per_node=cluster.decode.max_running + cluster.decode.max_transferring,
         ),

@@ -56,6 +56,7 @@ class DispatchLimits:
     placement_wait: float
     retry_ratio: float = 0.2
     queue_wait: float = 30.0
+    max_crashes: int = 2
     reserved_tokens: int = 256  # what a decode node keeps free for the answer of a request
     requests_per_node: int = 1 << 20  # that a decode node has in its batch or on the way there
 
@@ -85,7 +86,7 @@ class Dispatcher:
         self._events = events
         self._attempts: dict[int, Attempt] = {}  # room -> attempt under way
         self._flights: dict[int, InFlight] = {}  # room -> whose attempt it is
-        self.poison = PoisonWatch(self.health.clock)
+        self.poison = PoisonWatch(self.health.clock, limits.max_crashes)
         self._changed = asyncio.Event()  # replaced at every change of the registry
         room = NodeRoom(lambda: registry, limits.requests_per_node)
         self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)

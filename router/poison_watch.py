@@ -37,8 +37,9 @@ class Trial:
 class PoisonWatch:
     """Costs nothing while no node has crashed."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.suspects = Suspects(EXPIRY, clock)
+    def __init__(self, clock: Callable[[], float], max_crashes: int = 2) -> None:
+        """`max_crashes` of nodes under one request, as in Suspects."""
+        self.suspects = Suspects(EXPIRY, clock, max_crashes)
         self._isolation = asyncio.Lock()  # fair: first come, first served
 
     def check(self, flight: InFlight) -> None:

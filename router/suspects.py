@@ -67,9 +67,11 @@ class _Crash:
 class Suspects:
     """Bounded, and everything in it expires."""
 
-    def __init__(self, expiry: float, clock: Callable[[], float]) -> None:
-        """`expiry`: seconds after which a suspicion, or a quarantine, ends."""
+    def __init__(self, expiry: float, clock: Callable[[], float], max_crashes: int = 2) -> None:
+        """`expiry`: seconds after which a suspicion, or a quarantine, ends. A request that is alone to blame is
+        quarantined after `max_crashes`; 0: never."""
         self._expiry = expiry
+        self._max_crashes = max_crashes
         self._clock = clock
         self._suspects: OrderedDict[bytes, Suspicion] = OrderedDict()
         self._quarantine: OrderedDict[bytes, float] = OrderedDict()  # -> since when
@@ -100,7 +102,7 @@ class Suspects:
     def needs_isolation(self, key: bytes) -> bool:
         """It must be the only suspect on its node."""
         suspicion = self._get(key)
-        return suspicion is not None and suspicion.crashes >= 2
+        return self._max_crashes > 0 and suspicion is not None and suspicion.crashes >= 2
 
     def crashed(self, incarnation: str, role: Role, aboard: Mapping[bytes, int]) -> bytes | None:
         """A node crashed with these requests: fingerprint -> tokens said. Returns the one to quarantine."""
@@ -116,7 +118,8 @@ class Suspects:
         for key in blamed:
             self._suspects[key] = Suspicion(role, most + 1, aboard[key], self._clock())
             self._suspects.move_to_end(key)
-        convicted = blamed[0] if most and len(blamed) == 1 else None
+        enough = 0 < self._max_crashes <= most + 1
+        convicted = blamed[0] if most and enough and len(blamed) == 1 else None
         if convicted is not None:
             del self._suspects[convicted]
             self._quarantine[convicted] = self._clock()

@@ -103,6 +103,9 @@ class Router(Section, frozen=True, kw_only=True):
     images: Images = Images()
     request_timeout: Seconds = 600.0
     queue_wait: Seconds = 30.0  # how long a request waits for room on the decode nodes before 503
+    max_crashes: Annotated[int, Meta(ge=0, le=100)] = (
+        2  # of nodes under one request, which is then refused for some minutes; 0: never refuse
+    )
     retry_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.2  # repeated retries per request, beyond a few
     placement_wait: Seconds = 10.0  # how long a request waits for a node that is expected back before 503
 

@@ -73,6 +73,8 @@ class ChaosCluster(RunningCluster):
         """The harness's file, with the product's own bounds of health and fixed ports."""
         config = yaml.safe_load(self.file.read_text())
         del config["health"]
+        config["transfer"] = {"transport": self.setup.transport}
+        config["router"]["max_crashes"] = 0  # kills from outside are no crashes that a request caused
         config["process"]["event_log"] = str(self.events)
         config["router"]["placement"] = {"prefill": "round_robin", "decode": "round_robin"}
         if self.setup.transport == "tcp":

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,3 +166,11 @@ def test_the_fingerprint() -> None:
         replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=6)),
     ):
         assert fingerprint(other) != fingerprint(request)
+
+
+@pytest.mark.parametrize(("max_crashes", "convicting"), [(2, 2), (4, 4), (0, None)])
+def test_how_many_crashes_convict_is_configured(max_crashes: int, convicting: int | None) -> None:
+    suspects = Suspects(300.0, Clock(), max_crashes)
+    verdicts = [suspects.crashed(str(number), "decode", {b"poison": 0}) for number in range(6)]
+    first = next((number + 1 for number, verdict in enumerate(verdicts) if verdict is not None), None)
+    assert first == convicting
