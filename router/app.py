@@ -64,7 +64,8 @@ class RouterApp:
     model: ServedModel
     incarnation: str
     events: EventLog
-    http: HttpListeners = field(init=False)  # its handlers ask this object
+    openai: OpenAiRoutes = field(init=False)  # asks this object, as do the handlers of `http`
+    http: HttpListeners = field(init=False)
     draining: bool = False
     paused: bool = False  # as draining, but an operator can take it back
 
@@ -82,9 +83,9 @@ class RouterApp:
     async def drain(self) -> None:
         """Take nothing new, let requests finish up to health.drain_timeout, close."""
         self.draining = True
-        self.log.info("draining", requests=self.dispatcher.active)
+        self.log.info("draining", requests=self.openai.active)
         deadline = time.monotonic() + self.resolved.cluster.health.drain_timeout
-        while self.dispatcher.active and time.monotonic() < deadline:
+        while self.openai.active and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.dispatcher.end_all(Unavailable(f"{SHUTTING_DOWN}, and the answer was not ready in time"))
         # gives those answers a moment to leave, cancels the rest: aborts reach the nodes before the socket closes
@@ -261,9 +262,9 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         router.not_ready, router.missing_nodes, router.server_info, metrics.render, dispatcher.timelines.get
     )
     most = cluster.router.max_requests
-    openai = OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log)
+    openai = router.openai = OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log)
     status = StatusRoutes(view, router.served, texts)
-    admin = AdminRoutes(router.set_paused, lambda: dispatcher.active)
+    admin = AdminRoutes(router.set_paused, lambda: openai.active)
 
     def add_routes(app: web.Application) -> None:
         openai.add_to(app)

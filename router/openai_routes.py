@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +28,7 @@ from router.openai_responses import (
     usage_field,
 )
 from router.openai_schema import (
+    ChatRequest,
     CompletionRequest,
     SharedFields,
     TokenIds,
@@ -85,6 +86,7 @@ class OpenAiRoutes:
         self._max_requests = max_requests
         self._log = log
         self._write_timeout = write_timeout
+        self.active = 0  # requests that are worked on: their texts and images, and then their answer
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)
@@ -93,6 +95,10 @@ class OpenAiRoutes:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._texts.read_chat(await read_body(request))
         model = self._model()
+        with self._counted():
+            return await self._chat(request, body, model)
+
+    async def _chat(self, request: web.Request, body: ChatRequest, model: ServedModel) -> web.StreamResponse:
         _check(body, model)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -119,8 +125,14 @@ class OpenAiRoutes:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         raw = await read_body(request)
         model = self._model()
-        body = await self._texts.read_completion(raw, model.max_model_len)
-        del raw  # megabytes, which nobody needs until the answer is complete
+        with self._counted():
+            body = await self._texts.read_completion(raw, model.max_model_len)
+            del raw  # megabytes, which nobody needs until the answer is complete
+            return await self._complete(request, body, model)
+
+    async def _complete(
+        self, request: web.Request, body: CompletionRequest, model: ServedModel
+    ) -> web.StreamResponse:
         _check(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
         choices, batch = [], Batch()
@@ -141,6 +153,15 @@ class OpenAiRoutes:
         identity = f"cmpl-{request[request_id_key]}"
         form = CompletionFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
         return await self._answer(request, body, form, choices)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A router that drains waits for it."""
+        self.active += 1
+        try:
+            yield
+        finally:
+            self.active -= 1
 
     async def _encoded(
         self, given: Sequence[str | TokenIds], body: CompletionRequest, model: ServedModel

@@ -20,6 +20,8 @@ from common.messages.router_inbox import FirstToken
 from common.model_config import model_fingerprint
 from common.observability.logs import Log
 from router.app import RouterApp, build
+from router.text_jobs import Answer, Job
+from router.text_work import Payload
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import legs
 from tests.fakes.waiting import PATIENCE, eventually
@@ -189,6 +191,42 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
         for node in (prefill, decode):
             assert {(await node.expect(Abort)).room for _ in range(2)} == {prompt.room, late.room}
             node.close()
+    context.term()
+
+
+async def test_a_request_whose_text_is_worked_on_is_finished_before_the_router_ends(cluster: Path) -> None:
+    """It was taken in, though no node has it yet."""
+    drain = f"health.drain_timeout={PATIENCE}"
+    app = build(load_cluster(cluster, [drain, "health.node_timeout=600"]), Log("test"))
+    await app.start()
+    host, port = app.runner.addresses[0][:2]
+    context = zmq.Context[zmq.Socket[bytes]]()
+    prefill, decode = node_of(context, app, "p0"), node_of(context, app, "d0")
+    run, asked, go_on = app.text_pool.run, asyncio.Event(), asyncio.Event()
+
+    async def held(job: Job, payload: Payload) -> tuple[Answer, Payload]:
+        asked.set()
+        await go_on.wait()
+        return await run(job, payload)
+
+    app.text_pool.run = held  # type: ignore[method-assign]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+        for node in (prefill, decode):
+            assert isinstance(await node.register(), Registered)
+        begun = asyncio.create_task(session.post("/v1/chat/completions", json=body))
+        await asked.wait()
+        drained = asyncio.create_task(app.drain())
+        await asyncio.sleep(0.1)
+        go_on.set()
+        _, prompt = await legs(prefill, decode)
+        prefill.say(
+            FirstToken(room=prompt.room, token=OutputToken(50), finish_reason="stop", cached_tokens=0)
+        )
+        assert (await begun).status == 200
+        await asyncio.wait_for(drained, PATIENCE)
+    for node in (prefill, decode):
+        node.close()
     context.term()
 
 
