@@ -148,18 +148,19 @@ def test_a_read_only_directory_is_refused_to_who_writes(
 def test_every_socket_fits(tmp_path: Path, name: str) -> None:
     """107 bytes with the longest name that will lie there, not one fewer."""
     nodes = f"prefill: {{nodes: [{{name: {name}}}]}}\n"
-    longest = max(len(name), len("router"))
+    longest = max(len(name), len(module.ADMIN))
     room = 107 - len(f"/{'n' * longest}.sock")
     base = f"/tmp/tandem-test-{os.getpid()}-"
     fitting = base + "d" * (room - len(base))
     try:
         path = run_directory(resolved(tmp_path, fitting, more=nodes))
-        address = peer_address(resolved(tmp_path, fitting, more=nodes), name)
-        assert len(address.removeprefix("ipc://")) == 107
+        sockets = [path / f"{each}.sock" for each in (module.ADMIN, name)]
+        assert peer_address(resolved(tmp_path, fitting, more=nodes), name) == f"ipc://{sockets[1]}"
+        assert max(len(str(socket)) for socket in sockets) == 107
         with pytest.raises(ConfigError, match="too long"):
             run_directory(resolved(tmp_path, fitting + "d", more=nodes))
     finally:
-        path.rmdir()
+        Path(fitting).rmdir()
         Path(fitting + "d").rmdir()
 
 
