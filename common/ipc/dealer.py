@@ -152,7 +152,9 @@ class Dealer(Channel):
                     break
 
     def _send_frame(self, frame: Frame) -> bool:
-        return self._ask((frame[0], as_part(frame[1])))
+        header, payload = frame
+        parts = (header, as_part(payload))
+        return self._send(parts) if header[0] == Kind.ACK else self._ask(parts)  # nobody answers an ACK
 
     def _ask(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
         if self._silence is not None:

@@ -14,6 +14,7 @@ import zmq
 
 from common.ipc import Dealer, RouterSocket, channel
 from common.ipc import dealer as dealer_module
+from tests.fakes.clock import Clock
 from tests.fakes.keyless import Keyless
 from tests.fakes.waiting import PATIENCE, until
 from tests.fakes.wire import Wire
@@ -112,3 +113,27 @@ def test_a_flooding_peer_that_dies_does_not_take_the_process_along() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", flooded], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
+
+
+def test_a_connection_that_is_idle_after_an_acknowledgement_is_kept(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody answers an acknowledgement: the silence after it says nothing about the connection."""
+    dialled: list[float] = []
+    monkeypatch.setattr(Dealer, "_redial", lambda dealer, now: dialled.append(now))
+    with closing(RouterSocket(context, "tcp://127.0.0.1:0", Keyless())) as router:
+        with closing(Dealer(context, router.address, b"peer", security=Keyless(), silence=3.0)) as dealer:
+            dealer.send(b"request")
+            until(lambda: dealer.drain() or router.drain())
+            until(lambda: router.drain() or dealer.drain() or dealer._session.idle)
+            router.send(b"peer", b"abort")
+            until(dealer.drain)
+            until(lambda: router.drain() or dealer.drain() or dealer._session.idle)
+            silence, clock = dealer._silence, Clock(dealer._clock())
+            assert silence is not None
+            dealer._clock = clock
+            for _ in range(8):
+                clock.now += 1.0
+                dealer.drain()  # asks where it is time
+                until(lambda: router.drain() or dealer.drain() or silence._asked_at is None or dialled)
+    assert dialled == []
