@@ -90,6 +90,7 @@ class Dispatcher:
         self._changed = asyncio.Event()  # replaced at every change of the registry
         room = NodeRoom(lambda: registry, limits.requests_per_node)
         self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
+        metrics.placement.waiting.set_function(lambda: self.admission.waiting)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
         self._active = 0
         self._ending: RequestError | None = None  # what every request ends with, once `end_all` was called

@@ -1,17 +1,17 @@
-"""Series about placement: requests that waited for a role or were refused, retries, breakers and weights."""
+"""Series about placement: requests that wait for room or a role or were refused, retries, breakers and weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from router.node_health import Condition
 
 
 class PlacementMetrics:
-    """Counters that the dispatcher increments."""
+    """Counters that the dispatcher increments, and a gauge that reads its queue."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -27,6 +27,11 @@ class PlacementMetrics:
             "tandem_retries_over_budget", "Requests that were refused a retry because there are too many"
         )
         self.quarantined = counter("tandem_requests_quarantined", "Requests that crashed node after node")
+        self.waiting = Gauge(
+            "tandem_requests_waiting_for_room",
+            "Requests that wait at the router until decode nodes have room",
+            registry=registry,
+        )
 
 
 def condition_series(model: str, conditions: Iterable[Condition]) -> Iterator[Metric]:

@@ -422,6 +422,21 @@ async def test_no_more_requests_than_allowed() -> None:
         rig.nothing_left()
 
 
+async def test_requests_that_wait_for_room_show_in_the_metrics() -> None:
+    """They are in no node's queue, and what scales a cluster goes by them."""
+    async with router_rig(requests_per_node=1, queue_wait=600.0) as rig:
+        prefill, decode = await rig.pair()
+        clients = [rig.client() for _ in range(3)]
+        await eventually(lambda: b"tandem_requests_waiting_for_room 2.0" in rig.metrics.render())
+        for _ in clients:
+            _, prompt = await legs(prefill, decode)
+            first_token(prefill, prompt.room, 50, "stop")
+        for client in clients:
+            assert (await client.done()).finish == "stop"
+        assert b"tandem_requests_waiting_for_room 0.0" in rig.metrics.render()
+        rig.nothing_left()
+
+
 async def test_a_new_request_does_not_wait_for_a_node_that_is_not_there() -> None:
     async with router_rig(placement_wait=300.0) as rig:
         for missing in ("prefill", "decode"):
