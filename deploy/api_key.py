@@ -25,6 +25,7 @@ from common.errors import ConfigError
 EXIT_REFUSED = 2
 PREFIX = "sk-tandem-"
 TIME = re.compile(r"[0-9TZ:+ .-]+")
+ENTRY = re.compile(r"^( *)- ", re.MULTILINE)
 Limit = Annotated[int | None, typer.Option(min=1)]
 
 
@@ -80,7 +81,10 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
             out.write(_with_line(text, line))
             out.flush()
             os.fsync(out.fileno())
-        keys = read_api_keys(new)
+        try:
+            keys = read_api_keys(new)
+        except ConfigError as error:
+            raise ConfigError("", str(error).replace(str(new), f"{file} with the new key")) from error
         new.replace(file)
     finally:
         new.unlink(missing_ok=True)
@@ -89,11 +93,13 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
 
 
 def _with_line(text: str, line: str) -> str:
-    """A list in brackets takes its entries in brackets, too."""
+    """Add an entry within the brackets of a list in brackets, else with the indentation of the first entry."""
     bare = text.rstrip()
     if bare.startswith("["):
         inner = bare[1:-1].strip()
         return f"[{inner}{', ' if inner else ''}{line.removeprefix('- ')}]\n"
+    first = ENTRY.search(bare)
+    line = (first[1] if first else "") + line
     return f"{bare}\n{line}\n" if bare else f"{line}\n"
 
 

@@ -50,6 +50,18 @@ def test_all_options(tmp_path: Path) -> None:
     assert file.read_text().startswith("# keys of the lab\n")
 
 
+@pytest.mark.parametrize("before", ["# ours\n  - ", "  -   ", "---\n- "])
+def test_a_list_that_somebody_has_written_keeps_its_form(tmp_path: Path, before: str) -> None:
+    file = tmp_path / "keys.yaml"
+    space = " " * len(before.rpartition("\n")[2])
+    file.write_text(f"{before}id: a\n{space}sha256: '{1:064d}'\n{space}scopes:\n{space}  - admin\n")
+    file.chmod(0o600)
+    result = run("b", file)
+    assert result.exit_code == 0, result.stderr
+    assert [key.id for key in read_api_keys(file)] == ["a", "b"]
+    assert file.read_text().startswith(before)
+
+
 @pytest.mark.parametrize("text", ["[]", "[\n]\n"])
 def test_a_list_in_brackets(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys.json"
@@ -78,6 +90,7 @@ def test_refusals_change_nothing(tmp_path: Path, arguments: tuple[str, ...], wor
     result = run(arguments[0], file, *arguments[1:])
     assert result.exit_code == 2
     assert words in result.stderr
+    assert f".{file.name}" not in result.stderr, "the file that is being made is nothing to look for"
     assert not result.stdout
     assert file.read_text() == before
     assert list(tmp_path.iterdir()) == [file]
