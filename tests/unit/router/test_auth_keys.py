@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from common.api_key import ApiKey
 from common.config.api_keys import read_api_keys
+from common.errors import ConfigError
 from common.observability.logs import Log
 from router import auth_keys
 from router.auth_keys import KeyFile, KeyRing
@@ -84,6 +86,23 @@ async def test_a_file_that_is_gone_or_open_to_others_keeps_the_keys(
     watched.path.chmod(0o644)
     await eventually(lambda: "cannot be read again" in caplog.text)
     assert watched.knows("a", "b")
+
+
+async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has not changed since; a key that was revoked in it must not stay valid."""
+    failures = [ConfigError("security.api_keys", "too many open files")] * 3
+
+    def read(path: Path) -> tuple[ApiKey, ...]:
+        if failures:
+            raise failures.pop()
+        return read_api_keys(path)
+
+    watched.file._read = read
+    watched.write("b")
+    await eventually(lambda: watched.knows("b"))
+    assert caplog.text.count("cannot be read again") == 1
 
 
 async def test_asked_it_reads_at_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
