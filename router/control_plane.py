@@ -27,6 +27,7 @@ from common.messages.router_inbox import (
     codec,
 )
 from common.messages.wire import encode
+from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 from router.dispatcher import Dispatcher
 from router.node_registry import Node, NodeRegistry
@@ -87,6 +88,7 @@ class ControlPlane:
         self._look_due = False
         self._postponed = 0
         self._unreachable: set[str] = set()  # incarnations that the last probe did not reach
+        self._refused_nodes = BoundedLog(log, "refused a node")
         self.refused_messages = 0
         self.address = self._socket.address
         self._local = self.address.startswith("ipc://")  # such a connection ends with its process alone
@@ -234,7 +236,9 @@ class ControlPlane:
             Registered(router_incarnation=self._incarnation) if refusal is None else Rejected(reason=refusal)
         )
         if refusal is not None:
-            self._log.error("refused a node", peer=message.node.name, reason=refusal)
+            self._refused_nodes.warning(message.node.name, refusal)
+        else:
+            self._socket.vouch_for(speaker.routing_id)
         self._socket.send(speaker.routing_id, encode(answer))
 
     def _on_disconnect(self) -> None:
@@ -288,6 +292,7 @@ class ControlPlane:
             try:
                 self._on_readable()
                 self._socket.flush_log()
+                self._refused_nodes.flush()
                 self._registry.sweep(late)
             except Exception:  # a defect must not end the watch over all nodes
                 self._log.exception("looking after the nodes failed; trying again")

@@ -181,6 +181,10 @@ class RouterSocket(Channel):
         session = self._sessions.get(peer)
         return session is not None and self._send_frame(peer, session.probe(self._clock()))
 
+    def vouch_for(self, peer: bytes) -> None:
+        """The peer is known: strangers, however many they are, do not make its session be forgotten."""
+        self._sessions.vouch_for(peer)
+
     def forget(self, peer: bytes) -> None:
         """The peer is gone for good: drop what waits for it."""
         self._sessions.forget(peer)

@@ -1,7 +1,11 @@
-"""The sessions of a listening socket, by peer. The table is bounded: the longest silent peer leaves first."""
+"""The sessions of a listening socket, by peer. The table is bounded: the longest silent peer leaves first.
+
+Peers that the owner vouches for stay: a flood of strangers cannot push them out. Making room takes constant time.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from common.errors import ProtocolError
@@ -19,7 +23,8 @@ class Sessions:
         self._send = send
         self._max_frames = max_frames
         self._max_bytes = max_bytes
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # the longest silent first
+        self._vouched: set[bytes] = set()
         self._active: set[bytes] = set()  # those that `tend` looks at
         self.damaged = 0
 
@@ -36,9 +41,15 @@ class Sessions:
         """Something of this peer waits for time to pass."""
         self._active.add(peer)
 
+    def vouch_for(self, peer: bytes) -> None:
+        """The owner knows this peer: its session is kept until `forget`, or until the peer opens another."""
+        if peer in self._sessions:
+            self._vouched.add(peer)
+
     def forget(self, peer: bytes) -> None:
         """Drop what is not acknowledged. A peer that lives is told of it by the answer to its next frame."""
         self._sessions.pop(peer, None)
+        self._vouched.discard(peer)
         self._active.discard(peer)
 
     def receive(self, peer: bytes, header: bytes, payload: bytes, now: float) -> bytes | None:
@@ -55,6 +66,8 @@ class Sessions:
                     self._send(peer, frame(Kind.RESET, head.epoch, 0, 0))
                 return None
             session = self._open(peer, head.epoch, now)
+        else:
+            self._sessions.move_to_end(peer)
         delivered = session.receive(head, payload, now)
         self._active.add(peer)
         return delivered
@@ -74,7 +87,15 @@ class Sessions:
     def _open(self, peer: bytes, epoch: int, now: float) -> Session:
         self.forget(peer)
         if len(self._sessions) >= MAX_SESSIONS:
-            self.forget(min(self._sessions, key=lambda each: self._sessions[each].heard_at))
+            self._make_room()
         session = Session(epoch, False, self._max_frames, self._max_bytes, now)
         self._sessions[peer] = session
         return session
+
+    def _make_room(self) -> None:
+        for _ in range(len(self._vouched) + 1):
+            peer = next(iter(self._sessions))
+            if peer not in self._vouched:
+                self.forget(peer)
+                return
+            self._sessions.move_to_end(peer)  # not looked at again soon
