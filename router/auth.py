@@ -35,9 +35,8 @@ _quota_key: web.RequestKey[Quota] = web.RequestKey("quota", Quota)
 class Gate(Protocol):
     """Decides about each request of one listener."""
 
-    @property
-    def anonymous(self) -> View:
-        """What a probe, of whom nothing is known, is shown."""
+    def probe_view(self, request: web.Request) -> View:
+        """What a probe, which needs no key, is shown."""
         ...
 
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
@@ -50,8 +49,16 @@ class OpenGate:
 
     def __init__(self, hosts: HostRule, view: View, open_metrics: bool) -> None:
         self._hosts = hosts
-        self._view = self.anonymous = view
+        self._view = view
         self._open_metrics = open_metrics
+
+    def probe_view(self, request: web.Request) -> View:
+        """Probes come under any name, and so do pages of other origins: these learn nothing of the nodes."""
+        try:
+            self._hosts.check(request)
+        except Forbidden:
+            return View.SERVICE
+        return self._view
 
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
         self._hosts.check(request)
@@ -63,8 +70,6 @@ class OpenGate:
 class KeyGate:
     """`scope`: what every request needs on an admin listener; None: reading needs any key, all else `inference`."""
 
-    anonymous = View.SERVICE
-
     def __init__(
         self, ring: KeyRing, quotas: Quotas, scope: Scope | None, shared_cache: bool, open_metrics: bool
     ) -> None:
@@ -73,6 +78,9 @@ class KeyGate:
         self._scope = scope
         self._shared_cache = shared_cache
         self._open_metrics = open_metrics
+
+    def probe_view(self, request: web.Request) -> View:
+        return View.SERVICE
 
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
         """Reading is not limited: it costs next to nothing, and clients look at the model before they start."""
@@ -108,7 +116,8 @@ class KeyGate:
 class OwnerGate:
     """Whoever could open the socket owns the cluster."""
 
-    anonymous = View.OPERATOR
+    def probe_view(self, request: web.Request) -> View:
+        return View.OPERATOR
 
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
         return Client("admin-socket", View.OPERATOR), UNLIMITED
@@ -135,7 +144,7 @@ class Entrance:
             if answer is not None:
                 return answer
             if _route(request) in PROBES:
-                request[client_key] = Client(address_of(request), self._gate.anonymous)
+                request[client_key] = Client(address_of(request), self._gate.probe_view(request))
                 return await handler(request)
             try:
                 client, admission = self._gate.enter(request)

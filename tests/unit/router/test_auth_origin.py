@@ -152,3 +152,13 @@ async def test_no_cors_by_default(rig: Rig) -> None:
     assert status == 403
     assert json.loads(answer.split("\r\n\r\n")[1])["error"]["code"] == "permission_denied"
     assert "access-control" not in answer.split("\r\n\r\n")[0].lower()
+
+
+async def test_probes_tell_pages_of_others_nothing_of_the_nodes(serve: Serve) -> None:
+    """A page can come under a name of its own that it has bound to 127.0.0.1."""
+    rig = await serve(gate=open_gate())
+    rig.missing = [{"name": "decode-1", "role": "decode"}]
+    for header in ("Host: evil.example.com", f"Host: 127.0.0.1\r\nOrigin: {PAGE}"):
+        status, answer = await ask(rig, header, path="/ready")
+        assert (status, "decode-1" in answer) == (200, False)
+    assert "decode-1" in (await ask(rig, "Host: 127.0.0.1", path="/ready"))[1]
