@@ -114,7 +114,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait here."""
+        """Number of requests that wait."""
         return len(self._queue)
 
     @asynccontextmanager
@@ -141,7 +141,7 @@ class Admission:
             self._open_gates()
 
     def open_all(self) -> None:
-        """The router shuts down: nobody waits any more."""
+        """Let everybody in, because the router shuts down and each request is to end with its own error."""
         while (head := self._queue.head()) is not None:
             self._open(head)
 

@@ -23,16 +23,15 @@ class Attempt:
     emitted: int = 0  # tokens that the request had said before
     next_offset: int = 0
     pending: list[OutputToken] = field(default_factory=list)  # in order, not given to the client yet
-    early: dict[int, TokenRun] = field(
-        default_factory=dict
-    )  # offset -> run that waits for the ones before it
+    # offset -> run that waits for the ones before it
+    early: dict[int, TokenRun] = field(default_factory=dict)
     finish_reason: str | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
     prefill_over: bool = False  # pages handed over, or the leg failed: nothing to abort there
     decode_over: bool = False
     transferred: bool = False  # the prefill node has handed the pages over
-    blamed: set[str] = field(default_factory=set)  # incarnations that another attempt had better avoid
+    blamed: set[str] = field(default_factory=set)  # incarnations that another attempt should avoid
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

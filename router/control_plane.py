@@ -91,7 +91,7 @@ class ControlPlane:
         self._refused_nodes = BoundedLog(log, "refused a node")
         self.refused_messages = 0
         self.address = self._socket.address
-        self._local = self.address.startswith("ipc://")  # such a connection ends with its process alone
+        self._local = self.address.startswith("ipc://")  # such a connection ends only with its process
 
     def start(self, registry: NodeRegistry, dispatcher: Dispatcher) -> None:
         """Begin to listen, on the running event loop."""
@@ -199,9 +199,8 @@ class ControlPlane:
                 attempt.prefill_over = True
                 attempt.prefill.rooms.pop(message.room, None)
                 self._dispatcher.transferred(attempt, message.stages)
-            self._dispatcher.timelines.anchor(
-                message.room, identity, message.stages
-            )  # also behind the last token
+            # also after the last token
+            self._dispatcher.timelines.anchor(message.room, identity, message.stages)
         elif isinstance(message, Failed):
             self._on_failed(identity, message)
         elif isinstance(message, Register):

@@ -1,6 +1,6 @@
 """Who is next among requests that wait: fair shares between clients, and for each client the shortest first, ageing.
 
-A client that has been given little is served before one that has been given much, whatever it sends. Among the requests
+A client that has had few tokens served goes before one that has had many, whatever it sends. Among the requests
 of one client the cheapest goes first, but every second of waiting counts as AGEING_TOKENS: nobody waits for ever.
 """
 
@@ -25,9 +25,8 @@ class Waiting:
 
 @dataclass(slots=True)
 class _Client:
-    given: float = (
-        0.0  # tokens that were given to it, at least the least of those who were there when it came
-    )
+    # tokens that were served, counted from the least of the clients that were there when it came
+    given: float = 0.0
     present: int = 0  # requests that wait or were let in
     waiting: int = 0  # tokens of those that wait
     heap: list[tuple[float, int, Waiting]] = field(default_factory=list)
@@ -62,7 +61,7 @@ class FairQueue:
         return client.waiting + sum(int(min(each.waiting, max(turn - each.given, 0))) for each in others)
 
     def head(self) -> Waiting | None:
-        """Whose turn it is."""
+        """Return the request whose turn it is; None: nobody waits."""
         while self._waiting:
             client = min(
                 (each for each in self._clients.values() if each.heap),
@@ -75,24 +74,24 @@ class FairQueue:
         return None
 
     def take(self, waiting: Waiting) -> None:
-        """`waiting`, which is the head, is let in."""
+        """Let in `waiting`, which is the head."""
         client = self._clients[waiting.client]
         heapq.heappop(client.heap)
         client.given += waiting.cost
         self._count_out(waiting)
 
     def let_in(self, client: str, cost: int) -> None:
-        """A request that had not to wait."""
+        """Count a request that did not have to wait."""
         self._enter(client).given += cost
 
     def withdraw(self, waiting: Waiting) -> None:
-        """It waits no more."""
+        """Remove a request whose client has left or whose wait is over."""
         waiting.withdrawn = True
         self._count_out(waiting)
         self.leave(waiting.client)
 
     def leave(self, client: str) -> None:
-        """A request that was let in has ended."""
+        """Count the end of a request that was let in."""
         found = self._clients[client]
         found.present -= 1
         if not found.present:
