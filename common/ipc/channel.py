@@ -123,7 +123,7 @@ class RouterSocket(Channel):
         Raises ConfigError when the address cannot be bound, or another process serves it.
         """
         super().__init__(context, zmq.ROUTER)
-        self.more = False  # the latest `drain` ended at its bound
+        self.more = False  # the latest `drain` read something
         self._bound_file: Path | None = None
         self._sessions = Sessions(self._send_frame, HIGH_WATER_MARK, queued_bytes)
         try:
@@ -192,12 +192,13 @@ class RouterSocket(Channel):
     def drain(self, most: int = DRAIN_LIMIT) -> list[tuple[bytes, bytes]]:
         """(routing id, message) of at most `most` frames that have arrived; bad ones are counted and dropped.
 
-        `more` says whether there may be more.
+        `more` says whether there may be more: also after a short read, since what is sent before the loop waits again
+        may take in the edge of the descriptor that announces the next frame.
         """
         now = self._clock()
         self._sessions.tend(now)
         received = self._filter.receive(most)
-        self.more = len(received) == most
+        self.more = bool(received)
         messages: list[tuple[bytes, bytes]] = []
         for peer, *parts in received:
             if len(parts) == 1:

@@ -15,6 +15,9 @@ in a row from the peer, and a digest of header and payload; a frame whose digest
 
 Nothing is sent again because time has passed: only small probes are. A peer whose loop is busy for seconds costs a few
 probes, not its prompts twice.
+
+What the connecting side sends before the listening side has answered may reach two processes: one that ends without
+an answer, and its successor. It must do no harm there: a registration, a greeting, and what names an incarnation.
 """
 
 from __future__ import annotations
@@ -111,7 +114,7 @@ class Session:
         self._owed = 0  # frames received since the last acknowledgement
         self._owed_bytes = 0
         self._owed_since = 0.0
-        self._answers: list[int] = []
+        self._answer: int | None = None  # highest number that an ACK is owed for
         self._reported: tuple[int, float] = (0, -1e9)  # a gap after this number, and when it was reported
         self._resend = False
         self._probe_after = PROBE_SECONDS
@@ -120,7 +123,8 @@ class Session:
     @property
     def idle(self) -> bool:
         """Nothing waits for time to pass."""
-        return not (self._kept or self._owed or self._answers or self._resend) and self.established
+        waits = self._kept or self._owed or self._resend or self._answer is not None
+        return self.established and not waits
 
     def keep(self, payload: bytes, now: float) -> Frame | None:
         """The next DATA frame, kept until it is acknowledged; None while too much waits."""
@@ -150,7 +154,7 @@ class Session:
         if header.kind is Kind.DATA:
             return self._arrived(header.number, payload, now)
         if header.kind in (Kind.PROBE, Kind.OPEN):
-            self._answers.append(header.number)
+            self._owe_answer(header.number)
         elif header.kind is Kind.ACK and header.number and self._kept:
             self._resend = self._resend or self._kept[0].number <= header.number
         return None
@@ -168,9 +172,9 @@ class Session:
             self.sent_again += len(self._kept)
             frames += [self._data(kept) for kept in self._kept]
             self._wait_for_answer(now)
-        if self._answers:
-            frames += [self._ack(number) for number in self._answers]
-            self._answers = []
+        if self._answer is not None:
+            frames.append(self._ack(self._answer))
+            self._answer = None
         elif self._owed and (
             self._owed >= ACK_FRAMES or self._owed_bytes >= ACK_BYTES or now - self._owed_since >= ACK_SECONDS
         ):
@@ -206,8 +210,12 @@ class Session:
         if after != self._received or now - at >= GAP_SECONDS:
             self.gaps += 1
             self._reported = (self._received, now)
-            self._answers.append(number)
+            self._owe_answer(number)
         return None
+
+    def _owe_answer(self, number: int) -> None:
+        """One ACK answers all that was asked up to `number`; several would repeat what was lost several times."""
+        self._answer = max(number, self._answer or 0)
 
     def _acknowledge(self, number: int, now: float) -> None:
         progress = False

@@ -171,6 +171,23 @@ def test_a_gap_is_reported_once() -> None:
     assert GAP_SECONDS > 0
 
 
+def test_all_probes_of_a_silence_have_one_answer() -> None:
+    """Each answer that names a gap has everything that is kept sent again."""
+    link = Link()
+    link.settle()
+    link.say(b"lost")
+    link.there.clear()
+    for _ in range(10):
+        link.clock.now += MAX_PROBE_SECONDS
+        link.there.extend(link.dealer.due(link.clock()))
+    assert len(link.there) == 10
+    link.turn()
+    assert [read_header(*each).kind for each in link.back] == [Kind.ACK]
+    link.settle()
+    assert link.at_router == [b"lost"]
+    assert link.dealer.sent_again == 1
+
+
 def test_acknowledgements_are_few() -> None:
     """Frames the other way carry them; a stream one way costs one for many."""
     link = Link()

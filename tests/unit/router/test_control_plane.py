@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import select
 import time
 from contextlib import closing
 from types import SimpleNamespace
@@ -21,7 +22,16 @@ from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad, routing_id
 from common.messages.image_inbox import LINK
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Rejected
-from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone, TokenRun, Tokens
+from common.messages.router_inbox import (
+    Failed,
+    FirstToken,
+    Goodbye,
+    Heartbeat,
+    PrefillDone,
+    RouterMessage,
+    TokenRun,
+    Tokens,
+)
 from common.messages.wire import encode
 from router import control_plane
 from router.generation import GenerationRequest, PromptImage
@@ -85,6 +95,28 @@ async def test_heartbeats_are_echoed_and_an_unknown_node_is_told_so() -> None:
         known = rig.registry.get(node.ref.incarnation)
         assert known is not None
         assert known.load.running == 3
+
+
+async def test_what_arrives_while_an_answer_is_sent_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sending takes in the edge of ZMQ's descriptor: no later look at the clock may be needed to find the message."""
+    monkeypatch.setattr(control_plane, "SWEEP_INTERVAL", 3600.0)
+    async with router_rig() as rig:
+        first, second = await rig.pair()
+        handle, spoke = rig.control._on_message, False
+
+        def interrupted(speaker: control_plane.Speaker, message: RouterMessage, nbytes: int) -> None:
+            nonlocal spoke
+            if isinstance(message, Heartbeat) and not spoke:
+                spoke = True
+                second.beat()
+                assert select.select([rig.control._socket.fileno()], [], [], PATIENCE)[0]
+                time.sleep(0.01)  # ZMQ looks at its commands once in a millisecond, or so
+            handle(speaker, message, nbytes)
+
+        monkeypatch.setattr(rig.control, "_on_message", interrupted)
+        first.beat()
+        assert (await first.echo()).known
+        assert (await second.echo()).known
 
 
 async def test_nobody_speaks_for_another() -> None:
