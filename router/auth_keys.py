@@ -57,13 +57,18 @@ class KeyFile:
         self._log = log
         self._asked = asyncio.Event()
         self._seen = self._stamp()
+        self._failure = ""  # why it could not be read the last time
 
     def ask(self) -> None:
         """Read it again now, whether or not it looks changed."""
         self._asked.set()
 
     async def watch(self) -> None:
-        """For ever: at most one look per CHECK_SECONDS, or when asked."""
+        """For ever: at most one look per CHECK_SECONDS, or when asked.
+
+        After a failure the file is read again until that works, though it has not changed: a lack of descriptors must
+        not keep a revoked key valid. A failure that repeats is logged once.
+        """
         while True:
             try:
                 async with asyncio.timeout(CHECK_SECONDS):
@@ -71,8 +76,11 @@ class KeyFile:
             except TimeoutError:
                 pass
             stamp = self._stamp()
-            if stamp == self._seen and not self._asked.is_set():
+            asked = self._asked.is_set()
+            if stamp == self._seen and not asked and not self._failure:
                 continue
+            if asked:
+                self._failure = ""
             self._asked.clear()
             self._seen = stamp
             await self._reload()
@@ -81,8 +89,12 @@ class KeyFile:
         try:
             keys = await asyncio.to_thread(self._read, self._path)  # parsing takes a while
         except ConfigError as error:
-            self._log.error("the API keys cannot be read again; those from before hold", reason=str(error))
+            reason, before = str(error), self._failure
+            self._failure = reason
+            if reason != before:
+                self._log.error("the API keys cannot be read again; those from before hold", reason=reason)
             return
+        self._failure = ""
         self._changed(keys)
         self._log.info("read the API keys again", keys=len(keys))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -93,6 +93,7 @@ class Dispatcher:
         metrics.placement.waiting.set_function(lambda: self.admission.waiting)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
         self._active = 0
+        self._ended = asyncio.Event()
         self._ending: RequestError | None = None  # what every request ends with, once `end_all` was called
         self.timelines = Timelines()
 
@@ -156,6 +157,7 @@ class Dispatcher:
     def end_all(self, error: RequestError) -> None:
         """Every request ends with this error, which is not `retryable`; those that wait for a node, too."""
         self._ending = error
+        self._ended.set()
         self.admission.open_all()
         self.nodes_changed()
         for attempt in list(self._attempts.values()):
@@ -245,8 +247,14 @@ class Dispatcher:
                         reason=str(error),
                         pause=round(pause, 3),
                     )
-            if pause and self._ending is None:
-                await asyncio.sleep(pause)
+            if pause:
+                await self._pause(pause)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not beyond `end_all`: its error has to reach the client before the connection is closed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
 
     async def _attempt(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         """`flight.avoid` gains the nodes that are to blame if this fails."""
