@@ -260,6 +260,32 @@ def test_the_table_is_bounded_and_the_silent_leave_first(monkeypatch: pytest.Mon
     assert len(sessions) == 3
 
 
+def test_peers_that_are_vouched_for_make_room_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many strangers come, and however silent the others have been."""
+    monkeypatch.setattr("common.ipc.sessions.MAX_SESSIONS", 3)
+    sessions = Sessions(lambda peer, frame: True, 10, 10)
+
+    def opens(peer: bytes, now: float) -> None:
+        sessions.receive(peer, *session(opens=True).due(0.0)[0], now)
+
+    opens(b"node", 0.0)
+    sessions.vouch_for(b"node")
+    sessions.vouch_for(b"nobody")
+    for number in range(10):
+        opens(b"%d" % number, 1.0 + number)
+    assert sessions.get(b"node") is not None
+    assert (len(sessions), sessions.get(b"9") is not None) == (3, True)
+    sessions.forget(b"node")
+    opens(b"node", 20.0)
+    for number in range(3):
+        opens(b"%d" % number, 21.0 + number)
+    assert sessions.get(b"node") is None, "nobody vouches for it any more"
+    for peer in (b"0", b"1", b"2"):
+        sessions.vouch_for(peer)
+    opens(b"one more", 30.0)
+    assert len(sessions) == 4, "the table grows where all are vouched for"
+
+
 def test_what_waits_for_an_unreachable_peer_is_dropped_in_the_end() -> None:
     sessions = Sessions(lambda peer, frame: False, 10, 10)
     sessions.receive(b"peer", *session(opens=True).due(0.0)[0], 0.0)

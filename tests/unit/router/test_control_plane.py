@@ -33,6 +33,7 @@ from common.messages.router_inbox import (
     Tokens,
 )
 from common.messages.wire import encode
+from common.observability import bounded_log
 from router import control_plane
 from router.generation import GenerationRequest, PromptImage
 from tests.fakes.clock import Clock
@@ -65,6 +66,26 @@ async def test_refusals_are_sentences(options: dict[str, object], sentence: str)
         assert "decode-0" in answer.reason
         assert sentence in answer.reason
         assert rig.registry.count("decode") == 0
+
+
+async def test_a_flood_of_strangers_costs_no_node_and_few_log_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More sessions than the table holds, all of them opened after those of the nodes."""
+    monkeypatch.setattr("common.ipc.sessions.MAX_SESSIONS", 4)
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        for number in range(20):
+            stranger = rig.fake("decode", f"stranger-{number}")
+            del rig.expected[stranger.ref.name]
+            answer = await stranger.register()
+            assert isinstance(answer, Rejected)
+            assert "is not in the router's cluster file" in answer.reason
+        client = rig.client()
+        await legs(prefill, decode)
+        assert (prefill._dealer.resets, decode._dealer.resets) == (0, 0), "the router has forgotten no node"
+        await client.leave()
+    assert [each.message for each in caplog.records].count("refused a node") == bounded_log.FIRST
 
 
 async def test_a_new_process_takes_over_a_name() -> None:
