@@ -234,9 +234,8 @@ class Dispatcher:
                     raise
                 if retries.repeated and not self._budget.take():
                     self._metrics.placement.over_budget.inc()
-                    raise Unavailable(
-                        f"too many requests fail again and again; the last failure: {error}"
-                    ) from error
+                    reason = f"too many requests fail again and again; the last failure: {error}"
+                    raise Unavailable(reason) from error
                 self._metrics.retries.labels(error.code).inc()
                 if not isinstance(error, Overloaded):
                     self._log.warning(
