@@ -71,7 +71,7 @@ class RunningCluster:
         tcp = self.config.get("transfer", {}).get("transport") == "tcp"
         base: dict[str, Any] = {
             "model": {"path": str(MODEL), "served_name": "tiny"},
-            "router": {"port": self.port},
+            "router": {"port": self.port, "queue_wait": 600.0},
             "prefill": {"nodes": [self._prefill_node(i, tcp) for i in range(self.prefill)]},
             "decode": {"nodes": [{"name": f"decode-{i}"} for i in range(self.decode)]},
             "health": {**PATIENT},

@@ -32,6 +32,7 @@ from tests.fakes.draft_models import CONFIGS, DraftModel, Observed, drafter, tin
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
+from tests.fakes.waiting import until
 
 TOKENS = 5  # rows of an image with a number below 100, all in a line
 GRIDS = ((2, 3), (4, 1), (3, 3), (1, 6))  # of those with larger ones, in turn
@@ -104,6 +105,7 @@ class TinyVision:
         address = f"inproc://images-{len(self.sockets)}"
         socket = RouterSocket(context, address)
         dealer = Dealer(context, address, b"p/images")
+        until(lambda: socket.drain() or socket.reachable(b"p/images"))
         cache = RowCache(self.cache_bytes)
         intake = ImageIntake(dealer, read, cache, Log("images"))
         part = TinyPart()

@@ -138,7 +138,11 @@ def test_draft_prefill_replay_sees_live_hidden() -> None:
     assert not torch.equal(states[0].hidden, states[1].hidden)
     assert same(states[0], states[2])
     short = rig.batch([0], [3])  # padding follows where the longer prompt's hidden states were
-    assert same(rig.graphed(short, rig.hidden(short, 5)), rig.eager.extend(short, rig.hidden(short, 5)))
+    graphed, eager = rig.graphed(short, rig.hidden(short, 5)), rig.eager.extend(short, rig.hidden(short, 5))
+    assert torch.equal(graphed.ids, eager.ids)
+    # a product of padded rows may round otherwise: some CPUs take another kernel for three rows than for eight
+    torch.testing.assert_close(graphed.hidden, eager.hidden, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(graphed.probs, eager.probs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [8, 49])

@@ -28,6 +28,8 @@ def test_together_in_one_batch(completion: type[Completion]) -> None:
         calls += [submit(cluster, name, 5, 4) for name in CASES]
         calls += [cluster.submit(prompt_of(9), 20), cluster.submit(prompt_of(9), 20, temperature=0.9, seed=3)]
         cluster.run()
+        calls.append(cluster.submit(prompt_of(9), 20, temperature=0.9, seed=3))
+        cluster.run()
         expect_reference(*calls)
         cluster.settle()
         counters = cluster.decode.step._decode.graphs.counters  # type: ignore[attr-defined]

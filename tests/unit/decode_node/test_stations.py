@@ -140,7 +140,7 @@ def _company(cluster: NodeCluster, name: str, station: _Station) -> list[Call]:
     if name == "prompt waits for pages":
         return [cluster.submit(prompt_of(26, n), 3, deadline=forever) for n in range(station.before)]
     if name == "reservation waits for pages":
-        return [cluster.submit(prompt_of(36, n), 20, deadline=forever) for n in range(station.before)]
+        return [cluster.submit(prompt_of(LONG, n), 20, deadline=forever) for n in range(station.before)]
     if name == "arrived":
         calls = [cluster.submit(prompt_of(5, n), 30, deadline=forever) for n in range(station.before)]
         cluster.run(until=lambda: all(len(call.output) > 1 for call in calls))

@@ -30,6 +30,7 @@ class Rig:
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.router = RouterSocket(self.context, "inproc://images")
         dealer = Dealer(self.context, "inproc://images", b"p/images", received=4)
+        until(lambda: self.router.drain() or self.router.reachable(b"p/images"))
         self.cache = RowCache(cache_bytes)
         self.intake = ImageIntake(dealer, decode, self.cache, Log("test"))
 

@@ -165,7 +165,7 @@ def test_graphs_draft_what_eager_steps_draft(
     shape = shape_of(name, 3, seen, buckets, completion=completion)
     with NodeCluster(shape) as cluster:
         calls = [
-            cluster.submit(prompt_of(n, 2), 4 + 6 * index) for index, n in enumerate((1, 2, 5, 17, 30, 9))
+            cluster.submit(prompt_of(n, 2), 6 + 9 * index) for index, n in enumerate((1, 2, 5, 17, 30, 9))
         ]
         cluster.run()
         expect_reference(*calls)
