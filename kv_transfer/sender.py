@@ -84,7 +84,7 @@ class Sender:
         self._aborted: ExpiringMap[int, Abort] = ExpiringMap(limits.early_slots, limits.early_ttl, clock)
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
         self._peers = PeerTable(endpoint, limits, self._retired)
-        self.signs = SenderSigns(self._rooms, self._say, clock)
+        self.signs = SenderSigns(self._rooms, self._peers.all, self._say, clock)
 
     @property
     def active(self) -> int:

@@ -48,18 +48,22 @@ class SenderSigns(_Signs):
     def __init__(
         self,
         rooms: Mapping[int, Outbound],
+        peers: Callable[[], Iterable[Peer]],
         say: Callable[[bytes, Working], None],
         clock: Callable[[], float],
     ) -> None:
-        """`rooms`: those of the sender, looked at anew each time."""
+        """`rooms` and `peers`: those of the sender, looked at anew each time."""
         super().__init__(clock)
         self._rooms = rooms
+        self._peers = peers
         self._say = say
 
     def announce(self, seconds: float) -> None:
         """The node's loop may be busy for so long from now on: decode nodes must not take it for a loss."""
         if self._must_tell(seconds):
-            self._tell()
+            # Every peer has to know: rooms that are new, or whose slots come meanwhile, wait for this work, too.
+            for peer in self._peers():
+                self._say(peer.identity, Working((), self._busy_ms))
 
     def tell(self) -> None:
         """Call in every poll."""

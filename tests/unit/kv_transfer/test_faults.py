@@ -625,6 +625,17 @@ def test_a_busy_prefill_node_says_so_first() -> None:
     assert {type(event) for event in rig.decode.poll()} >= {Failed}
 
 
+def test_long_work_is_announced_for_rooms_that_are_new_or_come_meanwhile() -> None:
+    """A prompt is computed at once, often before its slots have come: no sign named its room yet."""
+    rig = Rig()
+    rig.begin(1)
+    rig.sender.signs.announce(5 * LIMITS.first_page_timeout)
+    rig.decode.pump()
+    rig.receiver.open(2, rig.prefill.incarnation, [7], 0)
+    rig.clock.now += 5 * LIMITS.first_page_timeout - 1
+    assert rig.decode.poll() == []
+
+
 def test_requests_that_wait_for_pages_over_there_are_not_lost() -> None:
     rig = Rig()
     rig.begin(9)
