@@ -43,7 +43,7 @@ class _Signs:
 
 
 class SenderSigns(_Signs):
-    """Of a prefill node."""
+    """The signs that a prefill node gives and hears."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class SenderSigns(_Signs):
 
 
 class ReceiverSigns(_Signs):
-    """Of a decode node."""
+    """The signs that a decode node gives and hears."""
 
     def __init__(
         self,

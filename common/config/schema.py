@@ -254,7 +254,7 @@ class Health(Section, frozen=True, kw_only=True):
 
 
 class Security(Section, frozen=True, kw_only=True):
-    """Who may use the API, and who may speak on the links between processes."""
+    """States who may use the API, and who may speak on the links between processes."""
 
     api_keys: str | None = None  # file of the hashed API keys, see deploy/api_key; None: clients need no key
     share_prefix_cache: bool = (

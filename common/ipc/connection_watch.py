@@ -9,7 +9,7 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class ConnectionWatch:
-    """Of one socket that has not connected yet. Connections within the process (inproc) count as always there."""
+    """Watches one socket that has not connected yet. Connections within the process (inproc) count as always there."""
 
     def __init__(self, watched: zmq.Socket[bytes], address: str, now: float) -> None:
         self._watched = watched

@@ -25,7 +25,7 @@ def name_in(routing_id: bytes) -> str:
 
 
 class Gate:
-    """Of one listening socket with keys."""
+    """Checks the messages of one listening socket with keys."""
 
     def __init__(self, allowed: AllowList) -> None:
         self._allowed = allowed

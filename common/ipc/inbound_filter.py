@@ -23,7 +23,7 @@ MADE_UP = b"\0"
 
 
 class InboundFilter:
-    """Of one ROUTER socket, which is not bound yet. Single-threaded, as the socket is."""
+    """Reads one ROUTER socket, which is not bound yet. Single-threaded, as the socket is."""
 
     def __init__(self, router: zmq.Socket[bytes], gate: Gate | None) -> None:
         """`gate`: of a socket with keys."""

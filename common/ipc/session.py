@@ -55,7 +55,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Of a frame whose digest was right."""
+    """The header of a frame whose digest was right."""
 
     kind: Kind
     epoch: int

@@ -6,7 +6,7 @@ MOST_PATIENCE = 8  # times the bound, for a peer that stays silent over new conn
 
 
 class SilenceWatch:
-    """Of one connection. Any frame from the peer is an answer to all that was asked before."""
+    """Watches one connection. Any frame from the peer is an answer to all that was asked before."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
