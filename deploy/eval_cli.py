@@ -27,11 +27,11 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from deploy.models.prompts import SHOT_END, chat_messages, few_shot_prompt
-from deploy.models.vision.questions import Question, questions
-from deploy.models.vision.questions import is_right as is_right_about
-from deploy.models.vision.scenes import Pixels
-from deploy.models.word_problems import Problem, exam, is_right
+from deploy.tiny_models.prompts import SHOT_END, chat_messages, few_shot_prompt
+from deploy.tiny_models.vision.questions import Question, questions
+from deploy.tiny_models.vision.questions import is_right as is_right_about
+from deploy.tiny_models.vision.scenes import Pixels
+from deploy.tiny_models.word_problems import Problem, exam, is_right
 
 Mode = Literal["chat", "completions"]
 

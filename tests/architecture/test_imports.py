@@ -34,7 +34,7 @@ ALLOWED = {
     "deploy": {"control", "kv_transfer"},
 }
 # Trains the tiny models: the only part of deploy that computes, so it may use the engine (never a node).
-MODEL_MAKERS = "deploy.models"
+MODEL_MAKERS = "deploy.tiny_models"
 
 
 def _area(name: str) -> str:
@@ -161,7 +161,7 @@ def _may_hide(module: Module, each: Import) -> bool:
     top, _, rest = module.name.partition(".")
     if rest == "__main__":
         return each.target in (f"{top}.build.build", f"{top}.app.run")
-    return module.name == "deploy.models.train_target" and each.target.startswith("deploy.models.")
+    return module.name == "deploy.tiny_models.train_target" and each.target.startswith("deploy.tiny_models.")
 
 
 def test_no_import_is_hidden_in_a_function() -> None:

@@ -38,7 +38,7 @@ DANGEROUS_METHODS = {
     *("send_object_list", "recv_object_list"),
 }
 # Training of the shipped models reads no input from outside: its workers are its own forks.
-TRAINING = "deploy/models/"
+TRAINING = "deploy/tiny_models/"
 OWN_WORKERS = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor"}
 # The one loader of cluster files: yaml.load with a SafeLoader subclass that also refuses duplicate keys.
 YAML_LOADER = "common/config/yaml_file.py"
@@ -278,7 +278,7 @@ def test_the_wall_clock_is_for_people() -> None:
         "router/template_sandbox.py",  # the date, which a chat template may ask for
     }
     wall = re.compile(r"\btime\.(time|time_ns|localtime)\(|\bdatetime\.(now|utcnow|today)\(|\bdate\.today\(")
-    cards = "deploy/models/"  # say when they were made
+    cards = "deploy/tiny_models/"  # say when they were made
     used = {module.place for module in MODULES if wall.search(module.text)}
     used = {place for place in used if not place.startswith(cards)}
     assert used == shown

@@ -1,7 +1,7 @@
 """An engine without processes: a target, its draft head, their pools, a prefill step and a decode step, as nodes have.
 
 Prompts are prefilled and decoded in one KV pool; nothing is transferred. A model comes from directories, or is
-constructed on the device (deploy/models/constructed.py), which takes seconds where reading 16 GB takes a minute.
+constructed on the device (deploy/tiny_models/constructed.py), which takes seconds where reading 16 GB takes a minute.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from common.observability.logs import Log
 from decode_node import build
 from decode_node.request import DecodeRequest
 from decode_node.step import DecodeStep
-from deploy.models.constructed import tensors
-from deploy.models.constructed_head import Drafting, head_config, head_tensors
-from deploy.models.constructed_shape import SPECIAL, Shape
+from deploy.tiny_models.constructed import tensors
+from deploy.tiny_models.constructed_head import Drafting, head_config, head_tensors
+from deploy.tiny_models.constructed_shape import SPECIAL, Shape
 from prefill_node.draft import EaglePrefill, NoDraft, PrefillDraft
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import plan_chunks

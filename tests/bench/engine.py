@@ -49,8 +49,8 @@ from common.model_config import ModelConfig
 from common.observability.logs import Log
 from decode_node.request import DecodeRequest
 from decode_node.step import AutoregressiveStep
-from deploy.models.constructed import tensors
-from deploy.models.constructed_shape import Shape
+from deploy.tiny_models.constructed import tensors
+from deploy.tiny_models.constructed_shape import Shape
 from prefill_node.draft import NoDraft
 from prefill_node.images import PromptImage
 from prefill_node.request import PrefillRequest

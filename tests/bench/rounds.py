@@ -24,8 +24,8 @@ import torch
 from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep
 from decode_node.step import DecodeStep, LaunchedStep
-from deploy.models.constructed_head import Drafting
-from deploy.models.constructed_shape import Shape
+from deploy.tiny_models.constructed_head import Drafting
+from deploy.tiny_models.constructed_shape import Shape
 from tests.bench.drafted_engine import Engine, Pair, constructed, loaded, random_prompts
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, matmul_rate

@@ -20,7 +20,7 @@ import aiohttp
 import numpy as np
 
 from deploy.eval_cli import picture_body
-from deploy.models.vision.questions import Question, questions
+from deploy.tiny_models.vision.questions import Question, questions
 
 
 async def first_token_ms(session: aiohttp.ClientSession, body: dict[str, Any]) -> float:

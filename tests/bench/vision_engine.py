@@ -31,7 +31,7 @@ from common.llava_config import LlavaVision
 from common.messages.generation import ImageSpan
 from common.observability.logs import Log
 from common.qwen_vl_config import CLIP_MEAN, CLIP_STD, QwenVision
-from deploy.models.constructed_shape import Shape
+from deploy.tiny_models.constructed_shape import Shape
 from prefill_node.images import PromptImage, RowCache
 from prefill_node.vision import VisionEmbeds
 from tests.bench.engine import PAGE, WARM_UP, PrefillSteps, constructed_runner

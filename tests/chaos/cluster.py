@@ -20,7 +20,7 @@ from tests.chaos.proxy import Link
 from tests.chaos.timeline import Timeline
 from tests.cluster.harness import ENV, ROOT, RunningCluster
 
-MODELS = ROOT / "deploy" / "models"
+MODELS = ROOT / "deploy" / "tiny_models"
 POLL_SECONDS = 0.1
 PEER_PORT = 20_000
 BULK_PORT = 21_000

@@ -10,8 +10,8 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM
 
-from deploy.models.prompts import few_shot_prompt
-from deploy.models.word_problems import take
+from deploy.tiny_models.prompts import few_shot_prompt
+from deploy.tiny_models.word_problems import take
 from router.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, RunningCluster
 

@@ -24,7 +24,7 @@ import yaml
 from tests.fakes.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "deploy" / "models" / "tiny-target"
+MODEL = ROOT / "deploy" / "tiny_models" / "tiny-target"
 START_TIMEOUT = 600.0
 PATIENT = {
     "node_timeout": 600.0,

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from deploy.models.word_problems import take
+from deploy.tiny_models.word_problems import take
 from tests.cluster.harness import ENV, ROOT, Client, RunningCluster
 from tests.fakes.waiting import PATIENCE
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from deploy.eval_cli import picture_body
-from deploy.models.vision.questions import questions
-from deploy.models.word_problems import take
+from deploy.tiny_models.vision.questions import questions
+from deploy.tiny_models.word_problems import take
 from tests.cluster.continuation import Case, ask, expect_equal
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.fakes.waiting import PATIENCE

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.models.word_problems import take
+from deploy.tiny_models.word_problems import take
 from tests.cluster.harness import MODEL, Client, RunningCluster
 
 pytestmark = pytest.mark.timeout(900)

@@ -9,10 +9,10 @@ import pytest
 import tokenizers
 import torch
 
-from deploy.models.drafts import files, measure, oracle
-from deploy.models.drafts.features import load_target
-from deploy.models.prompts import few_shot_prompt
-from deploy.models.word_problems import take
+from deploy.tiny_models.drafts import files, measure, oracle
+from deploy.tiny_models.drafts.features import load_target
+from deploy.tiny_models.prompts import few_shot_prompt
+from deploy.tiny_models.word_problems import take
 from tests.cluster.conftest import Reference
 from tests.cluster.graph_metrics import graph_series, replay_share
 from tests.cluster.harness import MODEL, Client, RunningCluster
@@ -172,7 +172,7 @@ async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, 
 
 async def test_mtp_accepts_what_the_oracle_says(reference: Reference, tmp_path: Path) -> None:
     """H4: the cut costs no draft. As many rounds, and as many accepted drafts, as the trained modules have over the
-    whole text in plain torch (deploy/models/drafts/oracle.py)."""
+    whole text in plain torch (deploy/tiny_models/drafts/oracle.py)."""
     steps, said = 3, 24
     prompts = few_shot_prompts(4)
     _, head = files.load_head(MODELS / "tiny-mtp")

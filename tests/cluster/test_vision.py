@@ -18,10 +18,10 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from deploy.eval_cli import data_url, picture_body
-from deploy.models.drafts import files
-from deploy.models.drafts.measure import Answered, rounds_of
-from deploy.models.vision import checkpoint, measure
-from deploy.models.vision.questions import Question, questions
+from deploy.tiny_models.drafts import files
+from deploy.tiny_models.drafts.measure import Answered, rounds_of
+from deploy.tiny_models.vision import checkpoint, measure
+from deploy.tiny_models.vision.questions import Question, questions
 from tests.cluster.harness import MODEL, Client, RunningCluster
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores

@@ -22,7 +22,7 @@ from router.tokenizer import Tokenizer
 from tests.architecture.source_tree import ROOT
 from tests.fuzz.target import Target
 
-MODELS, CLUSTERS = ROOT / "deploy" / "models", ROOT / "deploy" / "clusters"
+MODELS, CLUSTERS = ROOT / "deploy" / "tiny_models", ROOT / "deploy" / "clusters"
 DATA_BYTES = 48
 HEADER = json.dumps(
     {

@@ -23,12 +23,12 @@ stop() {
 }
 
 echo "== tiny model, bf16"
-cluster tiny "$PWD/deploy/models/tiny-target" 32768 65536 bfloat16
+cluster tiny "$PWD/deploy/tiny_models/tiny-target" 32768 65536 bfloat16
 python3 -m deploy.eval_cli http://127.0.0.1:8000 --count 200 --seed 5 --shots 0 --json "$out/eval.json" 2>&1 | tail -3
 stop tiny
 
 echo "== 8B shape, random weights"
-time timeout 120 python3 -m deploy.models.constructed /tmp/m8b --device cuda 2>&1 | tail -3
+time timeout 120 python3 -m deploy.tiny_models.constructed /tmp/m8b --device cuda 2>&1 | tail -3
 cluster m8b /tmp/m8b 131072 393216 bfloat16
 timeout 100 python3 -m tests.bench.serve http://127.0.0.1:8000 --input 512 --output 64 --concurrency 1 16 64 \
     --vocab 100000 --json "$out/serve_h200.json" 2>&1 | tail -8

@@ -10,7 +10,7 @@ timeout 150 python3 -m pytest -q tests/gpu/test_compilations.py tests/gpu/test_p
 # prompts under breakable graphs, piecewise by both compilers, and without, one after another on the same weights
 timeout 280 python3 -m tests.bench.engine --json "$out/engine-h200.json" 2>&1 | tail -60
 date
-timeout 60 python3 -m deploy.models.constructed /tmp/m8b --device cuda 2>&1 | tail -1
+timeout 60 python3 -m deploy.tiny_models.constructed /tmp/m8b --device cuda 2>&1 | tail -1
 cat >/tmp/load.yaml <<YAML
 model: {path: /tmp/m8b, served_name: m8b, dtype: bfloat16}
 prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 131072, chunk_tokens: 8192}

@@ -18,7 +18,7 @@ timeout 200 python3 -m pytest -q -x tests/gpu/test_nixl.py -o filterwarnings=def
     -p no:cacheprovider 2>&1 | tail -25
 timeout 200 python3 -m tests.bench.transfer --transports nixl cuda_ipc --tokens 64 512 8192 \
     --json "$out/transfer-nixl.json" 2>&1 | tail -20
-timeout 90 python3 -m deploy.models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
+timeout 90 python3 -m deploy.tiny_models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
 cat >/tmp/nixl.yaml <<YAML
 model: {path: /tmp/m8b, served_name: m8b, dtype: bfloat16}
 prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 131072, chunk_tokens: 8192}

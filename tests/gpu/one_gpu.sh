@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 url=http://127.0.0.1:8000
 
 date
-timeout 90 python3 -m deploy.models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
+timeout 90 python3 -m deploy.tiny_models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
 for name in plain eagle3; do
     args="--set model.path=/tmp/m8b --set process.run_dir=/tmp/run-$name"
     test $name = plain ||

@@ -26,7 +26,7 @@ look() { # ID TOKENS
 }
 
 date
-timeout 60 python3 -m deploy.models.constructed /tmp/m8b --device cuda 2>&1 | tail -3
+timeout 60 python3 -m deploy.tiny_models.constructed /tmp/m8b --device cuda 2>&1 | tail -3
 cluster m8b /tmp/m8b 131072 393216 bfloat16
 timeout 60 python3 -m tests.bench.serve $url --input 512 --output 128 --concurrency 1 4 16 64 --vocab 100000 \
     --json "$out/serve-h200.json" 2>&1 | tail -8
@@ -45,7 +45,7 @@ stop m8b
 
 for dtype in bfloat16 float32; do
     echo "== tiny model, $dtype"
-    cluster tiny "$PWD/deploy/models/tiny-target" 32768 65536 $dtype
+    cluster tiny "$PWD/deploy/tiny_models/tiny-target" 32768 65536 $dtype
     for shots in 0 8; do
         timeout 30 python3 -m deploy.eval_cli $url --count 200 --seed 5 --shots $shots 2>&1 | tail -1
     done

@@ -4,7 +4,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cluster() { # MODEL ALGORITHM DRAFT
     cat >/tmp/spec.yaml <<YAML
-model: {path: $PWD/deploy/models/$1, served_name: tiny, dtype: float32}
+model: {path: $PWD/deploy/tiny_models/$1, served_name: tiny, dtype: float32}
 prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 32768, chunk_tokens: 2048}
 decode: {nodes: [{name: decode-0, device: "cuda:0"}], pool_tokens: 65536, max_running: 32}
 speculation: {algorithm: $2$3}
@@ -24,7 +24,7 @@ for node in info["nodes"]:
     grep -h '"error"\|"warning"\|Traceback\|Error' /tmp/run-spec/logs/*.log | cut -c1-300 | tail -5
 }
 for algorithm in none ngram eagle3 eagle mtp standalone tree; do
-    draft=", draft_model_path: $PWD/deploy/models/tiny-${algorithm/tree/eagle3}"
+    draft=", draft_model_path: $PWD/deploy/tiny_models/tiny-${algorithm/tree/eagle3}"
     case "$algorithm" in none | ngram) draft="" ;; tree) draft="$draft, topk: 4, draft_tokens: 8" ;; esac
     echo "== $algorithm"
     cluster tiny-target "${algorithm/tree/eagle3}" "$draft"
@@ -32,6 +32,6 @@ for algorithm in none ngram eagle3 eagle mtp standalone tree; do
     stop
 done
 echo "== pictures"
-cluster tiny-vision eagle3 ", draft_model_path: $PWD/deploy/models/tiny-vision-eagle3"
+cluster tiny-vision eagle3 ", draft_model_path: $PWD/deploy/tiny_models/tiny-vision-eagle3"
 timeout 40 python3 -m deploy.eval_cli http://127.0.0.1:8000 --vision --count 100 --seed 5 --json "$out/vision.json" 2>&1 | tail -2
 stop

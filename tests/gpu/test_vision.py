@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(240),
 ]
-MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-vision"
+MODEL = Path(__file__).parents[2] / "deploy" / "tiny_models" / "tiny-vision"
 DEVICE = torch.device("cuda")
 
 

@@ -23,7 +23,7 @@ stop() {
 }
 
 date
-timeout 90 python3 -m deploy.models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
+timeout 90 python3 -m deploy.tiny_models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
 test -n "${SKIP_TESTS:-}" || timeout 90 python3 -m pytest -q -x tests/gpu/test_cuda_ipc.py -o filterwarnings=default \
     -o asyncio_mode=auto -p no:cacheprovider 2>&1 | tail -3
 # among others: a forward whose pages leave layer by layer against one whose pages leave behind it

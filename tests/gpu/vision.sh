@@ -12,7 +12,7 @@ done
 date
 for graphs in breakable none; do
     cat >/tmp/vision.yaml <<YAML
-model: {path: $PWD/deploy/models/tiny-vision, served_name: tiny-vision}
+model: {path: $PWD/deploy/tiny_models/tiny-vision, served_name: tiny-vision}
 prefill: {nodes: [{name: prefill-0, device: "cuda:0"}], pool_tokens: 32768, chunk_tokens: 2048, graphs: $graphs}
 decode: {nodes: [{name: decode-0, device: "cuda:0"}], pool_tokens: 65536, max_running: 32}
 process: {run_dir: /tmp/run-vision}

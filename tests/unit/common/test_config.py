@@ -509,7 +509,7 @@ def test_a_word_that_is_none_of_a_keys_is_answered_with_them(tmp_path: Path) -> 
 def test_shipped_files_load(path: Path) -> None:
     resolved = load_cluster(path, environ={})
     model = "tiny-vision" if path.stem == "local-vision" else "tiny-target"
-    assert resolved.model_path == (CLUSTERS / "../models" / model).resolve()
+    assert resolved.model_path == (CLUSTERS / "../tiny_models" / model).resolve()
     counts = len(resolved.cluster.prefill.nodes), len(resolved.cluster.decode.nodes)
     assert counts == ((2, 2) if path.stem == "2p2d" else (1, 1))
     gpus = path.stem.startswith("h200")

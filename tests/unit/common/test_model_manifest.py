@@ -21,7 +21,7 @@ from prefill_node import build as prefill_build
 from router import app as router_app
 from tests.architecture.source_tree import ROOT
 
-MODELS = ROOT / "deploy" / "models"
+MODELS = ROOT / "deploy" / "tiny_models"
 CLUSTERS = ROOT / "deploy" / "clusters"
 
 

@@ -12,10 +12,10 @@ from common.draft_config import DraftConfig
 from common.engine.draft_runner import load_draft
 from common.engine.model_runner import load_model
 from common.model_config import ModelConfig
-from deploy.models.constructed import write
-from deploy.models.constructed_head import Drafting, write_head, wrong_tokens
-from deploy.models.constructed_shape import SPECIAL, Shape, draft_ids, successor
-from deploy.models.drafts.reference import load as load_reference
+from deploy.tiny_models.constructed import write
+from deploy.tiny_models.constructed_head import Drafting, write_head, wrong_tokens
+from deploy.tiny_models.constructed_shape import SPECIAL, Shape, draft_ids, successor
+from deploy.tiny_models.drafts.reference import load as load_reference
 
 CPU = torch.device("cpu")
 SMALL = Shape(

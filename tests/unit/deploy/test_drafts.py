@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from deploy.models.drafts import files, reference
-from deploy.models.drafts.features import TARGET, load_target
-from deploy.models.drafts.measure import Answered, greedy_answers, proposals, rounds_of, suites
-from deploy.models.drafts.oracle import accept_length, ok_matrix, walk
-from deploy.models.drafts.shapes import AUX_LAYERS, DIRECTORIES, KINDS, Kind, draft_config
+from deploy.tiny_models.drafts import files, reference
+from deploy.tiny_models.drafts.features import TARGET, load_target
+from deploy.tiny_models.drafts.measure import Answered, greedy_answers, proposals, rounds_of, suites
+from deploy.tiny_models.drafts.oracle import accept_length, ok_matrix, walk
+from deploy.tiny_models.drafts.shapes import AUX_LAYERS, DIRECTORIES, KINDS, Kind, draft_config
 
 ROOT = TARGET.parent
 H, KV, V = 256, 128, 704

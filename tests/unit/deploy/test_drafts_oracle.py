@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.models.drafts.oracle import Round, accept_length, accepted_at, ok_matrix, perfect, walk
+from deploy.tiny_models.drafts.oracle import Round, accept_length, accepted_at, ok_matrix, perfect, walk
 
 PROMPT = 3
 IDS = torch.arange(100, 116)  # 3 of a prompt, 13 of an answer; the prefill emits the first of these

@@ -12,21 +12,21 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from deploy.models.corpus import DocumentSource, WindowKind, Windows
-from deploy.models.drafts import draft_card, files
-from deploy.models.drafts.draft_trainer import (
+from deploy.tiny_models.corpus import DocumentSource, WindowKind, Windows
+from deploy.tiny_models.drafts import draft_card, files
+from deploy.tiny_models.drafts.draft_trainer import (
     frequent_tokens,
     optimizers,
     readings,
     soft_cross_entropy,
     train,
 )
-from deploy.models.drafts.features import TARGET, Shared, load_target
-from deploy.models.drafts.heads import Eagle3Head, Prediction
-from deploy.models.drafts.measure import Acceptance
-from deploy.models.drafts.shapes import KINDS, Kind, draft_config
-from deploy.models.drafts.train_one import arguments, unrolled_steps
-from deploy.models.trainer import Outcome, Settings
+from deploy.tiny_models.drafts.features import TARGET, Shared, load_target
+from deploy.tiny_models.drafts.heads import Eagle3Head, Prediction
+from deploy.tiny_models.drafts.measure import Acceptance
+from deploy.tiny_models.drafts.shapes import KINDS, Kind, draft_config
+from deploy.tiny_models.drafts.train_one import arguments, unrolled_steps
+from deploy.tiny_models.trainer import Outcome, Settings
 
 OUTCOME = Outcome(seconds=10.0, steps=5, tokens=2_000_000, loss=0.1, first_loss=6.0)
 

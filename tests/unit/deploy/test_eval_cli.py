@@ -22,8 +22,8 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from deploy.eval_cli import GIVE_UP_AFTER, Exam, answer_text, run, wilson
-from deploy.models.vision.questions import questions
-from deploy.models.word_problems import take
+from deploy.tiny_models.vision.questions import questions
+from deploy.tiny_models.word_problems import take
 
 app = typer.Typer()
 app.command()(run)

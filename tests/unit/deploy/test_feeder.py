@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from deploy.models import tokenizer
-from deploy.models.feeder import feed
+from deploy.tiny_models import tokenizer
+from deploy.tiny_models.feeder import feed
 
 
 def _children() -> list[multiprocessing.process.BaseProcess]:

@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from deploy.models import tokenizer as family
-from deploy.models.corpus import Document, DocumentSource
-from deploy.models.prompts import chat_messages, few_shot_prompt
-from deploy.models.templates import NAMES, OBJECTS
-from deploy.models.word_problems import problems, take
+from deploy.tiny_models import tokenizer as family
+from deploy.tiny_models.corpus import Document, DocumentSource
+from deploy.tiny_models.prompts import chat_messages, few_shot_prompt
+from deploy.tiny_models.templates import NAMES, OBJECTS
+from deploy.tiny_models.word_problems import problems, take
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-from deploy.models import checkpoint, tokenizer
-from deploy.models.corpus import DocumentSource, WindowKind, Windows
-from deploy.models.greedy_eval import Suite, evaluate
-from deploy.models.model_card import Card
-from deploy.models.model_card import write as write_card
-from deploy.models.muon import orthogonalize
-from deploy.models.train_target import arguments, suites
-from deploy.models.trainer import Outcome, Replay, Settings, rate_at, train
+from deploy.tiny_models import checkpoint, tokenizer
+from deploy.tiny_models.corpus import DocumentSource, WindowKind, Windows
+from deploy.tiny_models.greedy_eval import Suite, evaluate
+from deploy.tiny_models.model_card import Card
+from deploy.tiny_models.model_card import write as write_card
+from deploy.tiny_models.muon import orthogonalize
+from deploy.tiny_models.train_target import arguments, suites
+from deploy.tiny_models.trainer import Outcome, Replay, Settings, rate_at, train
 
 SHAPE = checkpoint.Shape(
     hidden_size=64,

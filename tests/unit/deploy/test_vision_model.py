@@ -11,16 +11,16 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from deploy.models import tokenizer as family
-from deploy.models.drafts import files
-from deploy.models.vision import checkpoint, measure
-from deploy.models.vision.batches import Sampler, merged_embeddings, normalized
-from deploy.models.vision.digits import LEVELS, digits
-from deploy.models.vision.examples import make, prompt
-from deploy.models.vision.questions import Question, facts, is_right, questions
-from deploy.models.vision.trainer import optimizers
+from deploy.tiny_models import tokenizer as family
+from deploy.tiny_models.drafts import files
+from deploy.tiny_models.vision import checkpoint, measure
+from deploy.tiny_models.vision.batches import Sampler, merged_embeddings, normalized
+from deploy.tiny_models.vision.digits import LEVELS, digits
+from deploy.tiny_models.vision.examples import make, prompt
+from deploy.tiny_models.vision.questions import Question, facts, is_right, questions
+from deploy.tiny_models.vision.trainer import optimizers
 
-MODELS = Path(__file__).parents[3] / "deploy" / "models"
+MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 TARGET, DRAFT = MODELS / "tiny-vision", MODELS / "tiny-vision-eagle3"
 
 

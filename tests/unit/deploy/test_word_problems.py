@@ -7,11 +7,11 @@ from itertools import islice
 
 import pytest
 
-from deploy.models.corpus import DocumentSource, WindowKind
-from deploy.models.prompts import few_shot_prompt
-from deploy.models.templates import LARGEST, NAMES, OBJECTS, TEMPLATES
-from deploy.models.tokenizer import build
-from deploy.models.word_problems import (
+from deploy.tiny_models.corpus import DocumentSource, WindowKind
+from deploy.tiny_models.prompts import few_shot_prompt
+from deploy.tiny_models.templates import LARGEST, NAMES, OBJECTS, TEMPLATES
+from deploy.tiny_models.tokenizer import build
+from deploy.tiny_models.word_problems import (
     Problem,
     apply,
     exam,

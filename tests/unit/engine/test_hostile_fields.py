@@ -18,7 +18,7 @@ from common.llava_config import check_llava_processor
 from common.model_config import ModelConfig
 from tests.architecture.source_tree import ROOT
 
-MODELS = ROOT / "deploy" / "models"
+MODELS = ROOT / "deploy" / "tiny_models"
 HOSTILE: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 1 << 31, 1 << 63, 10**18, 10**30, 10**400, -(10**400)),
     *(0.0, -0.0, 0.5, 1.0, 1e-300, 1e9, 1e300, 1e308, -1.5),

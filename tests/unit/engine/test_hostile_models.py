@@ -16,7 +16,7 @@ import pytest
 
 from tests.architecture.source_tree import ROOT
 
-MODELS = ROOT / "deploy" / "models"
+MODELS = ROOT / "deploy" / "tiny_models"
 Damage = Callable[[Path], object]
 HUGE = 10**18
 

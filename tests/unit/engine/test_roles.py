@@ -28,7 +28,7 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node.speculative.rounds import RoundPhase, Rounds
 
-MODELS = Path(__file__).parents[3] / "deploy" / "models"
+MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 KINDS = (
     torch.Tensor,
     GraphRunner,

@@ -36,7 +36,7 @@ from common.observability.startup import StartupReporter
 from kv_transfer.layout import KvLayout
 
 CLUSTERS = Path(__file__).parents[3] / "deploy/clusters"
-MODEL = (CLUSTERS / "../models/tiny-target").resolve()
+MODEL = (CLUSTERS / "../tiny_models/tiny-target").resolve()
 
 
 def cluster(

@@ -177,8 +177,8 @@ async def test_what_each_scope_is_shown(serve: Serve) -> None:
     assert (await get(public, "/metrics", bearer("secret-ops")))[0] == 200
     # no file paths for those who only use the service
     for path in ("/v1/models", "/v1/models/tiny-target", "/model_info"):
-        assert "deploy/models" not in (await get(public, path, bearer("secret-a")))[1]
-        assert "deploy/models" in (await get(public, path, bearer("secret-both")))[1]
+        assert "deploy/tiny_models" not in (await get(public, path, bearer("secret-a")))[1]
+        assert "deploy/tiny_models" in (await get(public, path, bearer("secret-both")))[1]
 
 
 async def test_probes_without_a_key_learn_no_names(serve: Serve) -> None:

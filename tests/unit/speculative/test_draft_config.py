@@ -34,7 +34,7 @@ from common.model_config import ModelConfig
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 
-MODELS = Path(__file__).resolve().parents[3] / "deploy" / "models"
+MODELS = Path(__file__).resolve().parents[3] / "deploy" / "tiny_models"
 TARGET = MODELS / "tiny-target"
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
 

@@ -23,7 +23,7 @@ from tests.unit.cuda_graph.rig import BACKENDS
 from tests.unit.speculative.rig import Kind, RoundRig, prompts_of
 
 ROOT = Path(__file__).resolve().parents[3]
-MODELS = ROOT / "deploy" / "models"
+MODELS = ROOT / "deploy" / "tiny_models"
 CPU = torch.device("cpu")
 LAST, FULL = CaptureHiddenMode.LAST, CaptureHiddenMode.FULL
 

@@ -37,7 +37,7 @@ from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
 from decode_node.speculative.state import RoundState
 
-MODELS = Path(__file__).resolve().parents[3] / "deploy" / "models"
+MODELS = Path(__file__).resolve().parents[3] / "deploy" / "tiny_models"
 TARGET, MTP = MODELS / "tiny-target", MODELS / "tiny-mtp"
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
 HIDDEN, VOCAB = 256, 704

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.models.constructed_head import Drafting
-from deploy.models.constructed_shape import Shape
+from deploy.tiny_models.constructed_head import Drafting
+from deploy.tiny_models.constructed_shape import Shape
 from tests.bench import rounds
 from tests.bench.drafted_engine import constructed
 
-MODELS = Path(__file__).parents[3] / "deploy" / "models"
+MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 SMALL = Shape(
     vocab=256,
     hidden=256,

@@ -1,0 +1,99 @@
+"""The target as an ordinary Hugging Face directory: its shape, its weights in bf16, its small files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deploy.tiny_models import tokenizer as family
+
+LARGEST_FILE = 8_000_000  # bytes; the directory is checked in
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The target's dimensions. Eight narrow layers rather than six wide ones, for the same bytes: the three
+    layers that an EAGLE-3 draft reads then differ, with the usual default [2, L/2, L-3] too."""
+
+    hidden_size: int = 256
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 320
+
+
+SMOKE_SHAPE = Shape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+
+
+def config_dict(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
+    """config.json, by hand: readable by transformers 4 and 5 (rope_theta and rope_parameters)."""
+    rope_theta = 10_000.0
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        **asdict(shape),
+        "max_position_embeddings": family.MAX_POSITIONS,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "bos_token_id": tokenizer.token_to_id(family.BOS),
+        "eos_token_id": tokenizer.token_to_id(family.END),
+        "pad_token_id": tokenizer.token_to_id(family.PAD),
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def new_model(config: dict[str, Any], seed: int) -> LlamaForCausalLM:
+    """A freshly initialised fp32 model."""
+    torch.manual_seed(seed)
+    values = {key: value for key, value in config.items() if key not in ("torch_dtype", "rope_theta")}
+    return LlamaForCausalLM(LlamaConfig(**values))  # torch's default dtype, fp32
+
+
+def round_to_bf16(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The same weights as the file will hold, kept in fp32: what a CPU serves and what is scored."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.bfloat16().float())
+    return model
+
+
+def save(directory: Path, model: LlamaForCausalLM, config: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Write everything except the model card."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: value.detach().cpu().bfloat16().contiguous() for name, value in model.state_dict().items()
+    }
+    path = directory / "model.safetensors"
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors creates it readable by the owner alone
+    if path.stat().st_size >= LARGEST_FILE:
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes; checked-in files stay below {LARGEST_FILE}"
+        )
+    generation = {
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": [config["eos_token_id"]],
+        "pad_token_id": config["pad_token_id"],
+        "do_sample": False,
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    family.write(tokenizer, directory)

@@ -1,0 +1,171 @@
+"""Accept lengths of a draft on held-out problems: the target's greedy answers, walked by the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from deploy.tiny_models import tokenizer as family
+from deploy.tiny_models.drafts.features import Shared, target_features
+from deploy.tiny_models.drafts.heads import Eagle3Head, Head, StandaloneHead
+from deploy.tiny_models.drafts.oracle import Round, accept_length, accepted_at, ok_matrix, perfect, walk
+from deploy.tiny_models.greedy_eval import MOST_NEW_TOKENS, prompts
+from deploy.tiny_models.greedy_eval import Suite as Asked
+from deploy.tiny_models.prompts import QUESTION, SHOT_END
+from deploy.tiny_models.word_problems import exam
+
+TOKENS_PER_BATCH = 96_000
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Held-out prompts. `answers`: the text ends with the answer; otherwise after 64 tokens, whatever they are."""
+
+    name: str
+    prompts: tuple[str, ...]  # special tokens included
+    answers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt with the target's greedy continuation."""
+
+    ids: list[int]  # both
+    prompt_tokens: int
+    embeds: Tensor | None = (
+        None  # [len(ids), hidden] what the target reads where it is more than ids' embeddings
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """One row of the model card."""
+
+    suite: str
+    count: int
+    steps: int
+    rounds: int
+    length: float
+    most: float  # the length of a draft that is always right
+    per_step: list[float]
+
+
+def suites(count: int) -> tuple[Suite, ...]:
+    """Chat and 8-shot answers, and questions that break off: the target goes on in many ways, drafts miss."""
+    chat = tuple(text for _, text in prompts(Asked("", "chat", 0, count)))
+    shots = tuple(text for _, text in prompts(Asked("", "completions", 8, count)))
+    return (
+        Suite("chat", chat, answers=True),
+        Suite("8-shot document", shots, answers=True),
+        Suite("broken-off question", tuple(_broken_off(count)), answers=False),
+    )
+
+
+def _broken_off(count: int) -> Iterator[str]:
+    for _, problem in exam(count, seed=2_025, shots=0):
+        yield f"{family.BOS}{QUESTION} {' '.join(problem.question.split()[:4])}"
+
+
+@torch.inference_mode()
+def greedy_answers(target: LlamaForCausalLM, tokenizer: Tokenizer, suite: Suite) -> list[Answered]:
+    """The target's own greedy tokens, up to `<|end|>` or, in documents, the blank line after the answer."""
+    asked = [tokenizer.encode(text, add_special_tokens=False).ids for text in suite.prompts]
+    asked.sort(key=len)
+    end: int = tokenizer.encode(family.END, add_special_tokens=False).ids[0]
+    blank: list[int] = tokenizer.encode(SHOT_END, add_special_tokens=False).ids if suite.answers else []
+    answered = []
+    per_batch = max(1, TOKENS_PER_BATCH // (len(asked[-1]) + MOST_NEW_TOKENS))
+    for start in range(0, len(asked), per_batch):
+        chosen = asked[start : start + per_batch]
+        for ids, new in zip(chosen, _generate(target, chosen, end), strict=True):
+            answered.append(Answered([*ids, *_cut(new, end, blank)], len(ids)))
+    return answered
+
+
+def _generate(target: LlamaForCausalLM, asked: list[list[int]], end: int) -> list[list[int]]:
+    width = max(map(len, asked))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in asked], device=target.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in asked], device=target.device)
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": MOST_NEW_TOKENS,
+        "eos_token_id": [end],
+        "pad_token_id": 0,
+    }
+    untyped: Any = target  # the stubs of transformers refuse `generate` on this class
+    out = untyped.generate(ids, attention_mask=mask, generation_config=GenerationConfig.from_dict(settings))
+    new: list[list[int]] = out[:, width:].tolist()
+    return new
+
+
+def _cut(new: list[int], end: int, blank: list[int]) -> list[int]:
+    for index in range(len(new)):
+        if new[index] == end:
+            return new[: index + 1]
+        if blank and new[index : index + len(blank)] == blank:
+            return new[: index + len(blank)]
+    return new
+
+
+@torch.inference_mode()
+def proposals(
+    head: Head, target: LlamaForCausalLM, ids: Tensor, steps: int, embeds: Tensor | None = None
+) -> Tensor:
+    """`[batch, steps, tokens]`: what step k of a round at t proposes, as ids of the target, for `oracle`.
+
+    Sequences of a batch may be padded on the right: attention is causal.
+    """
+    predictions = head.unroll(Shared.of(target), target_features(target, ids, embeds), ids, steps)
+    chosen = [prediction.logits.argmax(-1) for prediction in predictions]
+    if isinstance(head, Eagle3Head):
+        chosen = [ids + head.d2t[ids] for ids in chosen]
+    if isinstance(head, StandaloneHead):  # row s says x[s + 1]: step k at t is row t + 1 + k
+        (said,) = chosen
+        chosen = [torch.nn.functional.pad(said[:, 1 + k :], (0, 1 + k), value=-1) for k in range(steps)]
+    return torch.stack(chosen, dim=1)
+
+
+def rounds_of(head: Head, target: LlamaForCausalLM, answered: list[Answered], steps: int) -> list[Round]:
+    """All the rounds over all the answers."""
+    rounds = []
+    longest = max(len(one.ids) for one in answered)
+    per_batch = max(1, TOKENS_PER_BATCH // longest)
+    for start in range(0, len(answered), per_batch):
+        chosen = answered[start : start + per_batch]
+        width = max(len(one.ids) for one in chosen)
+        ids = torch.tensor([one.ids + [0] * (width - len(one.ids)) for one in chosen], device=target.device)
+        read = [
+            F.pad(one.embeds, (0, 0, 0, width - len(one.ids))) for one in chosen if one.embeds is not None
+        ]
+        proposed = proposals(head, target, ids, steps, torch.stack(read) if read else None)
+        for one, row, its in zip(chosen, ids, proposed, strict=True):
+            tokens = len(one.ids)
+            rounds += walk(ok_matrix(its[:, :tokens], row[:tokens]), one.prompt_tokens)
+    return rounds
+
+
+def measure(
+    head: Head, target: LlamaForCausalLM, tokenizer: Tokenizer, count: int, steps: Sequence[int]
+) -> Iterator[Acceptance]:
+    """The rows of the model card: all tokens over all rounds, for each suite and number of steps."""
+    for suite in suites(count):
+        answered = greedy_answers(target, tokenizer, suite)
+        for some in steps:
+            rounds = rounds_of(head, target, answered, some)
+            best = [one for a in answered for one in walk(perfect(some, len(a.ids)), a.prompt_tokens)]
+            yield Acceptance(
+                suite.name,
+                count,
+                some,
+                len(rounds),
+                accept_length(rounds),
+                accept_length(best),
+                accepted_at(rounds, some),
+            )

@@ -1,0 +1,127 @@
+"""The family's tokenizer and chat template, written as ordinary Hugging Face files.
+
+Byte-level BPE with single digits, trained on the task's own text: `build` is deterministic. As a program,
+`python -m deploy.tiny_models.tokenizer DIR` (re)writes the files beside `DIR/tokenizer.json` that do not depend on
+training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from deploy.tiny_models.prompts import ANSWER, QUESTION, SYSTEM_SENTENCES
+from deploy.tiny_models.word_problems import problems
+
+PAD, BOS, END = "<|pad|>", "<|bos|>", "<|end|>"
+SYSTEM, USER, ASSISTANT, IMAGE = "<|system|>", "<|user|>", "<|assistant|>", "<image>"
+SPECIALS = (PAD, BOS, END, SYSTEM, USER, ASSISTANT, IMAGE)  # ids 0..6, in this order
+
+VOCAB_SIZE = 704
+MAX_POSITIONS = 4096
+
+# A message is `<|role|> content<|end|>\n`. The content is trimmed and gets its one space from the template: a
+# word has the same id in first place as inside a sentence, and an answer that comes back as an earlier turn
+# (with the space it was generated with) gives the ids it was generated as, which is what prefix caches match.
+CHAT_TEMPLATE = """\
+{{- '<|bos|>' }}
+{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('unknown role ' + message['role'] + ': use system, user or assistant') }}
+    {%- endif %}
+    {%- if message['content'] is string %}
+        {%- set content = message['content'] %}
+    {%- else %}
+        {%- set parts = namespace(text='') %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] == 'text' %}
+                {%- set parts.text = parts.text + part['text'] %}
+            {%- else %}
+                {{- raise_exception('content of type ' + part['type'] + ': this model reads text only') }}
+            {%- endif %}
+        {%- endfor %}
+        {%- set content = parts.text %}
+    {%- endif %}
+    {{- '<|' + message['role'] + '|> ' + content | trim + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}
+"""
+
+
+def build(vocab_size: int = VOCAB_SIZE, sample: int = 8000) -> Tokenizer:
+    """Train the BPE on problems of the training split.
+
+    Questions and answers are given one at a time: the text between two shots never occurs, so no merge can
+    cross it and `\\n\\n` stays two tokens whether or not a question follows.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample_text(sample), trainer)
+    bos = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos)]
+    )
+    return tokenizer
+
+
+def _sample_text(sample: int) -> Iterator[str]:
+    rng = random.Random("tokenizer")
+    for problem in islice(problems(seed=0, split="train"), sample):
+        yield f" {problem.question}"
+        yield f" {problem.answer}"
+        yield rng.choice((QUESTION, ANSWER, f" {rng.choice(SYSTEM_SENTENCES)}"))
+
+
+def write(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write tokenizer.json and the files beside it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_companions(directory)
+
+
+def write_companions(directory: Path) -> None:
+    """Write the files that are the same for every tokenizer of the family.
+
+    By hand rather than with `save_pretrained`: transformers 5 writes a class name that transformers 4 and
+    other engines do not know, and leaves special_tokens_map.json out.
+    """
+    named = {"bos_token": BOS, "eos_token": END, "pad_token": PAD}
+    extra = [SYSTEM, USER, ASSISTANT, IMAGE]
+    config = {
+        **named,
+        "additional_special_tokens": extra,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_POSITIONS,
+        "padding_side": "left",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    _write_json(directory / "tokenizer_config.json", config)
+    _write_json(directory / "special_tokens_map.json", {**named, "additional_special_tokens": extra})
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    write_companions(parser.parse_args().directory)

@@ -1,0 +1,116 @@
+"""Trains the tiny target and writes it as a Hugging Face directory with its measured scores.
+
+    python3 -m deploy.tiny_models.train_target --minutes 6 --out DIR
+
+Needs torch, transformers, tokenizers, safetensors and numpy. `--minutes` is the whole run including the
+evaluation. torch is imported inside `main`: the worker processes import this file and do without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deploy.tiny_models.greedy_eval import Suite
+
+DEFAULT_OUT = Path(__file__).parent / "tiny-target"
+EVAL_SHARE = 0.15  # of the whole time, kept for the evaluation and for saving
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
+    parser.add_argument("--minutes", type=float, default=6.0, help="wall clock of the whole run")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument(
+        "--batch-tokens", type=int, help="tokens per step; default 32768 on CUDA, 4096 on CPU"
+    )
+    parser.add_argument("--workers", type=int, help="processes that make data; default: most of the cores")
+    parser.add_argument("--eval-count", type=int, help="problems per suite; default 1000 on CUDA, 40 on CPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile; falls back when it fails")
+    parser.add_argument("--smoke", action="store_true", help="a much smaller shape, to try the program")
+    parser.add_argument("--lean", action="store_true", help="7 files: without special_tokens_map.json")
+    return parser.parse_args(argv)
+
+
+def suites(count: int) -> list[Suite]:
+    """What the model card reports."""
+    from deploy.tiny_models.greedy_eval import Suite
+
+    few = max(1, count // 4)
+    return [
+        Suite("chat", "chat", 0, count),
+        Suite("8-shot document", "completions", 8, count),
+        Suite("zero-shot document", "completions", 0, few),
+        Suite("chat after 6 turns", "chat", 6, few),
+        Suite("20-shot document", "completions", 20, few),
+        Suite("36-shot document", "completions", 36, max(1, few // 2)),
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, save, evaluate, write the card."""
+    begun = time.monotonic()
+    args = arguments(argv)
+    import torch
+
+    from deploy.tiny_models import checkpoint, model_card, tokenizer
+    from deploy.tiny_models.feeder import feed
+    from deploy.tiny_models.greedy_eval import evaluate
+    from deploy.tiny_models.trainer import Replay, Settings, train
+
+    cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
+    device = torch.device("cuda" if cuda else "cpu")
+    batch_tokens = args.batch_tokens or (32_768 if cuda else 4_096)
+    workers = args.workers or max(1, min(12, (os.cpu_count() or 2) - 2))
+    eval_count = args.eval_count or (1_000 if cuda else 40)
+    vocabulary = tokenizer.build()
+    config = checkpoint.config_dict(checkpoint.SMOKE_SHAPE if args.smoke else checkpoint.Shape(), vocabulary)
+    model = checkpoint.new_model(config, args.seed)
+    params = sum(p.numel() for p in model.parameters())
+    print(
+        f"{params / 1e6:.2f} M parameters on {device}, {workers} workers, {batch_tokens} tokens a step",
+        flush=True,
+    )
+
+    with feed(vocabulary, args.seed, batch_tokens, workers) as fresh:
+        left = args.minutes * 60 * (1 - EVAL_SHARE) - (time.monotonic() - begun)
+        settings = Settings(seconds=max(1.0, left), lr=args.lr, device=device, compile=args.compile)
+        batches = Replay(fresh, args.seed)
+        outcome = train(model, batches, settings)
+    print(f"trained: {outcome}; batches: {batches.fresh} fresh, {batches.again} again", flush=True)
+
+    model = checkpoint.round_to_bf16(model)
+    checkpoint.save(args.out, model, config, vocabulary)
+    if args.lean:
+        (args.out / "special_tokens_map.json").unlink()
+    given = [args.out.name if word == str(args.out) else word for word in (argv or sys.argv[1:])]
+    command = shlex.join(["python3", "-m", "deploy.tiny_models.train_target", *given])
+    card = model_card.Card(params, outcome, model_card.machine(device), command)
+    model_card.write(args.out, card, [])  # before the evaluation: a time limit must not cost the weights
+    scores = []
+    for suite in suites(eval_count):
+        score = evaluate(model, vocabulary, suite)
+        scores.append(score)
+        elapsed = time.monotonic() - begun
+        by_template = {name: round(score.right[name] / n, 3) for name, n in sorted(score.asked.items())}
+        print(f"{suite.name}: {score.value:.4f} of {suite.count} ({elapsed:.0f} s) {by_template}")
+        for problem, text in score.wrong[:3]:
+            print(f"  wrong: {problem.question!r} -> {text!r}, not {problem.answer!r}", flush=True)
+        model_card.write(args.out, card, scores)
+    print(f"wrote {args.out} after {time.monotonic() - begun:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

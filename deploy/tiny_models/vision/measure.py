@@ -1,0 +1,130 @@
+"""Scores and accept lengths on held-out questions, computed by transformers in this process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import GenerationConfig, LlavaForConditionalGeneration
+
+from deploy.tiny_models import tokenizer as family
+from deploy.tiny_models.drafts.heads import Head
+from deploy.tiny_models.drafts.measure import Acceptance, Answered, rounds_of
+from deploy.tiny_models.drafts.oracle import accept_length, accepted_at, perfect, walk
+from deploy.tiny_models.vision.batches import merged_embeddings, normalized
+from deploy.tiny_models.vision.checkpoint import language_model
+from deploy.tiny_models.vision.examples import prompt
+from deploy.tiny_models.vision.questions import Question, is_right, questions
+
+MOST_NEW_TOKENS = 96  # the longest answer has 80
+ROWS = 256
+SEED = 2_024
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A question with the model's greedy answer."""
+
+    question: Question
+    asked: list[int]
+    said: list[int]  # the end token included
+    text: str
+
+
+@dataclass(slots=True)
+class Score:
+    """Right answers per kind of question."""
+
+    asked: Counter[str] = field(default_factory=Counter)
+    right: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def value(self) -> float:
+        return self.right.total() / max(1, self.asked.total())
+
+
+def pixels_of(question: Question, device: torch.device) -> Tensor:
+    """[pictures, 3, SIDE, SIDE]."""
+    return normalized(torch.from_numpy(np.stack(question.images)).to(device))
+
+
+@torch.inference_mode()
+def answers(
+    model: LlavaForConditionalGeneration, tokenizer: Tokenizer, asked: Sequence[Question]
+) -> Iterator[Reply]:
+    """Greedy answers, batched with left padding."""
+    pad, end = tokenizer.token_to_id(family.PAD), tokenizer.token_to_id(family.END)
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": MOST_NEW_TOKENS,
+        "eos_token_id": [end],
+        "pad_token_id": pad,
+    }
+    untyped: Any = model  # the stubs of transformers refuse `generate` on this class
+    for start in range(0, len(asked), ROWS):
+        some = asked[start : start + ROWS]
+        ids = [tokenizer.encode(prompt(each), add_special_tokens=False).ids for each in some]
+        width = max(map(len, ids))
+        padded = torch.tensor([[pad] * (width - len(p)) + p for p in ids], device=model.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in ids], device=model.device)
+        pictures = [pixels_of(each, model.device) for each in some if each.images]
+        out = untyped.generate(
+            input_ids=padded,
+            attention_mask=mask,
+            pixel_values=torch.cat(pictures) if pictures else None,
+            generation_config=GenerationConfig.from_dict(settings),
+        )
+        for question, own, row in zip(some, ids, out[:, width:].tolist(), strict=True):
+            said = row[: row.index(end) + 1] if end in row else row
+            yield Reply(question, own, said, tokenizer.decode(said))
+
+
+def score(replies: Sequence[Reply]) -> Score:
+    found = Score()
+    for reply in replies:
+        found.asked[reply.question.kind] += 1
+        found.right[reply.question.kind] += is_right(reply.question, reply.text)
+    return found
+
+
+def held_out(count: int) -> list[Question]:
+    return list(islice(questions(SEED, "heldout"), count))
+
+
+@torch.inference_mode()
+def acceptance(
+    head: Head, model: LlavaForConditionalGeneration, replies: Sequence[Reply], steps: Sequence[int]
+) -> Iterator[Acceptance]:
+    """Accept lengths over the model's own answers, by the oracle, for questions with pictures and without."""
+    target = language_model(model)
+    for name, wanted in (("pictures", True), ("text alone", False)):
+        answered = [_answered(model, reply) for reply in replies if bool(reply.question.images) == wanted]
+        for some in steps if answered else ():
+            rounds = rounds_of(head, target, answered, some)
+            best = [one for a in answered for one in walk(perfect(some, len(a.ids)), a.prompt_tokens)]
+            yield Acceptance(
+                name,
+                len(answered),
+                some,
+                len(rounds),
+                accept_length(rounds),
+                accept_length(best),
+                accepted_at(rounds, some),
+            )
+
+
+def _answered(model: LlavaForConditionalGeneration, reply: Reply) -> Answered:
+    ids = torch.tensor([[*reply.asked, *reply.said]], device=model.device)
+    inner: Any = model
+    if reply.question.images:
+        embeds = merged_embeddings(model, ids, pixels_of(reply.question, model.device))[0]
+    else:
+        embeds = inner.model.language_model.embed_tokens(ids)[0]
+    return Answered(ids[0].tolist(), len(reply.asked), embeds)
