@@ -66,11 +66,12 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import ReceiverEndpoint, Region
-from kv_transfer.transport.cuda_ipc import CudaIpcReceiver
-from kv_transfer.transport.nixl import NixlReceiver
-from kv_transfer.transport.pool_memory import as_storage
-from kv_transfer.transport.shm import ShmReceiver, sweep_orphans
-from kv_transfer.transport.tcp import TcpReceiver
+from kv_transfer.transport.cuda.pool_memory import as_storage
+from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
+from kv_transfer.transport.nixl.receiver import NixlReceiver
+from kv_transfer.transport.one_host.segment import sweep_orphans
+from kv_transfer.transport.shm.receiver import ShmReceiver
+from kv_transfer.transport.tcp.receiver import TcpReceiver
 
 
 @dataclass(slots=True)

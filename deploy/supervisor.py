@@ -24,7 +24,7 @@ from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers
 from deploy.process_table import State, Table, entry, read_table, table_path, write_table
 from deploy.watcher import START_TIMEOUT, Report, Watcher
-from kv_transfer.transport.shm_segment import sweep_orphans
+from kv_transfer.transport.one_host.segment import sweep_orphans
 
 PROBE_TIMEOUT = 60.0
 WATCH_INTERVAL = 0.1  # seconds between two looks at the processes

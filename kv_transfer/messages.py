@@ -27,7 +27,7 @@ from kv_transfer.transport.description import (
     TcpDescription,
     TransportDescription,
 )
-from kv_transfer.transport.process import ProcessIdentity
+from kv_transfer.transport.one_host.process import ProcessIdentity
 
 MAGIC: Final = b"TKVT"
 PROTOCOL_VERSION: Final = 2

@@ -29,9 +29,9 @@ from kv_transfer.messages import Abort, AbortAck, Hello, ReceiverInbox, Refused,
 from kv_transfer.outbound import Outbound
 from kv_transfer.signs import SenderSigns
 from kv_transfer.state import SendState
-from kv_transfer.transport import process
 from kv_transfer.transport.base import SenderEndpoint
 from kv_transfer.transport.layers import LayerEndpoint
+from kv_transfer.transport.one_host import process
 
 __all__ = ["Delivered", "GrantedSlots", "Sender", "SenderEvent", "SlotsGranted", "TransferLost"]
 

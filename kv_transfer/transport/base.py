@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from kv_transfer.copy_plan import Copy, copies, runs
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.description import TransportDescription
+from kv_transfer.transport.one_host.process import ProcessIdentity
 from kv_transfer.transport.page_digest import page_digests
-from kv_transfer.transport.process import ProcessIdentity
 
 
 class Region(enum.StrEnum):

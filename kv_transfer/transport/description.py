@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from kv_transfer.transport.process import ProcessIdentity
+from kv_transfer.transport.one_host.process import ProcessIdentity
 
 MAX_METADATA_BYTES = 256 << 10  # a NIXL agent's: addresses of its network devices and keys of two regions
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from kv_transfer.transport.nixl_agent import load_library
+from kv_transfer.transport.nixl.agent import load_library
 from tests.cluster.conftest import OUTPUT_TOKENS, Reference
 from tests.cluster.harness import Client, RunningCluster
 

@@ -44,7 +44,7 @@ from common.engine.ops.tiles import Tiles
 from common.engine.ops.top_tokens import top_tokens_triton
 from common.engine.ops.verify_attention import verify_triton
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport import cuda_pages
+from kv_transfer.transport.cuda import pages as cuda_pages
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, PAGE = 4096, 14336, 128256, 32, 8, 16  # Llama-3.1-8B
 BF16 = torch.bfloat16

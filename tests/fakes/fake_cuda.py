@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kv_transfer.transport.cudart import CudaError
+from kv_transfer.transport.cuda.cudart import CudaError
 
 
 class FakeMark:

@@ -10,9 +10,9 @@ import numpy as np
 
 from kv_transfer.copy_plan import Copy
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport import loopback
 from kv_transfer.transport.base import PageWrite, PeerMemory, Ticket, WriteState
-from kv_transfer.transport.loopback import Fabric, Fault, LoopbackSender
+from kv_transfer.transport.loopback.endpoints import Fabric, Fault, LoopbackSender
+from kv_transfer.transport.loopback.endpoints import endpoints as loopback
 from tests.fakes.node_cluster import NodeCluster, Shape
 
 

@@ -52,7 +52,7 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region
-from kv_transfer.transport.loopback import Fabric
+from kv_transfer.transport.loopback.endpoints import Fabric
 from prefill_node.draft import NoDraft, PrefillDraft
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits

@@ -24,12 +24,13 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region, SenderEndpoint, WriteState
-from kv_transfer.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from kv_transfer.transport.cuda.pool_memory import as_memory
+from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
+from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
-from kv_transfer.transport.nixl import NixlSender
-from kv_transfer.transport.pool_memory import as_memory
-from kv_transfer.transport.shm import ShmSender
-from kv_transfer.transport.tcp import TcpSender
+from kv_transfer.transport.nixl.sender import NixlSender
+from kv_transfer.transport.shm.sender import ShmSender
+from kv_transfer.transport.tcp.sender import TcpSender
 
 Layers = list[tuple[int, int]]
 

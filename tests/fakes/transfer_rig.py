@@ -22,11 +22,11 @@ from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import ReceiverEndpoint, Region
-from kv_transfer.transport.cuda_ipc import CudaIpcReceiver
-from kv_transfer.transport.nixl import NixlReceiver
-from kv_transfer.transport.pool_memory import as_storage
-from kv_transfer.transport.shm import ShmReceiver
-from kv_transfer.transport.tcp import TcpReceiver
+from kv_transfer.transport.cuda.pool_memory import as_storage
+from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
+from kv_transfer.transport.nixl.receiver import NixlReceiver
+from kv_transfer.transport.shm.receiver import ShmReceiver
+from kv_transfer.transport.tcp.receiver import TcpReceiver
 from tests.fakes.transfer_child import build_layout
 
 ROOT = Path(__file__).parents[2]

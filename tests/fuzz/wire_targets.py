@@ -15,8 +15,8 @@ from common.messages import decode_inbox, image_inbox, prefill_inbox, router_inb
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from kv_transfer import handoff_record, messages
-from kv_transfer.transport import tcp_frames
 from kv_transfer.transport.base import Region
+from kv_transfer.transport.tcp import frames as tcp_frames
 from tests.fuzz.target import Target
 
 INCARNATION = "a" * 32

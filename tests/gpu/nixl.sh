@@ -13,7 +13,7 @@ url=http://127.0.0.1:8000
 last=$(($(python3 -c 'import torch; print(torch.cuda.device_count())') - 1))
 test "$last" -gt 1 && last=1
 
-python3 -c 'from kv_transfer.transport.nixl_agent import load_library; print(load_library().__file__)'
+python3 -c 'from kv_transfer.transport.nixl.agent import load_library; print(load_library().__file__)'
 timeout 200 python3 -m pytest -q -x tests/gpu/test_nixl.py -o filterwarnings=default -o asyncio_mode=auto \
     -p no:cacheprovider 2>&1 | tail -25
 timeout 200 python3 -m tests.bench.transfer --transports nixl cuda_ipc --tokens 64 512 8192 \

@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from kv_transfer.events import Arrived, Failed, PagesFree
-from kv_transfer.transport import cuda_pages
 from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
-from kv_transfer.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from kv_transfer.transport.cuda_pages import PagedMemory, move_pages, page_list
-from kv_transfer.transport.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda import pages as cuda_pages
+from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
+from kv_transfer.transport.cuda.pool_memory import as_memory
+from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
+from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.description import CudaIpcDescription
 from kv_transfer.transport.page_digest import as_digests
-from kv_transfer.transport.pool_memory import as_memory
 from tests.fakes.transfer_child import build_layout, pattern
 from tests.fakes.transfer_rig import SEED, Rig, start_child
 

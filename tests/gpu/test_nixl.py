@@ -11,7 +11,7 @@ import torch
 
 from common.errors import ConfigError
 from kv_transfer.events import Arrived, Failed, PagesFree
-from kv_transfer.transport.nixl_agent import load_library
+from kv_transfer.transport.nixl.agent import load_library
 from tests.fakes.transfer_child import pattern
 from tests.fakes.transfer_rig import SEED, Rig
 

@@ -14,7 +14,7 @@ from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.router_inbox import Failed, FirstToken, Tokens
 from kv_transfer.messages import RecordWritten, encode
-from kv_transfer.transport.loopback import Fault
+from kv_transfer.transport.loopback.endpoints import Fault
 from prefill_node.request import PrefillRequest
 from prefill_node.step import PrefillStep
 from tests.fakes.node_cluster import NodeCluster, Shape

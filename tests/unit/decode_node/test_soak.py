@@ -9,7 +9,7 @@ import pytest
 
 from common.engine.overlap import Deferred, Immediate
 from kv_transfer.limits import TransferLimits
-from kv_transfer.transport.loopback import Damage, Fault
+from kv_transfer.transport.loopback.endpoints import Damage, Fault
 from tests.fakes.node_cluster import RETRYABLE, Call, NodeCluster, Shape, Watched
 from tests.fakes.sampling_cases import EVERYTHING
 from tests.fakes.scenarios import prompt_of

@@ -8,7 +8,7 @@ import pytest
 
 from common.engine.overlap import Completion, Deferred, Immediate
 from common.messages.router_inbox import Failed
-from kv_transfer.transport.loopback import Fault
+from kv_transfer.transport.loopback.endpoints import Fault
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 

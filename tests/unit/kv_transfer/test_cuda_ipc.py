@@ -14,14 +14,18 @@ from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, SlotsGrant
 from kv_transfer.layout import KvLayout
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
-from kv_transfer.transport import cuda_ipc_receiver, cuda_ipc_sender, process, shm_segment
 from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
-from kv_transfer.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from kv_transfer.transport.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.pool_memory import as_memory, as_storage
+from kv_transfer.transport.cuda_ipc import receiver as cuda_ipc_receiver
+from kv_transfer.transport.cuda_ipc import sender as cuda_ipc_sender
+from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
+from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.description import CudaIpcDescription, ShmDescription, TransportDescription, kind
-from kv_transfer.transport.pool_memory import as_memory, as_storage
-from kv_transfer.transport.process import ProcessIdentity
-from kv_transfer.transport.shm import ShmSender
+from kv_transfer.transport.one_host import process
+from kv_transfer.transport.one_host import segment as shm_segment
+from kv_transfer.transport.one_host.process import ProcessIdentity
+from kv_transfer.transport.shm.sender import ShmSender
 from tests.fakes.fake_cuda import FakeCuda, FakeHost
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, layout, noise, page_bytes
 

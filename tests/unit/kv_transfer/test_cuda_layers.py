@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kv_transfer.transport.base import WriteState
-from kv_transfer.transport.cuda_ipc_layers import CudaLayers
-from kv_transfer.transport.cuda_ipc_writes import Mapped
+from kv_transfer.transport.cuda_ipc.layers import CudaLayers
+from kv_transfer.transport.cuda_ipc.writes import Mapped
 from kv_transfer.transport.layers import PageList
 from tests.unit.kv_transfer.test_cuda_ipc import DST, SRC, Pair
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport.cuda_pages import MIX, POSITION, PagedMemory, move_pages, page_list
+from kv_transfer.transport.cuda.pages import MIX, POSITION, PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
 from tests.unit.kv_transfer.rig import noise, page_bytes
 
@@ -106,8 +106,8 @@ def test_a_checksum_sees_one_bit_and_words_that_change_places() -> None:
 INTERPRETED = """
 import torch
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport import cuda_pages
-from kv_transfer.transport.cuda_pages import PagedMemory, move_pages, page_list
+from kv_transfer.transport.cuda import pages as cuda_pages
+from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 cpu = torch.device("cpu")
 shapes = (
     ("float32", 2, [(2, 4), (2, 4), (1, 12)]), ("uint8", 1, [(1, 3)]), ("bfloat16", 16, [(2, 64)]),

@@ -22,7 +22,7 @@ from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, SlotsGrant
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Abort, AbortAck, PagesWritten, RecordWritten, SenderFailed, Slots
-from kv_transfer.transport.loopback import Fabric, Fault
+from kv_transfer.transport.loopback.endpoints import Fabric, Fault
 from tests.unit.kv_transfer.rig import (
     LIMITS,
     RECORD,

@@ -13,9 +13,9 @@ from kv_transfer import messages
 from kv_transfer.events import Failed, PagesFree, PeerRefused, SlotsGranted, TransferLost
 from kv_transfer.layout import KvLayout
 from kv_transfer.messages import Slots
-from kv_transfer.transport.loopback import Fabric
-from kv_transfer.transport.shm import ShmSender
-from kv_transfer.transport.tcp import TcpSender
+from kv_transfer.transport.loopback.endpoints import Fabric
+from kv_transfer.transport.shm.sender import ShmSender
+from kv_transfer.transport.tcp.sender import TcpSender
 from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, layout, send_all
 
 

@@ -14,11 +14,14 @@ from common.errors import ConfigError
 from common.messages.generation import TokenLogprob
 from kv_transfer.events import Arrived, Delivered, Failed, ReceiverEvent, SenderEvent, SlotsGranted
 from kv_transfer.handoff_record import HandoffRecord, unpack_checksums
-from kv_transfer.transport.loopback import Fabric
-from kv_transfer.transport.nixl import NixlReceiver, NixlSender
-from kv_transfer.transport.nixl_agent import load_library
-from kv_transfer.transport.shm import ShmReceiver, ShmSender
-from kv_transfer.transport.tcp import TcpReceiver, TcpSender
+from kv_transfer.transport.loopback.endpoints import Fabric
+from kv_transfer.transport.nixl.agent import load_library
+from kv_transfer.transport.nixl.receiver import NixlReceiver
+from kv_transfer.transport.nixl.sender import NixlSender
+from kv_transfer.transport.shm.receiver import ShmReceiver
+from kv_transfer.transport.shm.sender import ShmSender
+from kv_transfer.transport.tcp.receiver import TcpReceiver
+from kv_transfer.transport.tcp.sender import TcpSender
 from tests.fakes.fake_nixl import FakeNixl
 from tests.fakes.waiting import until
 from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, same_pages, send_all

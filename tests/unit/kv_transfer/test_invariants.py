@@ -20,7 +20,7 @@ from common.errors import RequestError
 from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, PeerRefused, SlotsGranted, TransferLost
 from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import Region
-from kv_transfer.transport.loopback import Damage, Fabric, Fault
+from kv_transfer.transport.loopback.endpoints import Damage, Fabric, Fault
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, Decode, Prefill, same_pages
 
 POOL = 7

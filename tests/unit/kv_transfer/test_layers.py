@@ -18,12 +18,13 @@ from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, TransferLo
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.layer_send import LayerSend, RoomPages
 from kv_transfer.transport.base import Region
-from kv_transfer.transport.cuda_ipc import CudaIpcSender
+from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.layers import LayerEndpoint
-from kv_transfer.transport.loopback import Fault
-from kv_transfer.transport.nixl import NixlSender
-from kv_transfer.transport.shm import ShmReceiver, ShmSender
-from kv_transfer.transport.tcp import TcpSender
+from kv_transfer.transport.loopback.endpoints import Fault
+from kv_transfer.transport.nixl.sender import NixlSender
+from kv_transfer.transport.shm.receiver import ShmReceiver
+from kv_transfer.transport.shm.sender import ShmSender
+from kv_transfer.transport.tcp.sender import TcpSender
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, Decode, Prefill, layout, page_bytes, same_pages
 from tests.unit.kv_transfer.test_faults import Rig
 

@@ -28,7 +28,7 @@ from kv_transfer.messages import (
     encode,
 )
 from kv_transfer.transport.description import ShmDescription, TcpDescription
-from kv_transfer.transport.process import ProcessIdentity
+from kv_transfer.transport.one_host.process import ProcessIdentity
 from tests.unit.kv_transfer.rig import layout
 
 ME = "0123456789abcdef" * 2

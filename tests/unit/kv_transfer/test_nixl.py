@@ -16,13 +16,13 @@ from kv_transfer.copy_plan import Copy
 from kv_transfer.events import Arrived, Failed, PagesFree, SlotsGranted, TransferLost
 from kv_transfer.layout import KvLayout
 from kv_transfer.messages import AbortAck
-from kv_transfer.transport import nixl_agent
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Region, Target, WriteState
 from kv_transfer.transport.description import LoopbackDescription, NixlDescription
-from kv_transfer.transport.lifeline import GRACE
-from kv_transfer.transport.nixl import NixlReceiver, NixlSender
-from kv_transfer.transport.nixl_sender import QUIET
-from kv_transfer.transport.nixl_writes import cuts
+from kv_transfer.transport.nixl import agent as nixl_agent
+from kv_transfer.transport.nixl.lifeline import GRACE
+from kv_transfer.transport.nixl.receiver import NixlReceiver
+from kv_transfer.transport.nixl.sender import QUIET, NixlSender
+from kv_transfer.transport.nixl.writes import cuts
 from tests.fakes.fake_cuda import FakeCuda, FakeHost
 from tests.fakes.fake_nixl import FakeNixl
 from tests.fakes.waiting import until
@@ -181,7 +181,7 @@ def test_close_with_a_stuck_transfer_leaves_the_lifeline_to_the_process(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end would say that nothing is written any more."""
-    monkeypatch.setattr("kv_transfer.transport.nixl_sender._CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr("kv_transfer.transport.nixl.sender._CLOSE_SECONDS", 0.01)
     peer = ends.attach()
     keeper = ends.receiver._lifelines
     keeper._clock = ends.clock

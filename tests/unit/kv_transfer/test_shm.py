@@ -17,11 +17,14 @@ from common.errors import ConfigError, HandshakeRefused
 from kv_transfer import messages
 from kv_transfer.events import Failed, PagesFree
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport import process, shm_segment
 from kv_transfer.transport.base import Region, Target
 from kv_transfer.transport.description import ShmDescription
-from kv_transfer.transport.process import ProcessIdentity, ProcessWatch
-from kv_transfer.transport.shm import ShmReceiver, ShmSender, sweep_orphans
+from kv_transfer.transport.one_host import process
+from kv_transfer.transport.one_host import segment as shm_segment
+from kv_transfer.transport.one_host.process import ProcessIdentity, ProcessWatch
+from kv_transfer.transport.one_host.segment import sweep_orphans
+from kv_transfer.transport.shm.receiver import ShmReceiver
+from kv_transfer.transport.shm.sender import ShmSender
 from tests.fakes.waiting import PATIENCE, until
 from tests.unit.kv_transfer.rig import Clock, Decode
 
@@ -159,8 +162,8 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 CREATE = f"""
 from pathlib import Path
-from kv_transfer.transport import shm_segment
-from kv_transfer.transport.shm import ShmReceiver
+from kv_transfer.transport.one_host import segment as shm_segment
+from kv_transfer.transport.shm.receiver import ShmReceiver
 from kv_transfer.transport.base import Region
 shm_segment.SHM_DIR = Path("DIRECTORY")
 made = ShmReceiver({INCARNATION!r})
@@ -241,7 +244,7 @@ def test_a_process_that_cannot_be_watched_is_refused(
 
 WRITER = """
 import sys, mmap, os
-from kv_transfer.transport import shm_segment
+from kv_transfer.transport.one_host import segment as shm_segment
 mapped = shm_segment.attach(sys.argv[1], 64)
 if os.fork() == 0:
     try:

@@ -13,11 +13,12 @@ import pytest
 from common.errors import HandshakeRefused
 from kv_transfer.copy_plan import Copy
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport import tcp_frames
 from kv_transfer.transport.base import PeerMemory, Region, Target, Ticket, Window, WriteState
 from kv_transfer.transport.description import LoopbackDescription, TcpDescription
-from kv_transfer.transport.tcp import TcpReceiver, TcpSender
-from kv_transfer.transport.tcp_frames import Frame
+from kv_transfer.transport.tcp import frames as tcp_frames
+from kv_transfer.transport.tcp.frames import Frame
+from kv_transfer.transport.tcp.receiver import TcpReceiver
+from kv_transfer.transport.tcp.sender import TcpSender
 from tests.fakes.waiting import PATIENCE, until
 from tests.unit.kv_transfer.rig import LIMITS, Clock, noise
 
@@ -279,7 +280,7 @@ def test_an_expelled_peer_is_cut_off_and_needs_a_new_key(receiver: TcpReceiver, 
 def test_strangers_are_bounded(
     receiver: TcpReceiver, raw: Callable[..., Raw], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transport.tcp_receiver._MAX_STRANGERS", 3)
+    monkeypatch.setattr("kv_transfer.transport.tcp.receiver._MAX_STRANGERS", 3)
     oldest, *others = [raw() for _ in range(3)]
     newest = raw()
     assert oldest.closed, "the oldest gives way: a peer that comes during a flood gets its time, too"
@@ -291,7 +292,7 @@ def test_strangers_are_bounded(
 def test_a_peer_gets_in_while_strangers_keep_coming(
     receiver: TcpReceiver, sender: TcpSender, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transport.tcp_receiver._MAX_STRANGERS", 3)
+    monkeypatch.setattr("kv_transfer.transport.tcp.receiver._MAX_STRANGERS", 3)
     peer = attach(sender, receiver)
     for _ in range(6):
         raw()

@@ -15,7 +15,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.overlap import Completion, Deferred, Immediate
 from kv_transfer.transport.base import Region
-from kv_transfer.transport.loopback import Fault
+from kv_transfer.transport.loopback.endpoints import Fault
 from tests.fakes.draft_models import eager_drafts, observed
 from tests.fakes.node_cluster import Call, NodeCluster, Shape, Watched
 from tests.fakes.scenarios import SAMPLED, expect_reference, lose_decode, prompt_of

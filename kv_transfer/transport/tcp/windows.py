@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import Region, Window
-from kv_transfer.transport.tcp_frames import Frame, Violation
+from kv_transfer.transport.tcp.frames import Frame, Violation
 
 
 class Windows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.errors import HandshakeRefused
-from kv_transfer.transport.process import ProcessIdentity, ProcessWatch
+from kv_transfer.transport.one_host.process import ProcessIdentity, ProcessWatch
 
 
 class PeerWatches:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import DeviceMemory
-from kv_transfer.transport.cuda_pages import PagedMemory, move_pages, page_list
-from kv_transfer.transport.cudart import CudaRuntime, Mark
+from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
+from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
 
 _BLOCKS = 1056  # eight per multiprocessor: reading is over before a decode step notices

@@ -12,8 +12,8 @@ from torch import Tensor
 from kv_transfer.copy_plan import copies, runs
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Target, Ticket, WriteState
-from kv_transfer.transport.cuda_pages import PagedMemory, move_pages, page_list
-from kv_transfer.transport.cudart import CudaRuntime, Lane, Mark
+from kv_transfer.transport.cuda.cudart import CudaRuntime, Lane, Mark
+from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 
 
 class Mapped(PeerMemory):

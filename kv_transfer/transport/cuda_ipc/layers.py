@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import PageWrite, Ticket, WriteState
-from kv_transfer.transport.cuda_ipc_writes import LaneTicket, Mapped, PageWriter
-from kv_transfer.transport.cudart import Mark
-from kv_transfer.transport.gpu_digests import LaterDigests, to_host
+from kv_transfer.transport.cuda.cudart import Mark
+from kv_transfer.transport.cuda.digests import LaterDigests, to_host
+from kv_transfer.transport.cuda_ipc.writes import LaneTicket, Mapped, PageWriter
 from kv_transfer.transport.layers import LayerWrite, PageList
 
 

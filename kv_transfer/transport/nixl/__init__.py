@@ -4,8 +4,3 @@ A write is a few NIXL transfers of at most max_inflight_bytes each; they have la
 and only then the record is posted (two transfers are not ordered with each other). The receiver cannot shut one
 sender out: pages of a room that ends early wait for the sender's word, or for its end, which a lifeline proves.
 """
-
-from kv_transfer.transport.nixl_receiver import NixlReceiver
-from kv_transfer.transport.nixl_sender import NixlSender
-
-__all__ = ["NixlReceiver", "NixlSender"]

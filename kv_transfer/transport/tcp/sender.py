@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from common.errors import HandshakeRefused, ProtocolError
 from kv_transfer.copy_plan import Copy
 from kv_transfer.limits import TransferLimits
-from kv_transfer.transport import tcp_frames
 from kv_transfer.transport.base import PeerMemory, Region, SenderEndpoint, Target, Ticket, WriteState
 from kv_transfer.transport.description import TcpDescription, kind
+from kv_transfer.transport.tcp import frames as tcp_frames
 
 _BATCH_BYTES = 1 << 20  # handed to the kernel in one call
 _BATCH_PARTS = 64  # well below IOV_MAX

@@ -1,8 +1,4 @@
-"""Same host: the decode node's pool is shared memory, and the prefill node copies into it.
-
-A write is one memcpy per copy and is done when `write` returns. The receiver cannot shut the sender out, so
-pages of a room that ends early wait for the sender's word, or for its death, which a pidfd proves.
-"""
+"""The prefill node's side: copies from its own pool into the mapped segments of a decode node."""
 
 from __future__ import annotations
 
@@ -11,23 +7,11 @@ from collections.abc import Sequence
 
 from common.errors import HandshakeRefused
 from kv_transfer.copy_plan import Copy
-from kv_transfer.transport import process, shm_segment
-from kv_transfer.transport.base import (
-    PeerMemory,
-    ReceiverEndpoint,
-    Region,
-    Target,
-    Ticket,
-    Window,
-    WriteState,
-)
-from kv_transfer.transport.description import ShmDescription, TransportDescription, kind
+from kv_transfer.transport.base import PeerMemory, Target, Ticket, WriteState
+from kv_transfer.transport.description import ShmDescription, kind
 from kv_transfer.transport.layers import HostEndpoint
-from kv_transfer.transport.peer_watch import PeerWatches
-from kv_transfer.transport.process import ProcessIdentity
-from kv_transfer.transport.shm_segment import sweep_orphans
-
-__all__ = ["ShmReceiver", "ShmSender", "sweep_orphans"]
+from kv_transfer.transport.one_host import process
+from kv_transfer.transport.one_host import segment as shm_segment
 
 
 class _Mapped(PeerMemory):
@@ -123,52 +107,3 @@ class ShmSender(HostEndpoint):
     def close(self) -> None:
         for peer in list(self._peers):
             self.detach(peer)
-
-
-class ShmReceiver(ReceiverEndpoint):
-    """Owns the segments. Their names exist until `close`, since prefill nodes may come at any time."""
-
-    kv: memoryview
-
-    def __init__(self, incarnation: str) -> None:
-        self._incarnation = incarnation
-        self._names: dict[Region, str] = {}
-        self._maps: list[mmap.mmap] = []
-        self._watches = PeerWatches()
-
-    def allocate(self, region: Region, nbytes: int) -> memoryview:
-        name = shm_segment.segment_name(self._incarnation, region.value)
-        mapped = shm_segment.create(name, nbytes)
-        self._names[region] = name
-        self._maps.append(mapped)
-        view = memoryview(mapped)
-        if region is Region.KV:
-            self.kv = view
-        else:
-            self.records = view
-        return view
-
-    def describe(self, incarnation: str) -> TransportDescription:
-        return ShmDescription(self._names[Region.KV], self._names[Region.RECORDS], process.current())
-
-    def admit(self, incarnation: str, process: ProcessIdentity) -> None:
-        self._watches.admit(incarnation, process)
-
-    def announce(self, window: Window) -> None:
-        """Nothing to open: the sender has the whole pool mapped."""
-
-    def revoke(self, generation: int) -> bool:
-        return False
-
-    def proves_dead(self, incarnation: str) -> bool:
-        return self._watches.dead(incarnation)
-
-    def forget(self, incarnation: str) -> None:
-        self._watches.forget(incarnation)
-
-    def close(self) -> None:
-        for name in self._names.values():
-            shm_segment.unlink(name)
-        self._names.clear()
-        self._watches.close()
-        self._maps.clear()  # unmapped when the last view of the engine goes

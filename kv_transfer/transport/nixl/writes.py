@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import PeerMemory, Target, Ticket, WriteState
-from kv_transfer.transport.cudart import Mark
-from kv_transfer.transport.nixl_agent import Block, NixlAgent, Operation, Rows, block_of
+from kv_transfer.transport.cuda.cudart import Mark
+from kv_transfer.transport.nixl.agent import Block, NixlAgent, Operation, Rows, block_of
 
 _SLOTS: Final = 64  # records on their way, until more memory is registered
 

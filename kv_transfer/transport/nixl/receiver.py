@@ -9,11 +9,11 @@ from typing import Any
 from common.errors import ConfigError
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, Region, Window
-from kv_transfer.transport.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.digests import GpuDigests
 from kv_transfer.transport.description import MAX_METADATA_BYTES, NixlDescription, TransportDescription
-from kv_transfer.transport.gpu_digests import GpuDigests
-from kv_transfer.transport.lifeline import LifelineKeeper
-from kv_transfer.transport.nixl_agent import NixlAgent, Progress, block_of
+from kv_transfer.transport.nixl.agent import NixlAgent, Progress, block_of
+from kv_transfer.transport.nixl.lifeline import LifelineKeeper
 
 
 class NixlReceiver(ReceiverEndpoint):

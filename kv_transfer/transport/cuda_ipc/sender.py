@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from common.errors import HandshakeRefused
 from kv_transfer.copy_plan import Copy
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport import process, shm_segment
 from kv_transfer.transport.base import (
     DeviceMemory,
     Memory,
@@ -18,12 +17,14 @@ from kv_transfer.transport.base import (
     Ticket,
     WriteState,
 )
-from kv_transfer.transport.cuda_ipc_layers import CudaLayers
-from kv_transfer.transport.cuda_ipc_writes import LaneTicket, Mapped, PageWriter
-from kv_transfer.transport.cuda_pages import PagedMemory, move_pages
-from kv_transfer.transport.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.pages import PagedMemory, move_pages
+from kv_transfer.transport.cuda_ipc.layers import CudaLayers
+from kv_transfer.transport.cuda_ipc.writes import LaneTicket, Mapped, PageWriter
 from kv_transfer.transport.description import CudaIpcDescription, kind
 from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
+from kv_transfer.transport.one_host import process
+from kv_transfer.transport.one_host import segment as shm_segment
 from kv_transfer.transport.page_digest import as_digests
 
 LOCAL_BLOCKS = 264  # same GPU, two per multiprocessor: more gain nothing (tests/bench/transfer.py)

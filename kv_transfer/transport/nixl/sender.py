@@ -22,12 +22,12 @@ from kv_transfer.transport.base import (
     Ticket,
     WriteState,
 )
-from kv_transfer.transport.cudart import CudaRuntime, Mark
+from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
+from kv_transfer.transport.cuda.digests import GpuDigests
 from kv_transfer.transport.description import NixlDescription, kind
-from kv_transfer.transport.gpu_digests import GpuDigests
-from kv_transfer.transport.lifeline import Lifelines
-from kv_transfer.transport.nixl_agent import Block, NixlAgent, NixlError, Progress, Rows, block_of
-from kv_transfer.transport.nixl_writes import (
+from kv_transfer.transport.nixl.agent import Block, NixlAgent, NixlError, Progress, Rows, block_of
+from kv_transfer.transport.nixl.lifeline import Lifelines
+from kv_transfer.transport.nixl.writes import (
     Part,
     Remote,
     Staging,

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 from common.errors import ConfigError, HandshakeRefused
-from kv_transfer.transport import process
+from kv_transfer.transport.one_host import process
 
 SHM_DIR = Path("/dev/shm")
 

@@ -1,4 +1,4 @@
-"""One process: a real transport whose faults are scripted. For tests of everything above it.
+"""A fabric that joins endpoints of one process, and the faults of its writes.
 
 Writes land when they are due on the fabric's clock, in order of their posting per pair. The n-th write of
 the fabric (from 0, records included) suffers the fault that the plan gives it.

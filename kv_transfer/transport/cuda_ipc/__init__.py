@@ -5,8 +5,3 @@ same GPU or over NVLink, or one such kernel per layer while a forward runs; it i
 stay in a small shared memory segment. As with shm the receiver cannot shut the sender out: pages of a room that
 ends early wait for the sender's word or for the proof of its death.
 """
-
-from kv_transfer.transport.cuda_ipc_receiver import CudaIpcReceiver
-from kv_transfer.transport.cuda_ipc_sender import CudaIpcSender
-
-__all__ = ["CudaIpcReceiver", "CudaIpcSender"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kv_transfer.transport.base import DeviceMemory, Memory
-from kv_transfer.transport.cudart import device_tensor
+from kv_transfer.transport.cuda.cudart import device_tensor
 
 
 def as_memory(storage: Tensor) -> Memory:

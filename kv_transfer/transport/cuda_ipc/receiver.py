@@ -9,13 +9,14 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport import process, shm_segment
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, Region, Window
-from kv_transfer.transport.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.digests import GpuDigests
 from kv_transfer.transport.description import CudaIpcDescription, TransportDescription
-from kv_transfer.transport.gpu_digests import GpuDigests
-from kv_transfer.transport.peer_watch import PeerWatches
-from kv_transfer.transport.process import ProcessIdentity
+from kv_transfer.transport.one_host import process
+from kv_transfer.transport.one_host import segment as shm_segment
+from kv_transfer.transport.one_host.peer_watch import PeerWatches
+from kv_transfer.transport.one_host.process import ProcessIdentity
 
 
 def mps_is_used() -> bool:

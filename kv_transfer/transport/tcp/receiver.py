@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
-from kv_transfer.transport import tcp_frames
 from kv_transfer.transport.base import ReceiverEndpoint, Region, Window
 from kv_transfer.transport.description import TcpDescription, TransportDescription
-from kv_transfer.transport.tcp_frames import Frame, Violation
-from kv_transfer.transport.tcp_windows import Windows
+from kv_transfer.transport.tcp import frames as tcp_frames
+from kv_transfer.transport.tcp.frames import Frame, Violation
+from kv_transfer.transport.tcp.windows import Windows
 
 _STEP_BYTES = 1 << 20  # read under the lock in one go: bounds how long `revoke` waits
 _MAX_STRANGERS = 64  # connections that have not proved a key

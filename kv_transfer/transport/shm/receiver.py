@@ -1,0 +1,61 @@
+"""The decode node's side: the pool and the record slots are shared memory segments of its own."""
+
+from __future__ import annotations
+
+import mmap
+
+from kv_transfer.transport.base import ReceiverEndpoint, Region, Window
+from kv_transfer.transport.description import ShmDescription, TransportDescription
+from kv_transfer.transport.one_host import process
+from kv_transfer.transport.one_host import segment as shm_segment
+from kv_transfer.transport.one_host.peer_watch import PeerWatches
+from kv_transfer.transport.one_host.process import ProcessIdentity
+
+
+class ShmReceiver(ReceiverEndpoint):
+    """Owns the segments. Their names exist until `close`, since prefill nodes may come at any time."""
+
+    kv: memoryview
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._names: dict[Region, str] = {}
+        self._maps: list[mmap.mmap] = []
+        self._watches = PeerWatches()
+
+    def allocate(self, region: Region, nbytes: int) -> memoryview:
+        name = shm_segment.segment_name(self._incarnation, region.value)
+        mapped = shm_segment.create(name, nbytes)
+        self._names[region] = name
+        self._maps.append(mapped)
+        view = memoryview(mapped)
+        if region is Region.KV:
+            self.kv = view
+        else:
+            self.records = view
+        return view
+
+    def describe(self, incarnation: str) -> TransportDescription:
+        return ShmDescription(self._names[Region.KV], self._names[Region.RECORDS], process.current())
+
+    def admit(self, incarnation: str, process: ProcessIdentity) -> None:
+        self._watches.admit(incarnation, process)
+
+    def announce(self, window: Window) -> None:
+        """Nothing to open: the sender has the whole pool mapped."""
+
+    def revoke(self, generation: int) -> bool:
+        return False
+
+    def proves_dead(self, incarnation: str) -> bool:
+        return self._watches.dead(incarnation)
+
+    def forget(self, incarnation: str) -> None:
+        self._watches.forget(incarnation)
+
+    def close(self) -> None:
+        for name in self._names.values():
+            shm_segment.unlink(name)
+        self._names.clear()
+        self._watches.close()
+        self._maps.clear()  # unmapped when the last view of the engine goes
