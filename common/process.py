@@ -1,6 +1,7 @@
 """What every process of the cluster does around its work: command line, logs, start-up report, signals, exit codes.
 
-Exit codes: 0 drained, 1 a defect (traceback in the log), 2 the configuration or the model cannot be served.
+Exit codes: 0 drained, 1 a defect (traceback in the log), 2 the configuration or the model cannot be served, 3 the main
+loop of a node hung (stacks in the log).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import typer
 
 from common.config import Resolved, load_cluster
 from common.errors import ConfigError, ModelError
+from common.loop_watchdog import loop_watchdog
 from common.observability import logs
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -38,6 +40,9 @@ class BuiltNode(Protocol):
 
     def run(self) -> None:
         """The main loop; returns when the node has drained."""
+
+    def overdue(self) -> float:
+        """Seconds that the main loop is past the work that it announced; not positive while it has time left."""
 
     def drain(self) -> None:
         """Take nothing new and let `run` return. Called from a signal handler."""
@@ -97,7 +102,8 @@ def run_node(
             on_termination(built.drain)
             built.start()
             reporter.report("ready")
-            built.run()
+            with loop_watchdog(built.overdue, resolved.cluster.health.hung_limit, log):
+                built.run()
         finally:
             built.close()
 

@@ -92,6 +92,9 @@ class BuiltDecodeNode:
     def run(self) -> None:
         self.node.run()
 
+    def overdue(self) -> float:
+        return self.link.overdue()
+
     def drain(self) -> None:
         self.node.life.drain()
 

@@ -86,6 +86,9 @@ class BuiltPrefillNode:
     def run(self) -> None:
         self.node.run()
 
+    def overdue(self) -> float:
+        return self.link.overdue()
+
     def drain(self) -> None:
         self.node.life.drain()
 

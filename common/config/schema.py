@@ -246,11 +246,18 @@ class Health(Section, frozen=True, kw_only=True):
     node_timeout: Seconds = 3.0  # no heartbeat for so long: the node is lost
     # a main loop is hung so long past the work that it announced; idle loops turn every 100 ms
     loop_timeout: Annotated[float, Meta(ge=1, le=86_400)] = 3.0
+    # after so long a hung node ends its process, with stacks in its log, to be started again; 0: it does not
+    hang_timeout: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
     router_timeout: Seconds = 2.0  # no echo from the router: a node drops the router's requests
     drain_timeout: Seconds = 30.0
     # in which a node that went is expected back: requests wait for its role up to router.placement_wait
     return_window: Seconds = 60.0
     slow_start: Annotated[float, Meta(ge=0, le=3600)] = 10.0  # in which a new node's share of requests rises
+
+    @property
+    def hung_limit(self) -> float:
+        """Seconds past its announced work after which a main loop's process ends; 0: never."""
+        return self.loop_timeout + self.hang_timeout if self.hang_timeout else 0.0
 
 
 class Security(Section, frozen=True, kw_only=True):

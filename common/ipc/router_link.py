@@ -122,6 +122,10 @@ class RouterLink(Generic[M]):
         until = max(self._snapshot.busy_until, self._clock() + seconds)
         self._snapshot = replace(self._snapshot, busy_until=until)
 
+    def overdue(self) -> float:
+        """Seconds that the main loop is past the announced work; not positive while it has time left."""
+        return self._clock() - self._snapshot.busy_until
+
     def send(self, message: RouterMessage) -> None:
         """Never blocks. A full queue means a router that does not read: counted, and fencing will follow."""
         if not self._dealer.send(encode(message)):

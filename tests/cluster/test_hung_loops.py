@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from common.config.schema import Health
+from common.loop_watchdog import EXIT_HUNG
 from tests.cluster.conftest import Reference
 from tests.cluster.harness import Client, RunningCluster
+from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """One node of each role; the decode node can be blocked, and ends soon after it counts as hung."""
+    config = {
+        "router": {"placement_wait": 600.0},
+        "health": {"loop_timeout": Health().loop_timeout, "hang_timeout": 3.0, "return_window": 600.0},
+        "prefill": {"chunk_tokens": 2048},
+    }
+    directory = tmp_path_factory.mktemp("watched")
+    with RunningCluster(directory, config=config, blocking=("decode-0",)) as cluster:
+        yield cluster
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -27,7 +43,7 @@ async def test_requests_of_a_hung_node_continue_on_another(
     """Its heartbeats go on all the time. Once its loop comes round again the node registers again and serves."""
     config = {
         "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}},
-        "health": {"loop_timeout": Health().loop_timeout},
+        "health": {"loop_timeout": Health().loop_timeout, "hang_timeout": 0},
     }
     prompts = [prompt_of(30 + 17 * i, i) for i in range(8)]
     cluster = RunningCluster(tmp_path, 2, 2, config, blocking=(victim,))
@@ -46,12 +62,27 @@ async def test_requests_of_a_hung_node_continue_on_another(
         await client.wait_idle()
 
 
-async def test_large_forwards_of_a_busy_machine_are_not_hung_loops(tmp_path: Path) -> None:
+async def test_large_forwards_of_a_busy_machine_are_not_hung_loops(watched: RunningCluster) -> None:
     """With the default of loop_timeout: first forwards, growing prompts and batches, nothing is lost."""
-    config = {"health": {"loop_timeout": Health().loop_timeout}, "prefill": {"chunk_tokens": 2048}}
-    async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
+    async with Client(watched.url) as client:
         await client.complete_all([prompt_of(1900, seed) for seed in range(6)], 6, 4)
         await client.complete_all([prompt_of(length, length) for length in (1, 7, 60, 500, 1500)], 1, 30)
         await client.complete_all([prompt_of(1200, 100 + seed) for seed in range(24)], 24, 30)
         await client.wait_idle()
-        assert "node lost" not in cluster.log("router")
+        assert "node lost" not in watched.log("router")
+
+
+async def test_a_node_that_stays_hung_ends_its_process(watched: RunningCluster, reference: Reference) -> None:
+    """Its log shows where the loop was. A supervisor starts it again: here the test does."""
+    prompt = prompt_of(40, 1)
+    async with Client(watched.url) as client:
+        watched.block("decode-0")
+        running = asyncio.create_task(client.complete(prompt, 12))
+        code = await asyncio.to_thread(watched.processes["decode-0"].wait, 10 * PATIENCE)
+        assert code == EXIT_HUNG, watched.log("decode-0")[-3000:]
+        assert "blocking_node.py" in watched.log("decode-0")
+        assert "the main loop hangs" in watched.log("decode-0").splitlines()[-1]
+        watched.unblock("decode-0")
+        watched.launch("decode-0")
+        assert (await running).tokens == reference(prompt, 12)
+        await client.wait_idle()
