@@ -10,6 +10,7 @@ from msgspec import Meta
 
 Scope = Literal["inference", "admin"]
 KeyId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+MAX_WEIGHT = 1000
 PerMinute = Annotated[int, Meta(ge=1, le=10**12)]
 
 
@@ -23,3 +24,4 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None  # of prompts and answers
     concurrency: Annotated[int, Meta(ge=1, le=10**6)] | None = None  # prompts in flight
+    weight: Annotated[int, Meta(ge=1, le=MAX_WEIGHT)] = 1  # shares that it gets while clients wait for room

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from common.api_key import ApiKey
+from common.api_key import MAX_WEIGHT, ApiKey
 from common.config.api_keys import read_api_keys
 from common.errors import ConfigError
 
@@ -37,6 +37,9 @@ def main(
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     concurrency: Limit = None,
+    weight: Annotated[
+        int | None, typer.Option(min=1, max=MAX_WEIGHT, help="Fair shares, compared with 1 of other keys")
+    ] = None,
 ) -> None:
     """Make an API key."""
     secret = PREFIX + secrets.token_urlsafe(32)
@@ -47,6 +50,7 @@ def main(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "concurrency": concurrency,
+        "weight": weight,
     }
     try:
         append(file, {name: value for name, value in entry.items() if value is not None}, expires)

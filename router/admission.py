@@ -119,18 +119,19 @@ class Admission:
 
     @asynccontextmanager
     async def let_in(
-        self, client: str, prompt_tokens: int, max_tokens: int, patience: float
+        self, client: str, prompt_tokens: int, max_tokens: int, patience: float, weight: int = 1
     ) -> AsyncIterator[None]:
-        """Wait for room; inside, the request counts as in flight.
+        """Wait for room; inside, the request counts as in flight. `weight`: see FairQueue.
 
         Raises Overloaded where the wait is too long, or longer than `patience` seconds.
         """
         cost = prompt_tokens + min(max_tokens, self._reserved)
         if not len(self._queue) and self._fits(cost):
-            self._queue.let_in(client, cost)
+            self._queue.let_in(client, cost, weight)
             self._count(cost)
         else:
-            await self._wait(client, cost, min(patience, self._longest_wait))
+            waiting = Waiting(client, cost, self._clock(), weight)
+            await self._wait(waiting, min(patience, self._longest_wait))
         try:
             yield
         finally:
@@ -145,28 +146,28 @@ class Admission:
         while (head := self._queue.head()) is not None:
             self._open(head)
 
-    async def _wait(self, client: str, cost: int, patience: float) -> None:
-        expected = self._expected_wait(client)
+    async def _wait(self, waiting: Waiting, patience: float) -> None:
+        expected = self._expected_wait(waiting)
         if expected > self._longest_wait:
             raise _overloaded(expected)
-        gate = _Gate(Waiting(client, cost, self._clock()))
-        self._queue.push(gate.waiting)
-        self._gates[gate.waiting] = gate
+        gate = _Gate(waiting)
+        self._queue.push(waiting)
+        self._gates[waiting] = gate
         try:
             self._open_gates()
             async with asyncio.timeout(patience):
                 await gate.opened.wait()
         except BaseException as error:
             if gate.opened.is_set():  # let in and gone at once
-                self._tokens -= cost
+                self._tokens -= waiting.cost
                 self._requests -= 1
-                self._queue.leave(client)
+                self._queue.leave(waiting.client)
                 self._open_gates()
             else:
-                del self._gates[gate.waiting]
-                self._queue.withdraw(gate.waiting)
+                del self._gates[waiting]
+                self._queue.withdraw(waiting)
             if isinstance(error, TimeoutError):
-                raise _overloaded(self._expected_wait(client)) from None
+                raise _overloaded(self._expected_wait(waiting)) from None
             raise
 
     def _open_gates(self) -> None:
@@ -201,10 +202,11 @@ class Admission:
             return True
         return self._recent.total() + cost <= room.spare_tokens
 
-    def _expected_wait(self, client: str) -> float:
-        """Seconds until the next request of this client has its turn; 0 while nothing is known."""
+    def _expected_wait(self, waiting: Waiting) -> float:
+        """Seconds until another request of this client has its turn; 0 while nothing is known."""
         finished = self._finished.total()
-        return self._queue.tokens_before(client) * RATE_SECONDS / finished if finished else 0.0
+        before = self._queue.tokens_before(waiting.client, waiting.weight)
+        return before * RATE_SECONDS / finished if finished else 0.0
 
 
 def _overloaded(seconds: float) -> Overloaded:

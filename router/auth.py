@@ -93,7 +93,8 @@ class KeyGate:
             needed = "inference"
         if needed is not None and needed not in key.scopes:
             raise Forbidden(f"API key {key.id} lacks the scope {needed}; see its scopes in security.api_keys")
-        client = Client(key.id, self._view_of(key), "" if self._shared_cache else key.id)
+        tenant = "" if self._shared_cache else key.id
+        client = Client(key.id, self._view_of(key), tenant, key.weight)
         if reads:
             return client, UNLIMITED
         quota = request[_quota_key] = self._quotas.of(key)

@@ -25,6 +25,7 @@ class Client:
     name: str  # API key id, or the client's address where there are no keys
     view: View
     tenant: str = ""  # whose prompts share cached pages; "": everybody's
+    weight: int = 1  # shares of the cluster that it gets while clients wait for room
 
 
 client_key: web.RequestKey[Client] = web.RequestKey("client", Client)

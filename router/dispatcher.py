@@ -207,8 +207,8 @@ class Dispatcher:
             self._log.info("request finished", tokens=tokens, **timeline.report())
 
     def _let_in(self, request: GenerationRequest, patience: float) -> AbstractAsyncContextManager[None]:
-        wanted = request.sampling.max_tokens
-        return self.admission.let_in(request.client, len(request.token_ids), wanted, patience)
+        prompt, wanted = len(request.token_ids), request.sampling.max_tokens
+        return self.admission.let_in(request.client, prompt, wanted, patience, request.weight)
 
     async def _attempt_until_done(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         loop = asyncio.get_running_loop()

@@ -1,6 +1,7 @@
 """Who is next among requests that wait: fair shares between clients, and for each client the shortest first, ageing.
 
-A client that has had few tokens served goes before one that has had many, whatever it sends. Among the requests
+A client that has had few tokens served goes before one that has had many, whatever it sends. Tokens are divided by the
+client's weight: with weight 3 it gets three times as many while everybody waits. Among the requests
 of one client the cheapest goes first, but every second of waiting counts as AGEING_TOKENS: nobody waits for ever.
 """
 
@@ -20,13 +21,15 @@ class Waiting:
     client: str
     cost: int  # tokens
     since: float  # monotonic seconds
+    weight: int = 1  # of the client
     withdrawn: bool = False
 
 
 @dataclass(slots=True)
 class _Client:
-    # tokens that were served, counted from the least of the clients that were there when it came
+    # tokens that were served, divided by its weight; counted from the least of the clients that were there when it came
     given: float = 0.0
+    weight: int = 1  # as its latest request has it: the file of the API keys may change
     present: int = 0  # requests that wait or were let in
     waiting: int = 0  # tokens of those that wait
     heap: list[tuple[float, int, Waiting]] = field(default_factory=list)
@@ -44,21 +47,23 @@ class FairQueue:
         return self._waiting
 
     def push(self, waiting: Waiting) -> None:
-        client = self._enter(waiting.client)
+        client = self._enter(waiting.client, waiting.weight)
         # cost - AGEING * (now - since) has the order of cost + AGEING * since, which never changes
         key = waiting.cost + AGEING_TOKENS * waiting.since
         heapq.heappush(client.heap, (key, next(self._numbers), waiting))
         self._waiting += 1
         client.waiting += waiting.cost
 
-    def tokens_before(self, name: str) -> int:
+    def tokens_before(self, name: str, weight: int = 1) -> int:
         """About how many waiting tokens are served before the next request of this client."""
         client = self._clients.get(name)
         if client is None:
             client = _Client(self._least_given())
-        turn = client.given + client.waiting
+        turn = client.given + client.waiting / weight
         others = (each for each in self._clients.values() if each is not client)
-        return client.waiting + sum(int(min(each.waiting, max(turn - each.given, 0))) for each in others)
+        return client.waiting + sum(
+            int(min(each.waiting, max(turn - each.given, 0) * each.weight)) for each in others
+        )
 
     def head(self) -> Waiting | None:
         """Return the request whose turn it is; None: nobody waits."""
@@ -77,12 +82,12 @@ class FairQueue:
         """Let in `waiting`, which is the head."""
         client = self._clients[waiting.client]
         heapq.heappop(client.heap)
-        client.given += waiting.cost
+        client.given += waiting.cost / client.weight
         self._count_out(waiting)
 
-    def let_in(self, client: str, cost: int) -> None:
+    def let_in(self, client: str, cost: int, weight: int = 1) -> None:
         """Count a request that did not have to wait."""
-        self._enter(client).given += cost
+        self._enter(client, weight).given += cost / weight
 
     def withdraw(self, waiting: Waiting) -> None:
         """Remove a request whose client has left or whose wait is over."""
@@ -97,10 +102,11 @@ class FairQueue:
         if not found.present:
             del self._clients[client]
 
-    def _enter(self, name: str) -> _Client:
+    def _enter(self, name: str, weight: int) -> _Client:
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = _Client(self._least_given())
+        client.weight = weight
         client.present += 1
         return client
 

@@ -34,6 +34,7 @@ class GenerationRequest:
     timeout_s: float | None = None
     images: tuple[PromptImage, ...] = ()
     client: str = ""  # API key id, or the client's address where the cluster has no keys
+    weight: int = 1  # of the client, when clients wait for room
     salt: bytes = b""  # cached pages are shared within one salt only
     batch: Batch = field(default_factory=Batch)
 

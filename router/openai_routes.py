@@ -198,6 +198,7 @@ class OpenAiRoutes:
             sampling,
             images=images,
             client=client.name,
+            weight=client.weight,
             salt=cache_salt(client.tenant, body.cache_salt),
             batch=batch or Batch(),
         )

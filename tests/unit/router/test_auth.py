@@ -24,7 +24,7 @@ NOW = datetime(2027, 1, 1, tzinfo=UTC).timestamp()
 KEYS = (
     api_key("secret-a", "team-a"),
     api_key("secret-b", "team-b", expires=datetime(2026, 1, 1, tzinfo=UTC)),
-    api_key("secret-c", "team-c", expires=datetime(2028, 1, 1, tzinfo=UTC)),
+    api_key("secret-c", "team-c", expires=datetime(2028, 1, 1, tzinfo=UTC), weight=3),
     api_key("secret-ops", "ops", scopes=("admin",)),
     api_key("secret-both", "both", scopes=("inference", "admin")),
 )
@@ -116,7 +116,7 @@ async def test_what_counts_as_a_key(keyed: Rig, headers: dict[str, str], status:
     assert len(keyed.generator.requests) == (1 if status == 200 else 0)
 
 
-async def test_requests_carry_the_key_id_and_its_salt(serve: Serve) -> None:
+async def test_requests_carry_the_key_id_its_weight_and_its_salt(serve: Serve) -> None:
     keyed, shared = await serve(gate=key_gate()), await serve(gate=key_gate(shared=True))
     for rig in (keyed, shared):
         rig.generator.will(*one_by_one([50]))
@@ -136,6 +136,7 @@ async def test_requests_carry_the_key_id_and_its_salt(serve: Serve) -> None:
             assert (await rig.post(path, {**body, **fields}, bearer(secret)))[0] == 200
         *_, one, two = rig.generator.requests
         assert one.client == two.client == {"secret-a": "team-a", "secret-c": "team-c"}[secret]
+        assert one.weight == two.weight == {"secret-a": 1, "secret-c": 3}[secret]
         assert one.salt == two.salt
         salts.append(one.salt)
     a, again, c, a_x, c_x, shared_a, shared_c, shared_a_x, shared_c_x = salts

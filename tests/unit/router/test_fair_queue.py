@@ -46,6 +46,33 @@ def test_a_client_with_one_request_does_not_wait_for_another_with_hundreds() -> 
     assert order.index(modest) <= 1
 
 
+def test_a_client_of_weight_three_gets_three_shares() -> None:
+    queue = FairQueue()
+    for _ in range(100):
+        queue.push(Waiting("paying", 100, 0.0, weight=3))
+        queue.push(Waiting("free", 100, 0.0))
+        queue.push(Waiting("other", 100, 0.0))
+    first = [each.client for each in served(queue)[:50]]
+    assert [first.count(name) for name in ("paying", "free", "other")] == [30, 10, 10]
+
+
+def test_what_was_let_in_at_once_counts_by_weight_too() -> None:
+    queue = FairQueue()
+    queue.let_in("paying", 300, weight=3)
+    queue.let_in("free", 101)
+    queue.push(Waiting("free", 100, 0.0))
+    queue.push(Waiting("paying", 100, 0.0, weight=3))
+    assert [each.client for each in served(queue)] == ["paying", "free"]
+
+
+def test_the_expected_wait_goes_by_weight() -> None:
+    queue = FairQueue()
+    queue.push(Waiting("paying", 900, 0.0, weight=3))
+    queue.push(Waiting("free", 900, 0.0))
+    assert queue.tokens_before("paying", 3) == 900 + 300
+    assert queue.tokens_before("free") == 900 + 900
+
+
 def test_who_comes_back_does_not_get_what_it_did_not_use() -> None:
     queue = FairQueue()
     queue.let_in("busy", 10_000)
