@@ -11,6 +11,7 @@ from kv_transfer.layout import compatible
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Hello, Slots
 from kv_transfer.transport.base import PeerMemory, SenderEndpoint, Target
+from kv_transfer.transport.description import from_wire
 
 
 class Refusal(HandshakeRefused):
@@ -109,8 +110,9 @@ class PeerTable:
             )
         records_bytes = hello.record_slots * hello.record_bytes
         try:
+            description = from_wire(hello.transport, self._endpoint.takes)
             memory = self._endpoint.attach(
-                Target(incarnation, hello.transport, hello.layout.total_bytes, records_bytes)
+                Target(incarnation, description, hello.layout.total_bytes, records_bytes)
             )
         except HandshakeRefused as error:
             raise Refusal("transport", f"decode node {hello.node}: {error}") from None

@@ -11,7 +11,6 @@ recognised and dropped.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from typing import Annotated, Final
 
@@ -19,14 +18,8 @@ import msgspec
 
 from common.errors import HandshakeRefused, ProtocolError
 from kv_transfer.layout import KvLayout, Plane
-from kv_transfer.transport.description import (
-    CudaIpcDescription,
-    LoopbackDescription,
-    NixlDescription,
-    ShmDescription,
-    TcpDescription,
-    TransportDescription,
-)
+from kv_transfer.schema_hash import schema_hash
+from kv_transfer.transport.description import WireDescription
 from kv_transfer.transport.one_host.process import ProcessIdentity
 
 MAGIC: Final = b"TKVT"
@@ -52,7 +45,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     node: Name
     layout: KvLayout
-    transport: TransportDescription
+    transport: WireDescription
     record_slots: U32
     record_bytes: U32  # of one slot
 
@@ -148,23 +141,13 @@ _sender_decoder = msgspec.msgpack.Decoder(SenderInbox)
 _receiver_decoder = msgspec.msgpack.Decoder(ReceiverInbox)
 
 
-def _schema_hash() -> int:
-    """64 bits over every field name and type that crosses the wire: equal only if both sides parse alike."""
-    structs = (
+SCHEMA_HASH: Final = schema_hash(
+    (
         *(Hello, Slots, Abort, Queued),
         *(Welcome, Refused, PagesWritten, RecordWritten, SenderFailed, AbortAck, Working),
         *(KvLayout, Plane, ProcessIdentity),
-        *(ShmDescription, TcpDescription, CudaIpcDescription, NixlDescription, LoopbackDescription),
     )
-    text = ";".join(
-        f"{s.__name__}:{s.__struct_config__.tag}:{n}={s.__annotations__[n]}"
-        for s in structs
-        for n in s.__struct_fields__
-    )
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-
-
-SCHEMA_HASH: Final = _schema_hash()
+)
 
 
 def encode(message: SenderInbox | ReceiverInbox, incarnation: str) -> bytes:

@@ -42,6 +42,7 @@ from kv_transfer.messages import (
 from kv_transfer.signs import ReceiverSigns
 from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import ReceiverEndpoint, Region
+from kv_transfer.transport.description import to_wire
 
 __all__ = ["Arrived", "Failed", "PagesFree", "PeerRefused", "Receiver", "ReceiverEvent"]
 
@@ -110,7 +111,7 @@ class Receiver:
             Hello(
                 self._node,
                 self._layout,
-                self._endpoint.describe(peer_incarnation),
+                to_wire(self._endpoint.describe(peer_incarnation)),
                 self._record_slots,
                 self._limits.record_bytes,
             ),

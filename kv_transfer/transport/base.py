@@ -17,10 +17,11 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kv_transfer.copy_plan import Copy, copies, runs
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport.description import TransportDescription
+from kv_transfer.transport.description import Description
 from kv_transfer.transport.one_host.process import ProcessIdentity
 from kv_transfer.transport.page_digest import page_digests
 
@@ -41,7 +42,7 @@ class Target:
     """A receiver's memory as its Hello described it."""
 
     incarnation: str
-    description: TransportDescription
+    description: Description
     kv_bytes: int
     records_bytes: int
 
@@ -91,6 +92,7 @@ class PageWrite:
 class SenderEndpoint(ABC):
     """A prefill node's side."""
 
+    takes: ClassVar[type[Description]]  # what `attach` is given: the transport's own description
     kv: memoryview  # the pool, where it lies in host memory
     layout: KvLayout
 
@@ -197,7 +199,7 @@ class ReceiverEndpoint(ABC):
         return bytes(self.records[slot * self.record_bytes : (slot + 1) * self.record_bytes])
 
     @abstractmethod
-    def describe(self, incarnation: str) -> TransportDescription:
+    def describe(self, incarnation: str) -> Description:
         """The way into this memory, for this one peer."""
 
     def admit(self, incarnation: str, process: ProcessIdentity) -> None:

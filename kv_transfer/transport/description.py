@@ -1,65 +1,62 @@
-"""What a decode node tells a prefill node about the way into its memory: one struct per transport."""
+"""What a decode node tells a prefill node about the way into its memory: one struct per transport.
+
+Hello carries it as a name and raw bytes, so that the handshake knows no transport: the endpoint of the prefill node
+says which struct it takes, and everything else is refused with a sentence.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
-from kv_transfer.transport.one_host.process import ProcessIdentity
-
-MAX_METADATA_BYTES = 256 << 10  # a NIXL agent's: addresses of its network devices and keys of two regions
+from common.errors import HandshakeRefused
+from kv_transfer.schema_hash import schema_hash
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Address = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+Hash = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class ShmDescription(msgspec.Struct, frozen=True, tag="shm"):
-    """Two POSIX shared memory segments on the same host."""
-
-    kv: Name  # names in /dev/shm
-    records: Name
-    owner: ProcessIdentity
+class Description(msgspec.Struct, frozen=True):
+    """Base of all descriptions. The tag of a subclass is the name of its transport."""
 
 
-class TcpDescription(msgspec.Struct, frozen=True, tag="tcp"):
-    """A listening socket. The key is for one peer and proves, by HMAC over a nonce, who connects."""
+class WireDescription(msgspec.Struct, frozen=True):
+    """A description as it crosses the wire."""
 
-    host: Name
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-
-class CudaIpcDescription(msgspec.Struct, frozen=True, tag="cuda_ipc"):
-    """One allocation on a GPU of the same host, and a shared memory segment for the records."""
-
-    handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]  # cudaIpcMemHandle_t of the pool
-    device: Name  # UUID of its GPU: ordinals differ between processes
-    records: Name  # name in /dev/shm
-    owner: ProcessIdentity
+    transport: Name
+    schema: Hash  # of the description's struct
+    body: msgspec.Raw  # msgpack
 
 
-class NixlDescription(msgspec.Struct, frozen=True, tag="nixl"):
-    """Memory registered with a NIXL agent that bears the node's incarnation; addresses mean something to it alone."""
-
-    metadata: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_METADATA_BYTES)]
-    kv: Address
-    device: Annotated[int, msgspec.Meta(ge=-1, le=1023)]  # CUDA ordinal of the pool; -1: host memory
-    records: Address
-    lifeline: TcpDescription
+D = TypeVar("D", bound=Description)
 
 
-class LoopbackDescription(msgspec.Struct, frozen=True, tag="loopback"):
-    """Memory of the same process."""
-
-    incarnation: Name
-
-
-TransportDescription = (
-    ShmDescription | TcpDescription | CudaIpcDescription | NixlDescription | LoopbackDescription
-)
-
-
-def kind(description: TransportDescription) -> str:
-    """The word for it in the config and in sentences."""
+def transport_of(description: type[Description]) -> str:
+    """The transport's name, as the config has it."""
     return str(description.__struct_config__.tag)
+
+
+def to_wire(description: Description) -> WireDescription:
+    kind = type(description)
+    return WireDescription(
+        transport_of(kind), schema_hash([kind]), msgspec.Raw(msgspec.msgpack.encode(description))
+    )
+
+
+def from_wire(wire: WireDescription, expected: type[D]) -> D:
+    """Raises HandshakeRefused (a sentence) if the peer takes pages by another transport or describes it otherwise."""
+    ours = transport_of(expected)
+    if wire.transport != ours:
+        raise HandshakeRefused(
+            f"it takes pages by {wire.transport}, this prefill node sends by {ours}; set the same transport on both"
+        )
+    if wire.schema != schema_hash([expected]):
+        raise HandshakeRefused(
+            f"it describes its memory for {ours} in another form; run the same tandem version on both"
+        )
+    try:
+        return msgspec.msgpack.decode(wire.body, type=expected)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise HandshakeRefused(f"its {ours} description cannot be read: {error}") from None

@@ -19,9 +19,9 @@ from kv_transfer.transport.cuda import pages as cuda_pages
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.cuda.pool_memory import as_memory
+from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
-from kv_transfer.transport.description import CudaIpcDescription
 from kv_transfer.transport.page_digest import as_digests
 from tests.fakes.transfer_child import build_layout, pattern
 from tests.fakes.transfer_rig import SEED, Rig, start_child

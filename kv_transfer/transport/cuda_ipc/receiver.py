@@ -12,7 +12,7 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, Region, Window
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
-from kv_transfer.transport.description import CudaIpcDescription, TransportDescription
+from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
 from kv_transfer.transport.one_host.peer_watch import PeerWatches
@@ -66,7 +66,7 @@ class CudaIpcReceiver(ReceiverEndpoint):
         """Waits for the GPU: for a moment."""
         return self._digests.now(pages)
 
-    def describe(self, incarnation: str) -> TransportDescription:
+    def describe(self, incarnation: str) -> CudaIpcDescription:
         return CudaIpcDescription(
             self._handle, self._cuda.uuid(self._device), self._records_name, process.current()
         )

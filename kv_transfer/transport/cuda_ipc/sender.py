@@ -19,9 +19,9 @@ from kv_transfer.transport.base import (
 )
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages
+from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.cuda_ipc.layers import CudaLayers
 from kv_transfer.transport.cuda_ipc.writes import LaneTicket, Mapped, PageWriter
-from kv_transfer.transport.description import CudaIpcDescription, kind
 from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
@@ -33,6 +33,8 @@ REMOTE_BLOCKS = 128  # another GPU: three times what NVLink takes; the rest of t
 
 class CudaIpcSender(LayerEndpoint):
     """Writes from a pool on one GPU into pools on GPUs of the same host."""
+
+    takes = CudaIpcDescription
 
     def __init__(
         self,
@@ -72,11 +74,7 @@ class CudaIpcSender(LayerEndpoint):
 
     def attach(self, target: Target) -> PeerMemory:
         description = target.description
-        if not isinstance(description, CudaIpcDescription):
-            raise HandshakeRefused(
-                f"it takes pages by {kind(description)}, this prefill node sends by cuda_ipc; "
-                "set the same transport on both"
-            )
+        assert isinstance(description, CudaIpcDescription)
         me = process.current()
         if description.owner.host != me.host:
             raise HandshakeRefused(

@@ -21,10 +21,16 @@ from kv_transfer.transport.base import (
     Window,
     WriteState,
 )
-from kv_transfer.transport.description import LoopbackDescription, TransportDescription, kind
+from kv_transfer.transport.description import Description, Name
 from kv_transfer.transport.layers import HostEndpoint
 
 Damage = Literal["none", "drop", "fail", "truncate", "corrupt", "duplicate", "stick"]
+
+
+class LoopbackDescription(Description, frozen=True, tag="loopback"):
+    """Memory of the same process."""
+
+    incarnation: Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +133,15 @@ class Fabric:
 
 
 class LoopbackSender(HostEndpoint):
+    takes = LoopbackDescription
+
     def __init__(self, fabric: Fabric, incarnation: str) -> None:
         self.fabric = fabric
         self.incarnation = incarnation
 
     def attach(self, target: Target) -> PeerMemory:
         description = target.description
-        if not isinstance(description, LoopbackDescription):
-            raise HandshakeRefused(
-                f"it takes pages by {kind(description)}, this prefill node sends by loopback"
-            )
+        assert isinstance(description, LoopbackDescription)
         receiver = self.fabric.receivers.get(description.incarnation)
         if (
             receiver is None
@@ -209,7 +214,7 @@ class LoopbackReceiver(ReceiverEndpoint):
             self.records = view
         return view
 
-    def describe(self, incarnation: str) -> TransportDescription:
+    def describe(self, incarnation: str) -> LoopbackDescription:
         return LoopbackDescription(next(name for name, each in self.fabric.receivers.items() if each is self))
 
     def announce(self, window: Window) -> None:

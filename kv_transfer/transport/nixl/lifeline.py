@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import HandshakeRefused
-from kv_transfer.transport.description import TcpDescription
 from kv_transfer.transport.tcp import frames as tcp_frames
+from kv_transfer.transport.tcp.kind import TcpDescription
 
 GRACE: Final = 2.0  # seconds: what the dead process's kernel and network card still hold has landed by then
 _NONCE: Final = b"tandem lifeline"

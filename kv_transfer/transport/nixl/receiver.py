@@ -11,8 +11,8 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, Region, Window
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
-from kv_transfer.transport.description import MAX_METADATA_BYTES, NixlDescription, TransportDescription
 from kv_transfer.transport.nixl.agent import NixlAgent, Progress, block_of
+from kv_transfer.transport.nixl.kind import MAX_METADATA_BYTES, NixlDescription
 from kv_transfer.transport.nixl.lifeline import LifelineKeeper
 
 
@@ -86,7 +86,7 @@ class NixlReceiver(ReceiverEndpoint):
             self._cuda.flush(self._device)
         return super().record(slot)
 
-    def describe(self, incarnation: str) -> TransportDescription:
+    def describe(self, incarnation: str) -> NixlDescription:
         return NixlDescription(
             self._metadata,
             self._kv_block.address,

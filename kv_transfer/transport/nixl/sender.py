@@ -24,8 +24,8 @@ from kv_transfer.transport.base import (
 )
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.digests import GpuDigests
-from kv_transfer.transport.description import NixlDescription, kind
 from kv_transfer.transport.nixl.agent import Block, NixlAgent, NixlError, Progress, Rows, block_of
+from kv_transfer.transport.nixl.kind import NixlDescription
 from kv_transfer.transport.nixl.lifeline import Lifelines
 from kv_transfer.transport.nixl.writes import (
     Part,
@@ -45,6 +45,8 @@ _CLOSE_SECONDS: Final = 1.0
 
 class NixlSender(SenderEndpoint):
     """One thread; `incarnation` names the agent, `devices` is what UCX may use."""
+
+    takes = NixlDescription
 
     def __init__(
         self,
@@ -91,11 +93,7 @@ class NixlSender(SenderEndpoint):
 
     def attach(self, target: Target) -> PeerMemory:
         description = target.description
-        if not isinstance(description, NixlDescription):
-            raise HandshakeRefused(
-                f"it takes pages by {kind(description)}, this prefill node sends by nixl; "
-                "set the same transport on both"
-            )
+        assert isinstance(description, NixlDescription)
         if (description.device >= 0) != (self._block.kind == "VRAM"):
             raise HandshakeRefused("its pages lie on a CPU and ours on a GPU, or the other way round")
         if not self.quiet(target.incarnation):

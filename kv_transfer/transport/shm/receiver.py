@@ -5,11 +5,11 @@ from __future__ import annotations
 import mmap
 
 from kv_transfer.transport.base import ReceiverEndpoint, Region, Window
-from kv_transfer.transport.description import ShmDescription, TransportDescription
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
 from kv_transfer.transport.one_host.peer_watch import PeerWatches
 from kv_transfer.transport.one_host.process import ProcessIdentity
+from kv_transfer.transport.shm.kind import ShmDescription
 
 
 class ShmReceiver(ReceiverEndpoint):
@@ -35,7 +35,7 @@ class ShmReceiver(ReceiverEndpoint):
             self.records = view
         return view
 
-    def describe(self, incarnation: str) -> TransportDescription:
+    def describe(self, incarnation: str) -> ShmDescription:
         return ShmDescription(self._names[Region.KV], self._names[Region.RECORDS], process.current())
 
     def admit(self, incarnation: str, process: ProcessIdentity) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from common.errors import HandshakeRefused
 from kv_transfer.copy_plan import Copy
 from kv_transfer.transport.base import PeerMemory, Target, Ticket, WriteState
-from kv_transfer.transport.description import ShmDescription, kind
 from kv_transfer.transport.layers import HostEndpoint
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
+from kv_transfer.transport.shm.kind import ShmDescription
 
 
 class _Mapped(PeerMemory):
@@ -44,16 +44,14 @@ _FAILED = _Settled(WriteState.FAILED)
 class ShmSender(HostEndpoint):
     """Copies from the own pool, wherever it is, into mapped segments."""
 
+    takes = ShmDescription
+
     def __init__(self) -> None:
         self._peers: list[_Mapped] = []
 
     def attach(self, target: Target) -> PeerMemory:
         description = target.description
-        if not isinstance(description, ShmDescription):
-            raise HandshakeRefused(
-                f"it takes pages by {kind(description)}, this prefill node sends by shm; "
-                "set the same transport on both"
-            )
+        assert isinstance(description, ShmDescription)
         if description.owner.host != process.current().host:
             raise HandshakeRefused(
                 "it runs on another host or in another pid namespace, where shared memory does not reach; "

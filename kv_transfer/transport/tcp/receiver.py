@@ -15,9 +15,9 @@ from collections.abc import Callable
 from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.base import ReceiverEndpoint, Region, Window
-from kv_transfer.transport.description import TcpDescription, TransportDescription
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.frames import Frame, Violation
+from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.tcp.windows import Windows
 
 _STEP_BYTES = 1 << 20  # read under the lock in one go: bounds how long `revoke` waits
@@ -92,7 +92,7 @@ class TcpReceiver(ReceiverEndpoint):
         self._thread = threading.Thread(target=self._run, name="kv-tcp-receive", daemon=True)
         self._thread.start()
 
-    def describe(self, incarnation: str) -> TransportDescription:
+    def describe(self, incarnation: str) -> TcpDescription:
         key = self._keys.get(incarnation) or secrets.token_bytes(tcp_frames.KEY_BYTES)
         self._keys[incarnation] = key
         self._owners[tcp_frames.key_id(key)] = incarnation

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.errors import HandshakeRefused, ProtocolError
+from common.errors import ProtocolError
 from kv_transfer.copy_plan import Copy
 from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.base import PeerMemory, Region, SenderEndpoint, Target, Ticket, WriteState
-from kv_transfer.transport.description import TcpDescription, kind
 from kv_transfer.transport.tcp import frames as tcp_frames
+from kv_transfer.transport.tcp.kind import TcpDescription
 
 _BATCH_BYTES = 1 << 20  # handed to the kernel in one call
 _BATCH_PARTS = 64  # well below IOV_MAX
@@ -243,17 +243,15 @@ class TcpPeer(PeerMemory):
 class TcpSender(SenderEndpoint):
     """One connection per decode node."""
 
+    takes = TcpDescription
+
     def __init__(self, limits: TransferLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         self._peers: list[TcpPeer] = []
 
     def attach(self, target: Target) -> PeerMemory:
-        if not isinstance(target.description, TcpDescription):
-            raise HandshakeRefused(
-                f"it takes pages by {kind(target.description)}, this prefill node sends by tcp; "
-                "set the same transport on both"
-            )
+        assert isinstance(target.description, TcpDescription)
         peer = TcpPeer(target, target.description, self._limits, self._clock)
         self._peers.append(peer)
         return peer

@@ -19,9 +19,10 @@ from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.pool_memory import as_memory, as_storage
 from kv_transfer.transport.cuda_ipc import receiver as cuda_ipc_receiver
 from kv_transfer.transport.cuda_ipc import sender as cuda_ipc_sender
+from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
-from kv_transfer.transport.description import CudaIpcDescription, ShmDescription, TransportDescription, kind
+from kv_transfer.transport.description import Description, from_wire, to_wire
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
 from kv_transfer.transport.one_host.process import ProcessIdentity
@@ -54,7 +55,7 @@ class Pair:
         described = self.receiving.describe
         me = process.current()
 
-        def describe(incarnation: str) -> TransportDescription:
+        def describe(incarnation: str) -> Description:
             found = described(incarnation)
             assert isinstance(found, CudaIpcDescription)
             return msgspec.structs.replace(found, owner=ProcessIdentity(me.host, me.pid, me.started + 1))
@@ -115,11 +116,11 @@ def pair(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_description_crosses_the_wire(pair: Pair) -> None:
-    hello = messages.Hello("decode-0", DST, pair.receiving.describe("p"), 4, 1024)
+    hello = messages.Hello("decode-0", DST, to_wire(pair.receiving.describe("p")), 4, 1024)
     _, decoded = messages.decode_for_sender(messages.encode(hello, pair.peer))
     assert decoded == hello
     assert isinstance(decoded, messages.Hello)
-    assert kind(decoded.transport) == "cuda_ipc"
+    assert from_wire(decoded.transport, CudaIpcDescription) == pair.receiving.describe("p")
 
 
 @pytest.mark.parametrize("handle", [b"", b"x" * 63, b"x" * 65])
@@ -165,12 +166,7 @@ def test_a_pool_that_is_too_small_is_refused_and_let_go_of(pair: Pair) -> None:
     assert not pair.cuda.opened
 
 
-def test_transports_do_not_mix(pair: Pair) -> None:
-    shm = Target(pair.peer, ShmDescription("a", "b", process.current()), 1, 1)
-    with pytest.raises(HandshakeRefused, match="takes pages by shm, this prefill node sends by cuda_ipc"):
-        pair.sending.attach(shm)
-    with pytest.raises(HandshakeRefused, match="takes pages by cuda_ipc, this prefill node sends by shm"):
-        ShmSender().attach(pair.target())
+def test_pools_of_the_wrong_memory_are_refused(pair: Pair) -> None:
     host = memoryview(bytearray(SRC.total_bytes))
     with pytest.raises(TypeError, match="not from host memory"):
         pair.sending.register(SRC, host)

@@ -74,7 +74,8 @@ def test_refused_layouts(
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "words"), [(ShmSender(), "sends by shm"), (TcpSender(LIMITS), "sends by tcp")]
+    ("endpoint", "words"),
+    [(ShmSender(), "this prefill node sends by shm"), (TcpSender(LIMITS), "this prefill node sends by tcp")],
 )
 def test_refused_transports(
     fabric: Fabric, clock: Clock, endpoint: ShmSender | TcpSender, words: str

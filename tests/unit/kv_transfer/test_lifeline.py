@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from common.errors import HandshakeRefused
-from kv_transfer.transport.description import TcpDescription
 from kv_transfer.transport.nixl import lifeline
 from kv_transfer.transport.nixl.lifeline import GRACE, LifelineKeeper, Lifelines
 from kv_transfer.transport.tcp import frames as tcp_frames
+from kv_transfer.transport.tcp.kind import TcpDescription
 from tests.fakes.waiting import PATIENCE, until
 from tests.unit.kv_transfer.rig import Clock
 
@@ -210,7 +210,7 @@ def test_a_sender_forgets_decode_nodes_that_are_gone(clock: Clock) -> None:
 
 CHILD = """
 import sys, time, msgspec
-from kv_transfer.transport.description import TcpDescription
+from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.nixl.lifeline import Lifelines
 lines = Lifelines(); lines.hold(msgspec.json.decode(sys.argv[1], type=TcpDescription))
 print("up", flush=True); time.sleep(600)

@@ -27,8 +27,10 @@ from kv_transfer.messages import (
     decode_for_sender,
     encode,
 )
-from kv_transfer.transport.description import ShmDescription, TcpDescription
+from kv_transfer.transport.description import to_wire
 from kv_transfer.transport.one_host.process import ProcessIdentity
+from kv_transfer.transport.shm.kind import ShmDescription
+from kv_transfer.transport.tcp.kind import TcpDescription
 from tests.unit.kv_transfer.rig import layout
 
 ME = "0123456789abcdef" * 2
@@ -41,7 +43,7 @@ for_sender: st.SearchStrategy[SenderInbox] = st.one_of(
         Hello,
         st.text(min_size=1, max_size=20),
         st.just(layout()),
-        st.sampled_from([ShmDescription("a", "b", PROCESS), TcpDescription("h", 1, bytes(32))]),
+        st.sampled_from([ShmDescription("a", "b", PROCESS), TcpDescription("h", 1, bytes(32))]).map(to_wire),
         u32,
         u32,
     ),

@@ -18,11 +18,11 @@ from kv_transfer import messages
 from kv_transfer.events import Failed, PagesFree
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import Region, Target
-from kv_transfer.transport.description import ShmDescription
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
 from kv_transfer.transport.one_host.process import ProcessIdentity, ProcessWatch
 from kv_transfer.transport.one_host.segment import sweep_orphans
+from kv_transfer.transport.shm.kind import ShmDescription
 from kv_transfer.transport.shm.receiver import ShmReceiver
 from kv_transfer.transport.shm.sender import ShmSender
 from tests.fakes.waiting import PATIENCE, until

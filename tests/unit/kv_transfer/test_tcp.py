@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from common.errors import HandshakeRefused
 from kv_transfer.copy_plan import Copy
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import PeerMemory, Region, Target, Ticket, Window, WriteState
-from kv_transfer.transport.description import LoopbackDescription, TcpDescription
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.frames import Frame
+from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.tcp.receiver import TcpReceiver
 from kv_transfer.transport.tcp.sender import TcpSender
 from tests.fakes.waiting import PATIENCE, until
@@ -349,8 +348,6 @@ def test_nobody_listens_or_somebody_else(sender: TcpSender) -> None:
         peer = sender.attach(Target("0b" * 16, where, LAYOUT.total_bytes, 256))
         assert settle(sender, sender.write(peer, [Copy(0, 0, 8)], 1)) is WriteState.FAILED
         assert "refused" in sender.trouble(peer).lower()
-    with pytest.raises(HandshakeRefused, match="takes pages by loopback, this prefill node sends by tcp"):
-        sender.attach(Target("0b" * 16, LoopbackDescription("x"), 1, 1))
 
 
 def test_detach_settles_at_once_even_while_connecting_or_stalled(sender: TcpSender) -> None:
