@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jinja2
 from common.errors import InvalidRequest, ModelError
 from common.model_directory import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_CONFIG_BYTES, read_text
 from common.model_files import read_json
+from router.content_form import Content, ContentForms, text_part
 from router.openai_schema import Message, image_parts
 from router.template_sandbox import TemplateSandbox
 
@@ -39,39 +41,48 @@ class ChatTemplate:
         """The prompt, generation prompt included. Raises InvalidRequest("messages"). May run on any thread."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        variables = {
-            **self._variables,
-            "messages": [_plain(message) for message in messages],
-            "add_generation_prompt": True,
-            "tools": None,
-            "documents": None,
-        }
+        plain = [self._plain(message) for message in messages]
         try:
-            return self._sandbox.render(self._template, variables, MAX_PROMPT_CHARACTERS)
+            return self.render_plain(plain)
         except Exception as error:  # a template can raise anything that Python can
             raise InvalidRequest(
                 f"the chat template refused the messages: {error}", param="messages"
             ) from error
 
+    @cached_property
+    def _forms(self) -> ContentForms:
+        """Found with the first request: rendering is limited in a text worker, loading is not."""
+        return ContentForms(self.render_plain)
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: parts where there are images, text parts alone joined."""
-    content: str | list[dict[str, str]] | None
-    if isinstance(message.content, list):
-        images = len(list(image_parts([message])))  # and refuses parts of other types
-        if images:
+    def render_plain(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Render messages as they are. Raises whatever the template raises."""
+        assert self._template is not None
+        variables = {
+            **self._variables,
+            "messages": messages,
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+        }
+        return self._sandbox.render(self._template, variables, MAX_PROMPT_CHARACTERS)
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        """A message as the template expects it: its images as parts, its text in the form of its role."""
+        form = self._forms.of(message.role)
+        content: Content
+        if not isinstance(message.content, list):
+            content = form.of_text(message.content or "")
+        elif list(image_parts([message])):  # refuses parts of other types
             content = [
-                {"type": "image"} if part.type == "image_url" else {"type": "text", "text": part.text or ""}
+                {"type": "image"} if part.type == "image_url" else text_part(part.text or "")
                 for part in message.content
             ]
         else:
-            content = "".join(part.text or "" for part in message.content)
-    else:
-        content = message.content
-    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
-    if message.name is not None:
-        plain["name"] = message.name
-    return plain
+            content = form.of_parts([part.text or "" for part in message.content])
+        plain: dict[str, Any] = {"role": message.role, "content": content}
+        if message.name is not None:
+            plain["name"] = message.name
+        return plain
 
 
 def _source(path: Path, *configs: dict[str, Any]) -> str | None:

@@ -22,9 +22,7 @@ MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64  # prompts in one completions request
 MAX_STOP_TOKENS = 128
-MAX_PARTS = (
-    8192  # of the contents of all messages, in a large body; texts of a message without images count as one
-)
+MAX_PARTS = 8192  # of the contents of all messages, in a large body
 TOP_LOGPROBS = 20
 
 MAX_TEXT = 8 << 20  # characters
@@ -271,15 +269,16 @@ def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]
 def compact_chat(request: ChatRequest) -> ChatRequest:
     """The same request with little to decode: a large body may be millions of small values.
 
-    Fields without effect are dropped, and the text parts of a message without images become one text, as the chat
-    template would get them. Raises InvalidRequest for what would be refused later anyway, or is too much.
+    Fields without effect are dropped. Raises InvalidRequest for what would be refused later anyway, or is too much.
     """
     _check_sizes(request)
-    messages = [_one_text(message) for message in request.messages]
-    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    parts = sum(len(message.content) for message in request.messages if isinstance(message.content, list))
     if parts > MAX_PARTS:
-        raise InvalidRequest(f"the messages have {parts} parts, at most {MAX_PARTS}", param="messages")
-    return msgspec.structs.replace(request, messages=messages, user=None)
+        raise InvalidRequest(
+            f"the messages have {parts} parts, at most {MAX_PARTS}: join neighbouring text parts",
+            param="messages",
+        )
+    return msgspec.structs.replace(request, user=None)
 
 
 def compact_completion(request: CompletionRequest) -> CompletionRequest:
@@ -321,15 +320,6 @@ def check_stops(request: SharedFields) -> list[str]:
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", param="stop")
     return stops
-
-
-def _one_text(message: Message) -> Message:
-    """Its text parts joined, where there is nothing else in it."""
-    parts = message.content
-    if not isinstance(parts, list) or any(part.type != "text" or part.text is None for part in parts):
-        return message
-    text = "".join(part.text or "" for part in parts)
-    return msgspec.structs.replace(message, content=text) if len(text) <= MAX_TEXT else message
 
 
 def _packed(ids: TokenIds) -> bytes:

@@ -235,7 +235,7 @@ def test_bad_files_are_refused_at_start_up(tmp_path: Path) -> None:
 
 
 def test_images_reach_the_template_as_parts(tmp_path: Path) -> None:
-    """What transformers gives a processor's template; text parts alone are joined, as templates of old expect."""
+    """What transformers gives a processor's template; text parts stay parts where the template prints them."""
     parts = "{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}[{{ p.text }}]{% endif %}{% endfor %}"
     one = "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %};"
     template = "{% for m in messages %}" + one + "{% endfor %}"
@@ -245,4 +245,4 @@ def test_images_reach_the_template_as_parts(tmp_path: Path) -> None:
         Message("user", [ContentPart("text", "a"), picture, picture, ContentPart("text", "b")]),
         Message("assistant", [ContentPart("text", "c"), ContentPart("text", "d")]),
     ]
-    assert ChatTemplate(tmp_path).render(messages) == "[a]<image><image>[b];cd;"
+    assert ChatTemplate(tmp_path).render(messages) == "[a]<image><image>[b];[c][d];"

@@ -1,0 +1,114 @@
+"""In which form a chat template takes the content of messages: as one text, as a list of parts, or as either.
+
+A template that gets the other form rarely fails: it prints a Python list, or finds no parts in a text and prints
+nothing. So each template is asked once, by rendering marked messages of each role, which forms come out whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+Content = str | list[dict[str, str]]
+_Message = dict[str, Any]
+Render = Callable[[Sequence[_Message]], str]
+
+USER = "user"
+# Conversations in which a role is probed: what some templates refuse ("roles must alternate"), others demand.
+_SURROUNDINGS: dict[str, tuple[tuple[Sequence[str], Sequence[str]], ...]] = {
+    USER: (((), ()), (("system",), ()), ((), ("assistant",))),
+    "system": (((), (USER,)),),
+    "developer": (((), (USER,)),),
+    "assistant": (((USER,), (USER,)), ((USER,), ())),
+    "tool": (((USER, "assistant"), ()), ((), (USER,))),
+}
+_MARKS = ("qzprobexa", "qzprobexb")
+# The list itself was printed, by Python or as JSON: [{'type': 'text', 'text': 'qzprobexa'}]
+_PRINTED_LIST = re.compile(rf"""["']text["']\s*:\s*["']({"|".join(_MARKS)})""", re.IGNORECASE)
+
+
+class Parts(IntEnum):
+    """How many text parts of one message a template prints."""
+
+    NONE = 0
+    ONE = 1
+    SEVERAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RoleForm:
+    """What a template prints whole of the messages of one role."""
+
+    text: bool
+    parts: Parts
+
+    def of_text(self, text: str) -> Content:
+        """A content that the client sent as a string."""
+        return text if self.text or self.parts is Parts.NONE else [text_part(text)]
+
+    def of_parts(self, texts: Sequence[str]) -> Content:
+        """Text parts as they are where the template prints all of them, else lines of one text."""
+        if self.parts is Parts.SEVERAL or len(texts) == self.parts:
+            return [text_part(text) for text in texts]
+        return self.of_text("\n".join(texts))
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+class ContentForms:
+    """The forms of each role, found by rendering short conversations."""
+
+    def __init__(self, render: Render) -> None:
+        """`render` may raise anything: a template can."""
+        self._render = render
+        as_text = RoleForm(True, Parts.NONE)
+        self._user = self._probe(USER, as_text) or as_text
+        self._others = {
+            role: self._probe(role, self._user) or self._user for role in _SURROUNDINGS if role != USER
+        }
+
+    def of(self, role: str) -> RoleForm:
+        """A role that the template prints in no form, or that is no role of OpenAI's API, is taken for a user's."""
+        return self._others.get(role, self._user)
+
+    def _probe(self, role: str, others: RoleForm) -> RoleForm | None:
+        """None where no conversation prints the role's content. `others`: the form of all other messages."""
+        for before, after in _SURROUNDINGS[role]:
+            found = self._probe_between(
+                role,
+                [_message(each, others.of_text("x")) for each in before],
+                [_message(each, others.of_text("x")) for each in after],
+            )
+            if found.text or found.parts:
+                return found
+        return None
+
+    def _probe_between(self, role: str, before: list[_Message], after: list[_Message]) -> RoleForm:
+        def prints(content: Content, marks: Sequence[str]) -> bool:
+            return self._prints([*before, _message(role, content), *after], marks)
+
+        parts = [text_part(mark) for mark in _MARKS]
+        text = prints(_MARKS[0], _MARKS[:1])
+        if prints(parts, _MARKS):
+            return RoleForm(text, Parts.SEVERAL)
+        return RoleForm(text, Parts.ONE if prints(parts[:1], _MARKS[:1]) else Parts.NONE)
+
+    def _prints(self, messages: Sequence[_Message], marks: Sequence[str]) -> bool:
+        try:
+            text = self._render(messages)
+        except MemoryError:
+            # says nothing about the template: the next request asks again
+            raise
+        except Exception:
+            # a refusal, or an error of the template: either way it does not take this form
+            return False
+        return all(mark in text.lower() for mark in marks) and not _PRINTED_LIST.search(text)
+
+
+def _message(role: str, content: Content) -> _Message:
+    return {"role": role, "content": content}
