@@ -1,4 +1,8 @@
-"""How much speculation gains: tokens per request and step, drafts verified and accepted."""
+"""How much speculation gains: tokens per request and step, drafts verified and accepted.
+
+Two lengths are kept. Verification accepts up to N tokens of a step; max_tokens, a stop token or a stop id may cut
+the answer before the last of them, so fewer are emitted.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,18 @@ class AcceptCounters:
 
     def __init__(self) -> None:
         self.steps = 0  # of one request each
-        self.tokens = 0
+        self.verified_tokens = 0  # accepted by verification, with the one that the target adds
+        self.emitted_tokens = 0  # of these, part of an answer
         self.drafts = 0  # steps that verified at least one draft token
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.accepted_at: list[int] = []  # of each place in a row of drafts, how often it was accepted
 
-    def count(self, emission: Emission) -> None:
-        """Take in one request's share of a step, as it was drawn: before max_tokens and stops cut it."""
+    def count(self, emission: Emission, emitted: int) -> None:
+        """Add one request's share of a step, of which the first `emitted` tokens became part of the answer."""
         self.steps += 1
-        self.tokens += len(emission.tokens)
+        self.verified_tokens += len(emission.tokens)
+        self.emitted_tokens += emitted
         if emission.drafted:
             self.drafts += 1
             self.draft_tokens += emission.drafted
@@ -29,9 +35,14 @@ class AcceptCounters:
             for place in range(accepted):
                 self.accepted_at[place] += 1
             emission.request.rounds += 1
-            emission.request.accepted += accepted
+            emission.request.emitted_in_rounds += emitted
 
     @property
-    def mean_length(self) -> float:
-        """Tokens per target forward and request; exactly 1 without speculation."""
-        return self.tokens / self.steps if self.steps else 1.0
+    def mean_emitted(self) -> float:
+        """Tokens of answers per target forward and request; exactly 1 without speculation."""
+        return self.emitted_tokens / self.steps if self.steps else 1.0
+
+    @property
+    def mean_verified(self) -> float:
+        """As `mean_emitted`, with the tokens that were accepted after an answer's end."""
+        return self.verified_tokens / self.steps if self.steps else 1.0

@@ -151,7 +151,6 @@ class DecodeNode:
         for emission in launched.read():
             emission.request.step_read(self._step.tokens_per_step, len(emission.tokens))
             if not emission.request.ended:
-                self._report.speculation.count(emission)
                 run = self._accept(emission, now)
                 if run is not None:
                     runs.append(run)
@@ -366,6 +365,7 @@ class DecodeNode:
             reason = request.say(token.id)
             if reason is not None:
                 break
+        self._report.speculation.count(emission, len(tokens))
         self._report.generated_tokens += len(tokens)
         self._events.add_tokens("tokens", offset, tokens, request.room, finish=reason)
         stages = None

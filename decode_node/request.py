@@ -55,7 +55,7 @@ class DecodeRequest:
     launched: int = 0  # tokens drawn, the first included, and the most that unread steps may draw
     in_flight: int = 0  # steps not read yet that write to this request's row and pages
     rounds: int = 0  # steps of it that verified drafts
-    accepted: int = 0  # drafts that they accepted
+    emitted_in_rounds: int = 0  # tokens of the answer that they gave
     skipped: int = 0  # how often later requests were admitted before this one
     ended: bool = False
     trusted: bool = (
@@ -96,8 +96,8 @@ class DecodeRequest:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens per step that verified drafts; None without any."""
-        return 1 + self.accepted / self.rounds if self.rounds else None
+        """Emitted tokens per step that verified drafts; None without any."""
+        return self.emitted_in_rounds / self.rounds if self.rounds else None
 
     def remaining(self) -> int:
         return max(self.max_output - self.launched, 0)

@@ -26,11 +26,7 @@ def of_service(model: ServedModel, ready: bool, nodes: Iterable[Node]) -> dict[s
         "max_model_len": model.max_model_len,
         "ready": ready,
         "parameters": PARAMETERS,
-        "internal_states": [
-            {"avg_spec_accept_length": node.counters.avg_spec_accept_length}
-            for node in nodes
-            if node.role == "decode"
-        ],
+        "internal_states": [_accept_lengths(node) for node in nodes if node.role == "decode"],
     }
 
 
@@ -41,7 +37,7 @@ def of_nodes(conditions: Sequence[Condition], view: View) -> dict[str, Any]:
         "internal_states": [
             {
                 "node": node.name,
-                "avg_spec_accept_length": node.counters.avg_spec_accept_length,
+                **_accept_lengths(node),
                 "spec_accepted_at": node.counters.spec_accepted_at,
                 "phase_seconds": node.counters.phase_seconds,
                 "load": msgspec.to_builtins(node.load),
@@ -49,6 +45,14 @@ def of_nodes(conditions: Sequence[Condition], view: View) -> dict[str, Any]:
             for node in (condition.node for condition in conditions)
             if node.role == "decode"
         ],
+    }
+
+
+def _accept_lengths(node: Node) -> dict[str, float]:
+    """Tokens per step and request: those of answers, and those that verification accepted."""
+    return {
+        "avg_spec_accept_length": node.counters.avg_spec_accept_length,
+        "avg_spec_verified_length": node.counters.avg_spec_verified_length,
     }
 
 

@@ -127,8 +127,10 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     spec_drafts: Total = 0  # steps of one request that verified drafts
     spec_draft_tokens: Total = 0
     spec_accepted_tokens: Total = 0
-    # tokens per target forward and request; exactly 1 without speculation
+    # emitted tokens per target forward and request; exactly 1 without speculation
     avg_spec_accept_length: Finite = 1.0
+    # as above, with tokens that verification accepted and that max_tokens or a stop token cut off
+    avg_spec_verified_length: Finite = 1.0
     # how often the first, the second ... draft was accepted
     spec_accepted_at: Annotated[tuple[Total, ...], MANY] = ()
     phase_seconds: Annotated[dict[Label, Finite], MANY] = {}  # parts of a step -> time on the device

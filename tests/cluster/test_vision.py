@@ -93,7 +93,7 @@ async def test_the_answers_are_those_of_transformers(
         )
         await client.wait_idle()
         info = await client.info()
-        length = info["internal_states"][0]["avg_spec_accept_length"]
+        length = info["internal_states"][0]["avg_spec_verified_length"]
         if "speculation" in CASES[case]:
             assert length == pytest.approx(eager_accept_length(model, [*replies, replies[0]]), abs=1e-6)
             assert length > 4
@@ -109,7 +109,7 @@ async def test_the_answers_are_those_of_transformers(
 
 @torch.inference_mode()
 def eager_accept_length(model: LlavaForConditionalGeneration, replies: list[measure.Reply]) -> float:
-    """Of a greedy loop, by the oracle, counted as nodes count: tokens as drawn, before an answer's end cuts them."""
+    """The oracle's length of a greedy loop: tokens as verified, before an answer's end cuts them."""
     _, head = files.load_head(DRAFT)
     target = checkpoint.language_model(model)
     tokens = steps = 0

@@ -25,8 +25,8 @@ def test_lengths_places_and_requests() -> None:
     """Issue 4, part 9."""
     counters, one, other = AcceptCounters(), request(1), request(2)
     for of, tokens, drafted in ((one, 3, 4), (one, 1, 4), (other, 5, 4), (one, 2, 1)):
-        counters.count(emission(of, tokens, drafted))
-    assert counters.mean_length == 11 / 4
+        counters.count(emission(of, tokens, drafted), tokens)
+    assert counters.mean_emitted == counters.mean_verified == 11 / 4
     assert (counters.drafts, counters.draft_tokens, counters.accepted_tokens) == (4, 13, 7)
     assert counters.accepted_at == [3, 2, 1, 1]
     assert sum(counters.accepted_at) == counters.accepted_tokens
@@ -34,9 +34,19 @@ def test_lengths_places_and_requests() -> None:
     assert other.accept_length == 5.0
 
 
+def test_tokens_after_the_end_of_an_answer_are_not_emitted() -> None:
+    """max_tokens 2: the prompt gave the first token, and the one round may emit one of the six that it accepted."""
+    counters, cut = AcceptCounters(), request(1)
+    counters.count(emission(cut, 6, 5), 1)
+    assert counters.mean_emitted == 1.0
+    assert counters.mean_verified == 6.0
+    assert cut.accept_length == 1.0
+    assert counters.accepted_tokens == 5
+
+
 def test_rounds_without_drafts_count_as_steps_alone() -> None:
     counters, plain = AcceptCounters(), request(1)
-    counters.count(emission(plain, 1, 0))
+    counters.count(emission(plain, 1, 0), 1)
     assert (counters.steps, counters.drafts, counters.accepted_at) == (1, 0, [])
     assert plain.accept_length is None
 
@@ -44,6 +54,6 @@ def test_rounds_without_drafts_count_as_steps_alone() -> None:
 def test_fillers_behind_the_drafts_are_not_drafts() -> None:
     """A filler that happens to be right is said, and is no draft."""
     counters, lucky = AcceptCounters(), request(1)
-    counters.count(emission(lucky, 3, 1))
+    counters.count(emission(lucky, 3, 1), 3)
     assert counters.accepted_tokens == 1
     assert counters.accepted_at == [1]

@@ -136,9 +136,23 @@ def test_accept_length(name: str, length: float, completion: type[Completion]) -
         cluster.settle()
         counters = cluster.decode.link.counters
         assert counters.avg_spec_accept_length == pytest.approx(length)
+        assert counters.avg_spec_verified_length == pytest.approx(length)
         assert counters.spec_drafts > 0
         rounds = counters.spec_drafts
         assert counters.spec_accepted_tokens == round(rounds * (length - 1))
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_accept_length_counts_what_is_emitted(completion: type[Completion]) -> None:
+    """max_tokens 2 leaves room for one token of a round that accepts more."""
+    with NodeCluster(Shape(step=STEPS["always-right"], completion=completion)) as cluster:
+        calls = [cluster.submit(prompt_of(20 + n), 2) for n in range(3)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+        counters = cluster.decode.link.counters
+        assert counters.avg_spec_accept_length == 1.0
+        assert counters.avg_spec_verified_length > 1.0
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
