@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import msgspec
@@ -31,7 +32,7 @@ class IncrementalDecoder(Protocol):
         """The text that became certain with this token; "" inside a character."""
 
     def flush(self) -> str:
-        """What an unfinished character at the end shows as: U+FFFD."""
+        """The U+FFFD of a character that the answer began and did not finish."""
 
 
 class TokenBytes:
@@ -76,15 +77,18 @@ class ByteDecoder:
     """For byte-level vocabularies: a table look-up per token, exact U+FFFD for what is not UTF-8."""
 
     def __init__(self, table: TokenBytes, skip: frozenset[int], prompt: Sequence[int]) -> None:
-        """`skip`: tokens without text. `prompt`: an open character at its end is completed by the answer."""
+        """`skip`: tokens without text. The answer may complete an open character at the end of `prompt`."""
         self._table = table
         self._texts = table.texts
         self._skip = skip
         self._open = False  # inside a character
         self._decoder = _Utf8("replace")
+        # bytes of the open character, all of them the prompt's, until the answer's first byte is known
+        self._of_prompt = b""
         tail = b"".join(table[token] for token in prompt[-TAIL_TOKENS:] if token not in skip)
         if tail and tail[-1] >= 0x80:
             self._decode(tail)
+            self._of_prompt = self._decoder.getstate()[0]
 
     def step(self, token_id: int) -> str:
         if token_id in self._skip:
@@ -99,9 +103,14 @@ class ByteDecoder:
         return self._decode(self._table[token_id])
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", True) if self._open else ""
+        return self._decoder.decode(b"", True) if self._open and not self._of_prompt else ""
 
     def _decode(self, data: bytes) -> str:
+        if data and self._of_prompt:
+            if not _continues(self._of_prompt, data[:1]):
+                # the answer leaves the prompt's character unfinished: its U+FFFD is not part of the answer
+                self._decoder.reset()
+            self._of_prompt = b""
         text = self._decoder.decode(data)
         self._open = bool(self._decoder.getstate()[0])
         return text
@@ -117,13 +126,15 @@ class WindowDecoder:
         skip: frozenset[int],
         prompt: Sequence[int],
     ) -> None:
-        """`token_of`: the vocabulary's name of a token. An open character of the prompt is completed by the answer."""
+        """`token_of`: the vocabulary's name of a token. The answer may complete an open character of the prompt."""
         self._decode = decode
+        self._token_of = token_of
         self._skip = skip
         # special tokens between words do not hide the words from a decoder that looks at its first token
         tail = [token for token in prompt[-8 * TAIL_TOKENS :] if token not in skip][-TAIL_TOKENS:]
         self._window = tail  # tokens whose text is out, then those whose text is held
-        self._out = len(tail) - _open_bytes([token_of(token) for token in tail])
+        self._of_prompt = _open_bytes(list(map(token_of, tail)))  # held tokens that are not the answer's
+        self._out = len(tail) - self._of_prompt
         self._before = decode(tail[: self._out]) if tail else ""  # the text of the tokens that are out
 
     def step(self, token_id: int) -> str:
@@ -142,6 +153,11 @@ class WindowDecoder:
         held = self._window[self._out :]
         # a decoder may change what it said before (byte fallback, when a run of bytes turns out to be broken)
         new = text[len(self._before) :] if text.startswith(self._before) else self._decode(held)
+        if self._of_prompt:
+            if _broken([self._token_of(token) for token in held]):
+                # the decoder shows each byte of a broken run as U+FFFD; the prompt's are not part of the answer
+                new = new.removeprefix(REPLACEMENT * self._of_prompt)
+            self._of_prompt = 0
         self._window = held
         self._out = len(held)
         self._before = self._decode(held)
@@ -159,6 +175,25 @@ def _open_bytes(tokens: Sequence[str | None]) -> int:
     decoder = _Utf8("replace")
     decoder.decode(bytes(reversed(run)))
     return len(decoder.getstate()[0])
+
+
+def _continues(opened: bytes, byte: bytes) -> bool:
+    """Whether `byte` may follow in the character that `opened` begins."""
+    try:
+        _Utf8().decode(opened + byte)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _broken(tokens: Sequence[str | None]) -> bool:
+    """Whether the byte-fallback tokens at the beginning are not UTF-8."""
+    run = takewhile(bool, (_BYTE_TOKEN.fullmatch(token or "") for token in tokens))
+    try:
+        bytes(int(found[1], 16) for found in run if found).decode()
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def _alphabet() -> dict[str, int]:

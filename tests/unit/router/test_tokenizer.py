@@ -93,6 +93,44 @@ def test_character_that_the_prompt_began(all_kinds: dict[str, Tokenizer], kind: 
     assert said(text.stream(True, whole), ids) == "€"
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "tiny"])
+def test_a_character_that_only_the_prompt_has_broken_is_not_in_the_answer(
+    all_kinds: dict[str, Tokenizer], kind: str
+) -> None:
+    """An answer that does not complete it starts with what was generated, not with the prompt's U+FFFD."""
+    text = all_kinds[kind]
+    alphabet = {0xC3: "Ã", 0xA9: "©", 0xF0: "ð", 0x9F: "Ł", 0x98: "ĺ", 0xE2: "â", 0x82: "Ĥ"}
+
+    def tokens(*values: int) -> list[int]:
+        names = [f"<0x{each:02X}>" if kind == "llama2" else alphabet[each] for each in values]
+        return [token for token in map(text.token_to_id, names) if token is not None]
+
+    words = text.encode("ab", False)
+    word = "ab" if kind != "llama2" else " ab"
+    for prompt in (tokens(0xE2), tokens(0xE2, 0x82), tokens(0xF0, 0x9F, 0x98), tokens(0xC3, 0xA9, 0xE2)):
+        assert prompt
+        assert said(text.stream(True, prompt), words).strip() == "ab"
+        assert said(text.stream(True, [*words, *prompt]), words) == word
+        assert said(text.stream(True, prompt), []) == ""
+    # bytes that the answer itself breaks are shown
+    assert said(text.stream(True, tokens(0xE2)), [*tokens(0x82), *words]).count("\ufffd") == 1
+    assert said(text.stream(True, tokens(0xE2)), tokens(0x82)).count("\ufffd") == 1
+    assert said(text.stream(True, tokens(0xE2)), [*tokens(0xF0), *words]).count("\ufffd") == 1
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "tiny"])
+def test_a_replacement_character_that_the_prompt_began(all_kinds: dict[str, Tokenizer], kind: str) -> None:
+    """U+FFFD is a character as well: an answer that completes it has it."""
+    text = all_kinds[kind]
+    names = ("<0xEF>", "<0xBF>", "<0xBD>") if kind == "llama2" else ("ï", "¿", "½")
+    ids = [text.token_to_id(name) for name in names]
+    words = text.encode("ab", False)
+    assert None not in ids
+    for cut in (1, 2):
+        assert said(text.stream(True, ids[:cut]), ids[cut:]) == "\ufffd"
+        assert said(text.stream(True, ids[:cut]), [*ids[cut:], *words]).startswith("\ufffd")
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_half_characters_are_never_given_out(all_kinds: dict[str, Tokenizer], kind: str) -> None:
     text = all_kinds[kind]
