@@ -65,13 +65,9 @@ from kv_transfer.from_config import kv_layout, transfer_limits
 from kv_transfer.layout import KvLayout
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import ReceiverEndpoint, Region
+from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region
 from kv_transfer.transport.cuda.pool_memory import as_storage
-from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
-from kv_transfer.transport.nixl.receiver import NixlReceiver
-from kv_transfer.transport.one_host.segment import sweep_orphans
-from kv_transfer.transport.shm.receiver import ShmReceiver
-from kv_transfer.transport.tcp.receiver import TcpReceiver
+from kv_transfer.transport.registry import make_receiver
 
 
 @dataclass(slots=True)
@@ -317,12 +313,11 @@ def _endpoint(
     limits: TransferLimits,
     security: LinkSecurity,
 ) -> ReceiverEndpoint:
-    transport = choose_transport(cluster)
-    if transport in ("shm", "cuda_ipc"):
-        sweep_orphans()
-        return ShmReceiver(incarnation) if transport == "shm" else CudaIpcReceiver(incarnation, device.index)
-    check_bind(f"tcp://{own.host}:{own.bulk_port}", f"decode.nodes[{own.name}].host", security)
-    if transport == "nixl":
-        gpu = device.index if device.type == "cuda" else None
-        return NixlReceiver(incarnation, cluster.transfer.nixl_devices, own.host, own.bulk_port, gpu)
-    return TcpReceiver(own.host, own.bulk_port, limits)
+    kind = choose_transport(cluster)
+    if kind.listens:
+        check_bind(f"tcp://{own.host}:{own.bulk_port}", f"decode.nodes[{own.name}].host", security)
+    gpu = device.index if device.type == "cuda" else None
+    options = kind.read(cluster.transfer)
+    return make_receiver(
+        kind.receiver, ReceiverSetup(incarnation, options, limits, own.host, own.bulk_port, gpu)
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from common.config import Cluster
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.layout import KvLayout
-from kv_transfer.limits import MIB, TransferLimits
+from kv_transfer.limits import TransferLimits
 
 MAX_LOGPROBS = 20  # top logprobs of the first token, as the API allows
 
@@ -23,7 +23,6 @@ def transfer_limits(
         first_page_timeout=section.first_page_timeout,
         stall_timeout=section.stall_timeout,
         record_bytes=record_bytes(pages, MAX_LOGPROBS, draft_topk, hidden_bytes),
-        max_inflight_bytes=section.max_inflight_mib * MIB,
         verify_checksums=section.verify_checksums,
     )
 

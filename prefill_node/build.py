@@ -45,14 +45,10 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_config import kv_layout, transfer_limits
 from kv_transfer.layout import KvLayout
-from kv_transfer.limits import TransferLimits
 from kv_transfer.sender import Sender
-from kv_transfer.transport.base import SenderEndpoint
+from kv_transfer.transport.base import SenderSetup
 from kv_transfer.transport.cuda.pool_memory import as_memory
-from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
-from kv_transfer.transport.nixl.sender import NixlSender
-from kv_transfer.transport.shm.sender import ShmSender
-from kv_transfer.transport.tcp.sender import TcpSender
+from kv_transfer.transport.registry import make_sender
 from prefill_node.draft import EaglePrefill, ModelPrefill, NoDraft, PrefillDraft
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
@@ -141,7 +137,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     seeing = forwards.seeing
     layout, carried = forwards.layout, served.draft_shape
     limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
-    endpoint = _endpoint(cluster, incarnation, limits)
+    kind = choose_transport(cluster)
+    endpoint = make_sender(kind.sender, SenderSetup(incarnation, kind.read(cluster.transfer), limits))
     endpoint.register(layout, as_memory(forwards.runner.pool.storage))
     peers = RouterSocket(context, address, security)
     sender = Sender(incarnation, name, endpoint, layout, peers.post, time.monotonic, limits)
@@ -291,12 +288,3 @@ def _sending(
     if signalled is None:
         return ByChunk()
     return ByLayer(signalled, sender, page_size, functools.partial(take_peer_frames, peers, sender))
-
-
-def _endpoint(cluster: Cluster, incarnation: str, limits: TransferLimits) -> SenderEndpoint:
-    transport = choose_transport(cluster)
-    if transport == "nixl":
-        return NixlSender(incarnation, cluster.transfer.nixl_devices, limits)
-    if transport == "cuda_ipc":
-        return CudaIpcSender()
-    return ShmSender() if transport == "shm" else TcpSender(limits)

@@ -19,6 +19,7 @@ import msgspec
 from common.config.foreign import foreign_answer
 from common.config.http_exposure import check_http
 from common.config.schema import Algorithm, Cluster, Section, Speculation
+from common.config.transports import cluster_schema
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
@@ -97,8 +98,9 @@ def load_cluster(
     """
     file = Path(file).resolve()
     data = read_mapping(file)
-    _refuse_unknown(Cluster, data, "")
-    keys = dict(_schema_paths(Cluster, ""))
+    schema = cluster_schema()
+    _refuse_unknown(schema, data, "")
+    keys = dict(_schema_paths(schema, ""))
     given: dict[str, str] = {}  # path -> origin, of what stands over the file
     for name, text in sorted((os.environ if environ is None else environ).items()):
         path = keys.get(name.removeprefix(ENV_PREFIX).lower()) if name.startswith(ENV_PREFIX) else None
@@ -112,9 +114,9 @@ def load_cluster(
             raise ConfigError(path, foreign_answer(path.rpartition(".")[2]) or unknown)
         _assign(data, path, parse_scalar(text))
         given[path] = "--set"
-    _refuse_unknown(Cluster, data, "")  # again: a list of nodes may have come from outside the file
+    _refuse_unknown(schema, data, "")  # again: a list of nodes may have come from outside the file
     try:
-        cluster = msgspec.convert(data, Cluster)
+        cluster = msgspec.convert(data, schema)
     except msgspec.ValidationError as error:
         _refuse_other_names(data)
         raise _readable(error, given) from error
@@ -344,7 +346,7 @@ def _readable(error: msgspec.ValidationError, given: Mapping[str, str]) -> Confi
 
 def _words(path: str) -> list[str]:
     """What may stand at a path that knows some words alone."""
-    kind: Any = Cluster
+    kind: Any = cluster_schema()
     for name in path.split("."):
         kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
     words, others = list[str](), False

@@ -1,4 +1,5 @@
-"""The schema of a cluster file. Frozen structs, unknown keys refused; every default stands here and nowhere else.
+"""The schema of a cluster file. Frozen structs, unknown keys refused; every default stands here and nowhere else,
+except those of keys that belong to one transport (transports.py).
 
 deploy/clusters/example.yaml shows each key with its default and its meaning; a test holds the two together.
 """
@@ -21,8 +22,6 @@ NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ woul
 
 Placement = Literal["round_robin", "least_loaded"]
 Algorithm = Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp"]
-TransportName = Literal["auto", "shm", "tcp", "cuda_ipc", "nixl"]
-NetDevices = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:@,-]{1,1024}\Z")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,22 +220,15 @@ class Speculation(Section, frozen=True, kw_only=True):
 
 
 class Transfer(Section, frozen=True, kw_only=True):
-    """How KV pages and handoff records move."""
+    """How KV pages and handoff records move. Transports add keys of their own, see transports.py."""
 
-    transport: TransportName = (
-        "auto"  # auto: shm (CPUs) or cuda_ipc (GPUs) on one host, tcp (CPUs) or nixl (GPUs) between hosts
-    )
-    layers: bool = False  # cuda_ipc and shm: pages leave layer by layer during their forward, not behind it
-    nixl_devices: NetDevices = (
-        "lo"  # transport nixl: what UCX_NET_DEVICES takes, as mlx5_0:1,mlx5_1:1 or eth0
-    )
+    # A name from the table of transports; auto: the first one there that moves pages between these nodes.
+    transport: str = "auto"
+    layers: bool = False  # cuda_ipc and shm: pages leave layer by layer during their forward, not after it
     verify_checksums: bool = True  # of every page, on arrival; what it costs: tests/bench/transfer.py
     slots_timeout: Seconds = 5.0  # prefill node: no pages, and no word that the request waits for them
     first_page_timeout: Seconds = 5.0  # decode node: no page, and no word that the prompt is worked on
     stall_timeout: Seconds = 3.0  # either side: bytes are on the way, and none moves
-    max_inflight_mib: Positive = (
-        64  # transport tcp: bytes on the way per connection; nixl: bytes of one transfer
-    )
 
 
 class Health(Section, frozen=True, kw_only=True):

@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 from common.config.schema import Cluster, DecodeNode, PrefillNode
+from common.config.transport_kind import Topology, TransportKind
+from common.config.transports import transport_kind, transport_kinds
 from common.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-Transport = Literal["shm", "tcp", "cuda_ipc", "nixl"]
 
+def choose_transport(cluster: Cluster) -> TransportKind[Any]:
+    """The one that `transfer.transport` names; auto: the first one of the table that joins these nodes.
 
-def choose_transport(cluster: Cluster) -> Transport:
-    """What `transfer.transport` names; auto: shm or cuda_ipc on one host, tcp or nixl between hosts (CPUs or GPUs).
-
-    By the file alone, never by what is installed: both ends read the same file, and so agree. Raises ConfigError
-    where nodes are on CPUs and on GPUs, where the transport cannot reach their pages, and where it is not allowed.
+    It depends on the file only, never on what is installed: both ends read the same file, and so agree. Raises
+    ConfigError where nodes are on CPUs and on GPUs, where the transport cannot reach their pages, and where the file
+    does not allow it.
     """
-    gpu, chosen = _on_gpu(cluster), named_transport(cluster)
-    if gpu and chosen not in ("cuda_ipc", "nixl"):
-        raise ConfigError(
-            "transfer.transport",
-            f"{chosen} moves pages that lie in host memory, and these nodes are on GPUs; pages of GPUs move by "
-            "cuda_ipc between nodes of one host, and by nixl between hosts; write auto",
-        )
-    if not gpu and chosen == "cuda_ipc":
-        raise ConfigError(
-            "transfer.transport",
-            "cuda_ipc moves pages between GPUs, and these nodes are on the CPU; write auto, shm, tcp or nixl",
-        )
-    if chosen == "nixl":
-        _allow_nixl(cluster)
+    _refuse_mixed_devices(cluster)
+    chosen, topology = named_transport(cluster), _topology(cluster)
+    if refusal := chosen.refusal(_as_named(topology)):
+        others = [kind.name for kind in transport_kinds() if not kind.refusal(_as_named(topology))]
+        raise ConfigError("transfer.transport", f"{refusal}; write auto{_or(others)}")
+    chosen.allow(topology, chosen.read(cluster.transfer))
     return chosen
 
 
-def named_transport(cluster: Cluster) -> Transport:
+def named_transport(cluster: Cluster) -> TransportKind[Any]:
     """As `choose_transport`, whether or not these nodes can use it."""
     named = cluster.transfer.transport
     if named != "auto":
-        return named
-    gpu = any(node.device.startswith("cuda") for node in nodes_of(cluster))
-    if _one_host(cluster):
-        return "cuda_ipc" if gpu else "shm"
-    return "nixl" if gpu else "tcp"
+        return transport_kind(named)
+    return next(kind for kind in transport_kinds() if not kind.refusal(_topology(cluster)))
 
 
 def nodes_of(cluster: Cluster) -> tuple[PrefillNode | DecodeNode, ...]:
@@ -53,36 +43,33 @@ def nodes_of(cluster: Cluster) -> tuple[PrefillNode | DecodeNode, ...]:
 def choose_layers(cluster: Cluster) -> bool:
     """Whether pages leave layer by layer during their forward.
 
-    Raises ConfigError where the transport takes whole pages alone, and as `choose_transport` does.
+    Raises ConfigError where the transport takes only whole pages, and as `choose_transport` does.
     """
     transport, wanted = choose_transport(cluster), cluster.transfer.layers
-    if wanted and transport not in ("cuda_ipc", "shm"):
+    if wanted and not transport.layers:
+        able = " and ".join(kind.name for kind in transport_kinds() if kind.layers)
         raise ConfigError(
             "transfer.layers",
-            f"{transport} takes whole pages; cuda_ipc and shm take them layer by layer: write false",
+            f"{transport.name} takes whole pages; {able} take them layer by layer: write false",
         )
     return wanted
 
 
-def _allow_nixl(cluster: Cluster) -> None:
-    """UCX listens, and knows no keys: whoever reaches it can write into a node's memory."""
-    devices = cluster.transfer.nixl_devices
-    if not cluster.security.isolated_network:
-        raise ConfigError(
-            "security.isolated_network",
-            f"pages move by nixl here, and whoever reaches its devices ({devices}) can write into the nodes' memory, "
-            "since UCX authenticates nobody and encrypts nothing: say true if only these nodes reach them "
-            "(for lo: if no other user is on this host), or take another transport",
-        )
-    if devices == "lo" and not _one_host(cluster):
-        raise ConfigError(
-            "transfer.nixl_devices",
-            "lo reaches no other host: name the network devices that nixl may use, as mlx5_0:1,mlx5_1:1 or eth0",
-        )
+def _topology(cluster: Cluster) -> Topology:
+    gpu = any(node.device.startswith("cuda") for node in nodes_of(cluster))
+    return Topology(gpu, _one_host(cluster), cluster.security.isolated_network)
 
 
-def _on_gpu(cluster: Cluster) -> bool:
-    """True if all nodes are on GPUs, False if all are on CPUs."""
+def _as_named(topology: Topology) -> Topology:
+    """Addresses off loopback may be of one host: the handshake finds out whether a transport of one host reaches."""
+    return Topology(topology.gpu, True, topology.isolated_network)
+
+
+def _or(names: list[str]) -> str:
+    return "".join(f", {name}" for name in names[:-1]) + f" or {names[-1]}" if names else ""
+
+
+def _refuse_mixed_devices(cluster: Cluster) -> None:
     nodes = nodes_of(cluster)
     gpus = [node for node in nodes if node.device.startswith("cuda")]
     if gpus and len(gpus) < len(nodes):
@@ -92,7 +79,6 @@ def _on_gpu(cluster: Cluster) -> bool:
             f"{gpus[0].name} is on {gpus[0].device} and {other.name} on {other.device}: pages do not move "
             "between a GPU and a CPU; put all prefill and decode nodes on cuda devices, or all on cpu",
         )
-    return bool(gpus)
 
 
 def _one_host(cluster: Cluster) -> bool:

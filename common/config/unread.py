@@ -16,6 +16,7 @@ import msgspec
 from common.config.http_exposure import is_loopback
 from common.config.schema import Cluster, DecodeNode, DecodeSection, PrefillSection, Section
 from common.config.transport_choice import LOOPBACK, named_transport, nodes_of
+from common.config.transports import transport_kinds
 from common.errors import ConfigError
 
 
@@ -123,12 +124,12 @@ def _of_memory(name: str, section: PrefillSection | DecodeSection) -> Iterator[U
 
 def _of_transports(cluster: Cluster) -> Iterator[Unread]:
     transport = named_transport(cluster)
-    moved = f"pages move by {transport} here"
-    if transport != "nixl":
-        keys = ("nixl_devices",) if transport == "tcp" else ("nixl_devices", "max_inflight_mib")
-        reason = f"{moved}; it is for another transport: leave it out, or see transfer.transport"
-        yield Unread("transfer", cluster.transfer, keys, reason)
-    if transport in ("shm", "cuda_ipc"):
+    moved = f"pages move by {transport.name} here"
+    own = transport.options.__struct_fields__
+    others = {key for kind in transport_kinds() for key in kind.options.__struct_fields__ if key not in own}
+    reason = f"{moved}; it is for another transport: leave it out, or see transfer.transport"
+    yield Unread("transfer", cluster.transfer, tuple(others), reason)
+    if not transport.listens:
         reason = f"{moved}, for which a decode node binds no socket; leave it out, or see transfer.transport"
         for index, node in enumerate(cluster.decode.nodes):
             yield Unread(f"decode.nodes[{index}]", node, _of_socket(node), reason)

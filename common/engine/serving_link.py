@@ -56,7 +56,7 @@ def serving_link(
         page_size=cluster.kv.page_size,
         total_pages=served.num_pages - 1,
         effective_config={
-            **served.describe(pool_bytes, choose_transport(cluster), max_requests),
+            **served.describe(pool_bytes, choose_transport(cluster).name, max_requests),
             "transfer_layers": choose_layers(cluster),
         },
         graphs=tuple(node_graphs.report(each) for each in graphs),

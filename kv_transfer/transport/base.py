@@ -17,10 +17,11 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from kv_transfer.copy_plan import Copy, copies, runs
 from kv_transfer.layout import KvLayout
+from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.description import Description
 from kv_transfer.transport.one_host.process import ProcessIdentity
 from kv_transfer.transport.page_digest import page_digests
@@ -67,6 +68,30 @@ class DeviceMemory:
 
 
 Memory = memoryview | DeviceMemory  # where a pool may lie
+
+
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSetup(Generic[Options]):
+    """What a prefill node makes its endpoint from."""
+
+    incarnation: str
+    options: Options  # the transport's own keys
+    limits: TransferLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverSetup(Generic[Options]):
+    """What a decode node makes its endpoint from."""
+
+    incarnation: str
+    options: Options  # the transport's own keys
+    limits: TransferLimits
+    host: str  # what a socket for prefill nodes binds to
+    port: int  # 0: any
+    gpu: int | None  # CUDA ordinal of the pool; None: host memory
 
 
 class PeerMemory:

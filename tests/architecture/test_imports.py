@@ -187,8 +187,11 @@ def test_no_import_for_types_alone() -> None:
 
 
 def test_no_dynamic_import() -> None:
+    """Except of what a table names as "module:attribute"."""
     wrong = []
     for module in MODULES.values():
+        if module.name == "common.named":
+            continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)

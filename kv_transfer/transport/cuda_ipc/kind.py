@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from common.config.transport_kind import Topology, TransportKind, TransportOptions
 from kv_transfer.transport.description import Description, Name
 from kv_transfer.transport.one_host.process import ProcessIdentity
 
@@ -17,3 +18,23 @@ class CudaIpcDescription(Description, frozen=True, tag="cuda_ipc"):
     device: Name  # UUID of its GPU: ordinals differ between processes
     records: Name  # name in /dev/shm
     owner: ProcessIdentity
+
+
+class CudaIpcOptions(TransportOptions, frozen=True, kw_only=True):
+    """No keys of its own."""
+
+
+def _refusal(topology: Topology) -> str:
+    if not topology.gpu:
+        return "cuda_ipc moves pages between GPUs, and these nodes are on the CPU"
+    return "" if topology.one_host else "cuda_ipc joins GPUs of one host"
+
+
+KIND = TransportKind(
+    name="cuda_ipc",
+    refusal=_refusal,
+    options=CudaIpcOptions,
+    sender="kv_transfer.transport.cuda_ipc.sender:make_sender",
+    receiver="kv_transfer.transport.cuda_ipc.receiver:make_receiver",
+    layers=True,
+)

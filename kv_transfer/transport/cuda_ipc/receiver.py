@@ -9,14 +9,15 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, Region, Window
+from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
-from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
+from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription, CudaIpcOptions
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
 from kv_transfer.transport.one_host.peer_watch import PeerWatches
 from kv_transfer.transport.one_host.process import ProcessIdentity
+from kv_transfer.transport.one_host.segment import sweep_orphans
 
 
 def mps_is_used() -> bool:
@@ -98,3 +99,10 @@ class CudaIpcReceiver(ReceiverEndpoint):
             self._records_name = ""
         self._watches.close()
         self._records_map = None
+
+
+def make_receiver(setup: ReceiverSetup[CudaIpcOptions]) -> CudaIpcReceiver:
+    """Removes segments first that processes which have ended left behind."""
+    assert setup.gpu is not None
+    sweep_orphans()
+    return CudaIpcReceiver(setup.incarnation, setup.gpu)

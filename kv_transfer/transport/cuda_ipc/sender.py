@@ -13,13 +13,14 @@ from kv_transfer.transport.base import (
     Memory,
     PageWrite,
     PeerMemory,
+    SenderSetup,
     Target,
     Ticket,
     WriteState,
 )
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages
-from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
+from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription, CudaIpcOptions
 from kv_transfer.transport.cuda_ipc.layers import CudaLayers
 from kv_transfer.transport.cuda_ipc.writes import LaneTicket, Mapped, PageWriter
 from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
@@ -198,3 +199,7 @@ class CudaIpcSender(LayerEndpoint):
     def trouble(self, peer: PeerMemory) -> str:
         assert isinstance(peer, Mapped)
         return peer.trouble
+
+
+def make_sender(setup: SenderSetup[CudaIpcOptions]) -> CudaIpcSender:
+    return CudaIpcSender()

@@ -8,11 +8,11 @@ from typing import Any
 
 from common.errors import ConfigError
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, Region, Window
+from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
 from kv_transfer.transport.nixl.agent import NixlAgent, Progress, block_of
-from kv_transfer.transport.nixl.kind import MAX_METADATA_BYTES, NixlDescription
+from kv_transfer.transport.nixl.kind import MAX_METADATA_BYTES, NixlDescription, NixlOptions
 from kv_transfer.transport.nixl.lifeline import LifelineKeeper
 
 
@@ -121,3 +121,7 @@ class NixlReceiver(ReceiverEndpoint):
     def _go(self) -> None:
         if self._progress is not None:
             self._progress.busy(bool(self._open))
+
+
+def make_receiver(setup: ReceiverSetup[NixlOptions]) -> NixlReceiver:
+    return NixlReceiver(setup.incarnation, setup.options.nixl_devices, setup.host, setup.port, setup.gpu)

@@ -6,18 +6,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError, HandshakeRefused
 from kv_transfer.copy_plan import Copy, whole_rows
 from kv_transfer.layout import KvLayout
-from kv_transfer.limits import TransferLimits
+from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.transport.base import (
     Memory,
     PageWrite,
     PeerMemory,
     SenderEndpoint,
+    SenderSetup,
     Target,
     Ticket,
     WriteState,
@@ -25,7 +27,7 @@ from kv_transfer.transport.base import (
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.digests import GpuDigests
 from kv_transfer.transport.nixl.agent import Block, NixlAgent, NixlError, Progress, Rows, block_of
-from kv_transfer.transport.nixl.kind import NixlDescription
+from kv_transfer.transport.nixl.kind import NixlDescription, NixlOptions
 from kv_transfer.transport.nixl.lifeline import Lifelines
 from kv_transfer.transport.nixl.writes import (
     Part,
@@ -352,3 +354,8 @@ class NixlSender(SenderEndpoint):
     def _go(self) -> None:
         if self._progress is not None:
             self._progress.busy(any(peer.open for peer in self._peers))
+
+
+def make_sender(setup: SenderSetup[NixlOptions]) -> NixlSender:
+    limits = msgspec.structs.replace(setup.limits, max_inflight_bytes=setup.options.max_inflight_mib * MIB)
+    return NixlSender(setup.incarnation, setup.options.nixl_devices, limits)

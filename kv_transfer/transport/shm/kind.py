@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.config.transport_kind import Topology, TransportKind, TransportOptions
 from kv_transfer.transport.description import Description, Name
 from kv_transfer.transport.one_host.process import ProcessIdentity
 
@@ -12,3 +13,23 @@ class ShmDescription(Description, frozen=True, tag="shm"):
     kv: Name  # names in /dev/shm
     records: Name
     owner: ProcessIdentity
+
+
+class ShmOptions(TransportOptions, frozen=True, kw_only=True):
+    """No keys of its own."""
+
+
+def _refusal(topology: Topology) -> str:
+    if topology.gpu:
+        return "shm moves pages that lie in host memory, and these nodes are on GPUs"
+    return "" if topology.one_host else "shm joins processes of one host"
+
+
+KIND = TransportKind(
+    name="shm",
+    refusal=_refusal,
+    options=ShmOptions,
+    sender="kv_transfer.transport.shm.sender:make_sender",
+    receiver="kv_transfer.transport.shm.receiver:make_receiver",
+    layers=True,
+)

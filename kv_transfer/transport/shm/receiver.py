@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 
-from kv_transfer.transport.base import ReceiverEndpoint, Region, Window
+from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
 from kv_transfer.transport.one_host.peer_watch import PeerWatches
 from kv_transfer.transport.one_host.process import ProcessIdentity
-from kv_transfer.transport.shm.kind import ShmDescription
+from kv_transfer.transport.one_host.segment import sweep_orphans
+from kv_transfer.transport.shm.kind import ShmDescription, ShmOptions
 
 
 class ShmReceiver(ReceiverEndpoint):
@@ -59,3 +60,9 @@ class ShmReceiver(ReceiverEndpoint):
         self._names.clear()
         self._watches.close()
         self._maps.clear()  # unmapped when the last view of the engine goes
+
+
+def make_receiver(setup: ReceiverSetup[ShmOptions]) -> ShmReceiver:
+    """Removes segments first that processes which have ended left behind."""
+    sweep_orphans()
+    return ShmReceiver(setup.incarnation)

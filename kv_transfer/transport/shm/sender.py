@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from common.errors import HandshakeRefused
 from kv_transfer.copy_plan import Copy
-from kv_transfer.transport.base import PeerMemory, Target, Ticket, WriteState
+from kv_transfer.transport.base import PeerMemory, SenderSetup, Target, Ticket, WriteState
 from kv_transfer.transport.layers import HostEndpoint
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
-from kv_transfer.transport.shm.kind import ShmDescription
+from kv_transfer.transport.shm.kind import ShmDescription, ShmOptions
 
 
 class _Mapped(PeerMemory):
@@ -105,3 +105,7 @@ class ShmSender(HostEndpoint):
     def close(self) -> None:
         for peer in list(self._peers):
             self.detach(peer)
+
+
+def make_sender(setup: SenderSetup[ShmOptions]) -> ShmSender:
+    return ShmSender()

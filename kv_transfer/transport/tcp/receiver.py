@@ -12,12 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from kv_transfer.layout import KvLayout
-from kv_transfer.limits import TransferLimits
-from kv_transfer.transport.base import ReceiverEndpoint, Region, Window
+from kv_transfer.limits import MIB, TransferLimits
+from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.frames import Frame, Violation
-from kv_transfer.transport.tcp.kind import TcpDescription
+from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
 from kv_transfer.transport.tcp.windows import Windows
 
 _STEP_BYTES = 1 << 20  # read under the lock in one go: bounds how long `revoke` waits
@@ -267,3 +269,8 @@ class TcpReceiver(ReceiverEndpoint):
         self._poller.unregister(connection.sock)
         del self._connections[connection.sock.fileno()]
         connection.sock.close()
+
+
+def make_receiver(setup: ReceiverSetup[TcpOptions]) -> TcpReceiver:
+    limits = msgspec.structs.replace(setup.limits, max_inflight_bytes=setup.options.max_inflight_mib * MIB)
+    return TcpReceiver(setup.host, setup.port, limits)

@@ -11,12 +11,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from common.errors import ProtocolError
 from kv_transfer.copy_plan import Copy
-from kv_transfer.limits import TransferLimits
-from kv_transfer.transport.base import PeerMemory, Region, SenderEndpoint, Target, Ticket, WriteState
+from kv_transfer.limits import MIB, TransferLimits
+from kv_transfer.transport.base import (
+    PeerMemory,
+    Region,
+    SenderEndpoint,
+    SenderSetup,
+    Target,
+    Ticket,
+    WriteState,
+)
 from kv_transfer.transport.tcp import frames as tcp_frames
-from kv_transfer.transport.tcp.kind import TcpDescription
+from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
 
 _BATCH_BYTES = 1 << 20  # handed to the kernel in one call
 _BATCH_PARTS = 64  # well below IOV_MAX
@@ -295,3 +305,8 @@ class TcpSender(SenderEndpoint):
     def close(self) -> None:
         for peer in list(self._peers):
             self.detach(peer)
+
+
+def make_sender(setup: SenderSetup[TcpOptions]) -> TcpSender:
+    limits = msgspec.structs.replace(setup.limits, max_inflight_bytes=setup.options.max_inflight_mib * MIB)
+    return TcpSender(limits)

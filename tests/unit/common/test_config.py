@@ -24,15 +24,17 @@ from common.config.schema import (
     PrefillNode,
     PrefillSection,
     Security,
-    Transfer,
 )
 from common.config.transport_choice import choose_transport
+from common.config.transports import cluster_schema
 from common.config.yaml_file import parse_mapping, parse_scalar
 from common.errors import ConfigError
 
 CLUSTERS = Path(__file__).parents[3] / "deploy" / "clusters"
 MINIMAL = "model: {path: m}\n"
-KEYS = sorted(path for _, path in _schema_paths(Cluster, ""))
+CLUSTER = cluster_schema()  # with the keys of all transports
+TRANSFER = type(CLUSTER(model=Model(path="m")).transfer)
+KEYS = sorted(path for _, path in _schema_paths(CLUSTER, ""))
 
 
 def load(
@@ -61,7 +63,7 @@ def refusal(
 
 
 def test_only_the_model_is_required(tmp_path: Path) -> None:
-    assert load(tmp_path).cluster == Cluster(model=Model(path="m"))
+    assert load(tmp_path).cluster == CLUSTER(model=Model(path="m"))
     assert "model" in str(refusal(tmp_path, "router: {port: 1}\n"))
     assert "path" in str(refusal(tmp_path, "model: {}\n"))
 
@@ -82,7 +84,7 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
 
 def test_rows_hold_every_key_in_the_order_of_the_schema(tmp_path: Path) -> None:
     paths = [re.sub(r"nodes\[.*", "nodes", path) for path, _, _ in load(tmp_path).rows()]
-    assert list(dict.fromkeys(paths)) == [path for _, path in _schema_paths(Cluster, "")]
+    assert list(dict.fromkeys(paths)) == [path for _, path in _schema_paths(CLUSTER, "")]
 
 
 def test_the_environment_is_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,7 @@ def test_the_environment_is_read_by_default(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_key_has_its_own_environment_name() -> None:
-    names = [name for name, _ in _schema_paths(Cluster, "")]
+    names = [name for name, _ in _schema_paths(CLUSTER, "")]
     assert len(set(names)) == len(names)
     assert "router_placement_prefill" in names
 
@@ -102,7 +104,7 @@ def test_every_key_has_its_own_environment_name() -> None:
 )
 def test_other_variables_are_left_alone(tmp_path: Path, name: str) -> None:
     """deploy/setup has variables of its own, and Kubernetes invents NAME_SERVICE_HOST for each service."""
-    assert load(tmp_path, environ={name: "x"}).cluster == Cluster(model=Model(path="m"))
+    assert load(tmp_path, environ={name: "x"}).cluster == CLUSTER(model=Model(path="m"))
 
 
 def test_the_last_set_wins(tmp_path: Path) -> None:
@@ -514,7 +516,7 @@ def test_shipped_files_load(path: Path) -> None:
     assert counts == ((2, 2) if path.stem == "2p2d" else (1, 1))
     gpus = path.stem.startswith("h200")
     transport = "tcp" if path.stem == "tcp" else "cuda_ipc" if gpus else "shm"
-    assert choose_transport(resolved.cluster) == transport
+    assert choose_transport(resolved.cluster).name == transport
 
 
 def test_the_default_cluster_speculates() -> None:
@@ -528,9 +530,9 @@ def test_the_default_cluster_speculates() -> None:
 def test_the_example_holds_every_key_with_its_default() -> None:
     text = (CLUSTERS / "example.yaml").read_text()
     data = yaml.safe_load(text)
-    default = Cluster(model=Model(path=data["model"]["path"]))
+    default = CLUSTER(model=Model(path=data["model"]["path"]))
     assert data == msgspec.json.decode(msgspec.json.encode(default))
-    assert load_cluster(CLUSTERS / "example.yaml", environ={}).cluster == Cluster(
+    assert load_cluster(CLUSTERS / "example.yaml", environ={}).cluster == CLUSTER(
         model=Model(path=data["model"]["path"])
     )
 
@@ -548,8 +550,8 @@ def test_the_example_explains_every_key() -> None:
 
 def test_the_example_follows_the_order_of_the_schema() -> None:
     data = yaml.safe_load((CLUSTERS / "example.yaml").read_text())
-    assert list(data) == [field.name for field in msgspec.structs.fields(Cluster)]
-    for field in msgspec.structs.fields(Cluster):
+    assert list(data) == [field.name for field in msgspec.structs.fields(CLUSTER)]
+    for field in msgspec.structs.fields(CLUSTER):
         assert list(data[field.name]) == [inner.name for inner in msgspec.structs.fields(field.type)]
 
 
@@ -575,7 +577,7 @@ def test_auto_is_shm_while_all_nodes_are_here(peer: str, host: str, expected: st
         prefill=PrefillSection(nodes=(PrefillNode(name="a", peer_address=peer),)),
         decode=DecodeSection(nodes=(DecodeNode(name="b", host=host),)),
     )
-    assert choose_transport(cluster) == expected
+    assert choose_transport(cluster).name == expected
 
 
 def between_hosts(device: str, **transfer: str) -> Cluster:
@@ -585,7 +587,7 @@ def between_hosts(device: str, **transfer: str) -> Cluster:
             nodes=(PrefillNode(name="a", device=device, peer_address="tcp://10.0.0.1:7110"),)
         ),
         decode=DecodeSection(nodes=(DecodeNode(name="b", device=device, host="10.0.0.2"),)),
-        transfer=Transfer(**transfer),  # type: ignore[arg-type]
+        transfer=TRANSFER(**transfer),  # type: ignore[arg-type]
     )
 
 
@@ -595,7 +597,7 @@ def test_gpus_of_two_hosts_take_nixl_where_it_is_allowed() -> None:
     with pytest.raises(ConfigError, match=r"security\.isolated_network: .*\(mlx5_0:1\) can write into"):
         choose_transport(asked)
     allowed = Security(isolated_network=True)
-    assert choose_transport(msgspec.structs.replace(asked, security=allowed)) == "nixl"
+    assert choose_transport(msgspec.structs.replace(asked, security=allowed)).name == "nixl"
     nowhere = msgspec.structs.replace(between_hosts("cuda:0"), security=allowed)
     with pytest.raises(ConfigError, match=r"transfer\.nixl_devices: lo reaches no other host"):
         choose_transport(nowhere)
@@ -604,8 +606,8 @@ def test_gpus_of_two_hosts_take_nixl_where_it_is_allowed() -> None:
 def test_cpus_of_two_hosts_take_what_authenticates() -> None:
     named = between_hosts("cpu", transport="nixl", nixl_devices="eth0")
     allowed = Security(isolated_network=True)
-    assert choose_transport(msgspec.structs.replace(between_hosts("cpu"), security=allowed)) == "tcp"
-    assert choose_transport(msgspec.structs.replace(named, security=allowed)) == "nixl"
+    assert choose_transport(msgspec.structs.replace(between_hosts("cpu"), security=allowed)).name == "tcp"
+    assert choose_transport(msgspec.structs.replace(named, security=allowed)).name == "nixl"
 
 
 def test_nixl_on_one_host_has_to_be_allowed_too(tmp_path: Path) -> None:
@@ -613,7 +615,7 @@ def test_nixl_on_one_host_has_to_be_allowed_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no other user is on this host"):
         choose_transport(load(tmp_path, text).cluster)
     allowed = load(tmp_path, text + "security: {isolated_network: true}\n").cluster
-    assert choose_transport(allowed) == "nixl"
+    assert choose_transport(allowed).name == "nixl"
 
 
 def test_network_devices_are_names(tmp_path: Path) -> None:
@@ -623,7 +625,9 @@ def test_network_devices_are_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
 def test_a_named_transport_is_taken(tmp_path: Path, name: str) -> None:
-    assert choose_transport(load(tmp_path, MINIMAL + f"transfer: {{transport: {name}}}\n").cluster) == name
+    assert (
+        choose_transport(load(tmp_path, MINIMAL + f"transfer: {{transport: {name}}}\n").cluster).name == name
+    )
 
 
 def test_defaults_leave_room_for_heartbeats() -> None:
