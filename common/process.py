@@ -6,6 +6,7 @@ loop of a node hung (stacks in the log).
 
 from __future__ import annotations
 
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from common.observability.startup import StartupReporter
 from common.observability.stderr_file import write_stderr
 
 EXIT_REFUSED = 2
+MOST_DESCRIPTORS = 65_536
 
 ClusterOption = Annotated[Path, typer.Option("--cluster", help="Cluster file")]
 NameOption = Annotated[str, typer.Option("--name", help="Which of the file's nodes this process is")]
@@ -71,6 +73,7 @@ def run_process(
     """Load the cluster file, run `body`, tell whoever started us how it went, and exit."""
     logs.configure(name, "info")
     log = Log(name)
+    _raise_descriptor_limit()
     try:
         with StartupReporter(status_fd, log) as reporter:
             resolved = load_cluster(cluster, overrides or [])
@@ -119,3 +122,11 @@ def on_termination(drain: Callable[[], None]) -> None:
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit, often 1024, as far as is allowed: each connection takes a descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

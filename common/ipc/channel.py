@@ -20,6 +20,7 @@ import zmq
 
 from common.errors import ConfigError
 from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
+from common.ipc.handshake_guard import HANDSHAKE_SECONDS, HandshakeGuard
 from common.ipc.inbound_filter import InboundFilter
 from common.ipc.session import SMALL, Frame
 from common.ipc.sessions import Sessions
@@ -28,6 +29,7 @@ MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
 HIGH_WATER_MARK = 10_000  # messages that wait for one peer, or for us
 QUEUED_BYTES = 512 << 20  # of large messages that one peer has not acknowledged
 DRAIN_LIMIT = 1_000
+BACKLOG = 1_024  # connections that the kernel holds until they are accepted
 # No ZMQ heartbeats: their timer aborts the process (libzmq 4.3.5, assertion !_io_error) where a connection breaks whose
 # input had stopped. Dealers ask and dial again after a silence; the kernel ends what answers it no more.
 KEEPALIVE = {
@@ -65,7 +67,7 @@ class Channel:
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, received)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
         for option, value in KEEPALIVE.items():
             self._socket.setsockopt(option, value)
         self._clock = time.monotonic
@@ -125,6 +127,7 @@ class RouterSocket(Channel):
         super().__init__(context, zmq.ROUTER)
         self.more = False  # the latest `drain` read something
         self._bound_file: Path | None = None
+        self._guard: HandshakeGuard | None = None
         self._sessions = Sessions(self._send_frame, HIGH_WATER_MARK, queued_bytes)
         try:
             gate = (security or Plain()).secure_server(self._socket, address)
@@ -133,6 +136,9 @@ class RouterSocket(Channel):
                 zmq.ROUTER_HANDOVER, 1
             )  # a peer that reconnects before its death was seen
             self._filter = InboundFilter(self._socket, gate)
+            if is_tcp(address):
+                self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
+                self._guard = HandshakeGuard(context, self._socket)
             self._bind(address)
         except ConfigError:
             self.close()
@@ -232,6 +238,9 @@ class RouterSocket(Channel):
         self._filter.bad.flush()
 
     def close(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
         super().close()
         if self._bound_file is not None:
             with contextlib.suppress(

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import socket
 import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from common.ipc import Dealer, LinkSecurity
 from common.ipc.curve import Curve
@@ -22,34 +27,93 @@ from tests.cluster.conftest import OUTPUT_TOKENS, Reference
 from tests.cluster.harness import MODEL, Client, RunningCluster, hold_port
 from tests.fakes.held_context import Context
 from tests.fakes.keyless import Keyless
+from tests.fakes.waiting import PATIENCE, eventually
+
+pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 
-async def test_a_cluster_on_loopback_tcp_makes_keys_of_its_own(
-    tmp_path: Path, prompts: list[list[int]], reference: Reference
-) -> None:
-    """No keys are configured. Every process listens on its configured addresses only (SECURITY.md, 3)."""
-    with hold_port() as held:
-        bulk = int(held.getsockname()[1])
+FLOOD = 2000  # connections
+
+
+@pytest.fixture(scope="module")
+def tcp_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """One prefill and two decode nodes over TCP, without configured keys: the tests of this file share it, in order."""
+    with ExitStack() as stack:
+        bulk = [int(stack.enter_context(hold_port()).getsockname()[1]) for _ in range(2)]
         config = {
             "transfer": {"transport": "tcp"},
-            "decode": {"nodes": [{"name": "decode-0", "bulk_port": bulk}]},
+            "decode": {
+                "nodes": [{"name": f"decode-{i}", "bulk_port": port} for i, port in enumerate(bulk)],
+            },
+            "health": {"node_timeout": 10.0, "router_timeout": 600.0},
         }
-        async with RunningCluster(tmp_path, 1, 1, config) as cluster:
-            control, peers = cluster.addresses["router"], cluster.addresses["prefill-0"]
-            assert {name: cluster.listens_at(name) for name in cluster.names} == {
-                "router": {("127.0.0.1", cluster.port), ("127.0.0.1", control)},
-                "prefill-0": {("127.0.0.1", peers)},
-                "decode-0": {("127.0.0.1", bulk)},
-            }
-            keys = cluster.run_dir / "keys"
-            assert stat.S_IMODE(keys.stat().st_mode) == 0o700
-            assert {file.name for file in keys.glob("*.key_secret")} == {
-                f"{name}.key_secret" for name in cluster.names
-            }
-            assert {stat.S_IMODE(file.stat().st_mode) for file in keys.glob("*.key_secret")} == {0o600}
-            async with Client(cluster.url) as client:
-                answer = await client.complete(prompts[40], OUTPUT_TOKENS)
-                assert answer.tokens == reference(prompts[40], OUTPUT_TOKENS)
+        directory = tmp_path_factory.mktemp("tcp")
+        cluster = stack.enter_context(RunningCluster(directory, 1, 2, config))
+        cluster.addresses.update({f"decode-{i}": port for i, port in enumerate(bulk)})
+        yield cluster
+
+
+async def test_a_cluster_on_loopback_tcp_makes_keys_of_its_own(tcp_cluster: RunningCluster) -> None:
+    """No keys are configured. Every process listens on its configured addresses only."""
+    cluster = tcp_cluster
+    expected = {name: {("127.0.0.1", port)} for name, port in cluster.addresses.items()}
+    expected["router"].add(("127.0.0.1", cluster.port))
+    assert {name: cluster.listens_at(name) for name in cluster.names} == expected
+    keys = cluster.run_dir / "keys"
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o700
+    assert {file.name for file in keys.glob("*.key_secret")} == {
+        f"{name}.key_secret" for name in cluster.names
+    }
+    assert {stat.S_IMODE(file.stat().st_mode) for file in keys.glob("*.key_secret")} == {0o600}
+
+
+def descriptors(cluster: RunningCluster, name: str) -> int:
+    return len(list(Path(f"/proc/{cluster.processes[name].pid}/fd").iterdir()))
+
+
+def closed_by_peer(connection: socket.socket) -> bool:
+    """Read what has come; True at the end."""
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+async def test_half_open_connections_stop_no_service(
+    tcp_cluster: RunningCluster, prompts: list[list[int]], reference: Reference
+) -> None:
+    """To the control ports of the router and of a prefill node: all are closed, and their descriptors return."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    count = FLOOD if hard == resource.RLIM_INFINITY else min(FLOOD, (hard - 500) // 2)
+    chosen = prompts[::10]
+    async with Client(tcp_cluster.url) as client:
+        await client.complete(chosen[0], 1)
+        before = {name: descriptors(tcp_cluster, name) for name in ("router", "prefill-0")}
+        with ExitStack() as stack:
+            strangers = []
+            for name in before:
+                where = ("127.0.0.1", tcp_cluster.addresses[name])
+                strangers += [
+                    stack.enter_context(socket.create_connection(where, PATIENCE)) for _ in range(count)
+                ]
+            answers = await client.complete_all(chosen, 4, OUTPUT_TOKENS)
+            assert [answer.tokens for answer in answers] == [
+                reference(prompt, OUTPUT_TOKENS) for prompt in chosen
+            ]
+            for each in strangers:
+                each.setblocking(False)
+            await eventually(lambda: all(closed_by_peer(each) for each in strangers))
+        # up to 20: connections of clients, and files that are open for a moment
+        for name, number in before.items():
+            await eventually(lambda name=name, number=number: descriptors(tcp_cluster, name) <= number + 20)  # type: ignore[misc]
+    assert not [
+        line for name in before for line in tcp_cluster.log(name).splitlines() if '"node lost"' in line
+    ]
 
 
 class Impostor:
@@ -90,49 +154,70 @@ def forged(name: str, role: Role, incarnation: str) -> Register:
 
 
 async def test_nobody_without_the_key_of_its_name_is_a_node(
-    tmp_path: Path, prompts: list[list[int]], reference: Reference
+    tcp_cluster: RunningCluster, prompts: list[list[int]], reference: Reference
 ) -> None:
     """No key, another node's key, a key in another role, an old incarnation: they get nothing and change nothing."""
-    async with RunningCluster(tmp_path, 1, 2, {"transfer": {"transport": "tcp"}}) as cluster:
-        async with Client(cluster.url) as client:
-            before = await client.info()
-            old = "a" * 32
-            impostors = {
-                "no key": Impostor(cluster, "router", "", f"prefill-0/{old}"),
-                "another name": Impostor(cluster, "router", "decode-1", f"prefill-0/{old}"),
-                "not in the file": Impostor(cluster, "router", "decode-1", f"prefill-9/{old}"),
-                "another role": Impostor(cluster, "router", "decode-1", f"decode-1/{old}"),
-                "an old incarnation": Impostor(cluster, "router", "prefill-0", f"prefill-0/{old}/old"),
-                "no key, to a peer": Impostor(cluster, "prefill-0", "", f"decode-0/{old}"),
-                "no decode node": Impostor(cluster, "prefill-0", "router", f"decode-0/{old}"),
-                "itself": Impostor(cluster, "prefill-0", "prefill-0", f"prefill-0/{old}"),
-            }
-            chosen = prompts[::5]
-            answering = asyncio.create_task(client.complete_all(chosen, 8, OUTPUT_TOKENS))
-            heard: dict[str, list[msgspec.Struct]] = {case: [] for case in impostors}
-            while not answering.done():
-                for case, impostor in impostors.items():
-                    name = "decode-1" if case == "another role" else "prefill-0"
-                    impostor.say(
-                        *([] if case == "an old incarnation" else [forged(name, "prefill", old)]),
-                        FirstToken(room=1, token=OutputToken(9), finish_reason="stop", cached_tokens=0),
-                        Tokens(runs=[TokenRun(1, 0, [OutputToken(9)], "stop")]),
-                        Goodbye(incarnation=old),
-                    )
-                    heard[case] += impostor.heard()
-                await asyncio.sleep(0.25)
-            answers = await answering
-            for impostor in impostors.values():
-                impostor.close()
-            assert [answer.tokens for answer in answers] == [
-                reference(prompt, OUTPUT_TOKENS) for prompt in chosen
-            ]
-            refusals = heard.pop("another role")
-            assert refusals
-            assert all(isinstance(each, Rejected) and "decode node" in each.reason for each in refusals)
-            assert not any(heard.values())
-            after = await client.info()
-            assert after["refused_messages"] > 0
-            assert after["max_model_len"] == before["max_model_len"]
-            lost = [json.loads(line) for line in cluster.log("router").splitlines() if '"node lost"' in line]
-            assert {line["peer"] for line in lost} <= {"decode-1"}, "whose key was misused"
+    cluster = tcp_cluster
+    async with Client(cluster.url) as client:
+        before = await client.info()
+        old = "a" * 32
+        impostors = {
+            "no key": Impostor(cluster, "router", "", f"prefill-0/{old}"),
+            "another name": Impostor(cluster, "router", "decode-1", f"prefill-0/{old}"),
+            "not in the file": Impostor(cluster, "router", "decode-1", f"prefill-9/{old}"),
+            "another role": Impostor(cluster, "router", "decode-1", f"decode-1/{old}"),
+            "an old incarnation": Impostor(cluster, "router", "prefill-0", f"prefill-0/{old}/old"),
+            "no key, to a peer": Impostor(cluster, "prefill-0", "", f"decode-0/{old}"),
+            "no decode node": Impostor(cluster, "prefill-0", "router", f"decode-0/{old}"),
+            "itself": Impostor(cluster, "prefill-0", "prefill-0", f"prefill-0/{old}"),
+        }
+        chosen = prompts[::5]
+        answering = asyncio.create_task(client.complete_all(chosen, 8, OUTPUT_TOKENS))
+        heard: dict[str, list[msgspec.Struct]] = {case: [] for case in impostors}
+        while not answering.done():
+            for case, impostor in impostors.items():
+                name = "decode-1" if case == "another role" else "prefill-0"
+                impostor.say(
+                    *([] if case == "an old incarnation" else [forged(name, "prefill", old)]),
+                    FirstToken(room=1, token=OutputToken(9), finish_reason="stop", cached_tokens=0),
+                    Tokens(runs=[TokenRun(1, 0, [OutputToken(9)], "stop")]),
+                    Goodbye(incarnation=old),
+                )
+                heard[case] += impostor.heard()
+            await asyncio.sleep(0.25)
+        answers = await answering
+        for impostor in impostors.values():
+            impostor.close()
+        assert [answer.tokens for answer in answers] == [
+            reference(prompt, OUTPUT_TOKENS) for prompt in chosen
+        ]
+        refusals = heard.pop("another role")
+        assert refusals
+        assert all(isinstance(each, Rejected) and "decode node" in each.reason for each in refusals)
+        assert not any(heard.values())
+        after = await client.info()
+        assert after["refused_messages"] > 0
+        assert after["max_model_len"] == before["max_model_len"]
+        lost = [json.loads(line) for line in cluster.log("router").splitlines() if '"node lost"' in line]
+        assert {line["peer"] for line in lost} <= {"decode-1"}, "whose key was misused"
+
+
+async def test_a_node_whose_key_is_revoked_is_lost_and_costs_no_answer(
+    tcp_cluster: RunningCluster, prompts: list[list[int]], reference: Reference
+) -> None:
+    """Under load: its public key is removed, its requests continue on the other node; with the key it comes back."""
+    key = tcp_cluster.run_dir / "keys" / "decode-1.key"
+    chosen = [prompt for prompt in prompts if len(prompt) < 200][:16]
+    async with Client(tcp_cluster.url) as client:
+        running = [asyncio.create_task(client.complete(prompt, 60)) for prompt in chosen]
+        await asyncio.sleep(0.3)
+        kept, refused = key.read_bytes(), (await client.info())["refused_messages"]
+        key.unlink()
+        await client.gone("decode-1")
+        running += [asyncio.create_task(client.complete(prompt, 60)) for prompt in chosen]
+        for prompt, task in zip(2 * chosen, running, strict=True):
+            assert (await task).tokens == reference(prompt, 60)
+        assert (await client.info())["refused_messages"] > refused
+        key.write_bytes(kept)
+        await tcp_cluster.wait_nodes()
+        await client.wait_idle()
