@@ -17,6 +17,7 @@ class Wire:
         self._ends: list[socket.socket] = [self._listener]
         self._cuts: list[threading.Event] = []
         self._wanted, self._instead = b"", b""
+        self.recorded = bytearray()  # what came from connecting sides, up to a MiB
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -63,6 +64,8 @@ class Wire:
     def _pump(self, source: socket.socket, sink: socket.socket, cut: threading.Event, there: bool) -> None:
         try:
             while data := source.recv(65536):
+                if there and len(self.recorded) < 1 << 20:
+                    self.recorded += data
                 if there and self._wanted:
                     data = data.replace(self._wanted, self._instead)
                 if not cut.is_set():

@@ -1,6 +1,9 @@
 """Proof across hosts that a sending process is gone: a TCP connection that it opens, and that only its end closes.
 
-    sender -> receiver   once: id of the key, HMAC-SHA256(key, a constant); then nothing, ever
+    receiver -> sender   challenge: a fresh nonce
+    sender -> receiver   proof: id of the key, HMAC-SHA256(key, the nonce); then nothing, ever
+
+A recorded proof is worth nothing: whoever replays it gets another nonce.
 
 The kernel of a process that ends sends FIN, one that does not know the connection any more answers RST: either
 proves the end. Silence proves nothing, and neither does a timeout: a peer behind a broken network may still
@@ -12,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import select
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,10 +28,9 @@ from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription
 
 GRACE: Final = 2.0  # seconds: what the dead process's kernel and network card still hold has landed by then
-_NONCE: Final = b"tandem lifeline"
 _CONNECT_SECONDS: Final = 2.0
 _REFUSED_SECONDS: Final = 10.0  # during which a place that did not answer is not asked again: asking waits
-_LOOK_SECONDS: Final = 0.02
+_LOOK_SECONDS: Final = 0.2  # between two looks for strangers that are overdue
 _PROOF_SECONDS: Final = 10.0
 _MAX_STRANGERS: Final = 64
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 60), (socket.TCP_KEEPCNT, 127))
@@ -36,6 +40,7 @@ _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 60), (sock
 class _Stranger:
     sock: socket.socket
     since: float
+    nonce: bytes
     proof: bytearray = field(default_factory=bytearray)
 
 
@@ -49,7 +54,7 @@ class _Line:
 
 
 class LifelineKeeper:
-    """Receiving side: listens on host:port (0: any). One thread; looks only when asked."""
+    """Receiving side: listens on host:port (0: any). A thread meets those who connect, and sees connections end."""
 
     def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._listener = socket.create_server((host, port), backlog=128)
@@ -57,27 +62,34 @@ class LifelineKeeper:
         self._host = host
         self._port = int(self._listener.getsockname()[1])
         self._clock = clock
-        self._looked_at = -_LOOK_SECONDS
+        self._lock = threading.Lock()  # held for what follows
         self._lines: dict[str, _Line] = {}
         self._strangers: list[_Stranger] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
+        self._thread.start()
 
     def describe(self, incarnation: str) -> TcpDescription:
         """Where this sender is to connect, and its key."""
-        line = self._lines.setdefault(incarnation, _Line(secrets.token_bytes(tcp_frames.KEY_BYTES)))
+        with self._lock:
+            line = self._lines.setdefault(incarnation, _Line(secrets.token_bytes(tcp_frames.KEY_BYTES)))
         return TcpDescription(self._host, self._port, line.key)
 
     def dead(self, incarnation: str) -> bool:
         """True only once the process has ended, and what was on the way has had time to land."""
-        self._look()
-        line = self._lines.get(incarnation)
-        return line is not None and line.ended_at is not None and self._clock() - line.ended_at >= GRACE
+        with self._lock:
+            line = self._lines.get(incarnation)
+            return line is not None and line.ended_at is not None and self._clock() - line.ended_at >= GRACE
 
     def forget(self, incarnation: str) -> None:
-        line = self._lines.pop(incarnation, None)
-        if line is not None and line.sock is not None:
-            line.sock.close()
+        with self._lock:
+            line = self._lines.pop(incarnation, None)
+            if line is not None and line.sock is not None:
+                line.sock.close()
 
     def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
         for incarnation in list(self._lines):
             self.forget(incarnation)
         for stranger in self._strangers:
@@ -85,16 +97,23 @@ class LifelineKeeper:
         self._strangers.clear()
         self._listener.close()
 
-    def _look(self) -> None:
-        now = self._clock()
-        if now - self._looked_at < _LOOK_SECONDS:
-            return
-        self._looked_at = now
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            poller = select.poll()
+            poller.register(self._listener, select.POLLIN)
+            with self._lock:
+                lines = [line.sock for line in self._lines.values() if line.sock is not None]
+                for sock in (*lines, *(stranger.sock for stranger in self._strangers)):
+                    poller.register(sock, select.POLLIN)
+            poller.poll(_LOOK_SECONDS * 1000)
+            with self._lock:
+                self._look(self._clock())
+
+    def _look(self, now: float) -> None:
+        """Never waits. A socket that was closed since the poll costs a look, no more."""
         with contextlib.suppress(OSError):
-            while len(self._strangers) < _MAX_STRANGERS:
-                sock, _ = self._listener.accept()
-                sock.setblocking(False)
-                self._strangers.append(_Stranger(sock, now))
+            sock, _ = self._listener.accept()
+            self._challenge(sock, now)
         for stranger in list(self._strangers):
             self._meet(stranger, now)
         for line in self._lines.values():
@@ -108,6 +127,16 @@ class LifelineKeeper:
                 pass
             line.sock.close()
             line.sock = None  # the peer may connect anew
+
+    def _challenge(self, sock: socket.socket, now: float) -> None:
+        if len(self._strangers) >= _MAX_STRANGERS:
+            # the oldest has had time for its proof; a sender that connects during a flood of strangers gets some, too
+            self._strangers.pop(0).sock.close()
+        sock.setblocking(False)
+        stranger = _Stranger(sock, now, secrets.token_bytes(tcp_frames.NONCE_BYTES))
+        self._strangers.append(stranger)
+        with contextlib.suppress(OSError):  # its end is seen when it is read
+            sock.send(tcp_frames.CHALLENGE.pack(tcp_frames.CHALLENGE_MAGIC, stranger.nonce))
 
     def _meet(self, stranger: _Stranger, now: float) -> None:
         wanted = tcp_frames.PROOF.size - len(stranger.proof)
@@ -123,7 +152,7 @@ class LifelineKeeper:
         if part and len(part) < wanted:
             return
         self._strangers.remove(stranger)
-        line = self._owner(bytes(stranger.proof)) if part else None
+        line = self._owner(stranger) if part else None
         if line is None or line.sock is not None:  # a second one of the same key proves nothing by its end
             stranger.sock.close()
             return
@@ -132,9 +161,10 @@ class LifelineKeeper:
             stranger.sock.setsockopt(socket.IPPROTO_TCP, option, value)
         line.sock, line.ended_at = stranger.sock, None
 
-    def _owner(self, proof: bytes) -> _Line | None:
+    def _owner(self, stranger: _Stranger) -> _Line | None:
+        proof = bytes(stranger.proof)
         lines = self._lines.values()
-        return next((line for line in lines if tcp_frames.proves(proof, line.key, _NONCE)), None)
+        return next((line for line in lines if tcp_frames.proves(proof, line.key, stranger.nonce)), None)
 
 
 def _ended(sock: socket.socket) -> bool:
@@ -175,7 +205,7 @@ class Lifelines:
         if where in self._refused:
             raise HandshakeRefused(self._refused[where][1])
         try:
-            sock = socket.create_connection(where, timeout=_CONNECT_SECONDS)
+            self._socks[description] = _connect(where, description.key)
         except OSError as error:
             reason = (
                 f"{where[0]}:{where[1]} (decode.nodes[].host and bulk_port), by whose end it would see that this "
@@ -183,16 +213,32 @@ class Lifelines:
             )
             self._refused[where] = (self._clock(), reason)
             raise HandshakeRefused(reason) from None
-        try:
-            sock.sendall(tcp_frames.proof(description.key, _NONCE))
-        except OSError as error:
-            sock.close()
-            raise HandshakeRefused(f"{where[0]}:{where[1]} does not listen ({error})") from None
-        sock.setblocking(False)
-        self._socks[description] = sock
 
     def close(self) -> None:
         """Says that this process writes no more."""
         for sock in self._socks.values():
             sock.close()
         self._socks.clear()
+
+
+def _connect(where: tuple[str, int], key: bytes) -> socket.socket:
+    """A connection that has answered the challenge. Waits at most twice _CONNECT_SECONDS; raises OSError."""
+    deadline = time.monotonic() + 2 * _CONNECT_SECONDS
+    sock = socket.create_connection(where, timeout=_CONNECT_SECONDS)
+    try:
+        challenge = b""
+        while missing := tcp_frames.CHALLENGE.size - len(challenge):
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            part = sock.recv(missing)
+            if not part:
+                raise ConnectionError("it closed the connection without a challenge")
+            challenge += part
+        magic, nonce = tcp_frames.CHALLENGE.unpack(challenge)
+        if magic != tcp_frames.CHALLENGE_MAGIC:
+            raise ConnectionError("what listens there is no decode node of this version")
+        sock.sendall(tcp_frames.proof(key, nonce))
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -24,6 +24,7 @@ from kv_transfer.copy_plan import Copy
 from kv_transfer.transport.base import Region
 
 KEY_BYTES: Final = 32
+NONCE_BYTES: Final = 32
 CHALLENGE: Final = struct.Struct("<4s32s")
 PROOF: Final = struct.Struct("<4s16s32s")
 ACK: Final = struct.Struct("<4sII")  # magic, status, payload length

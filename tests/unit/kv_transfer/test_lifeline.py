@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from kv_transfer.transport.nixl.lifeline import GRACE, LifelineKeeper, Lifelines
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription
 from tests.fakes.waiting import PATIENCE, until
+from tests.fakes.wire import Wire
 from tests.unit.kv_transfer.rig import Clock
 
 
@@ -36,30 +38,20 @@ def keeper(clock: Clock) -> Iterator[LifelineKeeper]:
 
 
 def look(keeper: LifelineKeeper, clock: Clock, who: str = "p", seconds: float = 0.0) -> bool:
-    """What the keeper says: now, it looks again, and after some time."""
-    clock.now += 0.05
-    keeper.dead(who)
+    """What the keeper says after it has looked, and some time has passed."""
+    with keeper._lock:
+        keeper._look(clock.now)
     clock.now += seconds
     return keeper.dead(who)
 
 
-def sees(keeper: LifelineKeeper, condition: Callable[[], object]) -> None:
-    """The kernel takes its time; the clock stands still meanwhile."""
-
-    def looked() -> object:
-        keeper._looked_at = -math.inf
-        keeper.dead("")
-        return condition()
-
-    until(looked)
-
-
 def met(keeper: LifelineKeeper, who: str = "p") -> None:
-    sees(keeper, lambda: keeper._lines[who].sock is not None)
+    """Its thread and the kernel take their time; the clock stands still meanwhile."""
+    until(lambda: keeper._lines[who].sock is not None)
 
 
 def ended(keeper: LifelineKeeper, who: str = "p") -> None:
-    sees(keeper, lambda: keeper._lines[who].ended_at is not None)
+    until(lambda: keeper._lines[who].ended_at is not None)
 
 
 def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LifelineKeeper, clock: Clock) -> None:
@@ -117,13 +109,51 @@ def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LifelineKeeper, clock: Cl
     assert look(keeper, clock, seconds=GRACE)
 
 
+def challenge_of(connection: socket.socket) -> bytes:
+    """The nonce that the keeper sends first."""
+    data = b""
+    while len(data) < tcp_frames.CHALLENGE.size:
+        data += connection.recv(tcp_frames.CHALLENGE.size - len(data))
+    magic, nonce = tcp_frames.CHALLENGE.unpack(data)
+    assert magic == tcp_frames.CHALLENGE_MAGIC
+    return bytes(nonce)
+
+
+def test_a_recorded_proof_proves_nothing(keeper: LifelineKeeper, clock: Clock) -> None:
+    """Somebody has listened to a sender whose connection is lost later, and repeats what it said."""
+    description = keeper.describe("p")
+    lines = Lifelines()
+    with closing(Wire(description.port)) as wire:
+        lines.hold(TcpDescription("127.0.0.1", wire.port, description.key))
+        met(keeper)
+        recorded = bytes(wire.recorded)
+        with keeper._lock:
+            real, keeper._lines["p"].sock = keeper._lines["p"].sock, None
+        with socket.create_connection(("127.0.0.1", description.port), timeout=PATIENCE) as thief:
+            thief.sendall(recorded)
+            until(lambda: closed(thief))
+        assert not look(keeper, clock, seconds=100)
+        assert keeper._lines["p"].sock is None
+    assert real is not None
+    real.close()
+    lines.close()
+
+
+def closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(4096) == b""
+    except ConnectionError:
+        return True
+
+
 def test_other_connections_prove_nothing(keeper: LifelineKeeper, clock: Clock) -> None:
     """Of strangers, with another key, and a second one with the right key."""
     description = keeper.describe("p")
     where = (description.host, description.port)
-    for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, tcp_frames.proof(bytes(32), b"tandem lifeline")):
+    for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, None):
         with socket.create_connection(where, timeout=PATIENCE) as stranger:
-            stranger.sendall(sent)
+            nonce = challenge_of(stranger)
+            stranger.sendall(tcp_frames.proof(bytes(32), nonce) if sent is None else sent)
             assert not look(keeper, clock)
         assert not look(keeper, clock, seconds=100)
     lines = Lifelines()
@@ -131,10 +161,10 @@ def test_other_connections_prove_nothing(keeper: LifelineKeeper, clock: Clock) -
     met(keeper)
     assert not look(keeper, clock)
     with socket.create_connection(where, timeout=PATIENCE) as second:
-        second.sendall(tcp_frames.proof(description.key, b"tandem lifeline"))
+        second.sendall(tcp_frames.proof(description.key, challenge_of(second)))
         assert not look(keeper, clock)
     assert not look(keeper, clock, seconds=100)
-    sees(keeper, lambda: not keeper._strangers)
+    until(lambda: not keeper._strangers)
     assert not look(keeper, clock, seconds=100)
     lines.close()
 
@@ -156,17 +186,35 @@ def test_a_new_connection_revokes_the_proof(keeper: LifelineKeeper, clock: Clock
 def test_strangers_are_bounded_and_sent_away(
     keeper: LifelineKeeper, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The oldest gives way, so that a flood keeps no sender out; one that stays silent goes after a while."""
     monkeypatch.setattr(lifeline, "_MAX_STRANGERS", 2)
     where = (keeper.describe("p").host, keeper.describe("p").port)
     silent = [socket.create_connection(where, timeout=PATIENCE) for _ in range(3)]
-    sees(keeper, lambda: len(keeper._strangers) == 2)
+    until(lambda: closed(silent[0]))
+    lines = Lifelines()
+    lines.hold(keeper.describe("p"))
+    met(keeper)
+    lines.close()
     clock.now += 11
-    sees(keeper, lambda: len(keeper._strangers) == 1)  # the third came in when the others were sent away
-    clock.now += 11
-    sees(keeper, lambda: not keeper._strangers)
     for each in silent:
-        assert each.recv(1) == b""
+        until(lambda: closed(each))  # noqa: B023
         each.close()
+    assert not keeper._strangers
+
+
+def test_who_gives_no_challenge_is_refused(clock: Clock) -> None:
+    """Something else listens there."""
+
+    def answer() -> None:
+        with closing(listener.accept()[0]) as connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 2)
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(HandshakeRefused, match="no decode node of this version"):
+            Lifelines().hold(TcpDescription("127.0.0.1", listener.getsockname()[1], bytes(32)))
+        answering.join()
 
 
 def test_nobody_there(keeper: LifelineKeeper, clock: Clock) -> None:
