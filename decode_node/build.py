@@ -25,7 +25,7 @@ from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
-from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.model_runner import ModelRunner
 from common.engine.mtp_runner import MultiLayerRunner
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
@@ -37,6 +37,7 @@ from common.engine.stopwatch import stopwatch_for
 from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
 from common.ipc.router_link import RouterLink
+from common.kv_cache.pool_layout import PoolLayout
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation
 from common.model_manifest import check_manifests
@@ -61,8 +62,7 @@ from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAccept
 from decode_node.speculative.verify import Verify
 from decode_node.speculative.width_policy import WidthPolicy, batches_of, slots_up_to
 from decode_node.step import AutoregressiveStep, DecodeStep
-from kv_transfer.from_config import kv_layout, transfer_limits
-from kv_transfer.layout import KvLayout
+from kv_transfer.from_config import transfer_limits
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region
@@ -198,7 +198,7 @@ def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatc
 class Forwards:
     """The node's step over one KV pool, and its forwards, not captured yet."""
 
-    layout: KvLayout
+    layout: PoolLayout
     pools: Sequence[KvPool]  # the target's, and the draft's if there is one
     table: RequestTable
     step: DecodeStep
@@ -209,22 +209,13 @@ def _forwards(
     cluster: Cluster, served: ServingModel, relay: RelayState, allocate: Callable[[int], torch.Tensor]
 ) -> Forwards:
     """With a pool of `served.num_pages`, whose bytes come from `allocate`."""
-    layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
-    offsets = [plane.offset for plane in layout.planes]
-    size = served.page_size
-    pool = make_pool(
-        served.config,
-        size,
-        served.num_pages,
-        served.placement,
-        storage=allocate(layout.total_bytes),
-        plane_offsets=offsets,
-    )
+    layout = served.layout
+    pool = KvPool(layout, "target", allocate(layout.total_bytes))
     # branches of draft trees reach behind the last token of a request
     longest = served.max_model_len + 2 * reach(cluster.speculation)
-    table = RequestTable(cluster.decode.max_running, -(-longest // size), served.placement.device)
+    table = RequestTable(cluster.decode.max_running, -(-longest // served.page_size), served.placement.device)
     runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
-    draft = served.draft_runner(pool, offsets)
+    draft = served.draft_runner(pool)
     pools = [pool] if draft is None else [pool, draft[1]]
     step, graphs = decode_step(cluster, served, runner, None if draft is None else draft[0], table, relay)
     return Forwards(layout, pools, table, step, graphs)

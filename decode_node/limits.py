@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.engine.kv_cache.image_keys import with_images
-from common.engine.kv_cache.page_space import PageSpace
 from common.errors import InvalidRequest
+from common.kv_cache.image_keys import with_images
+from common.kv_cache.page_space import PageSpace
 from decode_node.request import DecodeRequest
 
 

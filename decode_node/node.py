@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from common.engine.announced_work import AnnouncedWork, Work
-from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.overlap import OverlapLoop
@@ -28,6 +27,7 @@ from common.errors import (
     Unavailable,
 )
 from common.ipc.router_link import RouterLink
+from common.kv_cache.page_space import PageSpace
 from common.messages.decode_inbox import DecodeMessage, Reserve
 from common.messages.generation import OutputToken
 from common.messages.identity import GraphTotals

@@ -6,8 +6,8 @@ arrived, running and retracted, and between no others.
 
 from __future__ import annotations
 
-from common.engine.kv_cache.page_space import PageLease, PageSpace
 from common.engine.kv_cache.request_table import RequestTable
+from common.kv_cache.page_space import PageLease, PageSpace
 from common.observability.event_log import NO_EVENTS, EventLog
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest

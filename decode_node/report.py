@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from common.engine.kv_cache.page_space import PageSpace
+from common.kv_cache.page_space import PageSpace
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
 from decode_node.accept_counters import AcceptCounters
 from decode_node.occupancy import Occupancy

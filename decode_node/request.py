@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from msgspec.structs import replace
 
-from common.engine.kv_cache.image_keys import with_images
-from common.engine.kv_cache.page_space import PageLease
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
 from common.engine.sampling_plan import finish_reason
+from common.kv_cache.image_keys import with_images
+from common.kv_cache.page_space import PageLease
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 
@@ -19,12 +19,12 @@ from common.messages.identity import NodeRef
 class Backup:
     """KV pages of a retracted request in host memory."""
 
-    pages: tuple[torch.Tensor, ...]  # per pool, as KvPool.copy_pages_out gives it
+    pages: tuple[list[torch.Tensor], ...]  # per pool, as KvPool.copy_pages_out gives it
     num_pages: int
 
     @property
     def nbytes(self) -> int:
-        return sum(pages.numel() * pages.element_size() for pages in self.pages)
+        return sum(planes.nbytes for pages in self.pages for planes in pages)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.engine.kv_cache.page_space import PageSpace
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.rotary_places import RotaryPlaces
+from common.kv_cache.page_space import PageSpace
 from decode_node.request import Backup, DecodeRequest
 
 
@@ -43,7 +43,7 @@ class Retraction:
         assert request.in_flight == 0
         assert request.lease is not None
         pages = request.lease.pages[: self._space.pages_for(request.seq_len)]
-        size = len(pages) * self._space.page_size * sum(pool.bytes_per_token for pool in self._pools)
+        size = len(pages) * sum(pool.page_bytes for pool in self._pools)
         kept = self._used + size <= self._max_bytes
         if kept:
             request.backup = Backup(tuple(pool.copy_pages_out(pages) for pool in self._pools), len(pages))
@@ -71,7 +71,8 @@ class Retraction:
         request.lease = lease
         first, count = lease.cached_pages, request.backup.num_pages
         for pool, pages in zip(self._pools, request.backup.pages, strict=True):
-            pool.copy_pages_in(lease.pages[first:count], pages[:, first:count])  # planes first
+            # [planes, pages, ...]
+            pool.copy_pages_in(lease.pages[first:count], [planes[:, first:count] for planes in pages])
         self.occupy(request)
         self.drop(request)
         return True

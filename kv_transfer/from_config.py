@@ -1,12 +1,9 @@
-"""The transfer's layout and limits from the cluster file: equal on both ends by construction."""
+"""The transfer's limits from the cluster file: equal on both ends by construction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from common.config import Cluster
 from kv_transfer.handoff_record import record_bytes
-from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 
 MAX_LOGPROBS = 20  # top logprobs of the first token, as the API allows
@@ -25,10 +22,3 @@ def transfer_limits(
         record_bytes=record_bytes(pages, MAX_LOGPROBS, draft_topk, hidden_bytes),
         verify_checksums=section.verify_checksums,
     )
-
-
-def kv_layout(
-    cluster: Cluster, fingerprint: str, dtype: str, num_pages: int, layers: Sequence[tuple[int, int]]
-) -> KvLayout:
-    """`layers`: (KV heads, head_dim) per layer, target first, then draft."""
-    return KvLayout.build(fingerprint, dtype, cluster.kv.page_size, num_pages, layers)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import HandshakeRefused
+from kv_transfer.compatible import compatible
 from kv_transfer.copy_plan import sole_pair
 from kv_transfer.expiring import ExpiringMap
-from kv_transfer.layout import compatible
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Hello, Slots
 from kv_transfer.transport.base import PeerMemory, SenderEndpoint, Target

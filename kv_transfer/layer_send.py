@@ -65,7 +65,7 @@ class LayerSend:
     def stored(self, layer: int) -> None:
         """The forward has got so far that this layer's keys and values are stored. Layers come in order."""
         for group in self._groups:
-            planes = range(group.sent, 2 * layer + 2)
+            planes = range(group.sent, self._endpoint.layout.stored(layer))
             group.write.send(planes)
             group.sent = planes.stop
             for posted in group.posted:

@@ -17,13 +17,15 @@ from typing import Annotated, Final
 import msgspec
 
 from common.errors import HandshakeRefused, ProtocolError
-from kv_transfer.layout import KvLayout, Plane
+from common.kv_cache.plane import HeadGroup, Plane
+from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.schema_hash import schema_hash
 from kv_transfer.transport.description import WireDescription
 from kv_transfer.transport.one_host.process import ProcessIdentity
 
 MAGIC: Final = b"TKVT"
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 8 << 20  # Slots of a million pages fit
 MAX_PAGES: Final = 1 << 20  # of one request
 MAX_BUSY_MS: Final = 3_600_000
@@ -44,7 +46,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """decode -> prefill, first on a connection: who I am and how my memory is written."""
 
     node: Name
-    layout: KvLayout
+    layout: PoolLayout
     transport: WireDescription
     record_slots: U32
     record_bytes: U32  # of one slot
@@ -145,7 +147,7 @@ SCHEMA_HASH: Final = schema_hash(
     (
         *(Hello, Slots, Abort, Queued),
         *(Welcome, Refused, PagesWritten, RecordWritten, SenderFailed, AbortAck, Working),
-        *(KvLayout, Plane, ProcessIdentity),
+        *(PoolLayout, PoolSpec, Plane, HeadGroup, ProcessIdentity),
     )
 )
 

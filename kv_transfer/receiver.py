@@ -21,11 +21,11 @@ from common.errors import (
     TransferFailed,
     Unavailable,
 )
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import messages
 from kv_transfer.counters import ReceiverCounters
 from kv_transfer.events import Arrived, Failed, PagesFree, PeerRefused, ReceiverEvent
 from kv_transfer.inbound import Inbound, Link, LinkState
-from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import (
     Abort,
@@ -58,7 +58,7 @@ class Receiver:
         incarnation: str,
         node: str,
         endpoint: ReceiverEndpoint,
-        layout: KvLayout,
+        layout: PoolLayout,
         clock: Callable[[], float],
         limits: TransferLimits,
         record_slots: int,

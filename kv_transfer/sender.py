@@ -15,6 +15,7 @@ from common.errors import (
     ProtocolError,
     TransferFailed,
 )
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import messages
 from kv_transfer.counters import SenderCounters
 from kv_transfer.early_slots import EarlySlots
@@ -23,7 +24,6 @@ from kv_transfer.expiring import ExpiringMap
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import Peer, PeerTable, Refusal
 from kv_transfer.layer_send import LayerSend
-from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Abort, AbortAck, Hello, ReceiverInbox, Refused, SenderFailed, Slots, Welcome
 from kv_transfer.outbound import Outbound
@@ -58,7 +58,7 @@ class Sender:
         incarnation: str,
         node: str,
         endpoint: SenderEndpoint,
-        layout: KvLayout,
+        layout: PoolLayout,
         send: Callable[[bytes, bytes], object],
         clock: Callable[[], float],
         limits: TransferLimits,

@@ -26,8 +26,9 @@ from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.cuda_graph.prefill_extend import PrefillExtend
 from common.engine.cuda_graph.rules import PhaseSwitch
+from common.engine.kv_cache.pool import KvPool
 from common.engine.logit_adjustments import AdjustmentRows
-from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.model_runner import ModelRunner
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
 from common.engine.rotary_places import rotary_places
@@ -37,14 +38,14 @@ from common.errors import ConfigError
 from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind
 from common.ipc.from_config import link_security
 from common.ipc.router_link import RouterLink
+from common.kv_cache.pool_layout import PoolLayout
 from common.messages import image_inbox, prefill_inbox
 from common.messages.identity import ROUTER_NAME, NodeRef, control_link_id, new_incarnation
 from common.model_manifest import check_manifests
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
-from kv_transfer.from_config import kv_layout, transfer_limits
-from kv_transfer.layout import KvLayout
+from kv_transfer.from_config import transfer_limits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderSetup
 from kv_transfer.transport.cuda.pool_memory import as_memory
@@ -209,7 +210,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
 class Forwards:
     """The node's forwards over one KV pool, not captured yet."""
 
-    layout: KvLayout
+    layout: PoolLayout
     runner: ModelRunner
     attention: PagedAttention
     signalled: SignalledAttention | None  # around it, where pages leave layer by layer
@@ -234,21 +235,14 @@ def _forwards(
     """With a pool of `served.num_pages`."""
     section = cluster.prefill
     wanted = PhaseSwitch(section.graphs, section.enforce_graphs, cluster.process.poison_graphs)
-    layout = kv_layout(cluster, served.kv_fingerprint, served.dtype_name, served.num_pages, served.kv_shapes)
-    offsets = [plane.offset for plane in layout.planes]
-    pool = make_pool(
-        served.config,
-        served.page_size,
-        served.num_pages,
-        served.placement,
-        storage=torch.zeros(layout.total_bytes, dtype=torch.uint8, device=served.placement.device),
-        plane_offsets=offsets,
-    )
+    layout = served.layout
+    storage = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=served.placement.device)
+    pool = KvPool(layout, "target", storage)
     buckets = prefill_token_buckets(section.chunk_tokens)
     attention = PagedAttention(pool, served.config.sliding_windows, buckets)
     signalled = SignalledAttention(attention) if choose_layers(cluster) else None
     runner = ModelRunner(served.model, pool, signalled or attention)
-    drafting = _draft_graphs(served, runner, offsets, wanted, section.chunk_tokens)
+    drafting = _draft_graphs(served, runner, wanted, section.chunk_tokens)
     draft_forwards = [each.forward for each in drafting]
     draft = _prefill_draft(served, draft_forwards)
     target = node_graphs.prefill_graphs(
@@ -260,12 +254,12 @@ def _forwards(
 
 
 def _draft_graphs(
-    served: ServingModel, target: ModelRunner, offsets: Sequence[int], wanted: PhaseSwitch, chunk_tokens: int
+    served: ServingModel, target: ModelRunner, wanted: PhaseSwitch, chunk_tokens: int
 ) -> list[NodeGraphs[DraftPrefill | PrefillExtend]]:
     """The draft's prompt forwards. The draft was loaded sharing the target's embedding and head (row A9)."""
     if served.draft is None:
         return []
-    draft = served.draft_runner(target.pool, offsets)
+    draft = served.draft_runner(target.pool)
     assert draft is not None
     config = served.draft.config
     return node_graphs.draft_prefill_graphs(draft[0], config, target, wanted, chunk_tokens)

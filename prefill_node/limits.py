@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.engine.kv_cache.page_space import PageSpace, as_keys
-from common.engine.kv_cache.radix_cache import Keys
 from common.errors import InvalidRequest
+from common.kv_cache.page_space import PageSpace, as_keys
+from common.kv_cache.radix_cache import Keys
 from common.messages.prefill_inbox import Prefill
 
 

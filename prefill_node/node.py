@@ -12,9 +12,6 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from common.engine.announced_work import AnnouncedWork
-from common.engine.kv_cache.image_keys import with_images
-from common.engine.kv_cache.page_space import PageLease, PageSpace
-from common.engine.kv_cache.radix_cache import Keys
 from common.engine.kv_cache.relay_state import DraftShape, draft_rows
 from common.engine.overlap import OverlapLoop
 from common.engine.sampling_plan import finish_reason, read_tokens
@@ -28,6 +25,9 @@ from common.errors import (
 )
 from common.ipc import RouterSocket
 from common.ipc.router_link import RouterLink
+from common.kv_cache.image_keys import with_images
+from common.kv_cache.page_space import PageLease, PageSpace
+from common.kv_cache.radix_cache import Keys
 from common.messages.generation import ImageSpan, OutputToken
 from common.messages.identity import GraphTotals
 from common.messages.prefill_inbox import Prefill, PrefillMessage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from common.engine.kv_cache.page_space import PageSpace
+from common.kv_cache.page_space import PageSpace
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
 from kv_transfer.sender import Sender
 from prefill_node.queues import Queues

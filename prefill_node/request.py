@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from common.engine.kv_cache.image_keys import with_images
-from common.engine.kv_cache.page_space import PageLease
-from common.engine.kv_cache.radix_cache import Keys
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
+from common.kv_cache.image_keys import with_images
+from common.kv_cache.page_space import PageLease
+from common.kv_cache.radix_cache import Keys
 from common.messages.generation import OutputToken, SamplingParams
 from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
 from kv_transfer.layer_send import RoomPages

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import ConfigError
-from common.model_config import ModelConfig
 from common.safetensors_header import WeightFile
 
 GIB = 1 << 30
@@ -84,11 +83,6 @@ def weight_bytes(files: list[WeightFile], dtype: torch.dtype, without: tuple[str
     return dtype.itemsize * sum(
         math.prod(entry.shape) for name, entry in tensors if not name.startswith(without)
     )
-
-
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """KV of one token over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def check_share(device: torch.device, plan: MemoryPlan, beside: int, wish: PoolWish, page_bytes: int) -> None:

@@ -74,25 +74,3 @@ def load_model(
     modules = module_prefixes(read_json(file), str(file))
     load_weights(path, named, progress, ignore, (*layout.vision_prefixes, *modules))
     return model, config
-
-
-def make_pool(
-    config: ModelConfig,
-    page_size: int,
-    num_pages: int,
-    placement: Placement,
-    storage: Tensor | None = None,
-    plane_offsets: Sequence[int] | None = None,
-) -> KvPool:
-    """A pool with the shapes of `config`; see `KvPool` for `storage`. It takes the first of `plane_offsets`."""
-    return KvPool(
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        page_size,
-        num_pages,
-        placement.dtype,
-        placement.device,
-        storage,
-        None if plane_offsets is None else plane_offsets[: 2 * config.num_layers],
-    )

@@ -33,12 +33,6 @@ class ServingDraft:
     shape: DraftShape
     topk: int
 
-    @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """(KV heads, head_dim) per layer."""
-        model = self.config.model
-        return [(model.num_kv_heads, model.head_dim)] * model.num_layers
-
     def describe(self) -> dict[str, str]:
         """For the log and /server_info."""
         aux = {f"draft_{name}": value for name, value in self.config.aux.describe().items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from common.config.transport_choice import choose_layers
 from common.draft_config import DraftConfig, lookahead_for, with_steps
 from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.encoder_memory import encoder_bytes
-from common.engine.kv_cache.page_space import PageSpace, keys_with_lookahead
 from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.engine.kv_cache.relay_state import DraftShape
 from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import adjustment_bytes
@@ -27,7 +24,6 @@ from common.engine.memory import (
     check_memory,
     check_share,
     plan_pool,
-    token_bytes,
     weight_bytes,
 )
 from common.engine.model_runner import load_model
@@ -35,6 +31,10 @@ from common.engine.models.llama import LlamaForCausalLM
 from common.engine.serving_draft import AnyDraftRunner, ServingDraft, load_serving_draft
 from common.engine.weights import resolve_dtype
 from common.errors import ConfigError
+from common.kv_cache.page_space import PageSpace, keys_with_lookahead
+from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.pool_spec import PoolSpec, pool_spec
+from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.messages.router_inbox import ConfigValue
 from common.model_config import ModelConfig, model_fingerprint
 from common.model_files import read_weight_files
@@ -56,8 +56,8 @@ class ServingModel:
     config: ModelConfig
     placement: Placement
     fingerprint: str
+    spec: PoolSpec  # what the target and its draft keep
     num_pages: int  # of the KV pool, padding page included; TRIAL_PAGES on a GPU until `with_pool`
-    page_size: int
     max_model_len: int  # tokens that one request may have on this node
     wish: PoolWish
     plan: MemoryPlan  # of its GPU, with an empty pool
@@ -69,16 +69,13 @@ class ServingModel:
         return str(self.placement.dtype).removeprefix("torch.")
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """(KV heads, head_dim) per layer, the target's first, then the draft's."""
-        own = [(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
-        return own if self.draft is None else own + self.draft.kv_shapes
+    def page_size(self) -> int:
+        return self.spec.page_size
 
     @property
-    def page_bytes(self) -> int:
-        """One page over all layers."""
-        values = sum(2 * heads * head_dim for heads, head_dim in self.kv_shapes)
-        return values * self.page_size * self.placement.dtype.itemsize
+    def layout(self) -> PoolLayout:
+        """The pool of this node, target and draft, with `num_pages`."""
+        return PoolLayout(fingerprint=self.kv_fingerprint, spec=self.spec, num_pages=self.num_pages)
 
     def with_pool(self, graph_bytes: int) -> ServingModel:
         """The pool that its config asks for, or what its share of the GPU leaves, beside graphs of `graph_bytes`.
@@ -88,13 +85,12 @@ class ServingModel:
         device, plan = self.placement.device, replace(self.plan, graphs=graph_bytes)
         if self.wish.tokens is None:
             total = torch.cuda.mem_get_info(device)[1]
-            pages = plan_pool(total, plan, self.wish, self.page_bytes)
+            pages = plan_pool(total, plan, self.wish, self.spec.page_bytes)
         else:
             pages = self.wish.tokens // self.page_size + 1
-            whole = replace(plan, pool=pages * self.page_bytes)
+            whole = replace(plan, pool=pages * self.spec.page_bytes)
             held = torch.cuda.memory_reserved(device)
-            per_token = self.page_bytes // self.page_size
-            check_memory(device, whole, self.beside, self.wish.key, per_token, held)
+            check_memory(device, whole, self.beside, self.wish.key, self.spec.token_bytes, held)
         longest = min(self.max_model_len, (pages - 1) * self.page_size)
         return replace(self, num_pages=pages, max_model_len=longest, plan=plan)
 
@@ -107,24 +103,11 @@ class ServingModel:
     def draft_shape(self) -> DraftShape:
         return DraftShape() if self.draft is None else self.draft.shape
 
-    def draft_runner(
-        self, target: KvPool, layout_offsets: Sequence[int]
-    ) -> tuple[AnyDraftRunner, KvPool] | None:
-        """The draft over the planes behind the target's, in the same storage and pages. None without a draft."""
+    def draft_runner(self, target: KvPool) -> tuple[AnyDraftRunner, KvPool] | None:
+        """The draft over its planes in the storage and pages of the target's pool. None without a draft."""
         if self.draft is None:
             return None
-        model = self.draft.config.model
-        pool = KvPool(
-            model.num_layers,
-            model.num_kv_heads,
-            model.head_dim,
-            target.page_size,
-            target.num_pages,
-            target.dtype,
-            target.device,
-            target.storage,
-            layout_offsets[2 * target.num_layers :],
-        )
+        pool = KvPool(target.layout, "draft", target.storage)
         return self.draft.runner(pool), pool
 
     def describe(self, pool_bytes: int, transport: str, max_rows: int) -> dict[str, ConfigValue]:
@@ -167,8 +150,10 @@ def load_serving_model(
     choose_layers(cluster)  # raises where these nodes cannot give each other pages, or not in this way
     device = _device(device_name)
     draft_config = _draft_config(cluster, draft_path, path)
-    beside = None if draft_config is None or draft_path is None else (draft_path, draft_config.model)
-    plan, others = _check_memory(path, cluster, device, wish, max_rows, beside)
+    spec = _pool_spec(path, cluster, device, draft_config)
+    plan, others = _check_memory(
+        path, cluster, device, wish, max_rows, spec, draft_path if draft_config else None
+    )
     if device.type == "cpu" and cluster.process.threads:
         torch.set_num_threads(cluster.process.threads)
     fingerprint = model_fingerprint(path)
@@ -202,10 +187,10 @@ def load_serving_model(
         )
         log.info("draft loaded", path=str(draft_path), **draft.describe())
     served = ServingModel(
-        model, config, placement, fingerprint, num_pages, page_size, longest, wish, plan, draft, others
+        model, config, placement, fingerprint, spec, num_pages, longest, wish, plan, draft, others
     )
     if device.type == "cpu":
-        check_host_pool(num_pages * served.page_bytes, served.page_bytes // page_size, wish.key)
+        check_host_pool(num_pages * spec.page_bytes, spec.token_bytes, wish.key)
     return served
 
 
@@ -233,6 +218,13 @@ def _draft_config(cluster: Cluster, draft_path: Path | None, target: Path) -> Dr
         return None
     draft = DraftConfig.load(draft_path, algorithm, ModelConfig.load(target))
     return with_steps(draft, cluster.speculation.steps)
+
+
+def _pool_spec(path: Path, cluster: Cluster, device: torch.device, draft: DraftConfig | None) -> PoolSpec:
+    """What the models keep, by their configs alone: memory is checked before weights are loaded."""
+    config = ModelConfig.load(path)
+    dtype = str(resolve_dtype(cluster.model.dtype, config.dtype, device)).removeprefix("torch.")
+    return pool_spec(config, None if draft is None else draft.model, cluster.kv.page_size, dtype)
 
 
 def _device(name: str) -> torch.device:
@@ -268,7 +260,8 @@ def _check_memory(
     device: torch.device,
     wish: PoolWish,
     max_rows: int,
-    draft: tuple[Path, ModelConfig] | None,
+    spec: PoolSpec,
+    draft: Path | None,
 ) -> tuple[MemoryPlan, int]:
     """What the node takes of its GPU beside pool and graphs, and bytes that other nodes take there; 0 on a CPU.
 
@@ -277,11 +270,9 @@ def _check_memory(
     if device.type != "cuda":
         return MemoryPlan(0, 0, 0), 0
     config = ModelConfig.load(path)
-    models = [(path, config)] if draft is None else [(path, config), draft]
     dtype = resolve_dtype(cluster.model.dtype, config.dtype, device)
     layout = checkpoint_layout(config, path)
-    files = [read_weight_files(each) for each in {each for each, _ in models}]
-    per_token = sum(token_bytes(each, dtype) for _, each in models)
+    files = [read_weight_files(each) for each in {path, draft or path}]
     names = (str(device), "cuda") if device.index == 0 else (str(device),)
 
     def taken(wished: PoolWish, rows: int) -> tuple[MemoryPlan, int]:
@@ -297,9 +288,8 @@ def _check_memory(
             plan = replace(plan, images=wished.image_bytes, encoder=encoder)
         if wished.tokens is None:
             return plan, int(torch.cuda.mem_get_info(device)[1] * wished.fraction)
-        return plan, plan.total + (wished.tokens + page_size) * per_token
+        return plan, plan.total + (wished.tokens + spec.page_size) * spec.token_bytes
 
-    page_size = cluster.kv.page_size
     there = [
         taken(pool_wish(name, section, node.device), rows)[1]
         for name, section, rows in (
@@ -312,7 +302,7 @@ def _check_memory(
     plan, own = taken(wish, max_rows)
     beside = sum(there) - own
     if wish.tokens is None:
-        check_share(device, plan, beside, wish, page_size * per_token)
+        check_share(device, plan, beside, wish, spec.page_bytes)
     else:
-        check_memory(device, replace(plan, pool=own - plan.total), beside, wish.key, per_token)
+        check_memory(device, replace(plan, pool=own - plan.total), beside, wish.key, spec.token_bytes)
     return plan, beside

@@ -1,6 +1,6 @@
 """What a transport is. Five verbs: register memory, describe it to a peer, write into a peer's, poll, close.
 
-The receiving side owns two regions: `kv` (the pool, shaped by its KvLayout) and `records` (slots of
+The receiving side owns two regions: `kv` (the pool, shaped by its PoolLayout) and `records` (slots of
 record_bytes). The sending side owns its pool alone; a record is handed over as bytes.
 
 What the state machines rely on:
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy, copies, runs
-from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.description import Description
 from kv_transfer.transport.one_host.process import ProcessIdentity
@@ -119,9 +119,9 @@ class SenderEndpoint(ABC):
 
     takes: ClassVar[type[Description]]  # what `attach` is given: the transport's own description
     kv: memoryview  # the pool, where it lies in host memory
-    layout: KvLayout
+    layout: PoolLayout
 
-    def register(self, layout: KvLayout, kv: Memory) -> None:
+    def register(self, layout: PoolLayout, kv: Memory) -> None:
         """The pool that pages are read from: flat bytes. Once, before the first attach."""
         if not isinstance(kv, memoryview):
             raise TypeError(f"{type(self).__name__} reads pages from host memory, not from a GPU")
@@ -145,7 +145,7 @@ class SenderEndpoint(ABC):
     def write_pages(
         self,
         peer: PeerMemory,
-        dst: KvLayout,
+        dst: PoolLayout,
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
         generation: int,
@@ -197,14 +197,14 @@ class ReceiverEndpoint(ABC):
 
     kv: Memory
     records: memoryview
-    layout: KvLayout
+    layout: PoolLayout
     record_bytes: int
 
     @abstractmethod
     def allocate(self, region: Region, nbytes: int) -> Memory:
         """Zeroed writable bytes that peers can be let into; records are always in host memory. Once each."""
 
-    def open(self, layout: KvLayout, record_bytes: int) -> None:
+    def open(self, layout: PoolLayout, record_bytes: int) -> None:
         """Both regions are allocated: from here on they are read by this layout."""
         if self.kv.nbytes < layout.total_bytes:
             raise ValueError(

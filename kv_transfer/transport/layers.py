@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import copies, runs
-from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import PageWrite, PeerMemory, SenderEndpoint, Ticket
 
 
@@ -48,7 +48,7 @@ class LayerEndpoint(SenderEndpoint):
 
     @abstractmethod
     def write_layers(
-        self, peer: PeerMemory, dst: KvLayout, lists: Sequence[PageList], checksums: bool
+        self, peer: PeerMemory, dst: PoolLayout, lists: Sequence[PageList], checksums: bool
     ) -> LayerWrite:
         """Copies nothing yet. A fault is a FAILED ticket of `close` or `rest`."""
 
@@ -57,7 +57,7 @@ class HostEndpoint(LayerEndpoint):
     """Copies from host memory by `write`: what a forward on the CPU has stored is there."""
 
     def write_layers(
-        self, peer: PeerMemory, dst: KvLayout, lists: Sequence[PageList], checksums: bool
+        self, peer: PeerMemory, dst: PoolLayout, lists: Sequence[PageList], checksums: bool
     ) -> LayerWrite:
         return _HostLayers(self, peer, dst, lists, checksums)
 
@@ -67,7 +67,7 @@ class _HostLayers(LayerWrite):
         self,
         endpoint: SenderEndpoint,
         peer: PeerMemory,
-        dst: KvLayout,
+        dst: PoolLayout,
         lists: Sequence[PageList],
         checksums: bool,
     ) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
 
 
-def page_digests(memory: memoryview, layout: KvLayout, pages: Sequence[int]) -> list[int]:
+def page_digests(memory: memoryview, layout: PoolLayout, pages: Sequence[int]) -> list[int]:
     """One u64 per page, read from `memory` (flat bytes, at least layout.total_bytes)."""
     digests: list[int] = []
     for page in pages:

@@ -25,15 +25,12 @@ from common.engine.cuda_graph.draft_prefill import DraftPrefill
 from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.draft_runner import DraftRunner, load_draft
 from common.engine.forward.draft_inputs import EagleDraftInput
-from common.engine.kv_cache.page_space import PageSpace, as_keys
-from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.radix_cache import NoPrefixCache
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow, DraftShape, RelayState, draft_rows
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.memory import MemoryPlan, PoolWish
-from common.engine.model_runner import ModelRunner, load_model, make_pool
+from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.eagle import Eagle3Head
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
@@ -42,6 +39,9 @@ from common.engine.rotary_places import OneAxis
 from common.engine.sampling_plan import read_tokens
 from common.engine.serving_draft import ServingDraft
 from common.engine.serving_model import ServingModel
+from common.kv_cache.page_space import PageSpace, as_keys
+from common.kv_cache.pool_spec import pool_spec
+from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from common.model_config import ModelConfig
@@ -57,6 +57,7 @@ from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import plan_chunks
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
+from tests.fakes.pools import model_pool, plain_pool
 
 PAGE = 16
 CHUNK = 8192
@@ -122,10 +123,10 @@ class Engine:
         self.device = placement.device
         behind = 2 * (steps + 1)
         pages = rows * -(-(max_len + behind) // PAGE) + 1
-        self.pool = make_pool(model.config, PAGE, pages, placement)
+        self.pool = model_pool(model.config, PAGE, pages, placement)
         of = pair.draft.model
         shapes = of.num_layers, of.num_kv_heads, of.head_dim, PAGE, pages
-        self.draft_pool = KvPool(*shapes, placement.dtype, self.device)
+        self.draft_pool = plain_pool(*shapes, placement.dtype, self.device)
         carried = EagleDraftInput.hidden_size_for(pair.draft), EagleDraftInput.dtype_for(placement)
         topk = DraftShape(1, *carried, model.config.vocab_size)
         serving_draft = ServingDraft(pair.head, pair.draft, "bench", topk, 1)
@@ -134,8 +135,8 @@ class Engine:
             config=model.config,
             placement=placement,
             fingerprint="bench",
+            spec=pool_spec(model.config, of, PAGE, str(placement.dtype).removeprefix("torch.")),
             num_pages=pages,
-            page_size=PAGE,
             max_model_len=max_len,
             wish=PoolWish(pages * PAGE, 1.0, "decode"),
             plan=MemoryPlan(0, 0),

@@ -33,16 +33,16 @@ from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.kv_cache.page_space import PageSpace
-from common.engine.kv_cache.radix_cache import NoPrefixCache
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import AdjustmentRows
-from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import build_model
 from common.engine.overlap import completion_for
 from common.engine.rotary_places import OneAxis
+from common.kv_cache.page_space import PageSpace
+from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from common.model_config import ModelConfig
@@ -59,6 +59,7 @@ from prefill_node.step import PrefillStep
 from prefill_node.vision import PromptEmbeds, TextEmbeds
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, wake
+from tests.fakes.pools import model_pool
 
 PAGE = 16
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
@@ -92,7 +93,7 @@ def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chu
     with torch.no_grad():
         for name, tensor in tensors(shape, 0, device):
             views[name].copy_(tensor)
-    pool = make_pool(config, PAGE, pool_tokens // PAGE + 1, placement)
+    pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement)
     buckets = prefill_token_buckets(chunk)
     pool.storage.view(
         placement.dtype

@@ -159,11 +159,12 @@ def floors(engine: Engine, ceilings: Ceilings | None, batch: int, length: int) -
     if ceilings is None:
         return 0.0, 0.0
     model, head, pool = engine.pair.model, engine.pair.head, engine.pool
-    itemsize = pool.dtype.itemsize
+    key = pool.key(0)
+    itemsize = key.dtype.itemsize
     embedding, nodes = model.embed_tokens.weight.nbytes, engine.steps + 1
     weights = sum(parameter.nbytes for parameter in model.parameters()) - embedding
     own = sum(p.nbytes for p in head.parameters()) - embedding - head.fc.weight.nbytes
-    per_token = 2 * pool.kv_heads * pool.head_dim * itemsize * batch * length
+    per_token = 2 * key.shape[2] * key.shape[3] * itemsize * batch * length
     kv = per_token * pool.num_layers
     verify = ceilings.ms(weights, kv, batch * nodes, itemsize)
     draft = (engine.steps - 1) * ceilings.ms(own, per_token, batch, itemsize)

@@ -43,8 +43,8 @@ from common.engine.ops.step_rows import advance_rows_triton, step_rows_triton
 from common.engine.ops.tiles import Tiles
 from common.engine.ops.top_tokens import top_tokens_triton
 from common.engine.ops.verify_attention import verify_triton
-from kv_transfer.layout import KvLayout
 from kv_transfer.transport.cuda import pages as cuda_pages
+from tests.fakes.pools import layers_layout
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, PAGE = 4096, 14336, 128256, 32, 8, 16  # Llama-3.1-8B
 BF16 = torch.bfloat16
@@ -237,7 +237,7 @@ def drawing() -> None:
 
 def pages() -> None:
     """The write into another process's pool, with and without sums."""
-    layout = KvLayout.build("m", "bfloat16", PAGE, 3, [(KV_HEADS, 128)] * 2)
+    layout = layers_layout("m", "bfloat16", PAGE, 3, [(KV_HEADS, 128)] * 2)
     memory = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     cpu = torch.device("cpu")
     source = cuda_pages.PagedMemory(layout, memory, cpu)

@@ -21,14 +21,14 @@ from common.engine.cuda_graph.slots import Inputs
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
-from common.engine.kv_cache.page_space import as_bigram_keys
 from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.radix_cache import Keys
 from common.engine.kv_cache.relay_state import DraftShape
-from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.model_runner import ModelRunner
 from common.engine.models.eagle import EMBEDDING, LM_HEAD, Eagle3Head, EagleHead
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
+from common.kv_cache.page_space import as_bigram_keys
+from common.kv_cache.radix_cache import Keys
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter, Look
 from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter
@@ -36,11 +36,11 @@ from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import Round, RoundCall
 from decode_node.speculative.verifier import TreeAcceptor
-from kv_transfer.layout import KvLayout
 from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.late_graphs import capture_late
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
+from tests.fakes.pools import model_pool, plain_pool
 from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, reference, tiny_model
 
 ONE_LAYER = replace_fields(CONFIG, num_layers=1, sliding_windows=(None,))
@@ -109,7 +109,7 @@ class DraftModel(NoDraftModel):
         config = CONFIGS[name]
         self.config = config
         self.aux_layers = config.aux_layers
-        self.kv_shapes = [(config.model.num_kv_heads, config.model.head_dim)] * self.layers
+        self.model = config.model
         width = EagleDraftInput.hidden_size_for(config)
         self.shape = DraftShape(topk, width, EagleDraftInput.dtype_for(PLACEMENT), VOCAB)
         self.target_hidden = EagleDraftExtendInput.hidden_size_for(config)
@@ -121,12 +121,6 @@ class DraftModel(NoDraftModel):
     @staticmethod
     def keys(token_ids: Sequence[int] | Keys) -> Keys:
         return as_bigram_keys(token_ids)
-
-    def pool(self, layout: KvLayout, storage: torch.Tensor, page_size: int) -> KvPool:
-        model = self.config.model
-        offsets = [plane.offset for plane in layout.planes[2 * CONFIG.num_layers :]]
-        rest = (page_size, layout.num_pages, PLACEMENT.dtype, PLACEMENT.device, storage, offsets)
-        return KvPool(self.layers, model.num_kv_heads, model.head_dim, *rest)
 
     def runner(self, pool: KvPool) -> DraftRunner:
         return DraftRunner(tiny_draft(self.name), PagedAttention(pool, (None,) * self.layers), self.topk)
@@ -144,11 +138,7 @@ class StandaloneModel(NoDraftModel):
     """A model of its own, which is the target with some noise: often right."""
 
     config = CONFIG
-    kv_shapes = [(config.num_kv_heads, config.head_dim)] * config.num_layers
-
-    def pool(self, layout: KvLayout, storage: torch.Tensor, page_size: int) -> KvPool:
-        offsets = [plane.offset for plane in layout.planes[2 * CONFIG.num_layers :]]
-        return make_pool(self.config, page_size, layout.num_pages, PLACEMENT, storage, offsets)
+    model = config
 
     def runner(self, pool: KvPool) -> ModelRunner:
         return ModelRunner(standalone_model(), pool, PagedAttention(pool, self.config.sliding_windows))
@@ -326,7 +316,7 @@ def eager_model_drafts(text: Sequence[int], steps: int) -> list[int]:
 
 @functools.lru_cache(maxsize=8192)  # many tests ask for what follows the same texts
 def _model_next(ids: tuple[int, ...]) -> int:
-    pool = make_pool(StandaloneModel.config, MAX_LEN, 2, PLACEMENT)
+    pool = model_pool(StandaloneModel.config, MAX_LEN, 2, PLACEMENT)
     return int(StandaloneModel().runner(pool)(_one(list(ids))).logits[-1].argmax())
 
 
@@ -356,7 +346,9 @@ def _head_reads(name: str, text: tuple[int, ...], path: tuple[int, ...]) -> tupl
     [n, H]; what it has made of the last one, [1, H], for its LM head)."""
     hidden = _head_reads(name, text, path[:-1])[0] if path else _projected(name, text[:-1])
     layers = DraftModel(name).layers
-    pool = KvPool(layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device)
+    pool = plain_pool(
+        layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device
+    )
     attention = PagedAttention(pool, (None,) * layers)
     batch = _one([*text[1:], *path])
     attention.plan(batch)
@@ -368,7 +360,7 @@ def _head_reads(name: str, text: tuple[int, ...], path: tuple[int, ...]) -> tupl
 def _projected(name: str, ids: tuple[int, ...]) -> torch.Tensor:
     """[n, H], of the target's hidden states."""
     config = DRAFTS[name]
-    pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
+    pool = model_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
     model = tiny_model(aux=config.aux_layers)
     aux = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))(_one(list(ids))).hidden
     assert aux is not None

@@ -8,8 +8,8 @@ from unittest import mock
 
 import numpy as np
 
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy
-from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import PageWrite, PeerMemory, Ticket, WriteState
 from kv_transfer.transport.loopback.endpoints import Fabric, Fault, LoopbackSender
 from kv_transfer.transport.loopback.endpoints import endpoints as loopback
@@ -31,7 +31,7 @@ class MarkingSender(LoopbackSender):
     def write_pages(
         self,
         peer: PeerMemory,
-        dst: KvLayout,
+        dst: PoolLayout,
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
         generation: int,

@@ -18,16 +18,15 @@ from common.engine.cuda_graph.backends.tape import TapeRecorder
 from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
-from common.engine.kv_cache.page_space import PageSpace, keys_with_lookahead
 from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.radix_cache import Keys, NoPrefixCache
 from common.engine.models.mtp import MtpModules, build_mtp
 from common.engine.mtp_runner import MultiLayerRunner
 from common.engine.serving_draft import draft_shape
+from common.kv_cache.page_space import PageSpace, keys_with_lookahead
+from common.kv_cache.radix_cache import Keys, NoPrefixCache
 from common.messages.generation import SamplingParams
 from common.mtp_format import MtpFormat
 from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
-from kv_transfer.layout import KvLayout
 from prefill_node.draft import PrefillDraft
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.request import PrefillRequest
@@ -36,6 +35,7 @@ from tests.fakes.draft_models import Watched
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.late_graphs import capture_late
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
+from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, hidden_states, one_page, tiny_model
 
 MODULES = 5
@@ -73,18 +73,11 @@ class MtpModel(NoDraftModel):
     def __init__(self, name: str, steps: int) -> None:
         self.name, self.steps = name, steps
         self.config = mtp_config(name, steps)
-        model = self.config.model
-        self.kv_shapes = [(model.num_kv_heads, model.head_dim)] * steps
+        self.model = self.config.model
         self.shape = draft_shape(self.config, 1, PLACEMENT)
 
     def keys(self, token_ids: Sequence[int] | Keys) -> Keys:  # type: ignore[override]
         return keys_with_lookahead(lookahead_for(self.config))(token_ids)
-
-    def pool(self, layout: KvLayout, storage: torch.Tensor, page_size: int) -> KvPool:
-        model = self.config.model
-        offsets = [plane.offset for plane in layout.planes[2 * CONFIG.num_layers :]]
-        rest = (page_size, layout.num_pages, PLACEMENT.dtype, PLACEMENT.device, storage, offsets)
-        return KvPool(self.steps, model.num_kv_heads, model.head_dim, *rest)
 
     def runner(self, pool: KvPool) -> MultiLayerRunner:
         attention = PagedAttention(pool, (None,) * self.steps)
@@ -108,7 +101,7 @@ def eager_rows(name: str, steps: int, text: tuple[int, ...]) -> tuple[list[int],
     once, module after module. Rows that read a draft mean nothing.
     """
     rest = (CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device)
-    pool = KvPool(steps, CONFIG.num_kv_heads, *rest)
+    pool = plain_pool(steps, CONFIG.num_kv_heads, *rest)
     runner = MultiLayerRunner(mtp_modules(name, steps).heads, PagedAttention(pool, (None,) * steps))
     known, hidden = list(text), hidden_states(list(text[:-1]))
     for step, module in enumerate(runner.modules):

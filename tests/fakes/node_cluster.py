@@ -21,16 +21,18 @@ from common.engine.attention.signalled import SignalledAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.rules import PhaseSwitch
-from common.engine.kv_cache.page_space import PageSpace, as_keys
 from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.radix_cache import Keys, NoPrefixCache, RadixCache
 from common.engine.kv_cache.relay_state import DraftShape, RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.logit_adjustments import AdjustmentRows
-from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.model_runner import ModelRunner
 from common.engine.overlap import Completion, Deferred, Immediate
 from common.engine.rotary_places import rotary_places
 from common.ipc import RouterSocket
+from common.kv_cache.page_space import PageSpace, as_keys
+from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.pool_spec import pool_spec
+from common.kv_cache.radix_cache import Keys, NoPrefixCache, RadixCache
 from common.messages import decode_inbox, prefill_inbox
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
@@ -47,7 +49,6 @@ from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.step import AutoregressiveStep, DecodeStep
 from kv_transfer.handoff_record import record_bytes
-from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -91,15 +92,15 @@ class NoDraftModel:
     """What a cluster has beside the target: nothing. tests/fakes/drafters.py has one with a draft model."""
 
     aux_layers: tuple[int, ...] = ()
-    kv_shapes: list[tuple[int, int]] = []  # noqa: RUF012
+    model: ModelConfig | None = None
     shape = DraftShape()
 
     @staticmethod
     def keys(token_ids: Sequence[int] | Keys) -> Keys:
         return as_keys(token_ids)
 
-    def pool(self, layout: KvLayout, storage: torch.Tensor, page_size: int) -> KvPool | None:
-        return None
+    def pool(self, layout: PoolLayout, storage: torch.Tensor) -> KvPool | None:
+        return None if self.model is None else KvPool(layout, "draft", storage)
 
     def prefill(self, pool: KvPool | None) -> PrefillDraft:
         return NoDraft()
@@ -474,10 +475,10 @@ class NodeCluster:
 
     # -- composition, as the nodes' build.py
 
-    def _layout(self, pool_tokens: int) -> KvLayout:
+    def _layout(self, pool_tokens: int) -> PoolLayout:
         pages = pool_tokens // self.shape.page_size + 1
-        kv = [(CONFIG.num_kv_heads, CONFIG.head_dim)] * CONFIG.num_layers + self.shape.draft.kv_shapes
-        return KvLayout.build("tiny", "float32", self.shape.page_size, pages, kv)
+        spec = pool_spec(CONFIG, self.shape.draft.model, self.shape.page_size, "float32")
+        return PoolLayout(fingerprint="tiny", spec=spec, num_pages=pages)
 
     def _incarnation(self) -> str:
         return f"{next(self._names) + 1:032x}"
@@ -487,8 +488,7 @@ class NodeCluster:
         name = f"prefill-{len(getattr(self, 'prefills', []))}-{incarnation[-2:]}"
         layout = self._layout(shape.prefill_pool)
         storage = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-        offsets = [plane.offset for plane in layout.planes]
-        pool = make_pool(CONFIG, shape.page_size, layout.num_pages, PLACEMENT, storage, offsets)
+        pool = KvPool(layout, "target", storage)
         endpoint = self.fabric.sender(incarnation)
         endpoint.register(layout, memoryview(storage.numpy()))
         peers = RouterSocket(self.context, f"inproc://{incarnation}")
@@ -497,7 +497,7 @@ class NodeCluster:
         space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
         attention = SignalledAttention(PagedAttention(pool, CONFIG.sliding_windows))
         runner = ModelRunner(tiny_model(aux=shape.draft.aux_layers, config=shape.model), pool, attention)
-        draft = shape.draft.prefill(shape.draft.pool(layout, storage, shape.page_size))
+        draft = shape.draft.prefill(shape.draft.pool(layout, storage))
         wanted = PhaseSwitch(shape.prompt_graphs, poisoned=True)
         graphs = node_graphs.prefill_graphs(runner, wanted, 32, 8, draft.hidden_mode, BODIES)
         if shape.layers:  # a listener would hear the layers of a capture
@@ -548,8 +548,7 @@ class NodeCluster:
         layout = self._layout(shape.decode_pool)
         endpoint = self.fabric.receiver(incarnation, fencing=shape.fencing)
         storage = torch.frombuffer(endpoint.allocate(Region.KV, layout.total_bytes), dtype=torch.uint8)
-        offsets = [plane.offset for plane in layout.planes]
-        pool = make_pool(CONFIG, shape.page_size, layout.num_pages, PLACEMENT, storage, offsets)
+        pool = KvPool(layout, "target", storage)
         slots = 2 * shape.max_transferring
         receiver = Receiver(incarnation, name, endpoint, layout, self.clock, shape.transfer, slots)
         cache = RadixCache(shape.page_size) if shape.decode_cache else NoPrefixCache()
@@ -564,7 +563,7 @@ class NodeCluster:
             pool,
             PagedAttention(pool, CONFIG.sliding_windows),
         )
-        draft_pool = shape.draft.pool(layout, storage, shape.page_size)
+        draft_pool = shape.draft.pool(layout, storage)
         step = shape.step(Parts(runner, draft_pool, table, relay, shape.page_size, max_len, shape.completion))
         link = FakeLink(self.context, decode_inbox.codec)  # type: ignore[arg-type]
         poller = zmq.Poller()

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.model_runner import ModelRunner
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
 from common.engine.sampler import SamplingBatch, sample
@@ -21,6 +21,7 @@ from common.engine.sampling_plan import finish_reason, read_tokens
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
 from common.rope_config import RopeConfig
+from tests.fakes.pools import model_pool
 
 VOCAB = 64
 MAX_LEN = 512
@@ -146,5 +147,5 @@ def one_page(ids: list[int]) -> ForwardBatch:
 
 @functools.cache
 def _runner() -> ModelRunner:
-    pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
+    pool = model_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
     return ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))

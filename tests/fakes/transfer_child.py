@@ -17,10 +17,10 @@ import msgspec
 import torch
 import zmq
 
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.events import Delivered, SlotsGranted, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.layer_send import RoomPages
-from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region, SenderEndpoint, WriteState
@@ -31,6 +31,7 @@ from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
 from kv_transfer.transport.nixl.sender import NixlSender
 from kv_transfer.transport.shm.sender import ShmSender
 from kv_transfer.transport.tcp.sender import TcpSender
+from tests.fakes.pools import layers_layout
 
 Layers = list[tuple[int, int]]
 
@@ -41,9 +42,9 @@ def pattern(nbytes: int, seed: int, device: torch.device | str) -> torch.Tensor:
     return ((words + seed) * 0x1E3779B97F4A7C15).view(torch.uint8)
 
 
-def build_layout(config: dict[str, Any], num_pages: int) -> KvLayout:
+def build_layout(config: dict[str, Any], num_pages: int) -> PoolLayout:
     layers = [tuple(layer) for layer in config["layers"]]
-    return KvLayout.build("m", config["dtype"], config["page_size"], num_pages, layers)
+    return layers_layout("m", config["dtype"], config["page_size"], num_pages, layers)
 
 
 def _sends(write: LayerWrite) -> Callable[[int], None]:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
-from common.engine.kv_cache.pool import KvPool
-from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.model_runner import ModelRunner
 from common.engine.models.vision_part import Pixels
 from common.errors import InvalidRequest
 from common.ipc import Dealer, RouterSocket
@@ -31,6 +30,7 @@ from prefill_node.vision import VisionEmbeds
 from tests.fakes.draft_models import CONFIGS, DraftModel, Observed, drafter, tiny_draft
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
+from tests.fakes.pools import model_pool, plain_pool
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
 from tests.fakes.waiting import until
 
@@ -183,7 +183,7 @@ def greedy(parts: tuple[Part, ...], count: int, config: ModelConfig = CONFIG) ->
     answer: list[int] = []
     for _ in range(count):
         embeds = embeddings(parts, answer)
-        pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
+        pool = model_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
         runner = ModelRunner(tiny_model(config=config), pool, PagedAttention(pool, CONFIG.sliding_windows))
         batch = one_prompt(len(embeds), places_of([*parts, *answer], config))
         answer.append(int(runner(batch, embeds).logits[-1].argmax()))
@@ -195,7 +195,7 @@ def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: i
     """What the head drafts behind the prompt and `told`, whose last token the target has not read."""
     config, head = CONFIGS[name], tiny_draft(name)
     embeds = embeddings(parts, told)
-    pool = make_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
+    pool = model_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
     target = ModelRunner(
         tiny_model(aux=config.aux_layers, config=replace(CONFIG, rope=config.model.rope)),
         pool,
@@ -209,7 +209,7 @@ def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: i
     hidden, known, drafts = head.project(aux), embeds[1:], list[int]()
     layers = DraftModel(name).layers
     while len(drafts) < steps:
-        draft_pool = KvPool(
+        draft_pool = plain_pool(
             layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device
         )
         attention = PagedAttention(draft_pool, (None,) * layers)

@@ -15,10 +15,10 @@ from common.engine.cuda_graph.backends.cuda import CudaRecorder
 from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.kv_cache.pool import KvPool
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import Eagle3Head, EagleHead
 from tests.fakes.draft_models import DRAFTS, OWN
+from tests.fakes.pools import plain_pool
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
 
 pytestmark = [
@@ -61,7 +61,7 @@ def compare(name: str, poisoned: bool, device: torch.device, backend: Backend) -
     driver = DeviceDriver(target, sequences(LENGTHS), 4)
     layers = config.model.num_layers
     pools = [
-        KvPool(layers, config.model.num_kv_heads, 16, 4, driver.pool.num_pages, torch.float32, device)
+        plain_pool(layers, config.model.num_kv_heads, 16, 4, driver.pool.num_pages, torch.float32, device)
         for _ in range(2)
     ]
     eager, inner = (DraftRunner(head, PagedAttention(pool, (None,) * layers), topk=3) for pool in pools)

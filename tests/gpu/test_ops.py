@@ -10,7 +10,6 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
-from common.engine.kv_cache.pool import KvPool
 from common.engine.ops.decode_attention import decode_attention, decode_triton
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.filter_floor import filter_floor, filter_floor_reference
@@ -55,6 +54,7 @@ from common.engine.ops.tiles import choose_tiles
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
 from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.ops.verify_attention import verify_attention, verify_reference, verify_triton
+from tests.fakes.pools import plain_pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -471,7 +471,7 @@ def test_penalties_equal_the_reference_bit_for_bit(width: int) -> None:
 def test_a_whole_prompt_gives_the_same_without_pages(live: int) -> None:
     """Live rows agree with the paged kernel; padding with NaN reaches nobody and comes out as zero."""
     rows, heads, kv_heads, dim = 1536, 8, 2, 128
-    pool = KvPool(1, kv_heads, dim, 16, rows // 16 + 1, torch.bfloat16, CUDA)
+    pool = plain_pool(1, kv_heads, dim, 16, rows // 16 + 1, torch.bfloat16, CUDA)
     positions = torch.arange(rows, device=CUDA)
     slots = torch.where(positions < live, positions + 16, 0)
     batch = ForwardBatch(

@@ -33,11 +33,13 @@ class PagedAttention:
             raise ValueError(f"{len(windows)} attention windows for a pool of {pool.num_layers} layers")
         self.pool = pool
         self._windows = tuple(windows)
-        self._scale = pool.head_dim**-0.5
+        self._kv_heads, self._head_dim = pool.key(0).shape[2:]
+        self._dtype = pool.key(0).dtype
+        self._scale = self._head_dim**-0.5
         able = (
             pool.device.type == "cuda"
-            and pool.dtype in (torch.float16, torch.bfloat16)
-            and pool.head_dim <= MAX_HEAD_DIM
+            and self._dtype in (torch.float16, torch.bfloat16)
+            and self._head_dim <= MAX_HEAD_DIM
         )
         self._whole_prompt_tokens = frozenset(whole_prompt_tokens) if able else frozenset()
         self._batch: ForwardBatch | None = None
@@ -51,13 +53,12 @@ class PagedAttention:
         pool = self.pool
         if pool.device.type != "cuda":
             return
-        head_bytes, processors = pool.head_dim * pool.dtype.itemsize, multiprocessors(pool.device)
-        steps = shape_steps(max_tokens, heads, pool.kv_heads, head_bytes, processors)
+        kv_heads, head_dim = self._kv_heads, self._head_dim
+        processors = multiprocessors(pool.device)
+        steps = shape_steps(max_tokens, heads, kv_heads, head_dim * self._dtype.itemsize, processors)
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
         for window, requests, tokens in itertools.product(set(self._windows), sorted(crowds), steps):
-            qkv = torch.zeros(
-                tokens, heads + 2 * pool.kv_heads, pool.head_dim, dtype=pool.dtype, device=pool.device
-            )
+            qkv = torch.zeros(tokens, heads + 2 * kv_heads, head_dim, dtype=self._dtype, device=pool.device)
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=pool.device)
             starts[1:] = tokens
             pages = torch.zeros(requests, 1, dtype=torch.int32, device=pool.device)

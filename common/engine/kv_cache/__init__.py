@@ -1,1 +1,1 @@
-"""The paged KV cache: the pool of pages and who owns which page."""
+"""The KV pool as tensors: planes of pages, the page table of running requests, and their relay rows."""

@@ -1,129 +1,79 @@
-"""The KV pool of one model: planes of pages in one flat buffer, addressable by byte for transfers."""
+"""The KV pool of one model: its planes as tensors over one flat buffer, addressable by byte for transfers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
+from common.kv_cache.plane import Kept, Owner
+from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
+
 
 class KvPool:
-    """Keys and values of all layers: planes layer0.key, layer0.value, layer1.key ... in a flat uint8 buffer.
+    """The planes of `owner` in the pool that `layout` describes. Several pools may share one `storage`.
 
-    Each plane is [num_pages, page_size, kv_heads, head_dim], contiguous, at its own byte offset. Page 0 is
-    padding: it is zeroed here and never written afterwards. Several pools (target and draft) may share one
-    `storage`.
+    Page 0 is padding: it is zeroed here and never written afterwards.
 
     Args:
-        storage: [bytes] uint8 on `device`, for example shared memory under `torch.frombuffer`; None allocates
-            zeros.
-        plane_offsets: byte offset of each of the 2 * num_layers planes in `storage`; None packs them.
+        storage: [bytes] uint8, for example shared memory under `torch.frombuffer`.
 
     Raises:
-        ValueError: an offset that is not aligned to the element size, or planes that overlap or leave the
-            storage.
+        ValueError: a layout without planes of the owner, or storage of another kind or smaller than the layout.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        num_pages: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        storage: Tensor | None = None,
-        plane_offsets: Sequence[int] | None = None,
-    ) -> None:
-        if min(num_layers, kv_heads, head_dim, page_size) < 1 or num_pages < 2:
-            raise ValueError(
-                "a KV pool needs at least one layer, head and slot, and one page beside padding page 0"
-            )
-        self.num_layers = num_layers
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.page_bytes = page_size * kv_heads * head_dim * dtype.itemsize  # of one plane
-        self.plane_bytes = num_pages * self.page_bytes
-        if plane_offsets is None:
-            plane_offsets = [index * self.plane_bytes for index in range(2 * num_layers)]
-        self.plane_offsets = tuple(plane_offsets)
-        end = max(self.plane_offsets) + self.plane_bytes
-        if storage is None:
-            storage = torch.zeros(end, dtype=torch.uint8, device=self.device)
-        self._check(storage, end)
+    def __init__(self, layout: PoolLayout, owner: Owner, storage: Tensor) -> None:
+        _check(layout, owner, storage)
+        self.layout = layout
+        self.owner = owner
         self.storage = storage
-        shape = (num_pages, page_size, kv_heads, head_dim)
-        self._planes = [
-            storage[offset : offset + self.plane_bytes].view(dtype).view(shape)
-            for offset in self.plane_offsets
-        ]
-        for plane in self._planes:
+        self.device = storage.device
+        self.page_size = layout.page_size
+        self.num_pages = layout.num_pages
+        placed = layout.of(owner)
+        self.num_layers = len({each.plane.layer for each in placed})
+        self._planes = {(each.plane.layer, each.plane.name): self._view(each) for each in placed}
+        for plane in self._planes.values():
             plane[0].zero_()
-        self._slots = self._all_slots()
-
-    def _all_slots(self) -> list[Tensor]:
-        """Views [planes, slots, elements] of all planes: one, where their offsets are evenly spaced."""
-        elements, slots = self.kv_heads * self.head_dim, self.num_pages * self.page_size
-        spaces = {b - a for a, b in pairwise(self.plane_offsets)}
-        space = min(spaces)
-        if len(spaces) > 1 or space < 0 or space % self.dtype.itemsize:
-            return [plane.view(1, slots, elements) for plane in self._planes]
-        flat = self.storage[self.plane_offsets[0] : self.plane_offsets[-1] + self.plane_bytes].view(
-            self.dtype
-        )
-        shape = len(self._planes), slots, elements
-        return [flat.as_strided(shape, (space // self.dtype.itemsize, elements, 1))]
-
-    def _check(self, storage: Tensor, end: int) -> None:
-        if storage.dtype != torch.uint8 or storage.dim() != 1 or not storage.is_contiguous():
-            raise ValueError(f"storage must be flat uint8, found {storage.dtype} {tuple(storage.shape)}")
-        if storage.device.type != self.device.type:
-            raise ValueError(f"storage is on {storage.device}, the pool on {self.device}")
-        if len(self.plane_offsets) != 2 * self.num_layers:
-            raise ValueError(f"{len(self.plane_offsets)} plane offsets for {2 * self.num_layers} planes")
-        if end > storage.numel() or min(self.plane_offsets) < 0:
-            raise ValueError(f"planes end at byte {end}, the storage at {storage.numel()}")
-        if any((storage.data_ptr() + offset) % self.dtype.itemsize for offset in self.plane_offsets):
-            raise ValueError(f"plane offsets must be aligned to {self.dtype.itemsize} bytes")
-        ordered = sorted(self.plane_offsets)
-        if any(b - a < self.plane_bytes for a, b in pairwise(ordered)):
-            raise ValueError(f"planes of {self.plane_bytes} bytes overlap: offsets {ordered}")
+        self._paged = [each for each in placed if each.plane.kept is Kept.PAGED]
+        self.page_bytes = sum(each.page_bytes for each in self._paged)  # of one page over all planes
+        self._groups = [
+            [self._planes[each.plane.layer, each.plane.name] for each in group]
+            for group in _alike(self._paged)
+        ]
+        self._slots = [view for group in _alike(self._paged) for view in self._all_slots(group)]
 
     def key(self, layer: int) -> Tensor:
         """[num_pages, page_size, kv_heads, head_dim] view."""
-        return self._planes[2 * layer]
+        return self._planes[layer, "k"]
 
     def value(self, layer: int) -> Tensor:
         """[num_pages, page_size, kv_heads, head_dim] view."""
-        return self._planes[2 * layer + 1]
+        return self._planes[layer, "v"]
 
-    def copy_pages_out(self, pages: Sequence[int] | Tensor) -> Tensor:
-        """Copy pages of all planes to the host: [planes, n, page_size, kv_heads, head_dim]."""
+    def copy_pages_out(self, pages: Sequence[int] | Tensor) -> list[Tensor]:
+        """Copy pages of all paged planes to the host: [planes, n, page_size, *entry] for each group of like planes."""
         index = self._index(pages)
-        return torch.stack([plane.index_select(0, index) for plane in self._planes]).to("cpu")
+        return [
+            torch.stack([plane.index_select(0, index) for plane in group]).to("cpu") for group in self._groups
+        ]
 
-    def copy_pages_in(self, pages: Sequence[int] | Tensor, backup: Tensor) -> None:
+    def copy_pages_in(self, pages: Sequence[int] | Tensor, backup: Sequence[Tensor]) -> None:
         """Write what `copy_pages_out` returned into `pages`, which may be other pages than it came from.
 
         Raises ValueError where the number of pages or the layout of `backup` differs.
         """
         index = self._index(pages)
-        wanted = (len(self._planes), index.numel(), self.page_size, self.kv_heads, self.head_dim)
-        if tuple(backup.shape) != wanted or backup.dtype != self.dtype:
-            raise ValueError(
-                f"backup is {backup.dtype} {tuple(backup.shape)}, the pages are {self.dtype} {wanted}"
-            )
-        on_device = backup.to(self.device)
-        for plane, source in zip(self._planes, on_device, strict=True):
-            plane.index_copy_(0, index, source)
+        for group, copies in zip(self._groups, backup, strict=True):
+            wanted = (len(group), index.numel(), *group[0].shape[1:])
+            if tuple(copies.shape) != wanted or copies.dtype != group[0].dtype:
+                raise ValueError(
+                    f"backup is {copies.dtype} {tuple(copies.shape)}, the pages are {group[0].dtype} {wanted}"
+                )
+            for plane, source in zip(group, copies.to(self.device), strict=True):
+                plane.index_copy_(0, index, source)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy slots source[i] to target[i] in all planes: [n] int64, page * page_size + offset; targets distinct.
@@ -133,9 +83,49 @@ class KvPool:
         for planes in self._slots:
             planes.index_copy_(1, target, planes.index_select(1, source))
 
+    def _view(self, placed: PlacedPlane) -> Tensor:
+        flat = self.storage[placed.offset : placed.offset + placed.nbytes].view(_dtype(placed))
+        tokens = (self.page_size,) if placed.plane.kept is Kept.PAGED else ()
+        return flat.view(placed.items, *tokens, *placed.entry)
+
+    def _all_slots(self, group: Sequence[PlacedPlane]) -> list[Tensor]:
+        """Views [planes, slots, values] of like planes: one view where their offsets are evenly spaced."""
+        first, last, slots = group[0], group[-1], self.num_pages * self.page_size
+        spaces = {b.offset - a.offset for a, b in pairwise(group)} or {first.nbytes}
+        if len(spaces) > 1:
+            planes = (self._planes[each.plane.layer, each.plane.name] for each in group)
+            return [plane.view(1, slots, -1) for plane in planes]
+        flat = self.storage[first.offset : last.offset + last.nbytes].view(_dtype(first))
+        values = first.nbytes // first.plane.item_bytes // slots
+        return [
+            flat.as_strided((len(group), slots, values), (spaces.pop() // first.plane.item_bytes, values, 1))
+        ]
+
     def _index(self, pages: Sequence[int] | Tensor) -> Tensor:
         return torch.as_tensor(pages, dtype=torch.int64).to(self.device)
 
-    @property
-    def bytes_per_token(self) -> int:
-        return len(self._planes) * math.prod((self.kv_heads, self.head_dim, self.dtype.itemsize))
+
+def _alike(planes: Sequence[PlacedPlane]) -> Iterator[list[PlacedPlane]]:
+    """Runs of neighbouring planes that have the same dtype and shape."""
+    for _, group in groupby(planes, lambda each: (each.plane.dtype, each.entry)):
+        yield list(group)
+
+
+def _dtype(placed: PlacedPlane) -> torch.dtype:
+    dtype = getattr(torch, placed.plane.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _check(layout: PoolLayout, owner: Owner, storage: Tensor) -> None:
+    if not layout.of(owner):
+        raise ValueError(f"the pool layout has no planes of the {owner}")
+    if layout.num_pages < 2:
+        raise ValueError("a KV pool needs one page beside padding page 0")
+    if storage.dtype != torch.uint8 or storage.dim() != 1 or not storage.is_contiguous():
+        raise ValueError(f"storage must be flat uint8, found {storage.dtype} {tuple(storage.shape)}")
+    if storage.numel() < layout.total_bytes:
+        raise ValueError(f"storage has {storage.numel()} bytes, the pool layout needs {layout.total_bytes}")
+    largest = max(each.plane.item_bytes for each in layout.placed)
+    if storage.data_ptr() % largest:
+        raise ValueError(f"storage must be aligned to {largest} bytes")

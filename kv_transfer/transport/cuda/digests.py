@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.base import DeviceMemory
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
@@ -48,7 +48,7 @@ def to_host(sums: Tensor) -> Tensor:
 class GpuDigests:
     """Of one pool."""
 
-    def __init__(self, cuda: CudaRuntime, memory: DeviceMemory, layout: KvLayout) -> None:
+    def __init__(self, cuda: CudaRuntime, memory: DeviceMemory, layout: PoolLayout) -> None:
         words = cuda.tensor(memory.address, memory.nbytes)
         self._lane = cuda.lane(memory.device)
         self._planes = range(len(layout.planes))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
 
 try:
     import triton
@@ -49,7 +49,7 @@ class PlaneGroup:
 class PagedMemory:
     """A pool on one GPU as the kernel sees it: words, and where each plane begins."""
 
-    def __init__(self, layout: KvLayout, memory: Tensor, device: torch.device) -> None:
+    def __init__(self, layout: PoolLayout, memory: Tensor, device: torch.device) -> None:
         """`memory` is flat uint8; `device` is the one whose kernels work on it."""
         sizes = [plane.page_bytes for plane in layout.planes]
         self.word_bytes = math.gcd(8, *sizes)

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.base import PageWrite, Ticket, WriteState
 from kv_transfer.transport.cuda.cudart import Mark
 from kv_transfer.transport.cuda.digests import LaterDigests, to_host
@@ -24,7 +24,7 @@ class CudaLayers(LayerWrite):
     """All rooms of one peer in one launch per layer; the checksums of a page add up over its planes."""
 
     def __init__(
-        self, writer: PageWriter, peer: Mapped, dst: KvLayout, lists: Sequence[PageList], checksums: bool
+        self, writer: PageWriter, peer: Mapped, dst: PoolLayout, lists: Sequence[PageList], checksums: bool
     ) -> None:
         self._writer = writer
         self._peer = peer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import ConfigError
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
@@ -59,7 +59,7 @@ class CudaIpcReceiver(ReceiverEndpoint):
         self.kv = DeviceMemory(address, nbytes, self._device)
         return self.kv
 
-    def open(self, layout: KvLayout, record_bytes: int) -> None:
+    def open(self, layout: PoolLayout, record_bytes: int) -> None:
         super().open(layout, record_bytes)
         self._digests = GpuDigests(self._cuda, self.kv, layout)
 

@@ -6,8 +6,8 @@ import mmap
 from collections.abc import Sequence
 
 from common.errors import HandshakeRefused
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy
-from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import (
     DeviceMemory,
     Memory,
@@ -47,7 +47,7 @@ class CudaIpcSender(LayerEndpoint):
         self._blocks = local_blocks, remote_blocks
         self._peers: list[Mapped] = []
 
-    def register(self, layout: KvLayout, kv: Memory) -> None:
+    def register(self, layout: PoolLayout, kv: Memory) -> None:
         if not isinstance(kv, DeviceMemory):
             raise TypeError("the cuda_ipc transport sends pages from a GPU, not from host memory")
         if kv.nbytes < layout.total_bytes:
@@ -146,7 +146,7 @@ class CudaIpcSender(LayerEndpoint):
     def write_pages(
         self,
         peer: PeerMemory,
-        dst: KvLayout,
+        dst: PoolLayout,
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
         generation: int,
@@ -156,7 +156,7 @@ class CudaIpcSender(LayerEndpoint):
         return self.write_layers(peer, dst, [PageList(src_pages, dst_pages, generation)], checksums).rest(0)
 
     def write_layers(
-        self, peer: PeerMemory, dst: KvLayout, lists: Sequence[PageList], checksums: bool
+        self, peer: PeerMemory, dst: PoolLayout, lists: Sequence[PageList], checksums: bool
     ) -> LayerWrite:
         assert isinstance(peer, Mapped)
         return CudaLayers(self.writer, peer, dst, lists, checksums)

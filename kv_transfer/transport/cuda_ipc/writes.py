@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import copies, runs
-from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Target, Ticket, WriteState
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Lane, Mark
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
@@ -38,7 +38,7 @@ class Mapped(PeerMemory):
         self.lane = lane  # of what is complete
         self.layers = layers  # of what waits for a forward: nothing else may stand behind it
         self.memory: Tensor | None = None  # what kernels of the own GPU can write; None: the driver copies
-        self.pages: tuple[KvLayout, PagedMemory] | None = None
+        self.pages: tuple[PoolLayout, PagedMemory] | None = None
         self.moved = 0
         self.open: list[LaneTicket] = []  # not known to have settled
         self.trouble = ""
@@ -106,7 +106,7 @@ class PageWriter:
     """From the own pool into peers'. `source` is the own pool as kernels see it; blocks: at most, see move_pages."""
 
     cuda: CudaRuntime
-    layout: KvLayout
+    layout: PoolLayout
     pool: DeviceMemory
     source: PagedMemory
     local_blocks: int
@@ -131,7 +131,7 @@ class PageWriter:
         self,
         peer: Mapped,
         lane: Lane,
-        dst: KvLayout,
+        dst: PoolLayout,
         pages: tuple[Sequence[int], Sequence[int]],
         index: Tensor,
         sums: Tensor | None,
@@ -148,7 +148,7 @@ class PageWriter:
         for copy in copies(self.layout, dst, runs(*pages), slice(planes.start, planes.stop)):
             self.cuda.copy(peer.address + copy.dst, self.pool.address + copy.src, copy.length, lane)
 
-    def view(self, peer: Mapped, dst: KvLayout) -> PagedMemory | None:
+    def view(self, peer: Mapped, dst: PoolLayout) -> PagedMemory | None:
         """The peer's pool by its layout; made once, which waits for the current stream. None: the driver copies."""
         if peer.memory is None:
             return None

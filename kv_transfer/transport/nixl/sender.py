@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError, HandshakeRefused
-from kv_transfer.copy_plan import Copy, whole_rows
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
+from kv_transfer.copy_plan import Copy
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.transport.base import (
     Memory,
@@ -70,7 +70,7 @@ class NixlSender(SenderEndpoint):
         self._gpu: GpuDigests | None = None
         self._progress: Progress | None = None
 
-    def register(self, layout: KvLayout, kv: Memory) -> None:
+    def register(self, layout: PoolLayout, kv: Memory) -> None:
         if isinstance(kv, memoryview):
             super().register(layout, kv)
             device = None
@@ -169,15 +169,13 @@ class NixlSender(SenderEndpoint):
     def write_pages(
         self,
         peer: PeerMemory,
-        dst: KvLayout,
+        dst: PoolLayout,
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
         generation: int,
         checksums: bool,
     ) -> PageWrite:
         assert isinstance(peer, Remote)
-        if not whole_rows(self.layout, dst):
-            return super().write_pages(peer, dst, src_pages, dst_pages, generation, checksums)
         sizes = [plane.page_bytes for plane in self.layout.planes]
         nbytes = len(src_pages) * sum(sizes)
         if not src_pages:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.base import PeerMemory, Target, Ticket, WriteState
 from kv_transfer.transport.cuda.cudart import Mark
 from kv_transfer.transport.nixl.agent import Block, NixlAgent, Operation, Rows, block_of
@@ -25,7 +25,7 @@ class Remote(PeerMemory):
         super().__init__(target)
         self.kv = kv
         self.records = records
-        self.pages: tuple[KvLayout, Any] | None = None  # its pool as a prepared list, by its layout
+        self.pages: tuple[PoolLayout, Any] | None = None  # its pool as a prepared list, by its layout
         self.attached = True
         self.open: list[Write] = []  # whose transfers have not all ended
         self.moved = 0
@@ -85,12 +85,12 @@ def failed(peer: Remote, error: Exception) -> Write:
     return Write(peer, nothing, state=WriteState.FAILED)
 
 
-def planes(layout: KvLayout, block: Block) -> list[Rows]:
+def planes(layout: PoolLayout, block: Block) -> list[Rows]:
     """Every page of every plane: page p of plane i is piece i * num_pages + p."""
     return [Rows(block.address + plane.offset, plane.page_bytes, layout.num_pages) for plane in layout.planes]
 
 
-def numbers(layout: KvLayout, pages: Sequence[int]) -> NDArray[np.int32]:
+def numbers(layout: PoolLayout, pages: Sequence[int]) -> NDArray[np.int32]:
     """[planes * n] pieces of `planes`, plane by plane."""
     first = np.arange(len(layout.planes), dtype=np.int32)[:, None] * layout.num_pages
     found: NDArray[np.int32] = (first + np.array(pages, dtype=np.int32)).ravel()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.tcp import frames as tcp_frames
@@ -88,7 +88,7 @@ class TcpReceiver(ReceiverEndpoint):
             self.records = view
         return view
 
-    def open(self, layout: KvLayout, record_bytes: int) -> None:
+    def open(self, layout: PoolLayout, record_bytes: int) -> None:
         super().open(layout, record_bytes)
         self._windows.use(layout, record_bytes)
         self._thread = threading.Thread(target=self._run, name="kv-tcp-receive", daemon=True)

@@ -6,7 +6,7 @@ import bisect
 import threading
 from collections.abc import Callable
 
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.base import Region, Window
 from kv_transfer.transport.tcp.frames import Frame, Violation
 
@@ -25,7 +25,7 @@ class Windows:
         self._highest = 0
         self._starts: list[int] = []
 
-    def use(self, layout: KvLayout, record_bytes: int) -> None:
+    def use(self, layout: PoolLayout, record_bytes: int) -> None:
         self._layout = layout
         self._record_bytes = record_bytes
         self._starts = [plane.offset for plane in layout.planes]

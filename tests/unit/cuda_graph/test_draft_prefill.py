@@ -27,6 +27,7 @@ from common.engine.kv_cache.pool import KvPool
 from prefill_node.draft import EaglePrefill, ModelPrefill, NoDraft
 from prefill_node.multi_layer import MultiLayerPrefill
 from tests.fakes.draft_models import DRAFTS, tiny_draft
+from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, VOCAB, tiny_model
 from tests.unit.cuda_graph.rig import sequences
 from tests.unit.engine.paged_driver import Driver
@@ -53,7 +54,7 @@ def runner(name: str, pages: int, page_size: int = 4) -> tuple[DraftRunner, KvPo
     head, config = tiny_draft(name), DRAFTS[name]
     model = config.model
     layers = model.num_layers
-    pool = KvPool(
+    pool = plain_pool(
         layers, model.num_kv_heads, model.head_dim, page_size, pages, PLACEMENT.dtype, PLACEMENT.device
     )
     return DraftRunner(head, PagedAttention(pool, (None,) * layers), topk=3), pool

@@ -14,13 +14,13 @@ import torch
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.rules import Phase, PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
-from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
 from decode_node.speculative.rounds import NOTHING, Nothing, Rounds
 from tests.fakes.draft_models import DraftModel, StandaloneModel
 from tests.fakes.mtp_models import MtpModel
+from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import CONFIG, PLACEMENT
 from tests.unit.cuda_graph.rig import model
 from tests.unit.engine.paged_driver import Driver
@@ -33,7 +33,7 @@ def prompt_forwards(runner: ModelRunner, wanted: PhaseSwitch) -> list[node_graph
         node_graphs.prefill_graphs(runner, wanted, 4, 1, CaptureHiddenMode.NULL)
     ]
     for draft, layers in ((DraftModel("eagle3"), 1), (MtpModel("mtp", 2), 2), (StandaloneModel(), 2)):
-        pool = KvPool(layers, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, 2, PLACEMENT.dtype, CPU)
+        pool = plain_pool(layers, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, 2, PLACEMENT.dtype, CPU)
         made += node_graphs.draft_prefill_graphs(draft.runner(pool), draft.config, runner, wanted, 4)
     return made
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import zmq
 
-from common.engine.kv_cache.page_space import PageSpace
-from common.engine.kv_cache.radix_cache import NoPrefixCache
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.rotary_places import ImageAxes
 from common.errors import Overloaded, TransferFailed
 from common.ipc import RouterSocket
+from common.kv_cache.page_space import PageSpace
+from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import ImageSpan, SamplingParams
 from common.messages.identity import NodeRef
 from decode_node import peers as module

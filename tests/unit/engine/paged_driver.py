@@ -10,8 +10,9 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
-from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.model_runner import ModelRunner
 from common.engine.models.llama import LlamaForCausalLM
+from tests.fakes.pools import model_pool
 
 BAD_PAGE = 2**31 - 1  # stands in every page table entry that must not be read
 
@@ -26,7 +27,7 @@ class Driver:
         self.page_size = page_size
         self.width = max(-(-len(ids) // page_size) for ids in sequences) + 2
         num_pages = 1 + sum(-(-len(ids) // page_size) for ids in sequences) + 3
-        self.pool = make_pool(model.config, page_size, num_pages, model.placement)
+        self.pool = model_pool(model.config, page_size, num_pages, model.placement)
         self.pool.storage.view(torch.float32).fill_(torch.nan)  # whatever is not written must not be read
         for layer in range(self.pool.num_layers):
             self.pool.key(layer)[0] = self.pool.value(layer)[0] = 0

@@ -21,6 +21,7 @@ from common.engine.layers.placement import Placement
 from common.engine.memory import GIB, MemoryPlan, PoolWish
 from common.engine.serving_model import TRIAL_PAGES, ServingModel
 from common.errors import ConfigError
+from common.kv_cache.pool_spec import pool_spec
 from common.observability.logs import Log
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, tiny_model
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
@@ -47,7 +48,15 @@ def served(tokens: int | None, placement: Placement = GPU) -> ServingModel:
     wish = PoolWish(tokens, 0.5, "prefill")
     plan = MemoryPlan(weights=GIB, pool=0)
     return ServingModel(
-        tiny_model(), CONFIG, placement, "f", TRIAL_PAGES, PAGE, min(MAX_LEN, TOKENS), wish, plan
+        tiny_model(),
+        CONFIG,
+        placement,
+        "f",
+        pool_spec(CONFIG, None, PAGE, "float32"),
+        TRIAL_PAGES,
+        min(MAX_LEN, TOKENS),
+        wish,
+        plan,
     )
 
 
@@ -64,7 +73,7 @@ def test_every_gpu_node_measures_its_graphs(tokens: int | None, free: dict[str, 
     graphs = 3 * free["step"] + 2 * free["step"] + 4 * GRAPH_BYTES  # the two shapes beside those of the trial
     assert ready.plan.graphs == graphs
     if tokens is None:
-        assert ready.num_pages == (8 * GIB - ready.plan.total) // ready.page_bytes
+        assert ready.num_pages == (8 * GIB - ready.plan.total) // ready.spec.page_bytes
     else:
         assert ready.num_pages == tokens // PAGE + 1
 

@@ -1,4 +1,4 @@
-"""The KV pool: planes at explicit offsets in storage from anywhere, and host backups of pages."""
+"""The KV pool: planes of a layout in storage from anywhere, and host backups of pages."""
 
 from __future__ import annotations
 
@@ -8,57 +8,71 @@ import pytest
 import torch
 
 from common.engine.kv_cache.pool import KvPool
+from common.kv_cache.plane import Kept, Plane, attention_planes
+from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.pool_spec import PoolSpec
 
 LAYERS, HEADS, DIM, PAGE, PAGES = 2, 2, 8, 4, 5
-PLANE = PAGES * PAGE * HEADS * DIM  # elements
 
 
-def make(**changes: object) -> KvPool:
-    values: dict[str, object] = {"dtype": torch.float32, "device": "cpu"}
-    return KvPool(LAYERS, HEADS, DIM, PAGE, PAGES, **{**values, **changes})  # type: ignore[arg-type]
+def layout(dtype: str = "float32", between: tuple[Plane, ...] = (), pages: int = PAGES) -> PoolLayout:
+    """A target of two layers, with planes `between` them, and a draft of one."""
+    target = attention_planes("target", LAYERS, HEADS, DIM, dtype)
+    planes = (*target[:2], *between, *target[2:], *attention_planes("draft", 1, 1, DIM, "bfloat16"))
+    return PoolLayout(fingerprint="m", spec=PoolSpec(PAGE, planes), num_pages=pages)
 
 
-def test_planes_lie_layer_by_layer_keys_first_in_a_packed_buffer() -> None:
+def make(shape: PoolLayout | None = None) -> KvPool:
+    shape = shape or layout()
+    return KvPool(shape, "target", torch.zeros(shape.total_bytes, dtype=torch.uint8))
+
+
+def test_planes_lie_where_the_layout_says() -> None:
     pool = make()
+    planes = pool.layout.of("target")
     for index, plane in enumerate((pool.key(0), pool.value(0), pool.key(1), pool.value(1))):
         plane.fill_(index + 1)
         assert plane.shape == (PAGES, PAGE, HEADS, DIM)
-    flat = pool.storage.view(torch.float32)
-    assert flat.view(4, PLANE).eq(torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]).all()
-    assert pool.storage.numel() == 4 * PLANE * 4
-    assert pool.page_bytes == PAGE * HEADS * DIM * 4
-    assert pool.bytes_per_token == 4 * HEADS * DIM * 4
+        placed = planes[index]
+        there = pool.storage[placed.offset : placed.offset + placed.nbytes].view(torch.float32)
+        assert there.eq(index + 1.0).all()
+    assert pool.page_bytes == 4 * PAGE * HEADS * DIM * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_explicit_offsets_in_storage_from_outside(dtype: torch.dtype) -> None:
-    size = PLANE * dtype.itemsize
-    offsets = [256 + index * (size + 256) for index in (3, 1, 0, 2)]  # any order, with gaps
-    shared = SharedMemory(create=True, size=max(offsets) + size + 100)
+def test_target_and_draft_share_storage_from_outside(dtype: torch.dtype) -> None:
+    shape = layout(str(dtype).removeprefix("torch."))
+    shared = SharedMemory(create=True, size=shape.total_bytes + 100)
     try:
         storage = torch.frombuffer(shared.buf, dtype=torch.uint8)
         storage.fill_(255)  # NaN in every plane
-        pool = make(dtype=dtype, storage=storage, plane_offsets=offsets)
+        pool, draft = KvPool(shape, "target", storage), KvPool(shape, "draft", storage)
         pool.value(0)[2, 1, 1, 3] = 7.0
-        byte = offsets[1] + pool.page_bytes * 2 + ((1 * HEADS + 1) * DIM + 3) * dtype.itemsize
+        placed = shape.planes[1]
+        byte = placed.offset + placed.page_bytes * 2 + ((1 * HEADS + 1) * DIM + 3) * dtype.itemsize
         assert storage[byte : byte + dtype.itemsize].view(dtype).item() == 7.0
         for layer in range(LAYERS):
             assert not pool.key(layer)[0].any()  # page 0 is zeroed, the others are left as they were
             assert pool.key(layer)[1:].isnan().all()
-        assert storage[:256].eq(255).all()
-        del storage, pool
+        assert draft.key(0).dtype is torch.bfloat16
+        assert draft.value(0).shape == (PAGES, PAGE, 1, DIM)
+        assert draft.value(0)[1:].isnan().all()
+        del storage, pool, draft
     finally:
         shared.close()
         shared.unlink()
 
 
-def test_pages_come_back_from_a_host_backup_into_other_pages() -> None:
-    pool = make()
+@pytest.mark.parametrize(
+    "between", [(), (Plane("target", 2, "latent", Kept.PAGED, (6,), "bfloat16"),)], ids=["like", "unlike"]
+)
+def test_pages_come_back_from_a_host_backup_into_other_pages(between: tuple[Plane, ...]) -> None:
+    pool = make(layout(between=between))
     for layer in range(LAYERS):
         pool.key(layer)[1:].normal_()
         pool.value(layer)[1:].normal_()
     backup = pool.copy_pages_out([3, 1])
-    assert backup.shape == (2 * LAYERS, 2, PAGE, HEADS, DIM)
+    assert sum(each.nbytes for each in backup) == 2 * pool.page_bytes
     before = pool.value(1).clone()
     pool.value(1)[3] = 0  # the backup is a copy
     pool.copy_pages_in(torch.tensor([2, 4]), backup)
@@ -73,40 +87,47 @@ def test_a_backup_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="backup is"):
         pool.copy_pages_in([1], pool.copy_pages_out([1, 2]))
     with pytest.raises(ValueError, match="backup is"):
-        pool.copy_pages_in([1], pool.copy_pages_out([1]).bfloat16())
+        pool.copy_pages_in([1], [each.bfloat16() for each in pool.copy_pages_out([1])])
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("storage", "message"),
     [
-        ({"storage": torch.zeros(64, dtype=torch.uint8)}, "planes end at byte"),
-        ({"storage": torch.zeros(4 * PLANE)}, "flat uint8"),
-        ({"plane_offsets": [0, PLANE * 4]}, "2 plane offsets for 4 planes"),
-        ({"plane_offsets": [i * PLANE * 4 + 2 for i in range(4)]}, "aligned to 4 bytes"),
-        ({"plane_offsets": [i * PLANE * 2 for i in range(4)]}, "overlap"),
-        ({"plane_offsets": [-(PLANE * 4), 0, PLANE * 4, PLANE * 8]}, "planes end at byte"),
-        ({"device": "meta", "storage": torch.zeros(4 * 4 * PLANE, dtype=torch.uint8)}, "storage is on cpu"),
+        (torch.zeros(64, dtype=torch.uint8), "storage has 64 bytes, the pool layout needs"),
+        (torch.zeros(layout().total_bytes // 4), "flat uint8"),
+        (torch.zeros(layout().total_bytes + 2, dtype=torch.uint8)[2:], "aligned to 4 bytes"),
     ],
 )
-def test_storage_that_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
+def test_storage_that_does_not_fit_is_refused(storage: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(**changes)
+        KvPool(layout(), "target", storage)
 
 
-def test_a_pool_needs_a_page_beside_padding() -> None:
+def test_a_pool_needs_planes_and_a_page_beside_padding() -> None:
     with pytest.raises(ValueError, match="beside padding page 0"):
-        KvPool(1, 1, 2, 4, 1, torch.float32, "cpu")
+        make(layout(pages=1))
+    alone = PoolLayout(
+        fingerprint="m", spec=PoolSpec(4, attention_planes("target", 1, 1, 2, "float32")), num_pages=3
+    )
+    with pytest.raises(ValueError, match="no planes of the draft"):
+        KvPool(alone, "draft", torch.zeros(alone.total_bytes, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)], ids=["even", "uneven"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "between",
+    [
+        (),
+        (Plane("target", 2, "wide", Kept.PAGED, (HEADS, DIM), "float32"),),
+        (Plane("target", 2, "latent", Kept.PAGED, (6,), "bfloat16"),),
+    ],
+    ids=["like", "like-with-another-name", "unlike"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_slots_move_in_all_planes_as_if_read_before_any_is_written(
-    dtype: torch.dtype, order: tuple[int, ...]
+    dtype: str, between: tuple[Plane, ...]
 ) -> None:
     """The KV of accepted drafts: sources and targets overlap."""
-    offsets = [256 + index * (PLANE * dtype.itemsize + 256) for index in order]
-    storage = torch.zeros(max(offsets) + PLANE * dtype.itemsize, dtype=torch.uint8)
-    pool = make(dtype=dtype, storage=storage, plane_offsets=offsets)
+    pool = make(layout(dtype, between))
     planes = [plane(layer) for layer in range(LAYERS) for plane in (pool.key, pool.value)]
     for plane in planes:
         plane[1:].normal_()

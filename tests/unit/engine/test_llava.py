@@ -22,13 +22,14 @@ from common.aux_layers import AuxLayers
 from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import ModelRunner, load_model, make_pool
+from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.llava import load_llava
 from common.engine.models.vision_part import Pixels
 from common.engine.serving_draft import load_serving_draft
 from common.errors import ModelError
 from common.model_config import ModelConfig
 from prefill_node.pixel_reader import load_pixel_reader
+from tests.fakes.pools import model_pool
 from tests.fakes.tiny_model import MAX_LEN
 from tests.fakes.vision import one_prompt
 
@@ -157,7 +158,7 @@ def test_the_language_model_over_merged_rows_is_that_of_transformers(family: str
     assert config.architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM")
     merged = loaded.embed(ids[0].clamp(max=89))
     merged[2:18] = ours(tmp_path, pixels)[0]
-    pool = make_pool(config, MAX_LEN, 2, CPU)
+    pool = model_pool(config, MAX_LEN, 2, CPU)
     runner = ModelRunner(loaded, pool, PagedAttention(pool, config.sliding_windows))
     assert (runner(one_prompt(20), merged).logits[0] - wanted[-1]).abs().max() < 1e-3
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
-from common.engine.kv_cache.pool import KvPool
 from common.engine.ops.decode_attention import decode_attention, decode_reference
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.rotary_kv_write import store_in_pages
+from tests.fakes.pools import plain_pool
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SCALE = DIM**-0.5
@@ -165,13 +165,13 @@ def _batch(**changes: object) -> ForwardBatch:
     ],
 )
 def test_plan_refuses_host_lengths_that_do_not_fit(changes: dict[str, object], message: str) -> None:
-    attention = PagedAttention(KvPool(1, KV_HEADS, DIM, 4, 3, torch.float32, "cpu"), [None])
+    attention = PagedAttention(plain_pool(1, KV_HEADS, DIM, 4, 3, torch.float32, "cpu"), [None])
     with pytest.raises(ValueError, match=message):
         attention.plan(_batch(**changes))
 
 
 def test_forward_needs_a_plan_and_windows_fit_the_pool() -> None:
-    pool = KvPool(1, KV_HEADS, DIM, 4, 3, torch.float32, "cpu")
+    pool = plain_pool(1, KV_HEADS, DIM, 4, 3, torch.float32, "cpu")
     query = torch.zeros(1, HEADS, DIM)
     with pytest.raises(RuntimeError, match="plan"):
         PagedAttention(pool, [None]).forward(0, query, query[:, :KV_HEADS], query[:, :KV_HEADS])

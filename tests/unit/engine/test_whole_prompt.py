@@ -8,7 +8,7 @@ import torch
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.whole_prompt import MIN_TOKENS, whole_prompt_rows
 from common.engine.forward.batch import ForwardBatch, ForwardMode
-from common.engine.kv_cache.pool import KvPool
+from tests.fakes.pools import plain_pool
 
 
 def batch(
@@ -41,7 +41,7 @@ def test_other_modes_are_not_prompts() -> None:
 
 def test_the_cpu_path_never_takes_it() -> None:
     """Announced or not: on the CPU pages are read, and the numbers of a request stay what they are."""
-    pool = KvPool(1, 1, 16, 16, 80, torch.float32, "cpu")
+    pool = plain_pool(1, 1, 16, 16, 80, torch.float32, "cpu")
     attention = PagedAttention(pool, [None], whole_prompt_tokens=(1024,))
     query = torch.randn(1024, 1, 16)
     plan = batch((1024,), (1024,))

@@ -7,12 +7,13 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.handoff_record import HandoffRecord
-from kv_transfer.layout import KvLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver, ReceiverEvent
 from kv_transfer.sender import Sender, SenderEvent
 from kv_transfer.transport.base import ReceiverEndpoint, Region, SenderEndpoint
+from tests.fakes.pools import layers_layout
 
 PAGES = 16
 LIMITS = TransferLimits(record_bytes=1024)
@@ -33,15 +34,15 @@ def layout(
     dtype: str = "float32",
     page_size: int = 2,
     heads: int = 2,
-) -> KvLayout:
-    return KvLayout.build(fingerprint, dtype, page_size, num_pages, [(heads, 4), (heads, 4)])
+) -> PoolLayout:
+    return layers_layout(fingerprint, dtype, page_size, num_pages, [(heads, 4), (heads, 4)])
 
 
 def noise(nbytes: int, seed: int = 1) -> bytearray:
     return bytearray(random.Random(seed).randbytes(nbytes))
 
 
-def page_bytes(memory: memoryview, shape: KvLayout, page: int) -> bytes:
+def page_bytes(memory: memoryview, shape: PoolLayout, page: int) -> bytes:
     """One page over all planes."""
     return b"".join(
         bytes(memory[plane.offset + page * plane.page_bytes : plane.offset + (page + 1) * plane.page_bytes])
@@ -85,7 +86,7 @@ class Decode:
         endpoint: ReceiverEndpoint,
         limits: TransferLimits = LIMITS,
         *,
-        shape: KvLayout | None = None,
+        shape: PoolLayout | None = None,
         node: str = "decode-0",
         record_slots: int = 4,
         incarnation: str = "",

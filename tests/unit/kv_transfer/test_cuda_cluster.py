@@ -29,10 +29,10 @@ from common.engine.model_runner import load_model
 from common.engine.models.llava import load_llava
 from common.engine.serving_model import pool_wish
 from common.errors import ConfigError
+from common.kv_cache.pool_layout import PoolLayout
 from common.model_config import ModelConfig
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
-from kv_transfer.layout import KvLayout
 
 CLUSTERS = Path(__file__).parents[3] / "deploy/clusters"
 MODEL = (CLUSTERS / "../tiny_models/tiny-target").resolve()
@@ -195,13 +195,19 @@ def test_memory_of_a_killed_predecessor_is_waited_for(monkeypatch: pytest.Monkey
     assert slept == [0.25, 0.25]
 
 
+def check_node(path: Path, given: Cluster, device: torch.device, wish: PoolWish) -> None:
+    """As a node with 64 rows checks its memory before it loads weights, without a draft."""
+    spec = serving_model._pool_spec(path, given, device, None)
+    serving_model._check_memory(path, given, device, wish, 64, spec, None)
+
+
 def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
     given = cluster("cuda", "cuda:0")
     wish = PoolWish(65_536, 0.9, "decode")
-    serving_model._check_memory(MODEL, given, torch.device("cuda", 0), wish, 64, None)
-    serving_model._check_memory(MODEL, given, torch.device("cuda", 1), wish, 64, None)
+    check_node(MODEL, given, torch.device("cuda", 0), wish)
+    check_node(MODEL, given, torch.device("cuda", 1), wish)
     (_, plan, beside, key, per_token), (_, alone, nobody, _, _) = asked
     assert (plan.pool, key) == ((65_536 + 16) * per_token, "decode.pool_tokens")
     assert plan.sampling == adjustment_bytes(64, 704) > 65 * 704 * 4
@@ -217,7 +223,7 @@ def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: py
     given = cluster("cuda", "cuda:0")
     gpu, wish = torch.device("cuda", 0), pool_wish("prefill", given.prefill, "cuda")
     for path in (MODEL, MODEL.parent / "tiny-vision"):
-        serving_model._check_memory(path, given, gpu, replace(wish, tokens=64), 64, None)
+        check_node(path, given, gpu, replace(wish, tokens=64))
     (_, text, *_), (_, seeing, *_) = asked
     assert (text.images, seeing.images) == (0, given.prefill.image_cache_mib << 20)
     assert " + cache of images 0.25 GiB = " in str(seeing)
@@ -235,7 +241,7 @@ def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.M
     config = ModelConfig.load(path)
     assert config.vision is not None
     for name, section in (("prefill", given.prefill), ("decode", given.decode)):
-        serving_model._check_memory(path, given, gpu, pool_wish(name, section, "cuda"), 64, None)
+        check_node(path, given, gpu, pool_wish(name, section, "cuda"))
     (_, sees, beside, *_), (_, blind, beside_blind, *_) = asked
     part = load_llava(path, config, Placement(torch.bfloat16, torch.device("cpu")))
     tower, layer = [*part.parameters()], [*part.tower.encoder.layers[0].parameters()]
@@ -300,13 +306,13 @@ def test_the_pool_follows_the_trial_of_the_graphs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 4 * GIB))
     served = load(cluster("cpu", "cpu"))
     assert (served.num_pages - 1) * served.page_size == 65_536
-    assert served.page_bytes == kv_bytes(served)
+    assert served.spec.page_bytes == kv_bytes(served)
     trial = replace(
         served, wish=PoolWish(None, 0.9, "decode"), num_pages=2, plan=MemoryPlan(GIB, 0), max_model_len=10**9
     )
     small, large = trial.with_pool(GIB // 4), trial.with_pool(0)
-    assert (large.num_pages - small.num_pages) * served.page_bytes == pytest.approx(
-        GIB // 4, abs=served.page_bytes
+    assert (large.num_pages - small.num_pages) * served.spec.page_bytes == pytest.approx(
+        GIB // 4, abs=served.spec.page_bytes
     )
     assert small.max_model_len == (small.num_pages - 1) * served.page_size
 
@@ -320,7 +326,7 @@ def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest
     trial = replace(trial, plan=MemoryPlan(GIB, 0), max_model_len=10**9)
     fits = trial.with_pool(GIB)
     assert (fits.num_pages, fits.max_model_len, fits.plan.graphs) == (401, 6400, GIB)
-    pool = fits.num_pages * fits.page_bytes
+    pool = fits.num_pages * fits.spec.page_bytes
     with pytest.raises(ConfigError) as caught:
         trial.with_pool(2 * GIB)
     plan = str(replace(trial.plan, pool=pool, graphs=2 * GIB))
@@ -338,7 +344,6 @@ def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest
 def kv_bytes(served: serving_model.ServingModel) -> int:
     """Of one page, by the layout that is allocated."""
     layouts = [
-        KvLayout.build("f", "float32", served.page_size, pages, served.kv_shapes).total_bytes
-        for pages in (64, 128)
+        PoolLayout(fingerprint="f", spec=served.spec, num_pages=pages).total_bytes for pages in (64, 128)
     ]
     return (layouts[1] - layouts[0]) // 64

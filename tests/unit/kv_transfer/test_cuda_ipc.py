@@ -11,7 +11,6 @@ import torch
 from common.errors import ConfigError, HandshakeRefused
 from kv_transfer import messages
 from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, SlotsGranted, TransferLost
-from kv_transfer.layout import KvLayout
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
@@ -28,6 +27,7 @@ from kv_transfer.transport.one_host import segment as shm_segment
 from kv_transfer.transport.one_host.process import ProcessIdentity
 from kv_transfer.transport.shm.sender import ShmSender
 from tests.fakes.fake_cuda import FakeCuda, FakeHost
+from tests.fakes.pools import layers_layout
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, layout, noise, page_bytes
 
 SRC, DST = layout(num_pages=8), layout(num_pages=12)
@@ -351,7 +351,7 @@ def test_under_mps_the_death_of_a_client_proves_nothing(monkeypatch: pytest.Monk
 def test_layouts_with_pages_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
     peer = pair.sending.attach(pair.target())
-    other = KvLayout.build("tiny", "float32", 2, 6, [(2, 4), (2, 4)])
+    other = layers_layout("tiny", "float32", 2, 6, [(2, 4), (2, 4)])
     write = pair.sending.write_pages(peer, other, [1], [5], 1, checksums=False)  # a smaller pool's offsets
     assert pair.sending.poll(write.ticket) is WriteState.DONE
     assert len(write.digests) == 0

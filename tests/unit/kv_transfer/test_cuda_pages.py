@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_transfer.layout import KvLayout
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.cuda.pages import MIX, POSITION, PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
+from tests.fakes.pools import layers_layout
 from tests.unit.kv_transfer.rig import noise, page_bytes
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 MIXED = [(2, 4), (2, 4), (1, 12), (5, 4)]  # (KV heads, head_dim): page sizes differ between layers
 
 
-def memory(layout: KvLayout, seed: int = 0) -> torch.Tensor:
+def memory(layout: PoolLayout, seed: int = 0) -> torch.Tensor:
     return torch.frombuffer(noise(layout.total_bytes, seed), dtype=torch.uint8)
 
 
@@ -35,7 +36,9 @@ def by_hand(data: bytes, word: int) -> int:
     return total & mask
 
 
-def sums_of(layout: KvLayout, pool: torch.Tensor, pages: list[int], planes: range | None = None) -> list[int]:
+def sums_of(
+    layout: PoolLayout, pool: torch.Tensor, pages: list[int], planes: range | None = None
+) -> list[int]:
     sums = torch.zeros(len(pages), dtype=torch.int64)
     chosen = range(len(layout.planes)) if planes is None else planes
     move_pages(PagedMemory(layout, pool, CPU), None, page_list(pages, device=CPU), sums, chosen, 8)
@@ -54,8 +57,8 @@ def sums_of(layout: KvLayout, pool: torch.Tensor, pages: list[int], planes: rang
 def test_pages_and_checksums_of_any_shape(
     dtype: str, page_size: int, layers: list[tuple[int, int]], word: int
 ) -> None:
-    src = KvLayout.build("m", dtype, page_size, 7, layers)
-    dst = KvLayout.build("m", dtype, page_size, 11, layers)
+    src = layers_layout("m", dtype, page_size, 7, layers)
+    dst = layers_layout("m", dtype, page_size, 11, layers)
     a, b = memory(src, 1), memory(dst, 2)
     before = b.clone()
     source, target = PagedMemory(src, a, CPU), PagedMemory(dst, b, CPU)
@@ -73,7 +76,7 @@ def test_pages_and_checksums_of_any_shape(
 
 
 def test_planes_sent_one_after_another_add_up() -> None:
-    layout = KvLayout.build("m", "float32", 2, 5, MIXED)
+    layout = layers_layout("m", "float32", 2, 5, MIXED)
     a, b = memory(layout, 1), torch.zeros(layout.total_bytes, dtype=torch.uint8)
     source, target = PagedMemory(layout, a, CPU), PagedMemory(layout, b, CPU)
     assert [group.planes for group in source.groups] == [range(4), range(4, 6), range(6, 8)]
@@ -86,7 +89,7 @@ def test_planes_sent_one_after_another_add_up() -> None:
 
 
 def test_a_checksum_sees_one_bit_and_words_that_change_places() -> None:
-    layout = KvLayout.build("m", "float32", 2, 3, [(2, 4)])
+    layout = layers_layout("m", "float32", 2, 3, [(2, 4)])
     pool = memory(layout, 5)
     plane = layout.planes[1]
     at = plane.offset + plane.page_bytes
@@ -105,7 +108,7 @@ def test_a_checksum_sees_one_bit_and_words_that_change_places() -> None:
 
 INTERPRETED = """
 import torch
-from kv_transfer.layout import KvLayout
+from tests.fakes.pools import layers_layout
 from kv_transfer.transport.cuda import pages as cuda_pages
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 cpu = torch.device("cpu")
@@ -114,7 +117,7 @@ shapes = (
 )
 reference = cuda_pages._reference
 for dtype, size, layers in shapes:
-    src, dst = KvLayout.build("m", dtype, size, 6, layers), KvLayout.build("m", dtype, size, 9, layers)
+    src, dst = layers_layout("m", dtype, size, 6, layers), layers_layout("m", dtype, size, 9, layers)
     a = torch.randint(0, 256, (src.total_bytes,), dtype=torch.uint8)
     pages, every, found = page_list([5, 1, 2, 4], [8, 3, 1, 2], device=cpu), range(len(src.planes)), []
     for launch in (reference, cuda_pages._launch):

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from common.errors import NodeLost, Overloaded, Unavailable
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import messages
 from kv_transfer.events import Failed, PagesFree, PeerRefused, SlotsGranted, TransferLost
-from kv_transfer.layout import KvLayout
 from kv_transfer.messages import Slots
 from kv_transfer.transport.loopback.endpoints import Fabric
 from kv_transfer.transport.shm.sender import ShmSender
 from kv_transfer.transport.tcp.sender import TcpSender
+from tests.fakes.pools import layers_layout
 from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, layout, send_all
 
 
@@ -36,7 +37,7 @@ def prefill(clock: Clock, fabric: Fabric) -> Prefill:
 
 
 def decode_node(
-    fabric: Fabric, clock: Clock, shape: KvLayout | None = None, node: str = "decode-0"
+    fabric: Fabric, clock: Clock, shape: PoolLayout | None = None, node: str = "decode-0"
 ) -> Decode:
     incarnation = secrets.token_hex(16)
     return Decode(clock, fabric.receiver(incarnation), shape=shape, node=node, incarnation=incarnation)
@@ -55,18 +56,18 @@ def refusal(decode: Decode, prefill: Prefill) -> str:
     [
         (layout(fingerprint="other"), "layout", ["decode-0", "model differs", "tiny", "other"]),
         (layout(page_size=4), "layout", ["page size differs", "set the same kv.page_size"]),
-        (layout(dtype="bfloat16"), "layout", ["KV dtype differs"]),
+        (layout(dtype="bfloat16"), "layout", ["KV dtype of target layer 0 k differs"]),
         # one node drafts, the other does not: a draft's planes stand behind the target's
-        (KvLayout.build("tiny", "float32", 2, 16, [(2, 4)] * 3), "layout", ["decode-0"]),
+        (layers_layout("tiny", "float32", 2, 16, [(2, 4)] * 3), "layout", ["decode-0"]),
         (
-            KvLayout.build("tiny", "float32", 2, 16, [(2, 4), (2, 4)], 0, 2),
+            layers_layout("tiny", "float32", 2, 16, [(2, 4), (2, 4)], 0, 2),
             "tensor_parallel",
             ["rank 0 of 2", "rank 0 of 1", "same tensor-parallel size"],
         ),
     ],
 )
 def test_refused_layouts(
-    fabric: Fabric, clock: Clock, prefill: Prefill, shape: KvLayout, cause: str, words: list[str]
+    fabric: Fabric, clock: Clock, prefill: Prefill, shape: PoolLayout, cause: str, words: list[str]
 ) -> None:
     sentence = refusal(decode_node(fabric, clock, shape), prefill)
     assert all(word in sentence for word in words), sentence
@@ -96,16 +97,16 @@ def test_other_version_is_told_by_both_sides(fabric: Fabric, clock: Clock, prefi
     decode.connect(prefill, from_the_future)
     (event,) = decode.poll()
     assert isinstance(event, PeerRefused)
-    assert "speaks KV protocol 9, this node speaks 2" in event.reason
+    assert f"speaks KV protocol 9, this node speaks {messages.PROTOCOL_VERSION}" in event.reason
     # the other direction: an answer of another version
     again = decode_node(fabric, clock)
     again.connect(prefill, lambda frame: None)
     answer = bytearray(messages.encode(messages.Refused("?"), prefill.incarnation))
-    struct.pack_into("<H", answer, 4, 3)
+    struct.pack_into("<H", answer, 4, 8)
     again.receiver.handle(prefill.incarnation, bytes(answer))
     (event,) = again.poll()
     assert isinstance(event, PeerRefused)
-    assert "speaks KV protocol 3" in event.reason
+    assert "speaks KV protocol 8" in event.reason
 
 
 def test_slots_before_hello_are_refused_and_abort_is_acknowledged(prefill: Prefill) -> None:

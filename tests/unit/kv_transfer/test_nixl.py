@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError, HandshakeRefused
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import messages
 from kv_transfer.copy_plan import Copy
 from kv_transfer.events import Arrived, Failed, PagesFree, SlotsGranted, TransferLost
-from kv_transfer.layout import KvLayout
 from kv_transfer.messages import AbortAck
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Region, Target, WriteState
 from kv_transfer.transport.nixl import agent as nixl_agent
@@ -25,11 +25,12 @@ from kv_transfer.transport.nixl.sender import QUIET, NixlSender
 from kv_transfer.transport.nixl.writes import cuts
 from tests.fakes.fake_cuda import FakeCuda, FakeHost
 from tests.fakes.fake_nixl import FakeNixl
+from tests.fakes.pools import layers_layout
 from tests.fakes.waiting import until
 from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, noise, page_bytes, same_pages, send_all
 
-LAYOUT = KvLayout.build("m", "float32", 2, 8, [(2, 4), (1, 4)])  # planes of two sizes
-OTHER = KvLayout.build("m", "float32", 2, 12, [(2, 4), (1, 4)])  # another pool size, so other offsets
+LAYOUT = layers_layout("m", "float32", 2, 8, [(2, 4), (1, 4)])  # planes of two sizes
+OTHER = layers_layout("m", "float32", 2, 12, [(2, 4), (1, 4)])  # another pool size, so other offsets
 SMALL = msgspec.structs.replace(LIMITS, max_frame_bytes=64, max_inflight_bytes=200)
 DECODE = "0b" * 16
 
@@ -37,7 +38,7 @@ DECODE = "0b" * 16
 class Ends:
     """Both endpoints over one fake network."""
 
-    def __init__(self, receiving: KvLayout = OTHER) -> None:
+    def __init__(self, receiving: PoolLayout = OTHER) -> None:
         self.net = FakeNixl()
         self.clock = Clock()
         self.sender = NixlSender("0a" * 16, "lo", SMALL, library=self.net, clock=self.clock)

@@ -16,7 +16,6 @@ import pytest
 from common.errors import ConfigError, HandshakeRefused
 from kv_transfer import messages
 from kv_transfer.events import Failed, PagesFree
-from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import Region, Target
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
@@ -25,11 +24,12 @@ from kv_transfer.transport.one_host.segment import sweep_orphans
 from kv_transfer.transport.shm.kind import ShmDescription
 from kv_transfer.transport.shm.receiver import ShmReceiver
 from kv_transfer.transport.shm.sender import ShmSender
+from tests.fakes.pools import layers_layout
 from tests.fakes.waiting import PATIENCE, until
 from tests.unit.kv_transfer.rig import Clock, Decode
 
 INCARNATION = "ab" * 16
-LAYOUT = KvLayout.build("m", "float32", 2, 4, [(2, 4)])
+LAYOUT = layers_layout("m", "float32", 2, 4, [(2, 4)])
 ROOT = Path(__file__).parents[3]
 
 

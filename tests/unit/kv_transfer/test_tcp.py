@@ -11,17 +11,17 @@ import msgspec
 import pytest
 
 from kv_transfer.copy_plan import Copy
-from kv_transfer.layout import KvLayout
 from kv_transfer.transport.base import PeerMemory, Region, Target, Ticket, Window, WriteState
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.frames import Frame
 from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.tcp.receiver import TcpReceiver
 from kv_transfer.transport.tcp.sender import TcpSender
+from tests.fakes.pools import layers_layout
 from tests.fakes.waiting import PATIENCE, until
 from tests.unit.kv_transfer.rig import LIMITS, Clock, noise
 
-LAYOUT = KvLayout.build("m", "float32", 2, 8, [(2, 4)])
+LAYOUT = layers_layout("m", "float32", 2, 8, [(2, 4)])
 PAGE = LAYOUT.planes[0].page_bytes
 SMALL = msgspec.structs.replace(LIMITS, max_frame_bytes=1 << 16)
 PEER = "0a" * 16

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
-from common.engine.kv_cache.page_space import PageSpace, as_keys
-from common.engine.kv_cache.radix_cache import RadixCache
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import ModelRunner, load_model, make_pool
+from common.engine.model_runner import ModelRunner, load_model
 from common.engine.rotary_places import rotary_places
+from common.kv_cache.page_space import PageSpace, as_keys
+from common.kv_cache.radix_cache import RadixCache
 from common.messages.generation import ImageSpan, SamplingParams
 from common.model_config import ModelConfig
 from prefill_node.host_batch import HostBatch
@@ -28,6 +28,7 @@ from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from prefill_node.seeing import load_vision
 from prefill_node.vision import VisionEmbeds
+from tests.fakes.pools import model_pool
 from tests.fakes.qwen_vl import IMAGE, as_png, build, picture, reference_logits, save
 
 CPU = Placement(torch.float32, torch.device("cpu"))
@@ -62,7 +63,7 @@ class Rig:
         self.read = load_pixel_reader(path, self.vision, 1_000_000)
         loaded, _ = load_model(path, "float32")
         self.loaded = loaded
-        pool = make_pool(self.config, PAGE, 80, CPU)
+        pool = model_pool(self.config, PAGE, 80, CPU)
         self.runner = ModelRunner(loaded, pool, PagedAttention(pool, self.config.sliding_windows))
         self.embeds = VisionEmbeds(loaded.embed, load_vision(path, self.config, CPU), RowCache(1 << 20))
         self.space = PageSpace(PAGE, 80, RadixCache(PAGE))

@@ -9,11 +9,11 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.kv_cache.pool import KvPool
-from common.engine.model_runner import ModelRunner, make_pool
+from common.engine.model_runner import ModelRunner
 from prefill_node.warm_up import warm_up
 from tests.fakes.draft_models import DRAFTS, DraftModel
 from tests.fakes.mtp_models import MtpModel
+from tests.fakes.pools import model_pool, plain_pool
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, tiny_model
 
 PAGE, PAGES = 4, 3
@@ -23,8 +23,8 @@ PAGE, PAGES = 4, 3
 def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = DraftModel("eagle3")
     model = tiny_model(aux=draft.aux_layers)
-    pool = make_pool(CONFIG, PAGE, PAGES, PLACEMENT)
-    draft_pool = KvPool(
+    pool = model_pool(CONFIG, PAGE, PAGES, PLACEMENT)
+    draft_pool = plain_pool(
         1, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, PAGES, PLACEMENT.dtype, PLACEMENT.device
     )
     runner = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))
@@ -49,9 +49,9 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_module_of_a_multi_layer_draft_runs() -> None:
-    draft, pool = MtpModel("mtp", 3), make_pool(CONFIG, PAGE, PAGES, PLACEMENT)
+    draft, pool = MtpModel("mtp", 3), model_pool(CONFIG, PAGE, PAGES, PLACEMENT)
     layers = (3, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, PAGES)
-    draft_pool = KvPool(*layers, PLACEMENT.dtype, PLACEMENT.device)
+    draft_pool = plain_pool(*layers, PLACEMENT.dtype, PLACEMENT.device)
     runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
     off = PhaseSwitch("none")
     target = node_graphs.prefill_graphs(runner, off, 8, 2, CaptureHiddenMode.FULL)

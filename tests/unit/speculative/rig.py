@@ -19,7 +19,6 @@ from common.engine.cuda_graph.rules import Decision, Phase
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
-from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import DraftShape, RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
@@ -41,6 +40,7 @@ from decode_node.speculative.verify import Emitted, Verify
 from prefill_node.multi_layer import MultiLayerPrefill
 from tests.fakes.draft_models import DRAFTS, standalone_model, tiny_draft
 from tests.fakes.mtp_models import FORMATS, MtpModel, mtp_config, mtp_modules, whole_prompt
+from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import VOCAB, reference, tiny_model
 from tests.unit.cuda_graph.rig import CPU, DeviceDriver, sequences
 
@@ -224,7 +224,7 @@ class RoundRig:
         model = self.target.config
         layers = (model if config is None else config.model).num_layers
         place = Placement(torch.float32, self.device)
-        self.draft_pool = KvPool(
+        self.draft_pool = plain_pool(
             layers,
             model.num_kv_heads,
             model.head_dim,
@@ -253,7 +253,7 @@ class RoundRig:
         for index, (ids, sampling) in enumerate(zip(self.prompts, self.params, strict=True)):
             self.relay.write_row(index + 1, [*ids, self.first[index]], 1, sampling)
         shape = self.target.config
-        self.draft_pool = KvPool(
+        self.draft_pool = plain_pool(
             self.kind.steps,
             shape.num_kv_heads,
             shape.head_dim,

@@ -282,14 +282,9 @@ def test_pages_of_others_are_never_written() -> None:
     graphs.round([0, 1])
     length = int(graphs.relay.seq_len[1])
     graphs.held[0] = -(-length // 4)
-    before = graphs.pool.storage.clone()
+    before = KvPool(graphs.pool.layout, "target", graphs.pool.storage.clone())
     foreign = graphs.table.pages[1][graphs.held[0] :].tolist()
     graphs.round([0])
     for layer in range(graphs.pool.num_layers):
-        now, then = graphs.pool.key(layer)[foreign], _plane(graphs.pool, before, 2 * layer)[foreign]
+        now, then = graphs.pool.key(layer)[foreign], before.key(layer)[foreign]
         assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))
-
-
-def _plane(pool: KvPool, storage: torch.Tensor, index: int) -> torch.Tensor:
-    begin = pool.plane_offsets[index]
-    return storage[begin : begin + pool.plane_bytes].view(pool.dtype).view(pool.key(0).shape)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.kv_cache.page_allocator import PageAllocator
+from common.kv_cache.page_allocator import PageAllocator
 
 
 def test_page_0_is_never_given_out() -> None:

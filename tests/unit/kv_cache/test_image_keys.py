@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.kv_cache.image_keys import IMAGE_BIT, image_keys, paired, with_images
-from common.engine.kv_cache.page_space import as_bigram_keys
 from common.errors import InvalidRequest
+from common.kv_cache.image_keys import IMAGE_BIT, image_keys, paired, with_images
+from common.kv_cache.page_space import as_bigram_keys
 from common.messages.generation import ImageSpan
 
 DIGESTS = st.binary(min_size=32, max_size=32)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.engine.kv_cache.radix_cache import Keys
 from common.errors import InvalidRequest
+from common.kv_cache.radix_cache import Keys
 from common.messages.generation import ImageSpan
 
 IMAGE_BIT = 1 << 62  # set in every key of an image row

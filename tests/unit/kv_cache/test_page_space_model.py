@@ -13,8 +13,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys
-from common.engine.kv_cache.radix_cache import Keys, Node, NoPrefixCache, RadixCache
+from common.kv_cache.page_space import PageLease, PageSpace, as_keys
+from common.kv_cache.radix_cache import Keys, Node, NoPrefixCache, RadixCache
 
 Prefix = tuple[int, ...]
 SALTS = [b"", b"tenant-a", b"tenant-bb"]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.kv_cache.page_space import PageLease, PageSpace, as_keys, keys_with_lookahead
-from common.engine.kv_cache.radix_cache import NoPrefixCache, RadixCache
+from common.kv_cache.page_space import PageLease, PageSpace, as_keys, keys_with_lookahead
+from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
 
 
 def space(pages: int = 8, page_size: int = 2) -> PageSpace:

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from common.engine.kv_cache.image_keys import paired
-from common.engine.kv_cache.page_allocator import PageAllocator
-from common.engine.kv_cache.radix_cache import Keys, Node, PrefixCache
+from common.kv_cache.image_keys import paired
+from common.kv_cache.page_allocator import PageAllocator
+from common.kv_cache.radix_cache import Keys, Node, PrefixCache
 
 
 def as_keys(token_ids: Sequence[int] | Keys) -> Keys:

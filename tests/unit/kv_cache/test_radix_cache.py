@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.kv_cache.page_space import as_keys
-from common.engine.kv_cache.radix_cache import Match, Node, NoPrefixCache, RadixCache
+from common.kv_cache.page_space import as_keys
+from common.kv_cache.radix_cache import Match, Node, NoPrefixCache, RadixCache
 
 
 def put(cache: RadixCache, tokens: Sequence[int], pages: Sequence[int]) -> tuple[Node, int]:

@@ -1,0 +1,89 @@
+"""One plane: what one layer keeps under one name for every token, or for every request."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+}
+
+Owner = Literal["target", "draft"]
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
+
+
+class Kept(enum.StrEnum):
+    """What a plane has one entry for."""
+
+    PAGED = "paged"  # every token: [num_pages, page_size, *entry]
+    PER_REQUEST = (
+        "per_request"  # every request: [num_slots, *entry]; travels whole, once, after the last page
+    )
+
+
+class HeadGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A run of the sharded axis: `heads` heads of `width` values each. More ranks than heads replicate heads."""
+
+    heads: Size
+    width: Size
+
+
+class Plane(msgspec.Struct, frozen=True, array_like=True):
+    """A value of the configs alone: equal on every rank. ValueError unless its fields agree with each other."""
+
+    owner: Owner
+    layer: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # of the owner
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=32)]  # "k", "v", ...; unique within the layer
+    kept: Kept
+    entry: Annotated[tuple[Size, ...], msgspec.Meta(min_length=1, max_length=4)]  # of all ranks together
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]  # a key of ITEM_BYTES
+    axis: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0  # of `entry`: the sharded one
+    # Runs of that axis, each of which is divided among the ranks by heads; none: every rank holds all of it.
+    groups: Annotated[tuple[HeadGroup, ...], msgspec.Meta(max_length=16)] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"{self.where}: KV dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
+        if self.axis >= len(self.entry):
+            raise ValueError(f"{self.where}: axis {self.axis} of an entry with {len(self.entry)} axes")
+        covered = sum(group.heads * group.width for group in self.groups)
+        if self.groups and covered != self.entry[self.axis]:
+            raise ValueError(
+                f"{self.where}: its groups hold {covered} values, axis {self.axis} has {self.entry[self.axis]}"
+            )
+
+    @property
+    def where(self) -> str:
+        """How errors name it."""
+        return f"{self.owner} layer {self.layer} {self.name}"
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one value."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry over all ranks, replicas not counted."""
+        return math.prod(self.entry) * self.item_bytes
+
+
+def attention_planes(
+    owner: Owner, layers: int, kv_heads: int, head_dim: int, dtype: str
+) -> tuple[Plane, ...]:
+    """Keys and values of `layers` attention layers: two paged planes each, divided by KV heads."""
+    heads = (HeadGroup(kv_heads, 1),)
+    return tuple(
+        Plane(owner, layer, name, Kept.PAGED, (kv_heads, head_dim), dtype, 0, heads)
+        for layer in range(layers)
+        for name in ("k", "v")
+    )

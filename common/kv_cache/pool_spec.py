@@ -1,0 +1,46 @@
+"""PoolSpec: the planes of a target and its draft. A function of configs alone, known before weights are loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from common.kv_cache.plane import Kept, Owner, Plane, Size, attention_planes
+from common.model_config import ModelConfig
+
+
+class PoolSpec(msgspec.Struct, frozen=True):
+    """What one request keeps. The planes of a layer are neighbours; the target's layers come first."""
+
+    page_size: Size  # tokens
+    planes: Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1, max_length=8192)]
+
+    def __post_init__(self) -> None:
+        """ValueError for a plane that stands twice."""
+        names = {(plane.owner, plane.layer, plane.name) for plane in self.planes}
+        if len(names) != len(self.planes):
+            raise ValueError("a pool spec names a plane twice")
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all planes and ranks."""
+        return self.page_size * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token adds over all planes and ranks."""
+        return sum(plane.entry_bytes for plane in self.planes if plane.kept is Kept.PAGED)
+
+
+def pool_spec(target: ModelConfig, draft: ModelConfig | None, page_size: int, dtype: str) -> PoolSpec:
+    """The spec of a node that serves `target` with `draft`, both of which keep values of `dtype`."""
+    planes = model_planes("target", target, dtype)
+    if draft is not None:
+        planes += model_planes("draft", draft, dtype)
+    return PoolSpec(page_size, planes)
+
+
+def model_planes(owner: Owner, config: ModelConfig, dtype: str) -> tuple[Plane, ...]:
+    """The planes of one model: the place where a family says what its layers keep."""
+    return attention_planes(owner, config.num_layers, config.num_kv_heads, config.head_dim, dtype)

@@ -1,0 +1,68 @@
+"""Pools and layouts of a size that a test wants, by the same spec as a node's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.engine.kv_cache.pool import KvPool
+from common.engine.layers.placement import Placement
+from common.kv_cache.plane import HeadGroup, Kept, Plane, attention_planes
+from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.pool_spec import PoolSpec, pool_spec
+from common.model_config import ModelConfig
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def plain_pool(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    num_pages: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> KvPool:
+    """A pool of attention layers that are all alike."""
+    spec = PoolSpec(page_size, attention_planes("target", layers, kv_heads, head_dim, name_of(dtype)))
+    return empty_pool(spec, num_pages, torch.device(device))
+
+
+def model_pool(config: ModelConfig, page_size: int, num_pages: int, placement: Placement) -> KvPool:
+    """A pool for one model."""
+    spec = pool_spec(config, None, page_size, name_of(placement.dtype))
+    return empty_pool(spec, num_pages, placement.device)
+
+
+def empty_pool(spec: PoolSpec, num_pages: int, device: torch.device) -> KvPool:
+    """A target's pool of zeros."""
+    layout = PoolLayout(fingerprint="pool", spec=spec, num_pages=num_pages)
+    return KvPool(layout, "target", torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device))
+
+
+def layers_layout(
+    fingerprint: str,
+    dtype: str,
+    page_size: int,
+    num_pages: int,
+    layers: Sequence[tuple[int, int]],
+    tp_rank: int = 0,
+    tp_size: int = 1,
+) -> PoolLayout:
+    """Attention layers of the given (KV heads, head_dim)."""
+    planes = tuple(
+        Plane("target", layer, name, Kept.PAGED, (heads, dim), dtype, 0, (HeadGroup(heads, 1),))
+        for layer, (heads, dim) in enumerate(layers)
+        for name in ("k", "v")
+    )
+    return PoolLayout(
+        fingerprint=fingerprint,
+        spec=PoolSpec(page_size, planes),
+        num_pages=num_pages,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+    )
