@@ -1,0 +1,57 @@
+"""The decode node's side: its pool and its records are mapped files."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, Window
+from kv_transfer.transport.one_host import process
+from kv_transfer.transport.one_host.peer_watch import PeerWatches
+from kv_transfer.transport.one_host.process import ProcessIdentity
+from tests.fakes.file_transport.kind import FileDescription, FileOptions
+
+
+class FileReceiver(ReceiverEndpoint):
+    def __init__(self, incarnation: str, directory: Path) -> None:
+        self._paths = {region: directory / f"{incarnation}.{region}" for region in Region}
+        self._watches = PeerWatches()
+
+    def allocate(self, region: Region, nbytes: int) -> memoryview:
+        with self._paths[region].open("w+b") as file:
+            file.truncate(nbytes)
+            view = memoryview(mmap.mmap(file.fileno(), nbytes))
+        if region is Region.KV:
+            self.kv = view
+        else:
+            self.records = view
+        return view
+
+    def describe(self, incarnation: str) -> FileDescription:
+        return FileDescription(
+            str(self._paths[Region.KV]), str(self._paths[Region.RECORDS]), process.current()
+        )
+
+    def admit(self, incarnation: str, process: ProcessIdentity) -> None:
+        self._watches.admit(incarnation, process)
+
+    def announce(self, window: Window) -> None:
+        """The files are open to the sender anyway."""
+
+    def revoke(self, generation: int) -> bool:
+        return False
+
+    def proves_dead(self, incarnation: str) -> bool:
+        return self._watches.dead(incarnation)
+
+    def forget(self, incarnation: str) -> None:
+        self._watches.forget(incarnation)
+
+    def close(self) -> None:
+        for path in self._paths.values():
+            path.unlink(missing_ok=True)
+        self._watches.close()
+
+
+def make_receiver(setup: ReceiverSetup[FileOptions]) -> FileReceiver:
+    return FileReceiver(setup.incarnation, Path(setup.options.file_directory))
