@@ -98,6 +98,23 @@ class DraftConfig:
         )
 
 
+def algorithm_of(path: str | Path, target: str | Path) -> DraftAlgorithm:
+    """Which algorithm drafts with the model in `path`, by its config.json alone. Raises ModelError.
+
+    A model that could be served by itself drafts standalone; one whose checkpoint holds prediction modules does so
+    too, unless it is the target itself, whose modules are then meant.
+    """
+    file = Path(path) / "config.json"
+    raw = _flat(model_files.read_json(file), str(file))
+    if has_modules(raw) and Path(path).resolve() == Path(target).resolve():
+        return "mtp"
+    name = architecture_of(raw)
+    found = next((algorithm for algorithm in ARCHITECTURES if _is_of(name, algorithm)), None)
+    if found is None:
+        raise ModelError(f"{file}: architecture {str(name)[:80]} is no draft; known are {_known()}")
+    return found
+
+
 def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
     """The draft as it runs for so many steps: of a multi-layer one the first modules. `ModelError` if it has fewer."""
     if draft.mtp is None:

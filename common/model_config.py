@@ -9,6 +9,7 @@ builder to `common/engine/models/registry.py` and its config to `tests/unit/engi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from common.json_fields import (
     shown,
     word,
 )
+from common.model_mistakes import explain_directory
 from common.rope_config import RopeConfig, parse_rope, with_sections
 from common.safetensors_header import read_header
 from common.vision_config import ARCHITECTURES, VisionConfig, is_vision, language_part, parse_vision
@@ -111,6 +113,8 @@ class ModelConfig:
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a model directory")
         file = directory / "config.json"
+        if not os.path.lexists(file):
+            raise ModelError(f"{directory} {explain_directory(directory)}")
         raw = model_files.read_json(file)
         generation_file = directory / "generation_config.json"
         generation = model_files.read_json(generation_file) if generation_file.is_file() else {}

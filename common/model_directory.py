@@ -17,6 +17,11 @@ from typing import BinaryIO
 from common.errors import ModelError
 
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # folders of a Hugging Face cache
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+FETCH_LFS = (
+    "is a Git-LFS pointer: the repository was cloned without its large files; run `git lfs pull` in it, or download "
+    "the model with `hf download`"
+)
 MIB = 1 << 20
 MAX_TEMPLATE_BYTES = 1 * MIB
 MAX_TOKENIZER_BYTES = 128 * MIB  # the largest published ones have some 35 MB
@@ -66,6 +71,8 @@ def read_bytes(path: Path, most: int) -> bytes:
         if size > most:
             raise ModelError(f"{path} has {size} bytes; at most {most} are read")
         content = file.read(most + 1)
+    if content.startswith(LFS_POINTER):
+        raise ModelError(f"{path} {FETCH_LFS}")
     if len(content) > most:  # it grows while it is read
         raise ModelError(f"{path} has more than the {most} bytes that are read")
     return content

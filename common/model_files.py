@@ -44,24 +44,33 @@ def read_json(path: Path, most: int = MAX_CONFIG_BYTES, max_values: int = MAX_VA
     return value
 
 
+def indexed_names(index: Path) -> list[str]:
+    """The file names in a checkpoint's index, sorted; whether they exist is not asked. Raises ModelError."""
+    weight_map = read_json(index, MAX_INDEX_BYTES, MAX_INDEX_VALUES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index}: weight_map must give the name of a file for each tensor")
+    names = sorted(set(weight_map.values()))
+    if len(names) > MAX_WEIGHT_FILES:
+        raise ModelError(f"{index} names {len(names)} files; at most {MAX_WEIGHT_FILES} are read")
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index} names {name!r}; only *.safetensors files beside it are loaded")
+    return names
+
+
 def weight_paths(directory: Path) -> list[Path]:
     """The safetensors files of a model directory in a stable order; anything else is refused by name."""
     index = directory / INDEX
     if index.is_file():
-        weight_map = read_json(index, MAX_INDEX_BYTES, MAX_INDEX_VALUES).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index} has no weight_map")
-        if not all(isinstance(name, str) for name in weight_map.values()):
-            raise ModelError(f"{index}: weight_map must give the name of a file for each tensor")
-        names = sorted(set(weight_map.values()))
-        if len(names) > MAX_WEIGHT_FILES:
-            raise ModelError(f"{index} names {len(names)} files; at most {MAX_WEIGHT_FILES} are read")
-        for name in names:
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                raise ModelError(f"{index} names {name!r}; only *.safetensors files beside it are loaded")
-            if not (directory / name).is_file():
-                raise ModelError(f"{index} names {name}, which is not in {directory}")
-        return [directory / name for name in names]
+        paths = [directory / name for name in indexed_names(index)]
+        for path in paths:
+            if not path.is_file():
+                raise ModelError(
+                    f"{index} names {path.name}, which is not in {directory}: the download or copy is incomplete"
+                )
+        return paths
     single = directory / SINGLE
     if single.is_file():
         return [single]

@@ -18,9 +18,11 @@ from typing import Any
 from common.errors import ModelError
 from common.model_directory import opened
 from common.model_json import parse_json
+from common.model_mistakes import explain_weight_file
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 MAX_TENSORS = 100_000  # of one file
+START_BYTES = 64  # enough to recognise a file of another kind
 MAX_DIMENSIONS = 8
 METADATA = "__metadata__"
 # Brackets and commas of an entry whose shape has MAX_DIMENSIONS numbers, halved as `parse_json` counts them.
@@ -70,6 +72,9 @@ def read_header(path: Path) -> WeightFile:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > size - 8:
+            explained = explain_weight_file(prefix + file.read(START_BYTES))
+            if explained is not None:
+                raise ModelError(f"{path} {explained}")
             raise ModelError(f"{path} is not a whole safetensors file: its header is cut off or corrupt")
         if length > MAX_HEADER_BYTES:
             raise ModelError(

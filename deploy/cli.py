@@ -1,4 +1,4 @@
-"""`deploy/up`, `down`, `status` and `config`.
+"""`deploy/up`, `down`, `status` and `config`: of a cluster file, a model directory or a model of the Hugging Face hub.
 
 Exit codes: 0 good, 1 failed, 2 refused, 3 not running. `status`: 0 everything is up, 1 the router cannot serve,
 4 degraded: requests are served, but a process is down or the supervisor has a problem.
@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
+import typer.core
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -31,6 +32,7 @@ from common.observability.stderr_file import StderrFile
 from deploy.admin_client import ask
 from deploy.children import Child
 from deploy.disk import disk_problem
+from deploy.prepare import cluster_file_of, prepare
 from deploy.process_table import read_table
 from deploy.status_view import show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
@@ -41,26 +43,64 @@ DETACHED_LOG = "supervisor.log"
 ANSWER_SECONDS = 5.0  # of the router, asked for its state
 EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, 2, 3, 4
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, context_settings=HELP
+)
 console = Console(stderr=True)
 
-ClusterFile = Annotated[Path, typer.Argument(help="Cluster file")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE, over file and environment")]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="CLUSTER.yaml|MODEL_DIR|ORG/NAME",
+        help="A cluster file, a model directory, or a model of the Hugging Face hub. A path that exists wins.",
+        show_default="deploy/clusters/local.yaml, a tiny model",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a key, over file and environment, as in router.port=8001; may be repeated.",
+    ),
+]
 
 
-@app.command()
+@app.command(context_settings=HELP)
 def up(
-    cluster: ClusterFile = DEFAULT,
+    target: Target = str(DEFAULT),
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Draft model for speculation; its config.json says which algorithm."
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="N", help="Port of the API; the same as --set router.port=N.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="REV", help="Branch, tag or commit of ORG/NAME; default: main.")
+    ] = None,
     overrides: Overrides = None,
-    detach: Annotated[bool, typer.Option(help="Return once the cluster answers")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the cluster answers.")] = False,
 ) -> None:
-    """Start a cluster on this machine and keep it running; Ctrl-C drains it."""
-    resolved = _load(cluster, overrides)
+    """Start a cluster on this machine and keep it running; Ctrl-C drains it.
+
+    For a model, one prefill node and one decode node are started: both on the CPU where there is no GPU, both on a
+    single GPU, or each on its own. ORG/NAME is taken from the Hugging Face cache, or else downloaded.
+    """
+    values = [*(overrides or []), *([] if port is None else [f"router.port={port}"])]
+    try:
+        cluster = prepare(target, draft, revision, values, _say)
+    except ConfigError as error:
+        _refuse(target, error)
+    resolved = _load(cluster, values)
     if detach:
-        _detach(resolved, cluster, overrides or [])
+        _detach(resolved, cluster, values)
         return
     try:
-        supervisor = Supervisor(resolved, overrides or [])
+        supervisor = Supervisor(resolved, values)
     except ConfigError as error:
         _refuse(cluster, error)
     except AlreadyRunning as error:
@@ -83,8 +123,9 @@ def up(
         _refuse(cluster, error)
     except StartError as error:
         _fail(str(error))
-    name = resolved.cluster.model.served_name or resolved.model_path.name
-    _say(f"{name} answers at {supervisor.url}/v1  (logs: {supervisor.run_dir}/logs)", "bold")
+    _say(
+        f"{_served_name(resolved)} answers at {supervisor.url}/v1  (logs: {supervisor.run_dir}/logs)", "bold"
+    )
     _say("Ctrl-C stops it.")
     try:
         supervisor.watch(report)
@@ -94,9 +135,10 @@ def up(
     _say("stopped")
 
 
-@app.command()
-def down(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
+@app.command(context_settings=HELP)
+def down(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
     """Drain and stop a cluster."""
+    cluster = _cluster_file(target, missing_exit=0)
     resolved = _load(cluster, overrides)
     table = read_table(_run_dir(cluster, resolved))
     if table is None:
@@ -113,9 +155,13 @@ def down(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     _say("stopped")
 
 
-@app.command()
-def status(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
-    """Show the processes of a cluster and what the router says of its nodes."""
+@app.command(context_settings=HELP)
+def status(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
+    """Show the processes of a cluster and what the router says of its nodes.
+
+    Exit codes: 0 everything is up, 1 not ready, 2 refused, 3 not running, 4 degraded.
+    """
+    cluster = _cluster_file(target, missing_exit=EXIT_NOT_RUNNING)
     resolved = _load(cluster, overrides)
     run_dir = _run_dir(cluster, resolved)
     table = read_table(run_dir)
@@ -125,9 +171,10 @@ def status(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
     raise typer.Exit(show_status(table, disk_problem(run_dir), _server_info(resolved), _output()))
 
 
-@app.command()
-def config(cluster: ClusterFile = DEFAULT, overrides: Overrides = None) -> None:
+@app.command(context_settings=HELP)
+def config(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
     """Show every value of a cluster and where it comes from."""
+    cluster = _cluster_file(target, missing_exit=EXIT_NOT_RUNNING)
     view = RichTable("key", "value", "origin")
     for path, value, origin in _load(cluster, overrides).rows():
         view.add_row(
@@ -197,7 +244,8 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
     while time.monotonic() < deadline:
         table = read_table(run_dir)
         if table is not None and table.state == "ready":
-            _say(f"answers at {table.url}/v1 (supervisor pid {process.pid}, logs: {run_dir}/logs)")
+            name = _served_name(resolved)
+            _say(f"{name} answers at {table.url}/v1 (supervisor pid {process.pid}, logs: {run_dir}/logs)")
             return
         if process.poll() is not None:
             _fail(
@@ -207,6 +255,22 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
         time.sleep(0.1)
     process.terminate()
     _fail(f"not ready after {DETACH_TIMEOUT:.0f} s; see {log_path}")
+
+
+def _served_name(resolved: Resolved) -> str:
+    return resolved.cluster.model.served_name or resolved.model_path.name
+
+
+def _cluster_file(target: str, missing_exit: int) -> Path:
+    """The cluster file of what was given; ends the command where a model was never started."""
+    try:
+        file = cluster_file_of(target)
+    except ConfigError as error:
+        _refuse(target, error)
+    if not file.exists() and str(file) != target:
+        _say(f"not running: deploy/up {target} has not been run")
+        raise typer.Exit(missing_exit)
+    return file
 
 
 def _load(cluster: Path, overrides: list[str] | None) -> Resolved:
@@ -254,10 +318,21 @@ def _fail(text: str) -> NoReturn:
     raise typer.Exit(EXIT_FAILED)
 
 
-def _refuse(cluster: Path, error: ConfigError) -> NoReturn:
-    _say(f"{cluster}: {error}", "red")
+def _refuse(target: Path | str, error: ConfigError) -> NoReturn:
+    _say(f"{target}: {error}", "red")
     raise typer.Exit(EXIT_REFUSED) from None
 
 
+def main(arguments: list[str]) -> None:
+    """Run the command that a script names first; help and errors then speak of that script."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    command = group.commands.get(arguments[0]) if arguments else None
+    if command is None:
+        app()
+    else:
+        command.main(arguments[1:], prog_name=f"deploy/{arguments[0]}")
+
+
 if __name__ == "__main__":
-    app()
+    main(sys.argv[1:])

@@ -25,7 +25,7 @@ def run_directory(resolved: Resolved, to_write: bool = False) -> Path:
     try:
         if configured == "auto":
             tag = hashlib.sha256(os.fsencode(resolved.file)).hexdigest()[:8]
-            path = _base() / f"{resolved.file.stem[:24]}-{tag}"
+            path = runtime_base() / f"{resolved.file.stem[:24]}-{tag}"
         else:
             path = Path(os.path.expanduser(configured))
             path = path if path.is_absolute() else (resolved.file.parent / path).resolve()
@@ -53,8 +53,8 @@ def unwritable(path: Path, problem: str) -> ConfigError:
     )
 
 
-def _base() -> Path:
-    """Where run directories lie: nobody else can write there, so nobody can put something in our place."""
+def runtime_base() -> Path:
+    """The directory of all run directories: nobody else can write there, so nobody can put something in our place."""
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     if runtime.is_dir() and runtime.stat().st_uid == os.getuid() and not runtime.stat().st_mode & 0o022:
         return runtime

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +52,14 @@ def run_dir_of(file: Path) -> Path:
     return Path(re.findall(r"run_dir: (\S+)", file.read_text())[0])
 
 
-def deploy(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def deploy(
+    command: str, *arguments: str, environment: Mapping[str, str] = ENV
+) -> subprocess.CompletedProcess[str]:
     """What deploy/COMMAND runs once the environment is set up."""
     return subprocess.run(
         [sys.executable, "-m", "deploy.cli", command, *arguments],
         cwd=ROOT,
-        env=ENV,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=600,
@@ -89,9 +93,12 @@ def record_of(file: Path, name: str) -> dict[str, Any]:
 
 
 def ask(file: Path, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    url = json.loads((run_dir_of(file) / "cluster.json").read_text())["url"]
+    return post(json.loads((run_dir_of(file) / "cluster.json").read_text())["url"] + path, body)
+
+
+def post(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         answer: dict[str, Any] = json.loads(response.read())
         return answer
@@ -129,6 +136,37 @@ def test_up_detached_status_down(cluster_file: Path) -> None:
     assert down.returncode == 0
     assert left_behind(cluster_file) == {"processes": [], "files": []}
     assert not segments_of(pids)
+
+
+def test_a_model_directory_is_served_by_one_command(tmp_path: Path, port: socket.socket) -> None:
+    """A copy of the tiny model under a name of its own, with a draft: up, a question, status, down."""
+    model = tmp_path / "my-model"
+    shutil.copytree(MODEL, model)
+    runtime = Path(tempfile.mkdtemp(prefix="td"))
+    here = {**ENV, "XDG_RUNTIME_DIR": str(runtime)}
+    address = f"http://127.0.0.1:{port.getsockname()[1]}"
+    arguments = [
+        "--draft",
+        str(MODEL.parent / "tiny-eagle3"),
+        "--port",
+        str(port.getsockname()[1]),
+        "--detach",
+    ]
+    up = deploy("up", str(model), *arguments, environment=here)
+    try:
+        assert up.returncode == 0, up.stderr
+        assert f"my-model answers at {address}/v1" in up.stderr
+        body = {"model": "my-model", "prompt": "There are 8", "max_tokens": 4, "temperature": 0}
+        answer = post(f"{address}/v1/completions", body)
+        assert answer["model"] == "my-model"
+        assert answer["usage"]["completion_tokens"] == 4
+        assert deploy("status", str(model), environment=here).returncode == 0
+        shown = deploy("config", str(model), environment=here).stdout
+        assert "eagle3" in next(line for line in shown.splitlines() if "speculation.algorithm" in line)
+    finally:
+        down = deploy("down", str(model), environment=here)
+        shutil.rmtree(runtime)
+    assert (down.returncode, down.stderr.strip()) == (0, "stopped")
 
 
 def test_ctrl_c_drains_and_a_killed_node_is_restarted(cluster_file: Path) -> None:

@@ -517,6 +517,8 @@ def test_shipped_files_load(path: Path) -> None:
     gpus = path.stem.startswith("h200")
     transport = "tcp" if path.stem == "tcp" else "cuda_ipc" if gpus else "shm"
     assert choose_transport(resolved.cluster).name == transport
+    # whoever copies the file and puts in another model serves it under its own name
+    assert resolved.cluster.model.served_name is None
 
 
 def test_the_default_cluster_speculates() -> None:

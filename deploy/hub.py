@@ -1,0 +1,132 @@
+"""Finds a model of the Hugging Face hub: in the local cache, else by a download with a progress bar.
+
+Only what a node reads is fetched: JSON, tokenizer and template files first, then, if the architecture is served, the
+safetensors files that the index names. Tokens are read by huggingface_hub (HF_TOKEN, or `hf auth login`) and appear in
+no message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from common.errors import ConfigError, ModelError
+from common.model_config import ModelConfig
+from common.model_files import INDEX, SINGLE, indexed_names, weight_paths
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+SMALL_FILES = ("*.json", "*.jinja", "tokenizer*")
+NESTED = "*/*"  # folders such as original/ and onnx/ hold the same weights in other forms
+Say = Callable[[str], None]
+Check = Callable[[Path], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One revision of a model on this machine."""
+
+    directory: Path
+    commit: str
+
+
+def find_snapshot(name: str, revision: str | None, say: Say, check: Check = ModelConfig.load) -> Snapshot:
+    """The model ORG/NAME at a branch, tag or commit, by default `main`. Raises ConfigError that says what to do.
+
+    Args:
+        check: is given a directory without weights yet, and raises ModelError for a model that is not served.
+    """
+    cached = _cached(name, revision)
+    if cached is not None and _is_whole(cached.directory):
+        say(f"{name}: commit {cached.commit}, from the cache ({cached.directory})")
+        return cached
+    found = _download(name, revision, say, check)
+    say(f"{name}: commit {found.commit} ({found.directory})")
+    return found
+
+
+def _cached(name: str, revision: str | None) -> Snapshot | None:
+    file = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    return _snapshot(Path(file).parent) if isinstance(file, str) else None
+
+
+def _snapshot(directory: Path) -> Snapshot:
+    return Snapshot(directory, directory.name)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether nothing that a node reads is missing, as after a download that was broken off."""
+    try:
+        return bool(weight_paths(directory)) and (directory / "tokenizer.json").is_file()
+    except ModelError:
+        return False
+
+
+def _download(name: str, revision: str | None, say: Say, check: Check) -> Snapshot:
+    try:
+        directory = _fetch(name, revision, SMALL_FILES)
+        check(directory)
+        if not _is_whole(directory):
+            free = shutil.disk_usage(directory).free / (1 << 30)
+            say(f"{name}: downloading to {constants.HF_HUB_CACHE} ({free:.0f} GiB free)")
+            # by commit: `main` may move between the two
+            _fetch(name, directory.name, _weight_names(directory))
+            weight_paths(directory)
+    except ModelError as error:
+        raise ConfigError("", str(error)) from error
+    except Exception as error:  # the library's HTTP client and its file locks raise kinds of their own
+        raise ConfigError("", _explain(name, revision, error)) from error
+    return _snapshot(directory)
+
+
+def _fetch(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    return Path(
+        huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(patterns), ignore_patterns=[NESTED]
+        )
+    )
+
+
+def _weight_names(directory: Path) -> tuple[str, ...]:
+    index = directory / INDEX
+    return tuple(indexed_names(index)) if index.is_file() else (SINGLE,)
+
+
+def _explain(name: str, revision: str | None, error: Exception) -> str:
+    """One sentence with the remedy."""
+    endpoint = constants.ENDPOINT.rpartition("@")[2]  # an address may hold a password
+    login = "log in with `hf auth login`, or set HF_TOKEN"
+    if isinstance(error, GatedRepoError):
+        return f"{name} is gated: accept its terms at {endpoint}/{name}, then {login}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{name} has no revision {revision!r}: give a branch, a tag or a whole commit hash"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{endpoint} has no model {name}, or it is private: check the name; for a private one {login}"
+    if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
+        at = "" if revision is None else f" --revision {revision}"
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{endpoint} cannot be reached"
+        return (
+            f"{name} is not in the cache ({constants.HF_HUB_CACHE}), or not all of it, and {reason}. On a machine with "
+            f"network run `hf download {name}{at} --local-dir DIR`, copy DIR here, and run deploy/up DIR"
+        )
+    return (
+        f"{name} cannot be downloaded from {endpoint}: {_without_token(str(error)) or type(error).__name__}"
+    )
+
+
+def _without_token(text: str) -> str:
+    for secret in (huggingface_hub.get_token(), os.environ.get("HF_TOKEN")):
+        text = text.replace(secret, "(token)") if secret else text
+    return " ".join(text.split())[:600]

@@ -1,0 +1,148 @@
+"""Writes the cluster file for one model on this machine: one prefill node and one decode node, on what there is.
+
+Without a GPU both nodes share the CPU; one GPU is shared by both nodes; of several GPUs each node takes one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config.schema import DecodeSection, PrefillSection
+from common.draft_config import DraftAlgorithm, algorithm_of
+from common.errors import ConfigError, ModelError
+from common.json_fields import positive
+from common.model_config import ModelConfig
+from common.model_files import read_json, weight_paths
+from common.mtp_format import MAX_MODULES, MODULES
+from deploy.gpus import Gpu
+
+GIB = 1 << 30
+SHARED_GPU = 0.93  # of one GPU for both nodes: the driver and two CUDA contexts need the rest
+PREFILL_SHARE = (
+    0.25  # of what the weights leave of a shared GPU; the decode node's pool holds every running request
+)
+LARGE_GPU = 40 * GIB  # from here on a forward of LARGE_CHUNK tokens is a small part of the memory
+LARGE_CHUNK = 8192
+CPU_DECODE_SHARE, CPU_PREFILL_SHARE = 0.4, 0.2  # of the memory that weights leave, for the pools
+SHM_SHARE = 0.8  # of /dev/shm, where the decode pool lies
+POOL_STEP = 1024  # tokens; a pool of the CPU is a multiple of it
+FLOAT32 = 4  # bytes: what a CPU node computes in
+STEPS = 3
+
+HEADER = """\
+# Written by deploy/up for {name}, and again at its next start. To change more than --set can,
+# copy this file and run deploy/up COPY. Every key: deploy/clusters/example.yaml.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the nodes can use."""
+
+    gpus: tuple[Gpu, ...]
+    cores: int
+    free_memory: int  # bytes of host memory
+    free_shared: int  # bytes of /dev/shm
+
+    @classmethod
+    def of_this_host(cls, gpus: list[Gpu]) -> Machine:
+        shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+        return cls(tuple(gpus), len(os.sched_getaffinity(0)), _available_memory(), shared)
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return f"the CPU ({self.cores} cores)"
+        if len(self.gpus) == 1:
+            return f"one GPU, shared by both nodes ({self.gpus[0].name})"
+        return f"two GPUs, one for each node ({self.gpus[0].name}, {self.gpus[1].name})"
+
+
+def cluster_sections(
+    name: str, directory: Path, draft: Path | None, machine: Machine
+) -> dict[str, dict[str, Any]]:
+    """The sections of the cluster file. Raises ConfigError for a directory that is not served, or no draft for it."""
+    try:
+        config = ModelConfig.load(directory)
+        weights = _stored_bytes(directory)
+        sections: dict[str, dict[str, Any]] = {"model": {"path": str(directory), "served_name": name}}
+        if draft is not None:
+            weights += _stored_bytes(draft)
+            sections["speculation"] = _speculation(algorithm_of(draft, directory), draft)
+    except ModelError as error:
+        raise ConfigError("", str(error)) from error
+    if machine.gpus:
+        return sections | _on_gpus(machine.gpus, weights)
+    # a checkpoint of two bytes per value grows to four
+    widened = weights * (1 if config.dtype == "float32" else 2)
+    return sections | _on_cpu(config, widened, machine)
+
+
+def write_cluster_file(file: Path, name: str, sections: dict[str, dict[str, Any]]) -> None:
+    """Replace the file as a whole. Raises ConfigError."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        temporary.write_text(HEADER.format(name=name) + yaml.safe_dump(sections, sort_keys=False))
+        temporary.replace(file)
+    except OSError as error:
+        raise ConfigError("", f"cannot write {file}: {error.strerror or error}") from error
+
+
+def _speculation(algorithm: DraftAlgorithm, draft: Path) -> dict[str, Any]:
+    steps = STEPS
+    if algorithm == "mtp":
+        file = draft / "config.json"
+        steps = min(STEPS, positive(read_json(file), MODULES, str(file), most=MAX_MODULES))
+    return {"algorithm": algorithm, "draft_model_path": str(draft), "steps": steps}
+
+
+def _on_gpus(gpus: tuple[Gpu, ...], weights: int) -> dict[str, dict[str, Any]]:
+    least = min(gpu.total_bytes for gpu in gpus[:2])
+    prefill: dict[str, Any] = {"nodes": [{"name": "prefill-0", "device": "cuda:0"}]}
+    if len(gpus) == 1:
+        rest = max(SHARED_GPU * least - 2 * weights, 0.0)
+        share = min(max((weights + PREFILL_SHARE * rest) / least, 0.1), SHARED_GPU / 2)
+        prefill["memory_fraction"] = round(share, 3)
+        decode: dict[str, Any] = {
+            "nodes": [{"name": "decode-0", "device": "cuda:0"}],
+            "memory_fraction": round(SHARED_GPU - share, 3),
+        }
+    else:
+        decode = {"nodes": [{"name": "decode-0", "device": "cuda:1"}]}
+    if least >= LARGE_GPU:
+        prefill["chunk_tokens"] = LARGE_CHUNK
+    return {"prefill": prefill, "decode": decode}
+
+
+def _on_cpu(config: ModelConfig, weights: int, machine: Machine) -> dict[str, dict[str, Any]]:
+    """Threads for both nodes, and pools that fit beside the weights; a default that fits is left out."""
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * FLOAT32
+    free = max(machine.free_memory - 2 * weights, 0)
+    decode = min(CPU_DECODE_SHARE * free, SHM_SHARE * machine.free_shared) / per_token
+    prefill = CPU_PREFILL_SHARE * free / per_token
+    sections: dict[str, dict[str, Any]] = {"process": {"threads": max(machine.cores // 2, 1)}}
+    for name, tokens, default in (
+        ("prefill", prefill, PrefillSection.CPU_POOL_TOKENS),
+        ("decode", decode, DecodeSection.CPU_POOL_TOKENS),
+    ):
+        if tokens < default:
+            sections[name] = {"pool_tokens": max(int(tokens) // POOL_STEP, 1) * POOL_STEP}
+    return sections
+
+
+def _stored_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in weight_paths(directory))
+
+
+def _available_memory() -> int:
+    """Bytes that can be taken without swapping, as the kernel says."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0

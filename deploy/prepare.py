@@ -1,0 +1,73 @@
+"""From the words given to a command to the cluster file that it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config import load_cluster
+from common.config.run_directory import run_directory
+from common.draft_config import algorithm_of
+from common.errors import ConfigError, ModelError
+from deploy.gpus import driver_present, find_gpus
+from deploy.hub import Say, find_snapshot
+from deploy.own_model import Machine, cluster_sections, write_cluster_file
+from deploy.process_table import read_table
+from deploy.targets import ModelTarget, read_target
+
+
+def cluster_file_of(text: str) -> Path:
+    """The cluster file, which may not exist yet where `text` is a model. Raises ConfigError."""
+    target = read_target(text)
+    return target.cluster_file if isinstance(target, ModelTarget) else target
+
+
+def prepare(text: str, draft: str | None, revision: str | None, overrides: Sequence[str], say: Say) -> Path:
+    """The cluster file to start. For a model it is written, after a download if needed. Raises ConfigError."""
+    target = read_target(text)
+    if not isinstance(target, ModelTarget):
+        for option, value, key in (
+            ("--draft", draft, "speculation.draft_model_path"),
+            ("--revision", revision, "model.path"),
+        ):
+            if value is not None:
+                raise ConfigError("", f"{option} goes with a model; in a cluster file, set {key}")
+        return target
+    if target.directory is not None and revision is not None:
+        raise ConfigError("", "--revision goes with ORG/NAME; this is a directory")
+    file = target.cluster_file
+    if _is_running(file, overrides):
+        return file  # whose processes may read it again: left as it is
+    directory = target.directory or find_snapshot(target.text, revision, say).directory
+    draft_directory = None if draft is None else _find_draft(draft, directory, say)
+    gpus = find_gpus()
+    if not gpus and driver_present():
+        say(
+            "there is an NVIDIA GPU, but this torch cannot use it: serving on the CPU (see deploy/setup --help)"
+        )
+    machine = Machine.of_this_host(gpus)
+    write_cluster_file(
+        file, target.served_name, cluster_sections(target.served_name, directory, draft_directory, machine)
+    )
+    say(f"serving {target.served_name} on {machine}; cluster file: {file}")
+    return file
+
+
+def _find_draft(text: str, target: Path, say: Say) -> Path:
+    try:
+        found = read_target(text)
+        if isinstance(found, Path):
+            raise ConfigError("", f"{text} is a file")
+        if found.directory is not None:
+            return found.directory
+        return find_snapshot(text, None, say, lambda directory: algorithm_of(directory, target)).directory
+    except (ConfigError, ModelError) as error:
+        raise ConfigError("--draft", f"{error}; give the directory of a draft model, or ORG/NAME") from error
+
+
+def _is_running(file: Path, overrides: Sequence[str]) -> bool:
+    """Whether a supervisor runs the cluster of a file that was written before."""
+    try:
+        return file.exists() and read_table(run_directory(load_cluster(file, overrides))) is not None
+    except ConfigError:
+        return False

@@ -1,0 +1,169 @@
+"""deploy/up ORG/NAME against a hub on loopback: what is fetched, what is said, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.model_files import INDEX, SINGLE
+from tests.architecture.source_tree import ROOT
+from tests.fakes.hub_server import COMMIT, OLDER, HubServer, running
+from tests.fakes.waiting import PATIENCE
+
+MODEL = ROOT / "deploy" / "tiny_models" / "tiny-target"
+NAME = "acme/tiny"
+TOKEN = "hf_secretsecretsecret"
+ASK = """
+import sys
+from common.errors import ConfigError
+from deploy.hub import find_snapshot
+try:
+    found = find_snapshot(sys.argv[1], sys.argv[2] or None, print)
+    print("FOUND", found.commit, found.directory)
+except ConfigError as error:
+    print("REFUSED", error)
+"""
+NEVER_FETCHED = {
+    "README.md": b"# words",
+    "pytorch_model.bin": b"PK..",
+    "tiny.gguf": b"GGUF",
+    "consolidated.safetensors": b"the same weights again",
+    "onnx/model.onnx": b"onnx",
+    "original/params.json": b"{}",
+    "modeling_tiny.py": b"print('never run')",
+}
+
+
+def model_files() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in MODEL.iterdir() if path.name != "README.md"}
+
+
+async def ask(home: Path, endpoint: str, revision: str = "", **environment: str) -> str:
+    """What `find_snapshot` prints in a process of its own: huggingface_hub reads its settings when it is imported."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TANDEM_"))}
+    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, **environment}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ASK, NAME, revision),
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT), **settings},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), PATIENCE)
+    assert TOKEN not in said.decode()
+    return said.decode()
+
+
+def found(said: str) -> Path:
+    line = next(line for line in said.splitlines() if line.startswith("FOUND "))
+    return Path(line.split(" ", 2)[2])
+
+
+async def test_only_what_a_node_reads_is_fetched_and_the_commit_is_printed(tmp_path: Path) -> None:
+    async with running(HubServer(NAME, {**model_files(), **NEVER_FETCHED})) as hub:
+        said = await ask(tmp_path, hub.url)
+    assert f"FOUND {COMMIT}" in said, said
+    assert f"{NAME}: commit {COMMIT}" in said
+    assert hub.fetched == set(model_files())
+    directory = found(said)
+    assert {path.name for path in directory.iterdir()} == set(model_files())
+    assert (directory / SINGLE).read_bytes() == (MODEL / SINGLE).read_bytes()
+    assert hub.tokens == {f"Bearer {TOKEN}"}
+
+
+async def test_a_model_in_the_cache_needs_no_network(tmp_path: Path) -> None:
+    async with running(HubServer(NAME, model_files())) as hub:
+        first = found(await ask(tmp_path, hub.url))
+        hub.asked.clear()
+        again = await ask(tmp_path, hub.url)
+        assert hub.asked == []
+    assert found(again) == first
+    assert "from the cache" in again
+    # the hub is gone now
+    assert found(await ask(tmp_path, hub.url, HF_HUB_OFFLINE="1")) == first
+    assert found(await ask(tmp_path, hub.url, revision=COMMIT)) == first
+
+
+async def test_a_revision_pins(tmp_path: Path) -> None:
+    async with running(HubServer(NAME, model_files())) as hub:
+        assert f"FOUND {OLDER}" in await ask(tmp_path, hub.url, revision="older")
+        assert f"FOUND {COMMIT}" in await ask(tmp_path, hub.url)
+        said = await ask(tmp_path, hub.url, revision="no-such-branch")
+    assert f"REFUSED {NAME} has no revision 'no-such-branch'" in said
+
+
+async def test_a_download_that_was_broken_off_goes_on(tmp_path: Path) -> None:
+    async with running(HubServer(NAME, model_files())) as hub:
+        directory = found(await ask(tmp_path, hub.url))
+        (directory / SINGLE).unlink()
+        hub.fetched.clear()
+        found(await ask(tmp_path, hub.url))
+    assert (directory / SINGLE).read_bytes() == (MODEL / SINGLE).read_bytes()
+    (directory / SINGLE).unlink()
+    said = await ask(tmp_path, hub.url)
+    assert "REFUSED" in said
+    assert "or not all of it" in said
+
+
+async def test_sharded_weights_are_fetched_by_their_index(tmp_path: Path) -> None:
+    files = {name: content for name, content in model_files().items() if name != SINGLE}
+    shards = {"part-a.safetensors": b"a", "part-b.safetensors": b"b"}
+    index = {"weight_map": {"x": "part-a.safetensors", "y": "part-b.safetensors"}}
+    extra = {INDEX: msgspec.json.encode(index), "part-c.safetensors": b"not in the index"}
+    async with running(HubServer(NAME, {**files, **shards, **extra})) as hub:
+        found(await ask(tmp_path, hub.url))
+    assert hub.fetched == {*files, *shards, INDEX}
+
+
+async def test_a_model_that_is_not_served_is_refused_before_its_weights(tmp_path: Path) -> None:
+    files = {**model_files(), "config.json": b'{"architectures": ["MambaForCausalLM"]}'}
+    async with running(HubServer(NAME, files)) as hub:
+        said = await ask(tmp_path, hub.url)
+    assert "architecture MambaForCausalLM is not supported" in said
+    assert SINGLE not in hub.fetched
+
+
+async def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
+    files = {name: content for name, content in model_files().items() if name != SINGLE}
+    async with running(HubServer(NAME, {**files, "pytorch_model.bin": b"PK"})) as hub:
+        said = await ask(tmp_path, hub.url)
+    assert "REFUSED" in said
+    assert "found no weights" in said
+    assert hub.fetched == set(files)
+
+
+async def test_a_gated_model_says_where_its_terms_are(tmp_path: Path) -> None:
+    async with running(HubServer(NAME, model_files(), gated=True)) as hub:
+        said = await ask(tmp_path, hub.url)
+    assert (
+        f"REFUSED {NAME} is gated: accept its terms at {hub.url.rpartition('//')[2]}/{NAME}"
+        in said.replace("http://", "")
+    )
+    assert "hf auth login" in said
+
+
+async def test_a_model_that_the_hub_does_not_have(tmp_path: Path) -> None:
+    async with running(HubServer("acme/other", model_files())) as hub:
+        said = await ask(tmp_path, hub.url)
+    assert f"has no model {NAME}, or it is private" in said
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [({}, "cannot be reached"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")],
+)
+async def test_without_a_network_the_remedy_is_said(
+    tmp_path: Path, environment: dict[str, str], reason: str
+) -> None:
+    async with running(HubServer(NAME, {})) as hub:
+        pass  # its port is closed again
+    said = await ask(tmp_path, hub.url, **environment)
+    assert f"REFUSED {NAME} is not in the cache ({tmp_path}/hub)" in said
+    assert reason in said
+    assert f"hf download {NAME} --local-dir DIR" in said
+    assert "Traceback" not in said

@@ -1,0 +1,141 @@
+"""deploy/up MODEL: which file is written and started, and that a running cluster keeps its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from common.config import load_cluster
+from common.config.run_directory import run_directory
+from common.errors import ConfigError
+from deploy import cli, prepare
+from deploy.hub import Snapshot
+from deploy.prepare import cluster_file_of
+from deploy.process_table import Table, entry, write_table
+from tests.architecture.source_tree import ROOT
+
+MODELS = ROOT / "deploy" / "tiny_models"
+RUNNER = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory with one model, and run directories with paths short enough for sockets."""
+    for name in list(os.environ):
+        if name.startswith("TANDEM_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(prepare, "find_gpus", list)
+    with tempfile.TemporaryDirectory(prefix="td") as text:
+        directory = Path(text)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", text)
+        shutil.copytree(MODELS / "tiny-target", directory / "mine")
+        monkeypatch.chdir(directory)
+        yield directory
+        monkeypatch.undo()
+
+
+def run(
+    text: str, draft: str | None = None, revision: str | None = None, overrides: tuple[str, ...] = ()
+) -> tuple[Path, list[str]]:
+    said: list[str] = []
+    return prepare.prepare(text, draft, revision, overrides, said.append), said
+
+
+def test_a_model_directory_gets_a_cluster_file(place: Path) -> None:
+    file, said = run("mine")
+    assert file == cluster_file_of(str(place / "mine"))
+    loaded = load_cluster(file)
+    assert (loaded.cluster.model.served_name, loaded.model_path) == ("mine", place / "mine")
+    assert said[-1].startswith("serving mine on the CPU (")
+    assert str(file) in said[-1]
+
+
+def test_a_model_of_the_hub_is_looked_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def find(name: str, revision: str | None, say: object, check: object = None) -> Snapshot:
+        asked.append((name, revision))
+        return Snapshot(place / "mine", "abc")
+
+    monkeypatch.setattr(prepare, "find_snapshot", find)
+    file, _ = run("acme/mine", revision="v2")
+    loaded = load_cluster(file)
+    assert (loaded.cluster.model.served_name, loaded.model_path) == ("acme/mine", place / "mine")
+    assert file == cluster_file_of("acme/mine")
+    run("mine", draft="acme/head")
+    assert asked == [("acme/mine", "v2"), ("acme/head", None)]
+
+
+def test_a_draft_directory_is_taken(place: Path) -> None:
+    file, _ = run("mine", draft=str(MODELS / "tiny-eagle3"))
+    loaded = load_cluster(file)
+    assert (loaded.cluster.speculation.algorithm, loaded.draft_path) == ("eagle3", MODELS / "tiny-eagle3")
+
+
+@pytest.mark.parametrize("draft", ["none", "mine/config.json"])
+def test_a_draft_that_is_none_is_refused(place: Path, draft: str) -> None:
+    with pytest.raises(ConfigError, match="^--draft: .*give the directory of a draft model"):
+        run("mine", draft=draft)
+
+
+def test_options_of_models_are_refused_for_files(place: Path) -> None:
+    (place / "c.yaml").write_text("model: {path: mine}\n")
+    assert run("c.yaml") == (Path("c.yaml"), [])
+    with pytest.raises(ConfigError, match=r"--draft .*set speculation\.draft_model_path"):
+        run("c.yaml", draft="head")
+    with pytest.raises(ConfigError, match=r"--revision .*set model\.path"):
+        run("c.yaml", revision="main")
+    with pytest.raises(ConfigError, match="--revision goes with ORG/NAME"):
+        run("mine", revision="main")
+
+
+def test_a_running_cluster_keeps_its_file(place: Path) -> None:
+    """Its nodes read the file again when they are started again."""
+    file, _ = run("mine")
+    before = file.read_text()
+    table = Table(supervisor=entry(os.getpid()), cluster="c", url="http://x:1", state="ready", processes={})
+    write_table(run_directory(load_cluster(file)), table)
+    assert run("mine", draft=str(MODELS / "tiny-eagle3")) == (file, [])
+    assert file.read_text() == before
+
+
+def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "driver_present", lambda: True)
+    _, said = run("mine")
+    assert any("this torch cannot use it: serving on the CPU" in line for line in said)
+
+
+@pytest.mark.parametrize(("command", "code"), [("status", 3), ("down", 0), ("config", 3)])
+@pytest.mark.parametrize("target", ["mine", "acme/mine"])
+def test_a_model_that_was_never_started(command: str, code: int, target: str) -> None:
+    result = RUNNER.invoke(cli.app, [command, target])
+    assert result.exit_code == code
+    assert f"not running: deploy/up {target} has not been run" in result.stderr
+
+
+def test_what_up_wrote_is_found_by_the_other_commands(place: Path) -> None:
+    run("mine")
+    shown = RUNNER.invoke(cli.app, ["config", str(place / "mine")])
+    assert shown.exit_code == 0
+    assert str(place / "mine") in shown.stdout
+    assert RUNNER.invoke(cli.app, ["status", "mine"]).stderr.strip() == "not running"
+
+
+@pytest.mark.parametrize("command", ["up", "down", "status", "config"])
+def test_a_directory_that_is_no_model_is_one_sentence(place: Path, command: str) -> None:
+    result = RUNNER.invoke(cli.app, [command, str(place)])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"{place}: the directory has no config.json, so it is no model directory")
+
+
+def test_the_port_is_one_option(place: Path) -> None:
+    result = RUNNER.invoke(cli.app, ["up", "mine", "--port", "0"])
+    assert result.exit_code == 2
+    assert "router.port: deploy/up has to know the port" in result.stderr
