@@ -1,14 +1,22 @@
-"""Connections to prefill nodes, one Dealer per incarnation, opened at the first reservation that names it."""
+"""Connections to prefill nodes, one Dealer per incarnation, opened at the first reservation that names it.
+
+A prefill node that sends too many bad frames is cut off: its socket is closed, and its requests are placed elsewhere.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections import OrderedDict
 from collections.abc import Container
 
 import zmq
 
 from common.errors import ConfigError, Overloaded, TransferFailed
 from common.ipc import Dealer, LinkSecurity
+from common.ipc.bad_frames import BadFrames
 from common.messages.identity import NodeRef, routing_id
+from common.observability.bounded_log import BoundedLog
+from common.observability.logs import Log
 from kv_transfer.receiver import Receiver
 
 MAX_PEERS = 256
@@ -35,9 +43,13 @@ class PeerConnections:
         self._poller = poller
         self._security = security
         self._dealers: dict[str, Dealer] = {}  # prefill incarnation -> socket
+        self._names: dict[str, str] = {}  # prefill incarnation -> NAME/INCARNATION
         self._resets: dict[str, int] = {}  # of each socket, as far as they were acted on
         self._broken: set[str] = set()  # of the lost ones: those whose link is broken, and who may live
         self._lost: set[str] = set()  # of those: Hello has to be said (again) before pages are reserved
+        self._cut_off: OrderedDict[str, None] = OrderedDict()  # incarnations, the latest MAX_PEERS
+        self._log = Log("links")
+        self._bad = BadFrames(BoundedLog(self._log, "refused a frame"))
 
     def ensure(self, peer: NodeRef) -> None:
         """Connect and say Hello unless that has happened; say it again to one that was lost.
@@ -45,22 +57,32 @@ class PeerConnections:
         Raises RequestError, at once where the link is known to be broken.
         """
         dealer = self._dealers.get(peer.incarnation)
+        if peer.incarnation in self._cut_off:
+            raise TransferFailed(
+                f"prefill node {peer.name} sent too many bad frames to this decode node; start it anew"
+            )
         if dealer is None:
             dealer = self._open(peer)
         elif peer.incarnation not in self._lost:
             return
         if dealer.disconnected_for() > LINK_SECONDS:
             raise TransferFailed(f"prefill node {peer.name} cannot be reached from this decode node")
-        self._receiver.connect(peer.incarnation, dealer.send)
+        self._receiver.connect(peer.incarnation, functools.partial(self._send, peer.incarnation))
         self._lost.discard(peer.incarnation)
         self._broken.discard(peer.incarnation)
 
     def pump(self) -> None:
         """Hand everything that has arrived to the receiver; notice links that are broken."""
-        for incarnation, dealer in self._dealers.items():
+        for incarnation, dealer in list(self._dealers.items()):
+            name, bad = self._names[incarnation], self._receiver.counters.malformed + dealer.damaged
             for frame in dealer.drain():
                 self._receiver.handle(incarnation, frame)
-            self._look_at_link(incarnation, dealer)
+            bad = self._receiver.counters.malformed + dealer.damaged - bad
+            if any(self._bad.count(name, "not a message for a decode node") for _ in range(bad)):
+                self._cut(incarnation)
+            else:
+                self._look_at_link(incarnation, dealer)
+        self._bad.flush()
 
     def _look_at_link(self, incarnation: str, dealer: Dealer) -> None:
         if dealer.resets != self._resets[incarnation]:
@@ -70,6 +92,20 @@ class PeerConnections:
             self._receiver.link_lost(incarnation)
             self._lost.add(incarnation)
             self._broken.add(incarnation)  # the socket stays: it tells when the link works again
+        elif dealer.disconnected_for() == 0.0:
+            self._receiver.link_works(incarnation)
+
+    def _cut(self, incarnation: str) -> None:
+        self._log.error("cut off a prefill node that sends bad frames", peer=self._names[incarnation])
+        self._receiver.link_lost(incarnation)
+        self._close(incarnation)
+        self._cut_off[incarnation] = None
+        if len(self._cut_off) > MAX_PEERS:
+            self._cut_off.popitem(last=False)
+
+    def _send(self, incarnation: str, frame: bytes) -> bool:
+        dealer = self._dealers.get(incarnation)
+        return dealer is not None and dealer.send(frame)
 
     def lost(self, incarnation: str) -> None:
         """The node is gone, or counts as gone. Its socket stays: if it lives it has aborts to acknowledge."""
@@ -86,11 +122,15 @@ class PeerConnections:
     def close_unused(self, needed: Container[str]) -> None:
         """Close the sockets to lost nodes, but those that some request still names, in quarantine perhaps."""
         for incarnation in [each for each in self._lost - self._broken if each not in needed]:
-            self._lost.discard(incarnation)
-            dealer = self._dealers.pop(incarnation)
-            del self._resets[incarnation]
-            self._poller.unregister(dealer.socket)
-            dealer.close()
+            self._close(incarnation)
+
+    def _close(self, incarnation: str) -> None:
+        self._lost.discard(incarnation)
+        self._broken.discard(incarnation)
+        dealer = self._dealers.pop(incarnation)
+        del self._resets[incarnation], self._names[incarnation]
+        self._poller.unregister(dealer.socket)
+        dealer.close()
 
     def _open(self, peer: NodeRef) -> Dealer:
         if len(self._dealers) >= MAX_PEERS:
@@ -109,6 +149,7 @@ class PeerConnections:
         except ConfigError as error:
             raise TransferFailed(f"prefill node {peer.name} cannot be connected to: {error}") from error
         self._dealers[peer.incarnation] = dealer
+        self._names[peer.incarnation] = f"{peer.name}/{peer.incarnation}"
         self._resets[peer.incarnation] = 0
         self._lost.add(peer.incarnation)
         self._poller.register(dealer.socket, zmq.POLLIN)

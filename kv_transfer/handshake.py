@@ -60,6 +60,10 @@ class PeerTable:
     def all(self) -> list[Peer]:
         return list(self._peers.values())
 
+    def identities(self) -> list[bytes]:
+        """Return the routing ids of the decode nodes that were welcomed."""
+        return list(self._peers)
+
     def at(self, identity: bytes) -> Peer | None:
         return self._peers.get(identity)
 

@@ -106,16 +106,9 @@ class Receiver:
         if link is None:
             link = self._links[peer_incarnation] = Link(peer_incarnation, send, self._clock())
         link.send, link.greeted_at, link.state = send, self._clock(), LinkState.GREETING
-        self._say(
-            link,
-            Hello(
-                self._node,
-                self._layout,
-                to_wire(self._endpoint.describe(peer_incarnation)),
-                self._record_slots,
-                self._limits.record_bytes,
-            ),
-        )
+        described = to_wire(self._endpoint.describe(peer_incarnation))
+        records = self._record_slots, self._limits.record_bytes
+        self._say(link, Hello(self._node, self._layout, described, *records))
 
     def open(
         self,
@@ -190,6 +183,12 @@ class Receiver:
         if link is not None:
             reason = f"the link to prefill node {link.node or incarnation} is broken"
             self._lose(link, TransferFailed.code, reason)
+
+    def link_works(self, incarnation: str) -> None:
+        """Its process is connected. If it does not answer Hello its loop is busy; whether it hangs the router sees."""
+        link = self._links.get(incarnation)
+        if link is not None and link.state is LinkState.GREETING:
+            link.greeted_at = self._clock()
 
     def shutdown(self) -> None:
         """The node ends: withdraw the memory."""

@@ -83,8 +83,8 @@ class Sender:
         )
         self._aborted: ExpiringMap[int, Abort] = ExpiringMap(limits.early_slots, limits.early_ttl, clock)
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
-        self._peers = PeerTable(endpoint, limits, self._retired)
-        self.signs = SenderSigns(self._rooms, self._peers.all, self._say, clock)
+        self.peers = PeerTable(endpoint, limits, self._retired)
+        self.signs = SenderSigns(self._rooms, self.peers.all, self._say, clock)
 
     @property
     def active(self) -> int:
@@ -111,7 +111,7 @@ class Sender:
         """
         if room in self._rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
-        peer = self._peers.find(decode)
+        peer = self.peers.find(decode)
         since = self._clock() if peer is None else max(self._clock(), peer.busy_until)
         outbound = Outbound(room, self._endpoint, self._limits, self.counters, since, deadline, decode)
         self._rooms[room] = outbound
@@ -184,7 +184,7 @@ class Sender:
 
     def peer_lost(self, incarnation: str) -> None:
         """This decode node is gone: its rooms are lost, its memory is let go of."""
-        peer = self._peers.find(incarnation)
+        peer = self.peers.find(incarnation)
         if peer is not None:
             self._drop(peer, f"decode node {peer.hello.node} is gone")
         for outbound in [each for each in self._rooms.values() if each.decode == incarnation]:
@@ -215,7 +215,7 @@ class Sender:
 
     def close(self) -> None:
         """The node ends: every room is lost, every peer detached."""
-        for peer in self._peers.all():
+        for peer in self.peers.all():
             self._drop(peer, "this prefill node shuts down")
         self._endpoint.close()
 
@@ -234,7 +234,7 @@ class Sender:
         if isinstance(decoded, Hello):
             self._hello(peer, incarnation, decoded)
             return
-        known = self._peers.at(peer)
+        known = self.peers.at(peer)
         if incarnation in self._retired or (known is not None and known.incarnation != incarnation):
             self.counters.stale_incarnation += 1
         if known is not None and known.incarnation != incarnation:
@@ -252,12 +252,12 @@ class Sender:
 
     def _hello(self, identity: bytes, incarnation: str, hello: Hello) -> None:
         try:
-            self._peers.check(incarnation, hello)
-            for old in self._peers.outlived(identity, incarnation, hello):
+            self.peers.check(incarnation, hello)
+            for old in self.peers.outlived(identity, incarnation, hello):
                 if old.incarnation != incarnation:
                     self._retired.put(old.incarnation, incarnation)
                 self._drop(old, f"decode node {old.hello.node} started anew")
-            self._peers.admit(identity, incarnation, hello)
+            self.peers.admit(identity, incarnation, hello)
         except Refusal as error:
             self._refuse(identity, error)
             return
@@ -375,7 +375,7 @@ class Sender:
         for outbound in rooms:
             outbound.give_up(NodeLost.code, reason)
         self._early.forget(peer)
-        self._peers.drop(peer)
+        self.peers.drop(peer)
         for outbound in rooms:
             self._advance(outbound)
 

@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import zmq
@@ -190,6 +190,10 @@ class RouterSocket(Channel):
     def vouch_for(self, peer: bytes) -> None:
         """The peer is known: strangers, however many they are, do not make its session be forgotten."""
         self._sessions.vouch_for(peer)
+
+    def vouch_only_for(self, peers: Iterable[bytes]) -> None:
+        """As `vouch_for` for each of `peers`, and for no others any more."""
+        self._sessions.vouch_only_for(peers)
 
     def forget(self, peer: bytes) -> None:
         """The peer is gone for good: drop what waits for it."""

@@ -42,6 +42,7 @@ class Dealer(Channel):
         super().__init__(context, zmq.DEALER, received)
         # how often the peer turned out to be another process, or to have forgotten this one; what waited was dropped
         self.resets = 0
+        self.damaged = 0  # frames that are none of a session, or whose digest is wrong
         self._opens = opens
         self._address = address
         self._dialled_at = self._clock()
@@ -83,9 +84,10 @@ class Dealer(Channel):
         return self._watch.disconnected_for(now)
 
     def drain(self, most: int = DRAIN_LIMIT) -> list[bytes]:
-        """At most so many of the messages that have arrived; malformed multiparts are dropped."""
+        """Messages that have arrived, of at most `most` frames; bad frames are counted and dropped."""
         messages: list[bytes] = []
-        while not messages:
+        read = 0
+        while not messages and read < most:
             now = self._clock()
             self._look_at_connection(now)
             self._tend(now)
@@ -93,6 +95,7 @@ class Dealer(Channel):
             self._listen(bool(received), now)
             if not received:
                 break
+            read += len(received)
             for parts in received:
                 if len(parts) == 1:
                     messages.append(parts[0])
@@ -100,6 +103,8 @@ class Dealer(Channel):
                     payload = self._take(parts[0], parts[1], now)
                     if payload is not None:
                         messages.append(payload)
+                else:
+                    self.damaged += 1
         return messages
 
     def close(self) -> None:
@@ -110,6 +115,7 @@ class Dealer(Channel):
         try:
             head = read_header(header, payload)
         except ProtocolError:
+            self.damaged += 1
             return None
         if head.epoch != self._session.epoch:
             return None

@@ -1,18 +1,22 @@
 """The sessions of a listening socket, by peer. The table is bounded: the longest silent peer leaves first.
 
-Peers that the owner vouches for stay: a flood of strangers cannot push them out. Making room takes constant time.
+Peers that the owner vouches for stay: a flood of strangers cannot push them out. A process may open many sessions under
+its NAME, which its key proves, but pushes out only its own.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from common.errors import ProtocolError
+from common.ipc.gate import name_in
 from common.ipc.session import Frame, Kind, Session, frame, read_header
 
 MAX_SESSIONS = 4_096
+SESSIONS_OF_A_NAME = 64  # links of a process, and of those before it whose end was not seen
 FORGET_SECONDS = 120.0  # without a word from a peer that cannot be reached
+STRANGER_SECONDS = 10.0  # the same, where nobody vouches for the peer
 
 
 class Sessions:
@@ -24,6 +28,7 @@ class Sessions:
         self._max_frames = max_frames
         self._max_bytes = max_bytes
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # the longest silent first
+        self._of_name: dict[str, OrderedDict[bytes, None]] = {}  # each in the order of _sessions
         self._vouched: set[bytes] = set()
         self._active: set[bytes] = set()  # those that `tend` looks at
         self.damaged = 0
@@ -46,9 +51,17 @@ class Sessions:
         if peer in self._sessions:
             self._vouched.add(peer)
 
+    def vouch_only_for(self, peers: Iterable[bytes]) -> None:
+        """As `vouch_for` for each of `peers`, and for no others any more."""
+        self._vouched = {peer for peer in peers if peer in self._sessions}
+
     def forget(self, peer: bytes) -> None:
         """Drop what is not acknowledged. A peer that lives is told of it by the answer to its next frame."""
-        self._sessions.pop(peer, None)
+        if self._sessions.pop(peer, None) is not None:
+            name = name_in(peer)
+            del self._of_name[name][peer]
+            if not self._of_name[name]:
+                del self._of_name[name]
         self._vouched.discard(peer)
         self._active.discard(peer)
 
@@ -68,6 +81,7 @@ class Sessions:
             session = self._open(peer, head.epoch, now)
         else:
             self._sessions.move_to_end(peer)
+            self._of_name[name_in(peer)].move_to_end(peer)
         delivered = session.receive(head, payload, now)
         self._active.add(peer)
         return delivered
@@ -76,9 +90,10 @@ class Sessions:
         """Send what is due: acknowledgements, probes, lost frames."""
         for peer in list(self._active):
             session = self._sessions[peer]
+            patience = FORGET_SECONDS if peer in self._vouched else STRANGER_SECONDS
             for each in session.due(now):
                 if not self._send(peer, each):
-                    if now - session.heard_at > FORGET_SECONDS:
+                    if now - session.heard_at > patience:
                         self.forget(peer)
                     break
             if session.idle:
@@ -86,16 +101,21 @@ class Sessions:
 
     def _open(self, peer: bytes, epoch: int, now: float) -> Session:
         self.forget(peer)
+        name = name_in(peer)
+        if len(self._of_name.get(name, ())) >= SESSIONS_OF_A_NAME:
+            self._make_room(self._of_name[name])
         if len(self._sessions) >= MAX_SESSIONS:
-            self._make_room()
+            self._make_room(self._sessions)
         session = Session(epoch, False, self._max_frames, self._max_bytes, now)
         self._sessions[peer] = session
+        self._of_name.setdefault(name, OrderedDict())[peer] = None
         return session
 
-    def _make_room(self) -> None:
+    def _make_room(self, among: OrderedDict[bytes, Session] | OrderedDict[bytes, None]) -> None:
         for _ in range(len(self._vouched) + 1):
-            peer = next(iter(self._sessions))
-            if peer not in self._vouched:
-                self.forget(peer)
+            peer = next(iter(among), None)
+            if peer is None or peer not in self._vouched:
+                if peer is not None:
+                    self.forget(peer)
                 return
-            self._sessions.move_to_end(peer)  # not looked at again soon
+            among.move_to_end(peer)  # not looked at again soon

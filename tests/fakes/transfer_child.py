@@ -166,7 +166,7 @@ class SenderChild:
     def forward(self, command: dict[str, Any]) -> None:
         """Times of a forward whose pages leave by layer or behind it: seconds, for each list of pages."""
         forward = Forward(self.storage.device, len(self.endpoint.layout.planes) // 2, command["tokens"])
-        (peer,) = self.sender._peers.all()
+        (peer,) = self.sender.peers.all()
         took, launched, behind = [], [], []
         for src, dst in command["lists"]:
             pages = [PageList(src, dst, 0)]
@@ -190,7 +190,7 @@ class SenderChild:
 
     def burst(self, command: dict[str, Any]) -> None:
         """Raw writes: one at a time ("single") and then back to back ("many"); seconds."""
-        (peer,) = self.sender._peers.all()
+        (peer,) = self.sender.peers.all()
         lists, sums = command["lists"], command["checksums"]
         single, host = [], []
         for src, dst in lists:
@@ -217,7 +217,7 @@ class SenderChild:
 
     def flood(self, command: dict[str, Any]) -> None:
         """Post writes until killed, far more than the GPU can carry out at once."""
-        (peer,) = self.sender._peers.all()
+        (peer,) = self.sender.peers.all()
         parent = os.getppid()
         self._reply({"flooding": True})
         while os.getppid() == parent:

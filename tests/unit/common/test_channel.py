@@ -54,6 +54,17 @@ def pair(context: Context, address: str, identity: bytes = b"peer") -> tuple[Rou
     return router, dealer
 
 
+def test_a_flood_of_bad_frames_does_not_keep_the_loop(
+    context: Context, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, dealer = pair(context, address)
+    monkeypatch.setattr(
+        dealer, "_receive", lambda most: [[b"no header", b"garbage"], [b"a", b"b", b"c"]] * (most // 2)
+    )
+    assert dealer.drain(10) == []
+    assert dealer.damaged == 10
+
+
 def test_both_ways(context: Context, address: str) -> None:
     router, dealer = pair(context, address)
     assert router.send(b"peer", b"answer")

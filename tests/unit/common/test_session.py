@@ -21,7 +21,7 @@ from common.ipc.session import (
     Session,
     read_header,
 )
-from common.ipc.sessions import FORGET_SECONDS, Sessions
+from common.ipc.sessions import FORGET_SECONDS, STRANGER_SECONDS, Sessions
 from tests.fakes.clock import Clock
 
 EPOCH = 7
@@ -286,14 +286,45 @@ def test_peers_that_are_vouched_for_make_room_for_nobody(monkeypatch: pytest.Mon
     assert len(sessions) == 4, "the table grows where all are vouched for"
 
 
-def test_what_waits_for_an_unreachable_peer_is_dropped_in_the_end() -> None:
+def test_one_name_pushes_out_its_own_sessions_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.ipc.sessions.SESSIONS_OF_A_NAME", 2)
+    sessions = Sessions(lambda peer, frame: True, 10, 10)
+    sessions.receive(b"decode-0/1", *session(opens=True).due(0.0)[0], 0.0)
+    for number in range(9):
+        sessions.receive(b"decode-1/%d" % number, *session(opens=True).due(0.0)[0], 1.0)
+    assert len(sessions) == 3
+    assert sessions.get(b"decode-0/1") is not None
+    assert sessions.get(b"decode-1/6") is None
+    assert sessions.get(b"decode-1/7") is not None
+    for number in (7, 8):
+        sessions.forget(b"decode-1/%d" % number)
+    assert set(sessions._of_name) == {"decode-0"}
+
+
+def test_those_who_are_not_vouched_for_any_more_leave_like_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("common.ipc.sessions.MAX_SESSIONS", 2)
+    sessions = Sessions(lambda peer, frame: True, 10, 10)
+    for peer in (b"old", b"new"):
+        sessions.receive(peer, *session(opens=True).due(0.0)[0], 0.0)
+    sessions.vouch_only_for([b"old"])
+    sessions.vouch_only_for([b"new", b"never heard"])
+    sessions.receive(b"stranger", *session(opens=True).due(0.0)[0], 1.0)
+    assert (sessions.get(b"old"), sessions.get(b"new") is not None) == (None, True)
+
+
+@pytest.mark.parametrize(("vouched", "patience"), [(True, FORGET_SECONDS), (False, STRANGER_SECONDS)])
+def test_what_waits_for_an_unreachable_peer_is_dropped_in_the_end(vouched: bool, patience: float) -> None:
     sessions = Sessions(lambda peer, frame: False, 10, 10)
     sessions.receive(b"peer", *session(opens=True).due(0.0)[0], 0.0)
     found = sessions.get(b"peer")
     assert found is not None
+    if vouched:
+        sessions.vouch_for(b"peer")
     found.keep(b"x", 0.0)
     sessions.mark(b"peer")
-    sessions.tend(FORGET_SECONDS - 1)
+    sessions.tend(patience - 1)
     assert sessions.get(b"peer") is found
-    sessions.tend(FORGET_SECONDS + 1)
+    sessions.tend(patience + 1)
     assert len(sessions) == 0

@@ -15,6 +15,7 @@ from common.engine.kv_cache.request_table import RequestTable
 from common.engine.rotary_places import ImageAxes
 from common.errors import Overloaded, TransferFailed
 from common.ipc import RouterSocket
+from common.ipc.bad_frames import LIMIT
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import ImageSpan, SamplingParams
@@ -22,6 +23,7 @@ from common.messages.identity import NodeRef
 from decode_node import peers as module
 from decode_node.request import DecodeRequest
 from decode_node.retraction import Retraction
+from kv_transfer.counters import ReceiverCounters
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import expect_reference, prompt_of
 from tests.fakes.waiting import until
@@ -130,6 +132,52 @@ def test_a_broken_link_gives_its_requests_up_and_is_not_used_until_it_works(
         context.term()
 
 
+def test_a_prefill_node_that_sends_garbage_is_cut_off_and_others_are_heard(tmp_path: Path) -> None:
+    context = zmq.Context[zmq.Socket[bytes]]()
+    receiver = FakeReceiver()
+    poller = zmq.Poller()
+    connections = module.PeerConnections(context, "decode-0", "d" * 32, receiver, poller)  # type: ignore[arg-type]
+    liar, honest = (RouterSocket(context, f"ipc://{tmp_path}/{name}.sock") for name in ("liar", "honest"))
+    try:
+        routes = {}
+        for number, there in ((1, liar), (2, honest)):
+            connections.ensure(ref(number, there.address))
+            routes[number] = until(lambda: connections.pump() or there.drain())[0][0]  # noqa: B023
+        for _ in range(LIMIT):
+            assert liar.send(routes[1], b"garbage")
+        until(lambda: connections.pump() or receiver.links_lost)
+        assert receiver.links_lost == [ref(1).incarnation]
+        assert set(connections._dealers) == {ref(2).incarnation}
+        assert len(poller.sockets) == 1
+        assert receiver.sends[ref(1).incarnation](b"an abort that is repeated") is False
+        with pytest.raises(TransferFailed, match="prefill node p1 sent too many bad frames"):
+            connections.ensure(ref(1, liar.address))
+        assert honest.send(routes[2], b"fine")
+        until(lambda: connections.pump() or (ref(2).incarnation, b"fine") in receiver.handled)
+    finally:
+        connections.close()
+        liar.close()
+        honest.close()
+        context.term()
+
+
+def test_a_connected_process_whose_loop_is_busy_is_known_to_live(tmp_path: Path) -> None:
+    """Its main loop reads nothing; ZMQ's thread connects. Without a process there is no connection."""
+    context = zmq.Context[zmq.Socket[bytes]]()
+    receiver = FakeReceiver()
+    connections = module.PeerConnections(context, "decode-0", "d" * 32, receiver, zmq.Poller())  # type: ignore[arg-type]
+    busy = RouterSocket(context, f"ipc://{tmp_path}/busy.sock")
+    try:
+        connections.ensure(ref(1, busy.address))
+        connections.ensure(ref(2, f"ipc://{tmp_path}/nobody.sock"))
+        until(lambda: connections.pump() or receiver.links_that_work)
+        assert receiver.links_that_work == {ref(1).incarnation}
+    finally:
+        connections.close()
+        busy.close()
+        context.term()
+
+
 class FakeReceiver:
     """What PeerConnections asks of a Receiver."""
 
@@ -137,6 +185,11 @@ class FakeReceiver:
         self.sends: dict[str, Callable[[bytes], object]] = {}
         self.handled: list[tuple[str, bytes]] = []
         self.links_lost: list[str] = []
+        self.links_that_work: set[str] = set()
+        self.counters = ReceiverCounters()
+
+    def link_works(self, incarnation: str) -> None:
+        self.links_that_work.add(incarnation)
 
     def link_lost(self, incarnation: str) -> None:
         self.links_lost.append(incarnation)
@@ -150,6 +203,7 @@ class FakeReceiver:
 
     def handle(self, incarnation: str, frame: bytes) -> None:
         self.handled.append((incarnation, frame))
+        self.counters.malformed += frame == b"garbage"
 
     def peer_lost(self, incarnation: str) -> None:
         pass

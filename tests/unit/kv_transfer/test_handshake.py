@@ -128,6 +128,10 @@ def test_slots_wait_for_welcome_and_a_silent_peer_times_out(
     decode.connect(prefill, heard.append)
     decode.receiver.open(1, prefill.incarnation, [1], 0)
     assert len(heard) == 1  # Hello alone
+    for _ in range(20):
+        clock.now += LIMITS.handshake_timeout - 1
+        decode.receiver.link_works(prefill.incarnation)
+        assert not decode.poll(), "its process is connected: its loop is busy"
     clock.now += LIMITS.handshake_timeout
     refused, failed, free = decode.poll()
     assert isinstance(refused, PeerRefused)
