@@ -29,23 +29,24 @@ class Retries:
         self._patience = patience
         self._deadline = deadline
         self._draw = draw
-        self._attempts = 0
         self._failures = 0
         self._losses = 0
         self._repeated = False
         self._in_a_row = 0  # failures without progress: what pauses grow with
         self._full_until = math.inf  # when it stops waiting for room; inf: the last failure was another
         self._full_pause = FULL_QUEUE_SECONDS
+        self._full_queues = 0  # met in a row
+        self._taken_in = False  # some attempt was not refused for a full queue
 
     def pause(self, error: RequestError, progress: bool, elsewhere: bool, now: float) -> float | None:
         """Seconds until the next attempt; None: `error` ends the request.
 
         `progress`: the attempt gave tokens. `elsewhere`: a pair of nodes that has not failed can take it.
         """
-        self._attempts += 1
         self._repeated = False
+        self._taken_in = self._taken_in or progress or not isinstance(error, Overloaded)
         if isinstance(error, Overloaded):
-            pause = self._for_room(now)
+            pause = self._for_room(elsewhere, now)
         elif error.retryable:
             pause = self._for_failure(error, progress, elsewhere)
         else:
@@ -54,12 +55,20 @@ class Retries:
 
     @property
     def repeated(self) -> bool:
-        """The request has failed several times in a row, by something else than the loss of a node."""
+        """The request has failed several times in a row, by something else than the loss of a node.
+
+        That includes full queues of several nodes, but not the pauses in which it waits for room.
+        """
         return self._repeated
 
-    def _for_room(self, now: float) -> float | None:
-        """A new request is refused; one that was taken in before waits, with its text so far."""
-        if self._attempts == 1:
+    def _for_room(self, elsewhere: bool, now: float) -> float | None:
+        """Another node's queue may have room. Where all are full a new request is refused; one that was taken in before
+        waits, with its text so far."""
+        self._full_queues += 1
+        if elsewhere and self._full_queues < self._max_attempts:
+            self._repeated = self._full_queues > 1
+            return 0.0
+        if not self._taken_in:
             return None
         if self._full_until == math.inf:
             self._full_pause = FULL_QUEUE_SECONDS
@@ -70,6 +79,7 @@ class Retries:
 
     def _for_failure(self, error: RequestError, progress: bool, elsewhere: bool) -> float | None:
         self._full_until = math.inf
+        self._full_queues = 0
         self._losses += isinstance(error, NodeLost)
         # a request that got further has not failed: its text and its deadline bound how often
         got_further = progress and isinstance(error, Preempted | NodeLost)

@@ -5,7 +5,8 @@ Charged are repeated failures: the second and later of one request without progr
 - the first retry of a request: another pair takes it, which hides a broken link or node from its client at the cost of
   one more attempt per request;
 - attempts that lost a node: a node with 500 requests moves them all. `router.max_attempts` bounds them per request;
-- a full queue: that request waits, up to `router.placement_wait`, with pauses that grow.
+- full queues: a request that was taken in before waits, up to `router.placement_wait`, with pauses that grow. It is
+  charged only where it leaves a second full queue in a row for that of a third node at once.
 """
 
 from __future__ import annotations

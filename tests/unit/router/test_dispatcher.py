@@ -212,6 +212,28 @@ async def test_a_full_queue_keeps_a_request_with_text_waiting(room_comes: bool) 
         rig.nothing_left()
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_new_request_leaves_a_full_queue_for_another_node(role: Role) -> None:
+    """Where all are full the client is told, as by a single node."""
+    async with router_rig() as rig:
+        nodes = {"prefill": [await rig.node("prefill", "p")], "decode": [await rig.node("decode", "d")]}
+        nodes[role].append(await rig.node(role, "other"))
+        client = rig.client()
+
+        async def refuse(node: FakeNode) -> None:
+            if role == "prefill":
+                room = (await node.expect(Prefill)).room
+            else:
+                room = (await node.expect(Reserve)).room
+            node.say(Failed(room=room, code="overloaded", message="the queue is full"))
+
+        await asyncio.gather(*(refuse(each) for each in nodes[role]))
+        await client.done()
+        assert isinstance(client.error, Overloaded)
+        assert client.ids == []
+        rig.nothing_left()
+
+
 @pytest.mark.parametrize("where", ["between tries", "waiting for a node", "placed"])
 async def test_the_end_of_all_reaches_requests_that_are_between_nodes(
     where: str, monkeypatch: pytest.MonkeyPatch

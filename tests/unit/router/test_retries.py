@@ -56,10 +56,30 @@ def test_progress_is_no_failure(error: Preempted | NodeLost) -> None:
 
 def test_a_full_queue() -> None:
     made = retries(patience=2.0)
-    assert made.pause(Overloaded("x"), False, True, 0.0) is None, "a new request is refused"
+    assert made.pause(Overloaded("x"), False, False, 0.0) is None, "a new request is refused"
     made = retries(patience=2.0)
     made.pause(Preempted("x"), True, False, 0.0)
     assert [made.pause(Overloaded("x"), False, False, now) for now in (1.0, 1.5, 2.0)] == [0.25, 0.5, 1.0]
     assert made.pause(Overloaded("x"), False, False, 2.5) is None, "after two seconds its patience is over"
     made.pause(Preempted("x"), True, False, 3.0)
     assert made.pause(Overloaded("x"), False, False, 4.0) == 0.25, "each wait begins anew"
+
+
+def test_a_full_queue_is_left_for_that_of_another_node() -> None:
+    made = retries(max_attempts=3)
+    assert made.pause(Overloaded("x"), False, True, 0.0) == 0.0
+    assert not made.repeated
+    assert made.pause(Overloaded("x"), False, True, 0.0) == 0.0
+    assert made.repeated, "the second one is charged to the budget"
+    assert made.pause(Overloaded("x"), False, True, 0.0) is None, "a new request is refused in the end"
+    made = retries()
+    assert made.pause(Overloaded("x"), False, True, 0.0) == 0.0
+    assert made.pause(Overloaded("x"), False, False, 0.0) is None, "all queues are full"
+
+
+def test_a_request_that_was_taken_in_looks_elsewhere_before_it_waits() -> None:
+    made = retries(patience=2.0)
+    made.pause(NodeLost("x"), True, True, 0.0)
+    assert made.pause(Overloaded("x"), False, True, 1.0) == 0.0
+    assert made.pause(Overloaded("x"), False, False, 1.0) == 0.25
+    assert not made.repeated
