@@ -20,9 +20,9 @@ async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await app.start()
-    if app.http.reloadable and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
         loop.add_signal_handler(signal.SIGHUP, app.http.reload)
+    await app.start()
     reporter.report("ready")
     await stop.wait()
     await app.drain()

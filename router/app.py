@@ -242,7 +242,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         events,
     )
     images, body_bytes = _images(cluster.router, config.vision)
-    text_pool = TextPool(path, body_bytes, log)
+    text_pool = TextPool(path, body_bytes, log, dict(resolved.manifests).get(path))
     texts = TextService(text_pool, tokenizer)
     router = RouterApp(
         resolved,

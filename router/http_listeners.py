@@ -47,12 +47,10 @@ class HttpListeners:
         if self.keys is not None:
             self.watcher = asyncio.create_task(self.keys.watch())
 
-    @property
-    def reloadable(self) -> bool:
-        return self.keys is not None or self.tls is not None
-
     def reload(self) -> None:
         """SIGHUP: read the API keys and the TLS files again; those that cannot be used change nothing."""
+        if self.keys is None and self.tls is None:
+            self.log.info("nothing to reload: this cluster has neither security.api_keys nor router.tls")
         if self.keys is not None:
             self.keys.ask()
         if self.tls is not None:

@@ -17,6 +17,7 @@ class Settings(msgspec.Struct, frozen=True, array_like=True):
     model_path: str
     max_answer_bytes: int
     nice: int = 0  # how far other processes go first
+    manifest: str | None = None  # of the model directory: checked again by each worker, before it reads
 
 
 class ReadChat(msgspec.Struct, frozen=True, array_like=True, tag=1):

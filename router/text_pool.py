@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from common.errors import InternalError, InvalidRequest, Overloaded, TandemError
 from common.observability.logs import Log
 from router.text_channel import TextChannel, WorkerEnded, WorkerStuck, start_worker
@@ -156,10 +158,13 @@ class Lane:
 class TextPool:
     """Runs jobs in worker processes of one model."""
 
-    def __init__(self, path: Path, max_body_bytes: int, log: Log) -> None:
-        most = max_body_bytes + MAX_ANSWER_BYTES
-        self._small = Lane(partial(start_worker, Settings(str(path), most)), SMALL_SECONDS, log)
-        self._large = Lane(partial(start_worker, Settings(str(path), most, LARGE_NICE)), LARGE_SECONDS, log)
+    def __init__(self, path: Path, max_body_bytes: int, log: Log, manifest: Path | None = None) -> None:
+        """`manifest` lists the sums of the files in `path`, if they are to be checked."""
+        listed = None if manifest is None else str(manifest)
+        small = Settings(str(path), max_body_bytes + MAX_ANSWER_BYTES, manifest=listed)
+        large = msgspec.structs.replace(small, nice=LARGE_NICE)
+        self._small = Lane(partial(start_worker, small), SMALL_SECONDS, log)
+        self._large = Lane(partial(start_worker, large), LARGE_SECONDS, log)
 
     async def start(self) -> None:
         """Raises ModelError for a model directory that the workers cannot read."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import InvalidRequest, ModelError
+from common.model_manifest import check_manifests
 from router.child_process import confine, frame_head
 from router.text_jobs import Answer, Job, Settings, refusal, too_costly
 from router.text_work import Payload, TextWork
@@ -47,7 +48,10 @@ def serve(channel: socket.socket) -> None:
     settings = _settings.decode(head)
     os.nice(settings.nice)
     try:
-        work = TextWork.load(Path(settings.model_path), limit_cpu)
+        path = Path(settings.model_path)
+        if settings.manifest is not None:
+            check_manifests([(path, Path(settings.manifest))], weights=False)
+        work = TextWork.load(path, limit_cpu)
     except ModelError as error:
         _send(channel, Answer(error="model", message=str(error)), b"")
         return

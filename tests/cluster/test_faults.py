@@ -19,7 +19,7 @@ import zmq
 
 from tests.cluster.conftest import Reference
 from tests.cluster.harness import Client, RunningCluster
-from tests.fakes.waiting import PATIENCE
+from tests.fakes.waiting import PATIENCE, eventually
 
 QUICK = {"heartbeat_interval": 0.1, "node_timeout": 1.5, "router_timeout": 1.5}
 pytestmark = pytest.mark.timeout(900)  # two busy cores
@@ -216,6 +216,13 @@ async def test_client_that_leaves_frees_both_nodes(tmp_path: Path) -> None:
             await client.wait_idle(30)  # sooner than any deadline of the requests or of their transfers
         answer = await client.complete(prompt_of(30, 1), 5)
         assert len(answer.tokens) == 5
+
+
+async def test_sighup_does_not_end_a_router_without_keys(cluster: RunningCluster) -> None:
+    cluster.kill("router", signal.SIGHUP)
+    await eventually(lambda: "nothing to reload" in cluster.log("router"))
+    async with Client(cluster.url) as client:
+        assert len((await client.complete(prompt_of(20, 6), 4)).tokens) == 4
 
 
 async def test_garbage_on_every_socket_is_refused_counted_and_survived(cluster: RunningCluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -273,3 +274,21 @@ async def test_models_that_no_worker_can_read_are_refused_at_the_start(tmp_path:
         await pool.start()
     assert not pool._small._all
     assert not pool._large._all
+
+
+async def test_each_worker_checks_the_manifest_again(tmp_path: Path) -> None:
+    """Also one that takes the place of another: a file was swapped after the router's own check."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model(folder, "{{ messages[0].content }}")
+    manifest = tmp_path / "MANIFEST"
+    sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}" for file in folder.iterdir()]
+    manifest.write_text("\n".join(sums) + "\n")
+    pool = TextPool(folder, 1 << 20, Log("test"), manifest)
+    await pool.start()
+    try:
+        model(folder, "swapped: {{ messages[0].content }}")
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json has the SHA-256 sum"):
+            await pool._small._start()
+    finally:
+        await pool.close()
