@@ -26,7 +26,9 @@ from rich.table import Table as RichTable
 
 from common.config import Resolved, load_cluster
 from common.config.admin_listener import admin_listeners
+from common.config.keys import option_answer
 from common.config.run_directory import run_directory, unwritable
+from common.config.transports import cluster_schema
 from common.errors import ConfigError
 from common.observability.stderr_file import StderrFile
 from deploy.admin_client import ask
@@ -330,8 +332,14 @@ def main(arguments: list[str]) -> None:
     command = group.commands.get(arguments[0]) if arguments else None
     if command is None:
         app()
-    else:
-        command.main(arguments[1:], prog_name=f"deploy/{arguments[0]}")
+        return
+    own = {name for parameter in command.params for name in parameter.opts}
+    for word in arguments[1:]:
+        answer = option_answer(cluster_schema(), word)
+        if answer is not None and word.partition("=")[0] not in own:
+            _say(f"deploy/{arguments[0]}: {word}: {answer}", "red")
+            sys.exit(EXIT_REFUSED)
+    command.main(arguments[1:], prog_name=f"deploy/{arguments[0]}")
 
 
 if __name__ == "__main__":

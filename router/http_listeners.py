@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,21 @@ async def _listen(runner: web.AppRunner, host: str, port: int, key: str, tls: Tl
         except OSError as error:
             await site.stop()
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise ConfigError(
-                    key, f"{host}:{port} cannot be bound ({error.strerror}); choose another port"
-                ) from error
+                raise _cannot_bind(host, port, key, error) from error
         await asyncio.sleep(0.1)
+
+
+def _cannot_bind(host: str, port: int, key: str, error: OSError) -> ConfigError:
+    """`key`: of the port; an address that this host does not have is a matter of the address."""
+    key_of_host = "router.host" if key == "router.port" else key
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return ConfigError(
+            key_of_host,
+            f"this host has no address {host}; write 127.0.0.1, 0.0.0.0 for all of its addresses, or one of those that "
+            "`ip address` shows",
+        )
+    if error.errno == errno.EACCES:
+        return ConfigError(key, f"this user may not bind {host}:{port}; choose a port from 1024 on")
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(key, f"another process listens on {host}:{port}; choose another port, or end it")
+    return ConfigError(key, f"{host}:{port} cannot be bound ({error.strerror}); choose another port")

@@ -5,7 +5,6 @@ Precedence: --set > environment (TANDEM_ROUTER_PORT) > file > default. Nothing i
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +15,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from common.config.foreign import foreign_answer
 from common.config.http_exposure import check_http
-from common.config.schema import Algorithm, Cluster, Section, Speculation
+from common.config.keys import read_override, refuse_unknown, variable_path
+from common.config.schema import Algorithm, Cluster, Speculation
 from common.config.transports import cluster_schema
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 
-ENV_PREFIX = "TANDEM_"
 DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 ADDRESS = re.compile(r"auto|ipc://.+|tcp://(\[[^]\s]+\]|[^:/\s]+):(?P<port>[0-9]{1,5})")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)+")
@@ -99,22 +97,18 @@ def load_cluster(
     file = Path(file).resolve()
     data = read_mapping(file)
     schema = cluster_schema()
-    _refuse_unknown(schema, data, "")
-    keys = dict(_schema_paths(schema, ""))
+    refuse_unknown(schema, data)
     given: dict[str, str] = {}  # path -> origin, of what stands over the file
     for name, text in sorted((os.environ if environ is None else environ).items()):
-        path = keys.get(name.removeprefix(ENV_PREFIX).lower()) if name.startswith(ENV_PREFIX) else None
-        if path is not None:
-            _assign(data, path, parse_scalar(text))
-            given[path] = f"env:{name}"
+        variable = variable_path(schema, name, text)
+        if variable is not None:
+            _assign(data, variable, parse_scalar(text))
+            given[variable] = f"env:{name}"
     for item in overrides:
-        path, separator, text = item.partition("=")
-        if not separator or path not in keys.values():
-            unknown = f"--set takes PATH=VALUE with a known path{_suggest(path, keys.values())}"
-            raise ConfigError(path, foreign_answer(path.rpartition(".")[2]) or unknown)
+        path, text = read_override(schema, item)
         _assign(data, path, parse_scalar(text))
         given[path] = "--set"
-    _refuse_unknown(schema, data, "")  # again: a list of nodes may have come from outside the file
+    refuse_unknown(schema, data)  # again: a list of nodes may have come from outside the file
     try:
         cluster = msgspec.convert(data, schema)
     except msgspec.ValidationError as error:
@@ -281,56 +275,6 @@ def _check_draft_tree(section: Speculation) -> None:
             "speculation.draft_tokens",
             f"give the size of the tree, 2 to {most} with steps {steps} and topk {topk}",
         )
-
-
-def _schema_paths(struct: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
-    """(environment_style, dotted.path) of every key; a list of nodes is one key."""
-    for field in msgspec.structs.fields(struct):
-        path = f"{prefix}{field.name}"
-        if isinstance(field.type, type) and issubclass(field.type, Section):
-            yield from _schema_paths(field.type, path + ".")
-        else:
-            yield path.replace(".", "_"), path
-
-
-def _refuse_unknown(struct: type[Section], data: Any, prefix: str) -> None:
-    if not isinstance(data, dict):
-        return
-    fields = {f.name: f.type for f in msgspec.structs.fields(struct)}
-    for key, value in data.items():
-        path = f"{prefix}{key}"
-        if key not in fields:
-            raise ConfigError(path, foreign_answer(key) or f"unknown key{_suggest(key, fields)}")
-        kind = fields[key]
-        if isinstance(kind, type) and issubclass(kind, Section):
-            if value is None:
-                raise ConfigError(path, "the section is empty; give it keys or remove it")
-            _refuse_unknown(kind, value, path + ".")
-        elif isinstance(value, list):
-            element = _element_struct(struct, key)
-            for index, item in enumerate(value):
-                if element is not None:
-                    _refuse_unknown(element, item, f"{path}[{index}].")
-
-
-def _element_struct(struct: type[Section], key: str) -> type[Section] | None:
-    """The struct in a `tuple[Struct, ...]` field, else None."""
-    info = msgspec.inspect.type_info(struct)
-    assert isinstance(info, msgspec.inspect.StructType)
-    for field in info.fields:
-        kind: Any = field.type
-        if field.name == key and isinstance(kind, msgspec.inspect.VarTupleType):
-            item = kind.item_type
-            if isinstance(item, msgspec.inspect.StructType) and issubclass(item.cls, Section):
-                return item.cls
-    return None
-
-
-def _suggest(key: str, known: Any) -> str:
-    close = difflib.get_close_matches(key, list(known), n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return "; known here: " + ", ".join(sorted(known)[:40])
 
 
 def _readable(error: msgspec.ValidationError, given: Mapping[str, str]) -> ConfigError:

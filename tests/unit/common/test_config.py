@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Cluster, Resolved, load_cluster
-from common.config.load import _schema_paths
+from common.config.keys import schema_paths
 from common.config.schema import (
     DecodeNode,
     DecodeSection,
@@ -34,7 +34,7 @@ CLUSTERS = Path(__file__).parents[3] / "deploy" / "clusters"
 MINIMAL = "model: {path: m}\n"
 CLUSTER = cluster_schema()  # with the keys of all transports
 TRANSFER = type(CLUSTER(model=Model(path="m")).transfer)
-KEYS = sorted(path for _, path in _schema_paths(CLUSTER, ""))
+KEYS = sorted(path for _, path in schema_paths(CLUSTER))
 
 
 def load(
@@ -84,7 +84,7 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
 
 def test_rows_hold_every_key_in_the_order_of_the_schema(tmp_path: Path) -> None:
     paths = [re.sub(r"nodes\[.*", "nodes", path) for path, _, _ in load(tmp_path).rows()]
-    assert list(dict.fromkeys(paths)) == [path for _, path in _schema_paths(CLUSTER, "")]
+    assert list(dict.fromkeys(paths)) == [path for _, path in schema_paths(CLUSTER)]
 
 
 def test_the_environment_is_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_the_environment_is_read_by_default(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_key_has_its_own_environment_name() -> None:
-    names = [name for name, _ in _schema_paths(CLUSTER, "")]
+    names = [name for name, _ in schema_paths(CLUSTER)]
     assert len(set(names)) == len(names)
     assert "router_placement_prefill" in names
 
@@ -105,6 +105,36 @@ def test_every_key_has_its_own_environment_name() -> None:
 def test_other_variables_are_left_alone(tmp_path: Path, name: str) -> None:
     """deploy/setup has variables of its own, and Kubernetes invents NAME_SERVICE_HOST for each service."""
     assert load(tmp_path, environ={name: "x"}).cluster == CLUSTER(model=Model(path="m"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("TANDEM_ROUTER_PROT", "did you mean TANDEM_ROUTER_PORT?"),
+        ("TANDEM_PORT", "did you mean TANDEM_ROUTER_PORT?"),
+        ("TANDEM_KV_ZZZ", "known are TANDEM_KV_PAGE_SIZE"),
+        ("TANDEM_SPECULATON_STEPS", "did you mean TANDEM_SPECULATION_STEPS?"),
+        ("TANDEM_MODEL_QUANTIZATION", "option of other servers"),
+    ],
+)
+def test_a_mistyped_variable_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    error = refusal(tmp_path, environ={name: "8"})
+    assert error.path == name
+    assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TANDEM_PORT", "tcp://10.0.0.1:8000"),
+        ("TANDEM_PORT_8000_TCP", "tcp://10.0.0.1:8000"),
+        ("TANDEM_ROUTER_PORT_8000_TCP_ADDR", "10.0.0.1"),
+        ("TANDEM_ROUTER_SERVICE_PORT_HTTP", "8000"),
+        ("TANDEM_BICYCLE", "red"),
+    ],
+)
+def test_variables_of_kubernetes_and_of_others_are_left_alone(tmp_path: Path, name: str, value: str) -> None:
+    assert load(tmp_path, environ={name: value}).origins == {"model.path": "file:cluster.yaml"}
 
 
 def test_the_last_set_wins(tmp_path: Path) -> None:
@@ -166,11 +196,19 @@ def test_nodes_by_name(tmp_path: Path) -> None:
     ("text", "path", "suggestion"),
     [
         ("ruoter: {port: 1}\n", "ruoter", "'router'"),
-        ("router: {prot: 1}\n", "router.prot", "'port'"),
-        ("router: {placement: {prefil: round_robin}}\n", "router.placement.prefil", "'prefill'"),
-        ("prefill: {nodes: [{name: a}, {nmae: b}]}\n", "prefill.nodes[1].nmae", "'name'"),
-        ("decode: {nodes: [{name: a, bulk_prot: 1}]}\n", "decode.nodes[0].bulk_prot", "'bulk_port'"),
-        ("kv: {zzz: 1}\n", "kv.zzz", "known here: page_size"),
+        ("router: {prot: 1}\n", "router.prot", "'router.port'"),
+        (
+            "router: {placement: {prefil: round_robin}}\n",
+            "router.placement.prefil",
+            "'router.placement.prefill'",
+        ),
+        ("prefill: {nodes: [{name: a}, {nmae: b}]}\n", "prefill.nodes[1].nmae", "'prefill.nodes[1].name'"),
+        (
+            "decode: {nodes: [{name: a, bulk_prot: 1}]}\n",
+            "decode.nodes[0].bulk_prot",
+            "'decode.nodes[0].bulk_port'",
+        ),
+        ("kv: {zzz: 1}\n", "kv.zzz", "known here: kv.page_size"),
     ],
 )
 def test_unknown_keys(tmp_path: Path, text: str, path: str, suggestion: str) -> None:
@@ -189,23 +227,29 @@ def test_a_misspelt_key_finds_its_neighbour(tmp_path: Path, section: str) -> Non
         data = {parent: data}
     error = refusal(tmp_path, yaml.safe_dump(data))
     assert error.path == section + "x"
-    assert f"did you mean {last!r}?" in str(error)
+    assert f"did you mean {section!r}?" in str(error)
 
 
 def test_unknown_keys_in_a_list_from_outside(tmp_path: Path) -> None:
     error = refusal(tmp_path, overrides=["decode.nodes=[{name: a, hosst: x}]"])
     assert error.path == "decode.nodes[0].hosst"
-    assert "'host'" in str(error)
+    assert "'decode.nodes[0].host'" in str(error)
 
 
 @pytest.mark.parametrize(
     ("override", "path", "words"),
     [
         ("router.prot=1", "router.prot", "'router.port'"),
-        ("router.port", "router.port", "PATH=VALUE"),
-        ("port=1", "port", "known path"),
-        ("router=1", "router", "known path"),
-        ("", "", "PATH=VALUE"),
+        ("router.port", "router.port", "the value is missing; write --set router.port=VALUE"),
+        ("port=8115", "port", "unknown key; write router.port=8115"),
+        ("graphs=none", "graphs", "write prefill.graphs=none or decode.graphs=none"),
+        ("rowter.port=1", "rowter.port", "write router.port=1"),
+        ("router=1", "router", "it is a section; set one of its keys: router.host, router.port"),
+        ("router.zzz=1", "router.zzz", "router.request_timeout"),
+        ("health.zzz=1", "health.zzz", "known here: health.heartbeat_interval"),
+        ("zzz=1", "zzz", "the sections are model, kv, router"),
+        ("", "", "KEY=VALUE"),
+        ("=1", "", "KEY=VALUE"),
     ],
 )
 def test_bad_overrides(tmp_path: Path, override: str, path: str, words: str) -> None:

@@ -138,10 +138,10 @@ def test_enforce_and_none_contradict_each_other(tmp_path: Path) -> None:
     [
         (
             "disable_cuda_graph: true",
-            "decode steps alone; write decode.graphs: none .prefill.graphs is of prompts",
+            "decode steps; write decode.graphs: none .prefill.graphs is for prompts",
         ),
-        ("prefill: {disable_cuda_graph: true}", "decode steps alone; write decode.graphs: none"),
-        ("decode: {disable-cuda-graph: true}", "decode steps alone; write decode.graphs: none"),
+        ("prefill: {disable_cuda_graph: true}", "decode steps; write decode.graphs: none"),
+        ("decode: {disable-cuda-graph: true}", "decode steps; write decode.graphs: none"),
         ("decode: {enforce_eager: true}", "write prefill.graphs: none and decode.graphs: none"),
         ("prefill: {disable_piecewise_cuda_graph: true}", "write prefill.graphs: none"),
         ("prefill: {enforce_piecewise_cuda_graph: true}", "write prefill.enforce_graphs"),

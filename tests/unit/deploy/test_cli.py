@@ -57,7 +57,7 @@ def test_a_bad_file_is_refused_with_2(directory: Path, command: str) -> None:
     (directory / "bad.yaml").write_text("model: {path: m}\nrouter: {prot: 1}\n")
     result = run(command, str(directory / "bad.yaml"))
     assert result.exit_code == 2
-    assert f"{directory}/bad.yaml: router.prot: unknown key; did you mean 'port'?" in flat(result)
+    assert f"{directory}/bad.yaml: router.prot: unknown key; did you mean 'router.port'?" in flat(result)
     assert run(command, str(directory / "none.yaml")).exit_code == 2
 
 
@@ -112,6 +112,27 @@ def test_set_is_checked(directory: Path) -> None:
     result = run("config", str(directory / "c.yaml"), "--set", "router.prot=1")
     assert result.exit_code == 2
     assert "'router.port'" in flat(result)
+
+
+@pytest.mark.parametrize("command", ["up", "down", "status", "config"])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_speaks_of_the_script(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, flag])
+    assert ended.value.code == 0
+    assert f"Usage: deploy/{command} [OPTIONS]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory-utilization", "--gpu-memory-utilization=0.9"])
+def test_an_option_of_another_server_is_answered(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["up", "model", option])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"deploy/up: {option}: it is an option of other servers: write prefill.memory")
 
 
 def make_table(

@@ -251,11 +251,20 @@ async def test_a_port_that_is_taken_is_named(cluster: Path, monkeypatch: pytest.
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))
-    with pytest.raises(ConfigError, match=f"{port} cannot be bound"):
+    with pytest.raises(ConfigError, match=rf"^router\.port: another process listens on 127\.0\.0\.1:{port}"):
         await app.start()
     await app.drain()
     server.close()
     await server.wait_closed()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+async def test_a_host_that_is_not_ours_is_blamed_and_not_the_port(cluster: Path, host: str) -> None:
+    """192.0.2.0/24 is for documentation: no machine has it."""
+    app = build(load_cluster(cluster, [f"router.host={host}", "security.open_http=true"]), Log("test"))
+    with pytest.raises(ConfigError, match=rf"^router\.host: this host has no address {host}; write 127"):
+        await app.start()
+    await app.drain()
 
 
 @pytest.mark.parametrize("key", ["router.images.fetch_hosts=[a.example]", "prefill.image_cache_mib=1"])
