@@ -14,6 +14,7 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
+from common.engine.layers.activations import Activations
 from common.engine.layers.placement import Placement
 from common.engine.model_size import check_draft_size
 from common.engine.models.eagle import DraftOutput, SplitHead
@@ -63,7 +64,7 @@ def _probe(model: MtpModules, draft: DraftConfig, placement: Placement, path: Pa
     hidden = torch.zeros(1, read, dtype=placement.dtype, device=placement.device)
     for step, head in enumerate(model.heads):
         width = head.project(hidden).shape[-1]
-        given = head.eh_proj(torch.cat((hidden, hidden), dim=-1)).shape[-1]
+        given = head.eh_proj.product(Activations(torch.cat((hidden, hidden), dim=-1))).shape[-1]
         if width != carried or given != carried:
             raise ModelError(
                 f"{path}: module {step} reads {width} values and gives {given}, config.json says {carried}"

@@ -246,6 +246,20 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert not missing, "a folder without __init__.py has no charter: " + ", ".join(sorted(missing))
 
 
+def test_only_formats_know_how_products_keep_their_weights() -> None:
+    """Elsewhere `.weight` is a norm's or an embedding's, in the modules that own these."""
+    owners = {f"common/engine/layers/{name}.py" for name in ("norm", "linear", "attention")}
+    wrong = [
+        f"{module.place}:{node.lineno} takes {ast.unparse(node)}"
+        for module in MODULES
+        if module.place.startswith(("common/", "prefill_node/", "decode_node/"))
+        if not module.place.startswith("common/engine/formats/") and module.place not in owners
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr == "weight"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_files_stay_small() -> None:
     lines = {module.place: module.text.count("\n") for module in MODULES}
     long = [

@@ -163,12 +163,12 @@ def floors(engine: Engine, ceilings: Ceilings | None, batch: int, length: int) -
     itemsize = key.dtype.itemsize
     embedding, nodes = model.embed_tokens.weight.nbytes, engine.steps + 1
     weights = sum(parameter.nbytes for parameter in model.parameters()) - embedding
-    own = sum(p.nbytes for p in head.parameters()) - embedding - head.fc.weight.nbytes
+    own = sum(p.nbytes for p in head.parameters()) - embedding - head.fc.dense().nbytes
     per_token = 2 * key.shape[2] * key.shape[3] * itemsize * batch * length
     kv = per_token * pool.num_layers
     verify = ceilings.ms(weights, kv, batch * nodes, itemsize)
     draft = (engine.steps - 1) * ceilings.ms(own, per_token, batch, itemsize)
-    extend = ceilings.ms(own + head.fc.weight.nbytes, per_token, batch * nodes, itemsize)
+    extend = ceilings.ms(own + head.fc.dense().nbytes, per_token, batch * nodes, itemsize)
     return verify + draft + extend, ceilings.ms(weights, kv, batch, itemsize)
 
 

@@ -6,27 +6,38 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from common.engine.layers.linear import Linear
-from common.engine.layers.placement import Placement
-from common.engine.ops.linear import gated_linear
+from common.engine.layers.activations import Activations
+from common.engine.layers.linear import WeightFormat
+from common.engine.layers.norm import RmsNorm
 
 
 class Mlp(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, placement: Placement) -> None:
+    """down(silu(gate(x)) * up(x)).
+
+    Args:
+        name: what stands before the names of its tensors in the checkpoint.
+    """
+
+    def __init__(
+        self, name: str, hidden_size: int, intermediate_size: int, bias: bool, weights: WeightFormat
+    ) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, parts, bias, placement)
-        self.down_proj = Linear(intermediate_size, {"down_proj": hidden_size}, bias, placement)
+        parts = {f"{name}.gate_proj": intermediate_size, f"{name}.up_proj": intermediate_size}
+        self.gate_up_proj = weights.linear(hidden_size, parts, bias)
+        self.down_proj = weights.linear(intermediate_size, {f"{name}.down_proj": hidden_size}, bias)
+        self.reads = self.gate_up_proj.reads
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activations) -> Tensor:
         """[T, H] -> [T, H]."""
-        result: Tensor = self.down_proj(self.gated(x))
-        return result
+        return self.down_proj.product(self._gated(x))
 
-    def gated(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, intermediate]: what `down_proj` reads."""
-        return gated_linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
+    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
+        """Return (norm(y + stream), y + stream) of the block's output y; all [T, H]."""
+        return self.down_proj.add_norm(self._gated(x), stream, norm)
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield from self.gate_up_proj.checkpoint_tensors(prefix)
-        yield from self.down_proj.checkpoint_tensors(prefix)
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.gate_up_proj.checkpoint_tensors()
+        yield from self.down_proj.checkpoint_tensors()
+
+    def _gated(self, x: Activations) -> Activations:
+        return self.gate_up_proj.gated(x, self.down_proj.reads)

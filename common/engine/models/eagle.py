@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from common.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
+from common.engine.formats.registry import weight_format
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
+from common.engine.layers.activations import Activations
 from common.engine.layers.attention import Attention
-from common.engine.layers.linear import Embedding, Linear, logits
+from common.engine.layers.linear import Embedding, Linear, WeightFormat, logits
 from common.engine.layers.mlp import Mlp
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.placement import Placement, parameter
+from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
 from common.engine.models.llama import DecoderLayer, LlamaForCausalLM
 
@@ -76,7 +78,7 @@ class DraftModule(nn.Module, ABC):
 
     placement: Placement
     embed_tokens: Embedding  # [V, H]
-    lm_head: Tensor
+    lm_head: Linear  # [H] -> the draft's vocabulary
 
     @abstractmethod
     def body(
@@ -105,14 +107,16 @@ class DraftModule(nn.Module, ABC):
 class Eagle3Layer(nn.Module):
     """Attention reads the token's embedding beside the hidden state; the residual stream is the hidden state alone."""
 
-    def __init__(self, draft: DraftConfig, placement: Placement) -> None:
+    def __init__(self, name: str, draft: DraftConfig, weights: WeightFormat) -> None:
         super().__init__()
         config = draft.model
-        norm = (config.hidden_size, config.rms_norm_eps, placement)
-        self.input_layernorm, self.hidden_norm = RmsNorm(*norm), RmsNorm(*norm)
-        self.self_attn = Attention(config, 0, placement, in_features=2 * config.hidden_size)
-        self.post_attention_layernorm = RmsNorm(*norm)
-        self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias, placement)
+        size, norm = config.hidden_size, (config.hidden_size, config.rms_norm_eps, weights.placement)
+        self.input_layernorm = RmsNorm(f"{name}.input_layernorm", *norm)
+        self.hidden_norm = RmsNorm(f"{name}.hidden_norm", *norm)
+        self.self_attn = Attention(f"{name}.self_attn", config, 0, weights, in_features=2 * size)
+        mlp = Mlp(f"{name}.mlp", size, config.intermediate_size, config.mlp_bias, weights)
+        self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", *norm, mlp.reads)
+        self.mlp = mlp
         self._norm_before_residual = draft.norm_before_residual
 
     def forward(
@@ -122,21 +126,20 @@ class Eagle3Layer(nn.Module):
         angles: tuple[Tensor, Tensor],
         attention: AttentionBackend,
         following: RmsNorm,
-    ) -> tuple[Tensor, Tensor]:
-        """(the stream behind the layer normed by `following`, the stream)."""
+    ) -> tuple[Activations, Tensor]:
+        """Return the stream past the layer, first normed by `following`, then as it is."""
         normed = self.hidden_norm(hidden)
-        both = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        both = Activations(torch.cat((self.input_layernorm(embeds), normed), dim=-1))
         stream = normed if self._norm_before_residual else hidden
-        heads = self.self_attn(both, angles, attention)
-        normed, stream = self.post_attention_layernorm.behind(self.self_attn.o_proj, heads, stream)
-        return following.behind(self.mlp.down_proj, self.mlp.gated(normed), stream)
+        x, stream = self.self_attn.add_norm(both, stream, self.post_attention_layernorm, angles, attention)
+        return self.mlp.add_norm(x, stream, following)
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield from self.input_layernorm.checkpoint_tensors(f"{prefix}.input_layernorm")
-        yield from self.hidden_norm.checkpoint_tensors(f"{prefix}.hidden_norm")
-        yield from self.self_attn.checkpoint_tensors(f"{prefix}.self_attn")
-        yield from self.post_attention_layernorm.checkpoint_tensors(f"{prefix}.post_attention_layernorm")
-        yield from self.mlp.checkpoint_tensors(f"{prefix}.mlp")
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.input_layernorm.checkpoint_tensors()
+        yield from self.hidden_norm.checkpoint_tensors()
+        yield from self.self_attn.checkpoint_tensors()
+        yield from self.post_attention_layernorm.checkpoint_tensors()
+        yield from self.mlp.checkpoint_tensors()
 
 
 class Eagle3Head(DraftModule):
@@ -158,6 +161,7 @@ class Eagle3Head(DraftModule):
         super().__init__()
         config = draft.model
         size, norm = config.hidden_size, (config.rms_norm_eps, placement)
+        weights = weight_format(config, placement)
         self.placement = placement
         self._own_embedding, self._own_head = (
             EMBEDDING in own,
@@ -165,36 +169,39 @@ class Eagle3Head(DraftModule):
         )
         self.embed_tokens = target.embed_tokens
         if self._own_embedding:
-            self.embed_tokens = Embedding(config.vocab_size, size, placement)
+            self.embed_tokens = Embedding("embed_tokens", config.vocab_size, size, placement)
         self.rotary = Rotary(config.rope, config.head_dim, placement)
         width = EagleDraftExtendInput.hidden_size_for(draft)
         parts = draft.fc_norms
-        self._fc_norm_names = parts
-        self.fc_norms = nn.ModuleList(RmsNorm(width // len(parts), *norm) for _ in parts)
-        self.fc = Linear(width, {"fc": size}, False, placement)
-        self.midlayer = Eagle3Layer(draft, placement)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, placement) for i in range(1, config.num_layers))
-        self.norm = RmsNorm(size, *norm)
+        self.fc_norms = nn.ModuleList(RmsNorm(part, width // len(parts), *norm) for part in parts)
+        self.fc = weights.linear(width, {"fc": size}, bias=False)
+        self.midlayer = Eagle3Layer("midlayer", draft, weights)
+        self.layers = nn.ModuleList(
+            DecoderLayer(f"layers.{i}", config, i, weights) for i in range(1, config.num_layers)
+        )
+        self.norm = RmsNorm("norm", size, *norm)
         self._norm_output = draft.norm_output
         vocab = draft.draft_vocab or config.vocab_size
-        self.lm_head = parameter((vocab, size), placement) if self._own_head else target.lm_head
+        self.lm_head = target.lm_head
+        if self._own_head:
+            self.lm_head = weights.linear(size, {"lm_head": vocab}, bias=False)
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64, device=placement.device))
 
     def project(self, target_hidden: Tensor) -> Tensor:
         if self.fc_norms:
             parts = target_hidden.chunk(len(self.fc_norms), dim=-1)
             target_hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts)], dim=-1)
-        projected: Tensor = self.fc(target_hidden)
-        return projected
+        return self.fc.product(Activations(target_hidden))
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
         angles = self.rotary(positions)
         norms = [each.input_layernorm for each in self.layers if isinstance(each, DecoderLayer)] + [self.norm]
-        normed, stream = self.midlayer(embeds, hidden, angles, attention, norms[0])
+        x, stream = self.midlayer(embeds, hidden, angles, attention, norms[0])
         for layer, following in zip(self.layers, norms[1:], strict=True):
-            normed, stream = layer(normed, stream, angles, attention, following)
+            x, stream = layer(x, stream, angles, attention, following)
+        normed = x.tensor()
         return DraftOutput(normed, normed if self._norm_output else stream)
 
     def target_ids(self, ids: Tensor) -> Tensor:
@@ -202,41 +209,43 @@ class Eagle3Head(DraftModule):
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Some files have other names: draft_runner.py."""
-        yield "fc.weight", self.fc.weight
-        for name, each in zip(self._fc_norm_names, self.fc_norms, strict=True):
+        yield from self.fc.checkpoint_tensors()
+        for each in self.fc_norms:
             assert isinstance(each, RmsNorm)
-            yield from each.checkpoint_tensors(name)
-        yield from self.midlayer.checkpoint_tensors("midlayer")
-        for index, each in enumerate(self.layers, start=1):
+            yield from each.checkpoint_tensors()
+        yield from self.midlayer.checkpoint_tensors()
+        for each in self.layers:
             assert isinstance(each, DecoderLayer)
-            yield from each.checkpoint_tensors(f"layers.{index}")
-        yield from self.norm.checkpoint_tensors("norm")
+            yield from each.checkpoint_tensors()
+        yield from self.norm.checkpoint_tensors()
         if self._own_embedding:
-            yield EMBEDDING, self.embed_tokens.weight
+            yield from self.embed_tokens.checkpoint_tensors()
         if self._own_head:
-            yield LM_HEAD, self.lm_head
+            yield from self.lm_head.checkpoint_tensors()
 
 
 class EagleLayer(nn.Module):
     """A Llama layer without a norm before attention."""
 
-    def __init__(self, draft: DraftConfig, layer: int, placement: Placement) -> None:
+    def __init__(self, name: str, draft: DraftConfig, layer: int, weights: WeightFormat) -> None:
         super().__init__()
         config = draft.model
-        self.self_attn = Attention(config, layer, placement)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias, placement)
+        size, norm = config.hidden_size, (config.hidden_size, config.rms_norm_eps, weights.placement)
+        self.self_attn = Attention(f"{name}.self_attn", config, layer, weights)
+        mlp = Mlp(f"{name}.mlp", size, config.intermediate_size, config.mlp_bias, weights)
+        self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", *norm, mlp.reads)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
-        heads = self.self_attn(x, angles, attention)
-        normed, stream = self.post_attention_layernorm.behind(self.self_attn.o_proj, heads, x)
-        mixed: Tensor = self.mlp(normed)
-        return mixed + stream
+        norm = self.post_attention_layernorm
+        normed, stream = self.self_attn.add_norm(Activations(x), x, norm, angles, attention)
+        fed: Tensor = self.mlp(normed)
+        return fed + stream
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield from self.self_attn.checkpoint_tensors(f"{prefix}.self_attn")
-        yield from self.post_attention_layernorm.checkpoint_tensors(f"{prefix}.post_attention_layernorm")
-        yield from self.mlp.checkpoint_tensors(f"{prefix}.mlp")
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.self_attn.checkpoint_tensors()
+        yield from self.post_attention_layernorm.checkpoint_tensors()
+        yield from self.mlp.checkpoint_tensors()
 
 
 class EagleHead(DraftModule):
@@ -260,22 +269,23 @@ class EagleHead(DraftModule):
         self.lm_head = target.lm_head
         self.rotary = Rotary(config.rope, config.head_dim, placement)
         width = config.hidden_size + EagleDraftExtendInput.hidden_size_for(draft)
-        self.fc = Linear(width, {"fc": config.hidden_size}, FC_BIAS in own, placement)
-        self.layers = nn.ModuleList(EagleLayer(draft, i, placement) for i in range(config.num_layers))
+        weights = weight_format(config, placement)
+        self.fc = weights.linear(width, {"fc": config.hidden_size}, FC_BIAS in own)
+        self.layers = nn.ModuleList(
+            EagleLayer(f"layers.{i}", draft, i, weights) for i in range(config.num_layers)
+        )
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
         angles = self.rotary(positions)
-        x: Tensor = self.fc(torch.cat((embeds, hidden), dim=-1))
+        x = self.fc.product(Activations(torch.cat((embeds, hidden), dim=-1)))
         for layer in self.layers:
             x = layer(x, angles, attention)
         return DraftOutput(x, x)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield "fc.weight", self.fc.weight
-        if self.fc.bias is not None:
-            yield FC_BIAS, self.fc.bias
-        for index, each in enumerate(self.layers):
+        yield from self.fc.checkpoint_tensors()
+        for each in self.layers:
             assert isinstance(each, EagleLayer)
-            yield from each.checkpoint_tensors(f"layers.{index}")
+            yield from each.checkpoint_tensors()

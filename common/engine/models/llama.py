@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from common.engine.attention.backend import AttentionBackend
+from common.engine.formats.registry import weight_format
+from common.engine.layers.activations import Activations
 from common.engine.layers.attention import Attention
-from common.engine.layers.linear import Embedding, logits
+from common.engine.layers.linear import Embedding, WeightFormat, logits
 from common.engine.layers.mlp import Mlp
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.placement import Placement, parameter
+from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
 from common.model_config import ModelConfig
 
@@ -32,37 +34,50 @@ class BodyOutput(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, feed-forward around one residual stream."""
+    """Norm, attention, norm, feed-forward around one residual stream.
 
-    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+    Args:
+        name: what stands before the names of its tensors in the checkpoint.
+        layer: index of its planes in the KV pool.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, layer: int, weights: WeightFormat) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.self_attn = Attention(config, layer, placement)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.mlp = Mlp(config.hidden_size, config.intermediate_size, config.mlp_bias, placement)
+        norm = (config.hidden_size, config.rms_norm_eps, weights.placement)
+        attention = Attention(f"{name}.self_attn", config, layer, weights)
+        mlp = Mlp(f"{name}.mlp", config.hidden_size, config.intermediate_size, config.mlp_bias, weights)
+        self.input_layernorm = RmsNorm(f"{name}.input_layernorm", *norm, attention.reads)
+        self.self_attn = attention
+        self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", *norm, mlp.reads)
+        self.mlp = mlp
 
     def forward(
         self,
-        normed: Tensor,
+        x: Activations,
         stream: Tensor,
         angles: tuple[Tensor, Tensor],
         attention: AttentionBackend,
         following: RmsNorm,
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream [T, H] and, `normed` by `input_layernorm`, what attention reads of it.
+    ) -> tuple[Activations, Tensor]:
+        """Run the layer.
 
-        Returns the same of the stream behind the layer, normed by `following`: a product, what it is added to and the
-        norm of the sum are one operation.
+        Args:
+            x: the residual stream normed by `input_layernorm`.
+            stream: [T, H].
+            following: the norm of whatever comes next.
+
+        Returns:
+            The stream past the layer normed by `following`, and the stream: a product, what it is added to and the norm
+            of the sum are one operation.
         """
-        heads = self.self_attn(normed, angles, attention)
-        normed, stream = self.post_attention_layernorm.behind(self.self_attn.o_proj, heads, stream)
-        return following.behind(self.mlp.down_proj, self.mlp.gated(normed), stream)
+        x, stream = self.self_attn.add_norm(x, stream, self.post_attention_layernorm, angles, attention)
+        return self.mlp.add_norm(x, stream, following)
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield from self.input_layernorm.checkpoint_tensors(f"{prefix}.input_layernorm")
-        yield from self.self_attn.checkpoint_tensors(f"{prefix}.self_attn")
-        yield from self.post_attention_layernorm.checkpoint_tensors(f"{prefix}.post_attention_layernorm")
-        yield from self.mlp.checkpoint_tensors(f"{prefix}.mlp")
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.input_layernorm.checkpoint_tensors()
+        yield from self.self_attn.checkpoint_tensors()
+        yield from self.post_attention_layernorm.checkpoint_tensors()
+        yield from self.mlp.checkpoint_tensors()
 
 
 class LlamaForCausalLM(nn.Module):
@@ -84,12 +99,17 @@ class LlamaForCausalLM(nn.Module):
         self.config = config
         self.placement = placement
         self.aux_layers = tuple(aux_layers)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
+        weights, size = weight_format(config, placement), config.hidden_size
+        self.embed_tokens = Embedding("model.embed_tokens", config.vocab_size, size, placement)
         self.rotary = Rotary(config.rope, config.head_dim, placement)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, placement) for i in range(config.num_layers))
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, placement)
-        shape = (config.vocab_size, config.hidden_size)
-        self.lm_head = self.embed_tokens.weight if config.tie_word_embeddings else parameter(shape, placement)
+        self.layers = nn.ModuleList(
+            DecoderLayer(f"model.layers.{i}", config, i, weights) for i in range(config.num_layers)
+        )
+        self.norm = RmsNorm("model.norm", size, config.rms_norm_eps, placement)
+        if config.tie_word_embeddings:
+            self.lm_head = weights.tied_head(self.embed_tokens)
+        else:
+            self.lm_head = weights.linear(size, {"lm_head": config.vocab_size}, bias=False)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[T] int64 -> [T, H]."""
@@ -100,15 +120,15 @@ class LlamaForCausalLM(nn.Module):
         """The body: embeds [T, H], positions as in ForwardBatch. `attention` has planned the batch."""
         angles = self.rotary(positions)
         norms = [each.input_layernorm for each in self.layers if isinstance(each, DecoderLayer)] + [self.norm]
-        stream, normed = embeds, norms[0](embeds)
+        stream, x = embeds, Activations(norms[0](embeds))
         aux: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             if index in self.aux_layers:
                 aux.append(stream)
-            normed, stream = layer(normed, stream, angles, attention, norms[index + 1])
+            x, stream = layer(x, stream, angles, attention, norms[index + 1])
         if self.config.num_layers in self.aux_layers:
             aux.append(stream)
-        return BodyOutput(normed, torch.cat(aux, dim=-1) if aux else None)
+        return BodyOutput(x.tensor(), torch.cat(aux, dim=-1) if aux else None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of `BodyOutput.last` [R, H] -> [R, V] float32."""
@@ -116,10 +136,9 @@ class LlamaForCausalLM(nn.Module):
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the checkpoint, view of our storage that it fills), each of our elements exactly once."""
-        yield "model.embed_tokens.weight", self.embed_tokens.weight
-        for index, layer in enumerate(self.layers):
+        yield from self.embed_tokens.checkpoint_tensors()
+        for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            yield from layer.checkpoint_tensors(f"model.layers.{index}")
-        yield from self.norm.checkpoint_tensors("model.norm")
-        if not self.config.tie_word_embeddings:
-            yield "lm_head.weight", self.lm_head
+            yield from layer.checkpoint_tensors()
+        yield from self.norm.checkpoint_tensors()
+        yield from self.lm_head.checkpoint_tensors()

@@ -23,13 +23,17 @@ from torch import Tensor, nn
 
 from common.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
-from common.engine.layers.linear import Embedding, Linear
+from common.engine.formats.registry import weight_format
+from common.engine.layers.activations import Activations
+from common.engine.layers.linear import Embedding
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.placement import Placement, parameter
+from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
 from common.engine.models.eagle import DraftModule, DraftOutput
 from common.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from common.mtp_format import MtpFormat
+
+EMBEDDING, HEAD = "embed_tokens", "shared_head.head"  # in DeepSeek's form only
 
 
 class MtpModule(DraftModule):
@@ -50,43 +54,46 @@ class MtpModule(DraftModule):
         size = config.hidden_size
         self.placement = placement
         norm = (size, config.rms_norm_eps, placement)
-        self._format: MtpFormat = draft.mtp
-        self._prefix = draft.mtp.prefix(index)
+        names, prefix, weights = draft.mtp, draft.mtp.prefix(index), weight_format(config, placement)
+        self._format: MtpFormat = names
         self._own_embedding, self._own_head = own_embedding, own_head
         self.embed_tokens = (
-            Embedding(config.vocab_size, size, placement) if own_embedding else target.embed_tokens
+            Embedding(f"{prefix}.{EMBEDDING}", config.vocab_size, size, placement)
+            if own_embedding
+            else target.embed_tokens
         )
-        self.lm_head = parameter((config.vocab_size, size), placement) if own_head else target.lm_head
+        self.lm_head = target.lm_head
+        if own_head:
+            self.lm_head = weights.linear(size, {f"{prefix}.{HEAD}": config.vocab_size}, bias=False)
         self.rotary = Rotary(config.rope, config.head_dim, placement)
-        self.enorm, self.hnorm = RmsNorm(*norm), RmsNorm(*norm)
-        self.eh_proj = Linear(2 * size, {draft.mtp.projection: size}, False, placement)
-        self.layer = DecoderLayer(config, index, placement)
-        self.norm = RmsNorm(*norm)
+        self.enorm = RmsNorm(f"{prefix}.{names.embed_norm}", *norm)
+        self.hnorm = RmsNorm(f"{prefix}.{names.hidden_norm}", *norm)
+        self.eh_proj = weights.linear(2 * size, {f"{prefix}.{names.projection}": size}, bias=False)
+        self.layer = DecoderLayer(prefix, config, index, weights)
+        self.norm = RmsNorm(f"{prefix}.{names.final_norm}", *norm)
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
         """`hidden` of the output is what the next module reads in the same row."""
         inputs = self.enorm(embeds), self.hnorm(hidden)
-        x = self.eh_proj(torch.cat(inputs if self._format.embedding_first else inputs[::-1], dim=-1))
-        normed = self.layer.input_layernorm(x)
-        last, _ = self.layer(normed, x, self.rotary(positions), attention, self.norm)
+        both = torch.cat(inputs if self._format.embedding_first else inputs[::-1], dim=-1)
+        stream = self.eh_proj.product(Activations(both))
+        normed = Activations(self.layer.input_layernorm(stream))
+        x, _ = self.layer(normed, stream, self.rotary(positions), attention, self.norm)
+        last = x.tensor()
         return DraftOutput(last, last if self._format.chain else hidden)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        prefix, names = self._prefix, self._format
-        yield from self.enorm.checkpoint_tensors(f"{prefix}.{names.embed_norm}")
-        yield from self.hnorm.checkpoint_tensors(f"{prefix}.{names.hidden_norm}")
-        yield from self.eh_proj.checkpoint_tensors(prefix)
-        yield from self.layer.checkpoint_tensors(prefix)
-        yield from self.norm.checkpoint_tensors(f"{prefix}.{names.final_norm}")
+        yield from self.enorm.checkpoint_tensors()
+        yield from self.hnorm.checkpoint_tensors()
+        yield from self.eh_proj.checkpoint_tensors()
+        yield from self.layer.checkpoint_tensors()
+        yield from self.norm.checkpoint_tensors()
         if self._own_embedding:
-            yield f"{prefix}.{EMBEDDING}", self.embed_tokens.weight
+            yield from self.embed_tokens.checkpoint_tensors()
         if self._own_head:
-            yield f"{prefix}.{HEAD}", self.lm_head
-
-
-EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"  # in DeepSeek's form only
+            yield from self.lm_head.checkpoint_tensors()
 
 
 class MtpModules(nn.Module):
@@ -118,8 +125,8 @@ def build_mtp(
                 index,
                 target,
                 placement,
-                own_embedding=f"{prefix}.{EMBEDDING}" in names,
-                own_head=f"{prefix}.{HEAD}" in names,
+                own_embedding=f"{prefix}.{EMBEDDING}.weight" in names,
+                own_head=f"{prefix}.{HEAD}.weight" in names,
             )
             for index, prefix in enumerate(prefixes)
         ]

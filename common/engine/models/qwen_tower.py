@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.engine.attention.segments import Segments, attend_within
-from common.engine.layers.linear import Linear
+from common.engine.formats.dense import DenseFormat, LibraryLinear
+from common.engine.layers.activations import Activations
+from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.placement import Placement
-from common.engine.ops.linear import gated_linear
 from common.engine.ops.rotary_kv_write import rotary_qk
 
 EPS = 1e-6
@@ -33,38 +34,37 @@ def rounded_up(inner: int) -> int:
 class VisionMlp(nn.Module):
     """SwiGLU whose inner width is rounded up; what that adds is zero and stays zero."""
 
-    def __init__(self, width: int, inner: int, placement: Placement) -> None:
+    def __init__(self, name: str, width: int, inner: int, weights: WeightFormat) -> None:
         super().__init__()
         self.inner = inner
         padded = rounded_up(inner)
-        self.gate_up = Linear(width, {"gate_proj": padded, "up_proj": padded}, True, placement)
-        self.down = Linear(padded, {"down_proj": width}, True, placement)
-        for each in (*self.gate_up.parameters(), self.down.weight):
+        self.gate_up = weights.linear(width, {f"{name}.gate_proj": padded, f"{name}.up_proj": padded}, True)
+        self.down = weights.linear(padded, {f"{name}.down_proj": width}, True)
+        for each in self.parameters():
             each.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, C] -> [N, C]."""
-        gated = gated_linear(x, self.gate_up.weight, self.gate_up.bias)
-        return F.linear(gated, self.down.weight, self.down.bias)
+        return self.down.product(self.gate_up.gated(Activations(x), self.down.reads))
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.gate_up.checkpoint_tensors(prefix):
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.gate_up.checkpoint_tensors():
             yield name, tensor[: self.inner]
-        for name, tensor in self.down.checkpoint_tensors(prefix):
+        for name, tensor in self.down.checkpoint_tensors():
             yield name, tensor[:, : self.inner] if tensor.ndim == 2 else tensor
 
 
 class VisionBlock(nn.Module):
     """Over patches of all images of a batch."""
 
-    def __init__(self, width: int, inner: int, heads: int, placement: Placement) -> None:
+    def __init__(self, name: str, width: int, inner: int, heads: int, weights: WeightFormat) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1 = RmsNorm(width, EPS, placement)
-        self.norm2 = RmsNorm(width, EPS, placement)
-        self.qkv = Linear(width, {"qkv": 3 * width}, True, placement)
-        self.proj = Linear(width, {"proj": width}, True, placement)
-        self.mlp = VisionMlp(width, inner, placement)
+        self.norm1 = RmsNorm(f"{name}.norm1", width, EPS, weights.placement)
+        self.norm2 = RmsNorm(f"{name}.norm2", width, EPS, weights.placement)
+        self.qkv = weights.linear(width, {f"{name}.attn.qkv": 3 * width}, True)
+        self.proj = weights.linear(width, {f"{name}.attn.proj": width}, True)
+        self.mlp = VisionMlp(f"{name}.mlp", width, inner, weights)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, turn: tuple[Tensor, Tensor], segments: Segments
@@ -74,20 +74,17 @@ class VisionBlock(nn.Module):
         normed, residual = self.norm2.add(self._attended(normed, turn, segments), residual)
         return self.mlp(normed), residual
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield from self.norm1.checkpoint_tensors(f"{prefix}.norm1")
-        yield from self.norm2.checkpoint_tensors(f"{prefix}.norm2")
-        yield from self.qkv.checkpoint_tensors(f"{prefix}.attn")
-        yield from self.proj.checkpoint_tensors(f"{prefix}.attn")
-        yield from self.mlp.checkpoint_tensors(f"{prefix}.mlp")
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for part in (self.norm1, self.norm2, self.qkv, self.proj, self.mlp):
+            yield from part.checkpoint_tensors()
 
     def _attended(self, x: Tensor, turn: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
         """[N, C]. Query, key and value are let go of before the next layer needs as much again."""
-        qkv = F.linear(x, self.qkv.weight, self.qkv.bias).view(len(x), 3, self.heads, -1)
+        qkv = self.qkv.product(Activations(x)).view(len(x), 3, self.heads, -1)
         rotary_qk(qkv, *turn)
         query, key, value = qkv.unbind(1)
         attended = attend_within(query, key, value, segments)
-        return F.linear(attended.flatten(1), self.proj.weight, self.proj.bias)
+        return self.proj.product(Activations(attended.flatten(1)))
 
 
 class VisionTower(nn.Module):
@@ -114,29 +111,32 @@ class VisionTower(nn.Module):
         self.patch = patch
         self.group = group
         values = int(torch.Size(patch).numel())
-        self.embed = Linear(values, {"proj": width}, False, placement)
-        self.blocks = nn.ModuleList(VisionBlock(width, inner, heads, placement) for _ in range(depth))
-        self.norm = RmsNorm(width, EPS, placement)
-        self.merge = Linear(group * width, {"0": group * width}, True, placement)
-        self.project = Linear(group * width, {"2": hidden}, True, placement)
+        weights = DenseFormat(placement, LibraryLinear)
+        self.embed = weights.linear(values, {"patch_embed.proj": width}, False)
+        self.blocks = nn.ModuleList(
+            VisionBlock(f"blocks.{index}", width, inner, heads, weights) for index in range(depth)
+        )
+        self.norm = RmsNorm("merger.ln_q", width, EPS, placement)
+        self.merge = weights.linear(group * width, {"merger.mlp.0": group * width}, True)
+        self.project = weights.linear(group * width, {"merger.mlp.2": hidden}, True)
 
     def embedded(self, patches: Tensor) -> Tensor:
         """[N, values] -> [N, C]. A convolution over whole patches is a product, which cuDNN does not know it is."""
-        return F.linear(patches, self.embed.weight)
+        return self.embed.product(Activations(patches))
 
     def merged(self, x: Tensor, residual: Tensor) -> Tensor:
         """[N, C] twice -> [N / group, H]."""
         normed, _ = self.norm.add(x, residual)
         grouped = normed.view(-1, self.group * x.shape[1])
-        inner = F.gelu(F.linear(grouped, self.merge.weight, self.merge.bias))
-        return F.linear(inner, self.project.weight, self.project.bias)
+        inner = F.gelu(self.merge.product(Activations(grouped)))
+        return self.project.product(Activations(inner))
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.embed.checkpoint_tensors(f"{prefix}patch_embed"):
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names are those past the prefix that the checkpoint's layout has for the tower."""
+        for name, tensor in self.embed.checkpoint_tensors():
             yield name, tensor.view(-1, *self.patch)
-        for index, block in enumerate(self.blocks):
+        for block in self.blocks:
             assert isinstance(block, VisionBlock)
-            yield from block.checkpoint_tensors(f"{prefix}blocks.{index}")
-        yield from self.norm.checkpoint_tensors(f"{prefix}merger.ln_q")
-        yield from self.merge.checkpoint_tensors(f"{prefix}merger.mlp")
-        yield from self.project.checkpoint_tensors(f"{prefix}merger.mlp")
+            yield from block.checkpoint_tensors()
+        for part in (self.norm, self.merge, self.project):
+            yield from part.checkpoint_tensors()

@@ -205,7 +205,9 @@ def load_qwen(path: str | Path, config: ModelConfig, placement: Placement) -> Qw
     check_tower_size(Path(path), config.vision, config.hidden_size)
     part = QwenPart(config.vision, config.hidden_size, placement).eval()
     layout = checkpoint_layout(config, path)
-    load_weights(path, part.tower.checkpoint_tensors(*layout.vision_prefixes), aside=layout.language_prefixes)
+    (prefix,) = layout.vision_prefixes
+    named = ((f"{prefix}{name}", tensor) for name, tensor in part.tower.checkpoint_tensors())
+    load_weights(path, named, aside=layout.language_prefixes)
     return part
 
 

@@ -176,14 +176,14 @@ def test_the_graph_follows_the_shared_embedding_and_head(name: str) -> None:
     """Row A9: neither lies in the graph, and both are the target's own storage."""
     head, target = tiny_draft(name), tiny_model(aux=DRAFTS[name].aux_layers)
     assert head.embed_tokens.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
-    assert head.lm_head.data_ptr() == target.lm_head.data_ptr()
+    assert head.lm_head.dense().data_ptr() == target.lm_head.dense().data_ptr()
     rig = Rig.of(name)
     batch = rig.batch([0], [8])
     hidden = rig.hidden(batch)
     before = rig.graphed(batch, hidden)
     generator = torch.Generator().manual_seed(8)
     noise = torch.randn(target.embed_tokens.weight.shape, generator=generator)
-    weights = (target.embed_tokens.weight, target.lm_head)
+    weights = (target.embed_tokens.weight, target.lm_head.dense())
     kept = [weight.detach().clone() for weight in weights]
     try:
         for weight in weights:

@@ -60,11 +60,11 @@ def test_half_precision_checkpoints(dtype: torch.dtype, tmp_path: Path) -> None:
     path = families.save(model, tmp_path, dtype)
     wide, config = load_model(path)
     assert config.dtype == str(dtype).removeprefix("torch.")
-    assert wide.lm_head.dtype == torch.float32  # auto, on the CPU
-    assert torch.equal(wide.lm_head, model.lm_head.weight.float())
+    assert wide.lm_head.dense().dtype == torch.float32  # auto, on the CPU
+    assert torch.equal(wide.lm_head.dense(), model.lm_head.weight.float())
     narrow = load_model(path, dtype=config.dtype)[0]
     assert all(value.dtype == dtype for value in tensors(narrow).values())
-    assert torch.equal(narrow.lm_head, model.lm_head.weight)
+    assert torch.equal(narrow.lm_head.dense(), model.lm_head.weight)
 
 
 def test_dtype_auto() -> None:
@@ -78,7 +78,7 @@ def test_dtype_auto() -> None:
 def test_merged_products_are_views_of_one_matrix(path: Path) -> None:
     model = load_model(path)[0]
     named = tensors(model)
-    qkv = model.layers[0].self_attn.qkv_proj.weight  # type: ignore[union-attr]
+    qkv = model.layers[0].self_attn.qkv_proj.dense()  # type: ignore[union-attr]
     parts = [named[f"model.layers.0.self_attn.{part}.weight"] for part in ("q_proj", "k_proj", "v_proj")]
     assert {part.untyped_storage().data_ptr() for part in parts} == {qkv.untyped_storage().data_ptr()}  # type: ignore[union-attr]
     assert torch.equal(torch.cat(parts), qkv)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_harmless_tensors_are_ignored(tmp_path: Path) -> None:
     )
     model = load_model(path)[0]
     assert all(torch.equal(value, expected[name]) for name, value in tensors(model).items())
-    assert model.lm_head is model.embed_tokens.weight
+    assert model.lm_head.dense() is model.embed_tokens.weight
 
 
 def test_missing_unexpected_and_wrongly_shaped_tensors_are_named_together(path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_checkpoint_with_its_own(target: LlamaForCausalLM, tmp_path: Path) -> 
     path = checkpoint(tmp_path, tensors)
     model = load_mtp(path, config_of(path), target, PLACEMENT)
     assert torch.equal(model.heads[0].embed_tokens.weight, embedding)
-    assert torch.equal(model.heads[1].lm_head, head)
+    assert torch.equal(model.heads[1].lm_head.dense(), head)
     assert model.heads[1].embed_tokens is target.embed_tokens
     assert model.heads[0].lm_head is target.lm_head
 

@@ -1,0 +1,83 @@
+"""Weights in the dtype of the activations: bfloat16, float16 or float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.engine.layers.activations import DENSE, Activations, Reads
+from common.engine.layers.linear import Embedding, Linear, WeightFormat
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.placement import Placement, parameter
+from common.engine.ops.linear import gated_linear, linear
+from common.engine.ops.linear_norm import linear_add_rms_norm
+
+
+class DenseLinear(Linear):
+    """A product with a weight of the activations' dtype.
+
+    Args:
+        weight: [out, in].
+        bias: [out].
+        parts: name in the checkpoint -> rows; empty for a weight that another module loads.
+    """
+
+    reads = DENSE
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, parts: Mapping[str, int]) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self._parts = dict(parts)
+
+    def product(self, x: Activations) -> Tensor:
+        return linear(x.tensor(), self.weight, self.bias)
+
+    def gated(self, x: Activations, reads: Reads) -> Activations:
+        return Activations(gated_linear(x.tensor(), self.weight, self.bias))
+
+    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
+        normed, stream = linear_add_rms_norm(
+            x.tensor(), self.weight, self.bias, stream, norm.weight, norm.eps
+        )
+        return Activations(normed), stream
+
+    def dense(self) -> Tensor:
+        return self.weight
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        start = 0
+        for name, rows in self._parts.items():
+            yield f"{name}.weight", self.weight[start : start + rows]
+            if self.bias is not None:
+                yield f"{name}.bias", self.bias[start : start + rows]
+            start += rows
+
+
+class LibraryLinear(DenseLinear):
+    """The library's own product for any number of rows: for towers of vision models, whose batches are large."""
+
+    def product(self, x: Activations) -> Tensor:
+        return F.linear(x.tensor(), self.weight, self.bias)
+
+
+class DenseFormat(WeightFormat):
+    """Makes dense products.
+
+    Args:
+        product: the class to make them of.
+    """
+
+    def __init__(self, placement: Placement, product: type[DenseLinear] = DenseLinear) -> None:
+        self.placement = placement
+        self._product = product
+
+    def linear(self, in_features: int, parts: Mapping[str, int], bias: bool) -> DenseLinear:
+        rows = sum(parts.values())
+        weight = parameter((rows, in_features), self.placement)
+        return self._product(weight, parameter((rows,), self.placement) if bias else None, parts)
+
+    def tied_head(self, embedding: Embedding) -> DenseLinear:
+        return self._product(embedding.weight, None, {})
