@@ -34,6 +34,7 @@ from common.model_mistakes import explain_directory
 from common.rope_config import RopeConfig, parse_rope, with_sections
 from common.safetensors_header import read_header
 from common.vision_config import ARCHITECTURES, VisionConfig, is_vision, language_part, parse_vision
+from common.weight_formats import DENSE, StoredWeights, stored_weights
 
 Raw = Mapping[str, Any]
 
@@ -105,6 +106,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: DefaultSampling = DefaultSampling()
     vision: VisionConfig | None = None  # the other part of a model that takes images; None: text alone
+    weights: StoredWeights = DENSE  # how the checkpoint stores its products
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -149,14 +151,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
             vision=parse_vision(raw, directory),
         )
     architecture, family = _family(raw, where)
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"]
-        name = method.get("quant_method", "of unknown kind") if isinstance(method, dict) else method
-        said = name if isinstance(name, str) else shown(name)
-        raise ModelError(
-            f"{where}: quantization_config: quantization {said[:80]} is not supported; "
-            f"supported are {', '.join(DTYPES)} weights"
-        )
+    weights = stored_weights(raw, where)
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{where}: hidden_act {shown(activation)} is not supported; supported is silu")
@@ -202,6 +197,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         dtype=_dtype(raw, directory, where),
         eos_token_ids=_eos_ids(raw, generation, vocab, where),
         default_sampling=_default_sampling(generation, str(directory / "generation_config.json")),
+        weights=weights,
     )
 
 

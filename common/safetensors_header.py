@@ -35,6 +35,7 @@ DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
+FLOATS = ("F32", "BF16", "F16")  # rounded to the dtype that a model computes in
 _KEYS = {"dtype", "shape", "data_offsets"}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from common.draft_config import DraftConfig
@@ -16,6 +15,7 @@ from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraft
 from common.engine.layers.placement import Placement
 from common.engine.model_size import check_draft_size
 from common.engine.models.eagle import (
+    D2T,
     EMBEDDING,
     FC_BIAS,
     LM_HEAD,
@@ -28,7 +28,6 @@ from common.engine.models.llama import LlamaForCausalLM
 from common.engine.ops.top_tokens import top_tokens
 from common.engine.weights import load_weights
 from common.errors import ModelError
-from common.model_directory import real_path
 from common.model_files import read_weight_files
 
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # older names of fc_norm.0, 1, 2
@@ -74,7 +73,7 @@ def load_draft(
     `ModelError` says what does not fit.
     """
     names = {name for file in read_weight_files(path) for name in file.tensors}
-    own = {part for part in (EMBEDDING, LM_HEAD, FC_BIAS) if _published(part, names) in names}
+    own = {part for part in (EMBEDDING, LM_HEAD, FC_BIAS, D2T) if _published(part, names) in names}
     check_draft_size(path, draft)
     _check_shared(path, draft, target, own)
     if draft.algorithm == "eagle":
@@ -82,17 +81,19 @@ def load_draft(
         unused: tuple[str, ...] = (EMBEDDING, LM_HEAD)  # some files have copies of the target's
     else:
         head, unused = Eagle3Head(draft, target, placement, own), ()
-        if draft.draft_vocab is not None:
-            _read_d2t(path, head.d2t, draft)
-    tensors = ((_published(name, names), view) for name, view in head.checkpoint_tensors())
-    load_weights(path, tensors, ignore=("d2t", "t2d", *unused))
+        if draft.draft_vocab not in (None, draft.model.vocab_size) and D2T not in own:
+            raise ModelError(f"{path}: draft_vocab_size is set, but the checkpoint has no d2t")
+    pieces = (piece._replace(name=_published(piece.name, names)) for piece in head.pieces())
+    load_weights(path, pieces, ignore=(D2T, "t2d", *unused))
+    if isinstance(head, Eagle3Head):
+        _check_d2t(path, head.d2t, draft)
     head = head.eval()
     _probe(head, draft, placement, path)
     return head
 
 
 def _published(name: str, found: Collection[str]) -> str:
-    """What a checkpoint calls a tensor of `checkpoint_tensors`; the same where it has none."""
+    """What a checkpoint calls a tensor of `pieces`; the same where it has none."""
     part, _, rest = name.partition(".")
     others = [f"layers.0.{rest}"] if part == "midlayer" else []
     if part == "fc_norm" and int(rest[0]) < len(AUX_NORMS):
@@ -119,27 +120,11 @@ def _check_shared(path: Path, draft: DraftConfig, target: LlamaForCausalLM, own:
         )
 
 
-def _read_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
-    for file in read_weight_files(path):
-        name = _published("d2t", file.tensors)
-        if name in file.tensors:
-            entry = file.tensors[name]
-            if entry.shape != tuple(d2t.shape) or entry.dtype not in ("I32", "I64"):
-                raise ModelError(
-                    f"{file.path}: d2t is {entry.dtype} {list(entry.shape)}; "
-                    f"draft_vocab_size wants I64 {list(d2t.shape)}"
-                )
-            with safe_open(str(real_path(file.path)), framework="pt") as source:
-                offsets = source.get_tensor(name)
-            ids = offsets.long() + torch.arange(len(offsets))
-            if ids.min() < 0 or ids.max() >= draft.model.vocab_size:
-                raise ModelError(
-                    f"{file.path}: d2t does not map {len(d2t)} drafts into the target's vocabulary"
-                )
-            d2t.copy_(offsets)
-            return
-    if draft.draft_vocab != draft.model.vocab_size:  # else they are the target's ids
-        raise ModelError(f"{path}: draft_vocab_size is set, but the checkpoint has no d2t")
+def _check_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
+    """Hold the loaded map against the target's vocabulary. Raises ModelError."""
+    ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    if ids.min() < 0 or ids.max() >= draft.model.vocab_size:
+        raise ModelError(f"{path}: d2t does not map {len(d2t)} drafts into the target's vocabulary")
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import ConfigError
-from common.safetensors_header import WeightFile
+from common.safetensors_header import FLOATS, WeightFile
 
 GIB = 1 << 30
 PATIENCE = 15.0
@@ -78,10 +78,15 @@ def plan_pool(total: int, plan: MemoryPlan, wish: PoolWish, page_bytes: int) -> 
 
 
 def weight_bytes(files: list[WeightFile], dtype: torch.dtype, without: tuple[str, ...] = ()) -> int:
-    """Of a checkpoint once it is loaded as `dtype`, but for tensors whose names begin as one of `without` does."""
+    """Bytes of a checkpoint once it is loaded, but for tensors whose names begin as one of `without` does.
+
+    Floats are loaded as `dtype`; what a quantised format stores keeps its own.
+    """
     tensors = (item for file in files for item in file.tensors.items())
-    return dtype.itemsize * sum(
-        math.prod(entry.shape) for name, entry in tensors if not name.startswith(without)
+    return sum(
+        math.prod(entry.shape) * dtype.itemsize if entry.dtype in FLOATS else entry.end - entry.begin
+        for name, entry in tensors
+        if not name.startswith(without)
     )
 
 

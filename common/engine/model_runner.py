@@ -69,8 +69,8 @@ def load_model(
     model = build_model(config, placement, aux_layers).eval()
     ignore = ("lm_head.weight",) if config.tie_word_embeddings else ()
     layout = checkpoint_layout(config, path)
-    named = ((layout.language(name), tensor) for name, tensor in model.checkpoint_tensors())
+    pieces = (piece._replace(name=layout.language(piece.name)) for piece in model.pieces())
     file = Path(path) / "config.json"
     modules = module_prefixes(read_json(file), str(file))
-    load_weights(path, named, progress, ignore, (*layout.vision_prefixes, *modules))
+    load_weights(path, pieces, progress, ignore, (*layout.vision_prefixes, *modules))
     return model, config

@@ -51,7 +51,7 @@ def load_mtp(path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement
     check_draft_size(path, draft)
     model = build_mtp(draft, target, placement, names)
     prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in range(draft.modules))
-    load_weights(path, model.checkpoint_tensors(), within=prefixes)
+    load_weights(path, model.pieces(), within=prefixes)
     model = model.eval()
     _probe(model, draft, placement, path)
     return model

@@ -1,18 +1,19 @@
-"""Fill a model from safetensors files: mapped into memory, copied once into the model's dtype and device."""
+"""Fill a model from safetensors files, piece by piece: mapped into memory, copied once into our dtype and device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from common.engine.layers.piece import Piece
 from common.errors import ModelError
 from common.model_directory import real_path
 from common.model_files import read_weight_files
-from common.safetensors_header import WeightFile
+from common.safetensors_header import FLOATS, WeightFile
 
 Progress = Callable[[int, int], None]  # (loaded bytes, bytes in total)
 
@@ -23,18 +24,25 @@ HARMLESS = (
 )  # suffixes; we compute them
 
 
+OWN_DTYPES = {
+    torch.int8: ("I8",),
+    torch.uint8: ("U8",),
+    torch.int64: ("I64", "I32"),
+    torch.float8_e4m3fn: ("F8_E4M3",),
+}
+
+
 def load_weights(
     directory: str | Path,
-    tensors: Iterable[tuple[str, Tensor]],
+    pieces: Iterable[Piece],
     progress: Progress | None = None,
     ignore: tuple[str, ...] = (),
     aside: tuple[str, ...] = (),
     within: tuple[str, ...] = ("",),
 ) -> None:
-    """Copy every checkpoint tensor into the view that bears its name.
+    """Fill every piece from the checkpoint's tensor of its name.
 
     Args:
-        tensors: (name in the checkpoint, view to fill): a model's `checkpoint_tensors()`.
         ignore: suffixes of further names that may be present and are not used, such as a tied lm_head.weight.
         aside: prefixes of the names of another part of the model, which is loaded apart or not at all.
         within: prefixes of the names that this model answers for; a file may hold others, of another model.
@@ -44,19 +52,21 @@ def load_weights(
             corrupt.
             Everything is checked against the headers before the first byte is copied.
     """
-    views = dict(tensors)
+    wanted: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        wanted.setdefault(piece.name, []).append(piece)
     files = read_weight_files(Path(directory))
-    _check(Path(directory), files, views, (*HARMLESS, *ignore), aside, within)
+    _check(Path(directory), files, wanted, (*HARMLESS, *ignore), aside, within)
     total = sum(file.num_bytes for file in files)
     loaded = 0
     for file in files:
-        devices = {str(view.device) for view in views.values()}
+        devices = {str(piece.into.device) for found in wanted.values() for piece in found}
         device = devices.pop() if len(devices) == 1 else "cpu"
         try:
             with safe_open(str(real_path(file.path)), framework="pt", device=device) as source:
                 for name, entry in file.tensors.items():
-                    if name in views:
-                        views[name].copy_(source.get_tensor(name))
+                    for piece in wanted.get(name, ()):
+                        _fill(piece, source)
                     loaded += entry.end - entry.begin
                     if progress is not None:
                         progress(loaded, total)
@@ -64,10 +74,18 @@ def load_weights(
             raise ModelError(f"{file.path} cannot be read as safetensors: {error}") from error
 
 
+def _fill(piece: Piece, source: Any) -> None:
+    """Copy one piece out of an open safetensors file, of which no more is read."""
+    if piece.is_whole:
+        piece.into.copy_(source.get_tensor(piece.name))
+    else:
+        piece.into.copy_(source.get_slice(piece.name)[piece.block])
+
+
 def _check(
     directory: Path,
     files: list[WeightFile],
-    views: dict[str, Tensor],
+    wanted: Mapping[str, Sequence[Piece]],
     ignore: tuple[str, ...],
     aside: tuple[str, ...],
     within: tuple[str, ...],
@@ -76,31 +94,37 @@ def _check(
         name: entry
         for file in files
         for name, entry in file.tensors.items()
-        if name in views or (name.startswith(within) and not name.startswith(aside))
+        if name in wanted or (name.startswith(within) and not name.startswith(aside))
     }
+    present = [(piece, found[name]) for name, each in wanted.items() if name in found for piece in each]
     problems = [
-        _sentence("missing tensors", [name for name in views if name not in found]),
-        _sentence("unexpected tensors", [n for n in found if n not in views and not n.endswith(ignore)]),
+        _sentence("missing tensors", [name for name in wanted if name not in found]),
+        _sentence("unexpected tensors", [n for n in found if n not in wanted and not n.endswith(ignore)]),
         _sentence(
             "wrongly shaped tensors",
             [
-                f"{name} {list(found[name].shape)} instead of {list(view.shape)}"
-                for name, view in views.items()
-                if name in found and found[name].shape != tuple(view.shape)
+                f"{piece.name} {list(entry.shape)} instead of {list(piece.whole)}"
+                for piece, entry in present
+                if entry.shape != piece.whole
             ],
         ),
         _sentence(
-            "tensors of unsupported dtype (supported: F32, BF16, F16)",
+            "tensors of unsupported dtype",
             [
-                f"{n} {found[n].dtype}"
-                for n in views
-                if n in found and found[n].dtype not in ("F32", "BF16", "F16")
+                f"{piece.name} {entry.dtype} (supported: {', '.join(_accepted(piece))})"
+                for piece, entry in present
+                if entry.dtype not in _accepted(piece)
             ],
         ),
     ]
     said = [problem for problem in problems if problem]
     if said:
         raise ModelError(f"the weights in {directory} do not fit its config.json: {'; '.join(said)}")
+
+
+def _accepted(piece: Piece) -> tuple[str, ...]:
+    """safetensors' dtypes that may fill it: any of float values, of others its own."""
+    return OWN_DTYPES.get(piece.into.dtype, FLOATS)
 
 
 def _sentence(what: str, names: list[str], shown: int = 5) -> str:

@@ -27,11 +27,12 @@ from common.engine.draft_runner import DraftRunner, load_draft
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow, DraftShape, RelayState, draft_rows
 from common.engine.kv_cache.request_table import RequestTable
+from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.memory import MemoryPlan, PoolWish
 from common.engine.model_runner import ModelRunner, load_model
-from common.engine.models.eagle import Eagle3Head
+from common.engine.models.eagle import D2T, Eagle3Head
 from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
 from common.engine.overlap import completion_for
@@ -87,16 +88,15 @@ def constructed(shape: Shape, drafting: Drafting, seed: int, device: torch.devic
         config = ModelConfig.load(Path(folder) / "target")
         draft = DraftConfig.load(Path(folder) / "draft", "eagle3", config)
     model = build_model(config, placement, draft.aux_layers).eval()
-    _fill(model.checkpoint_tensors(), tensors(shape, seed, device))
-    head = Eagle3Head(draft, model, placement).eval()
-    d2t = [("d2t", head.d2t)]
+    _fill(model.pieces(), tensors(shape, seed, device))
+    head = Eagle3Head(draft, model, placement, (D2T,)).eval()
     weights = (pair for pair in head_tensors(shape, drafting, seed, device) if pair[0] != "t2d")
-    _fill([*head.checkpoint_tensors(), *d2t], weights)
+    _fill(head.pieces(), weights)
     return Pair(model, head, draft, SPECIAL)
 
 
-def _fill(views: Iterable[tuple[str, Tensor]], weights: Iterable[tuple[str, Tensor]]) -> None:
-    missing = dict(views)
+def _fill(pieces: Iterable[Piece], weights: Iterable[tuple[str, Tensor]]) -> None:
+    missing = {piece.name: piece.into for piece in pieces}
     with torch.no_grad():
         for name, weight in weights:
             missing.pop(name).copy_(weight)

@@ -89,7 +89,7 @@ def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chu
         config = ModelConfig.load(directory)
     placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     model = build_model(config, placement).eval()
-    views = dict(model.checkpoint_tensors())
+    views = {piece.name: piece.into for piece in model.pieces()}
     with torch.no_grad():
         for name, tensor in tensors(shape, 0, device):
             views[name].copy_(tensor)

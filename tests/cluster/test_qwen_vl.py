@@ -135,8 +135,8 @@ def head_for(target: Path, path: Path) -> Path:
     head = Eagle3Head(draft, loaded, Placement(torch.float32, torch.device("cpu")))
     generator = torch.Generator().manual_seed(1)
     tensors = {}
-    for name, tensor in head.checkpoint_tensors():
-        tensors[name] = torch.randn(tensor.shape, generator=generator) * 0.2
+    for piece in head.pieces():
+        tensors[piece.name] = torch.randn(piece.whole, generator=generator) * 0.2
     save_file(tensors, path / "model.safetensors")
     return path
 

@@ -41,7 +41,7 @@ from tests.fakes.drafters import Bench, speculative
 from tests.fakes.late_graphs import capture_late
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.pools import model_pool, plain_pool
-from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, reference, tiny_model
+from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, drawn, reference, tiny_model
 
 ONE_LAYER = replace_fields(CONFIG, num_layers=1, sliding_windows=(None,))
 NARROW = replace_fields(CONFIG, hidden_size=24)  # two layers, narrower than the target
@@ -89,7 +89,7 @@ def tiny_draft(name: str) -> Eagle3Head | EagleHead:
     generator = torch.Generator().manual_seed(5)
     shared = {parameter.data_ptr() for parameter in target.parameters()}
     with torch.no_grad():
-        for key, parameter in head.named_parameters():
+        for key, parameter in drawn(head):
             if parameter.data_ptr() not in shared:
                 parameter.normal_(std=0.3, generator=generator)
                 if "norm" in key:
@@ -157,7 +157,7 @@ def standalone_model() -> LlamaForCausalLM:
     model = build_model(StandaloneModel.config, PLACEMENT).eval()
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
-        for parameter, right in zip(model.parameters(), tiny_model().parameters(), strict=True):
+        for (_, parameter), (_, right) in zip(drawn(model), drawn(tiny_model()), strict=True):
             parameter.normal_(std=0.01, generator=generator).add_(right)
     return model
 

@@ -60,7 +60,8 @@ def mtp_modules(name: str, steps: int) -> MtpModules:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for head in model.heads:
-            for key, tensor in head.checkpoint_tensors():
+            for piece in head.pieces():
+                key, tensor = piece.name, piece.into
                 tensor.normal_(std=0.3, generator=generator)
                 if "norm" in key:
                     tensor.add_(1.0)

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from common.engine.layers.activations import DENSE, Activations, Reads
 from common.engine.layers.linear import Embedding, Linear, WeightFormat
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.linear import gated_linear, linear
 from common.engine.ops.linear_norm import linear_add_rms_norm
+from common.weight_formats import StoredWeights
 
 
 class DenseLinear(Linear):
@@ -47,12 +49,12 @@ class DenseLinear(Linear):
     def dense(self) -> Tensor:
         return self.weight
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def pieces(self) -> Iterator[Piece]:
         start = 0
         for name, rows in self._parts.items():
-            yield f"{name}.weight", self.weight[start : start + rows]
+            yield Piece.all_of(f"{name}.weight", self.weight[start : start + rows])
             if self.bias is not None:
-                yield f"{name}.bias", self.bias[start : start + rows]
+                yield Piece.all_of(f"{name}.bias", self.bias[start : start + rows])
             start += rows
 
 
@@ -81,3 +83,8 @@ class DenseFormat(WeightFormat):
 
     def tied_head(self, embedding: Embedding) -> DenseLinear:
         return self._product(embedding.weight, None, {})
+
+
+def dense_format(stored: StoredWeights, placement: Placement) -> DenseFormat:
+    """Make the format of a checkpoint without `quantization_config`."""
+    return DenseFormat(placement)

@@ -10,6 +10,7 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.activations import Activations
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
 from common.model_config import ModelConfig
 
 
@@ -66,9 +67,9 @@ class Attention(nn.Module):
             return None, None, 0.0
         return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.qkv_proj.checkpoint_tensors()
-        yield from self.o_proj.checkpoint_tensors()
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.qkv_proj.pieces()
+        yield from self.o_proj.pieces()
         if self.q_norm is not None and self.k_norm is not None:
-            yield from self.q_norm.checkpoint_tensors()
-            yield from self.k_norm.checkpoint_tensors()
+            yield from self.q_norm.pieces()
+            yield from self.k_norm.pieces()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 
 
@@ -45,8 +46,8 @@ class Linear(nn.Module, ABC):
         """Return W [out, in] in the dtype of activations. For load time and references: it may compute and copy."""
 
     @abstractmethod
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in the checkpoint, view of our storage that it fills)."""
+    def pieces(self) -> Iterator[Piece]:
+        """What it reads of the checkpoint: each of its values exactly once."""
 
 
 class Embedding(nn.Module):
@@ -61,8 +62,8 @@ class Embedding(nn.Module):
         """[T] int64 -> [T, H]."""
         return F.embedding(ids, self.weight)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield f"{self.name}.weight", self.weight
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece.all_of(f"{self.name}.weight", self.weight)
 
 
 class WeightFormat(ABC):

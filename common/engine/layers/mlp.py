@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from common.engine.layers.activations import Activations
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
 
 
 class Mlp(nn.Module):
@@ -35,9 +36,9 @@ class Mlp(nn.Module):
         """Return (norm(y + stream), y + stream) of the block's output y; all [T, H]."""
         return self.down_proj.add_norm(self._gated(x), stream, norm)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.gate_up_proj.checkpoint_tensors()
-        yield from self.down_proj.checkpoint_tensors()
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.gate_up_proj.pieces()
+        yield from self.down_proj.pieces()
 
     def _gated(self, x: Activations) -> Activations:
         return self.gate_up_proj.gated(x, self.down_proj.reads)

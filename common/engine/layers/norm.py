@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from common.engine.layers.activations import DENSE, Reads
+from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.rms_norm import add_rms_norm, rms_norm
 
@@ -34,5 +35,5 @@ class RmsNorm(nn.Module):
         """(norm(x + residual), x + residual)."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield f"{self.name}.weight", self.weight
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece.all_of(f"{self.name}.weight", self.weight)

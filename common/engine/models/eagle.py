@@ -23,11 +23,13 @@ from common.engine.layers.attention import Attention
 from common.engine.layers.linear import Embedding, Linear, WeightFormat, logits
 from common.engine.layers.mlp import Mlp
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
 from common.engine.models.llama import DecoderLayer, LlamaForCausalLM
 
-EMBEDDING, LM_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"  # what a checkpoint may have
+# What a checkpoint may have.
+EMBEDDING, LM_HEAD, FC_BIAS, D2T = "embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t"
 
 
 class DraftOutput(NamedTuple):
@@ -134,19 +136,19 @@ class Eagle3Layer(nn.Module):
         x, stream = self.self_attn.add_norm(both, stream, self.post_attention_layernorm, angles, attention)
         return self.mlp.add_norm(x, stream, following)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.input_layernorm.checkpoint_tensors()
-        yield from self.hidden_norm.checkpoint_tensors()
-        yield from self.self_attn.checkpoint_tensors()
-        yield from self.post_attention_layernorm.checkpoint_tensors()
-        yield from self.mlp.checkpoint_tensors()
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.input_layernorm.pieces()
+        yield from self.hidden_norm.pieces()
+        yield from self.self_attn.pieces()
+        yield from self.post_attention_layernorm.pieces()
+        yield from self.mlp.pieces()
 
 
 class Eagle3Head(DraftModule):
     """EAGLE-3. Shares the target's embedding and LM head where it has none of its own.
 
     Args:
-        own: EMBEDDING and LM_HEAD where the checkpoint has them. With a reduced vocabulary the LM head is its own.
+        own: EMBEDDING, LM_HEAD and D2T where the checkpoint has them. With a reduced vocabulary the LM head is its own.
     """
 
     d2t: Tensor  # [draft vocabulary] int64, target id - draft id
@@ -163,10 +165,9 @@ class Eagle3Head(DraftModule):
         size, norm = config.hidden_size, (config.rms_norm_eps, placement)
         weights = weight_format(config, placement)
         self.placement = placement
-        self._own_embedding, self._own_head = (
-            EMBEDDING in own,
-            draft.draft_vocab is not None or LM_HEAD in own,
-        )
+        self._own_embedding = EMBEDDING in own
+        self._own_head = draft.draft_vocab is not None or LM_HEAD in own
+        self._own_ids = draft.draft_vocab is not None and D2T in own
         self.embed_tokens = target.embed_tokens
         if self._own_embedding:
             self.embed_tokens = Embedding("embed_tokens", config.vocab_size, size, placement)
@@ -207,21 +208,23 @@ class Eagle3Head(DraftModule):
     def target_ids(self, ids: Tensor) -> Tensor:
         return ids + self.d2t[ids]
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def pieces(self) -> Iterator[Piece]:
         """Some files have other names: draft_runner.py."""
-        yield from self.fc.checkpoint_tensors()
+        yield from self.fc.pieces()
         for each in self.fc_norms:
             assert isinstance(each, RmsNorm)
-            yield from each.checkpoint_tensors()
-        yield from self.midlayer.checkpoint_tensors()
+            yield from each.pieces()
+        yield from self.midlayer.pieces()
         for each in self.layers:
             assert isinstance(each, DecoderLayer)
-            yield from each.checkpoint_tensors()
-        yield from self.norm.checkpoint_tensors()
+            yield from each.pieces()
+        yield from self.norm.pieces()
         if self._own_embedding:
-            yield from self.embed_tokens.checkpoint_tensors()
+            yield from self.embed_tokens.pieces()
         if self._own_head:
-            yield from self.lm_head.checkpoint_tensors()
+            yield from self.lm_head.pieces()
+        if self._own_ids:
+            yield Piece.all_of(D2T, self.d2t)
 
 
 class EagleLayer(nn.Module):
@@ -242,10 +245,10 @@ class EagleLayer(nn.Module):
         fed: Tensor = self.mlp(normed)
         return fed + stream
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.self_attn.checkpoint_tensors()
-        yield from self.post_attention_layernorm.checkpoint_tensors()
-        yield from self.mlp.checkpoint_tensors()
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.self_attn.pieces()
+        yield from self.post_attention_layernorm.pieces()
+        yield from self.mlp.pieces()
 
 
 class EagleHead(DraftModule):
@@ -284,8 +287,8 @@ class EagleHead(DraftModule):
             x = layer(x, angles, attention)
         return DraftOutput(x, x)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.fc.checkpoint_tensors()
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.fc.pieces()
         for each in self.layers:
             assert isinstance(each, EagleLayer)
-            yield from each.checkpoint_tensors()
+            yield from each.pieces()

@@ -19,6 +19,7 @@ from common.engine.layers.attention import Attention
 from common.engine.layers.linear import Embedding, WeightFormat, logits
 from common.engine.layers.mlp import Mlp
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
 from common.model_config import ModelConfig
@@ -73,11 +74,11 @@ class DecoderLayer(nn.Module):
         x, stream = self.self_attn.add_norm(x, stream, self.post_attention_layernorm, angles, attention)
         return self.mlp.add_norm(x, stream, following)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.input_layernorm.checkpoint_tensors()
-        yield from self.self_attn.checkpoint_tensors()
-        yield from self.post_attention_layernorm.checkpoint_tensors()
-        yield from self.mlp.checkpoint_tensors()
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.input_layernorm.pieces()
+        yield from self.self_attn.pieces()
+        yield from self.post_attention_layernorm.pieces()
+        yield from self.mlp.pieces()
 
 
 class LlamaForCausalLM(nn.Module):
@@ -134,11 +135,11 @@ class LlamaForCausalLM(nn.Module):
         """Rows of `BodyOutput.last` [R, H] -> [R, V] float32."""
         return logits(hidden, self.lm_head)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def pieces(self) -> Iterator[Piece]:
         """(name in the checkpoint, view of our storage that it fills), each of our elements exactly once."""
-        yield from self.embed_tokens.checkpoint_tensors()
+        yield from self.embed_tokens.pieces()
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            yield from layer.checkpoint_tensors()
-        yield from self.norm.checkpoint_tensors()
-        yield from self.lm_head.checkpoint_tensors()
+            yield from layer.pieces()
+        yield from self.norm.pieces()
+        yield from self.lm_head.pieces()

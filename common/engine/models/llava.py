@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from common.engine.checkpoint_layout import CheckpointLayout, checkpoint_layout
+from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.model_size import check_tower_size
 from common.engine.models.vision_part import Pixels
@@ -108,7 +109,7 @@ def load_llava(path: str | Path, config: ModelConfig, placement: Placement) -> L
     names = _by_module_name(Path(path), layout)
     load_weights(
         path,
-        _checkpoint_tensors(part, names, layout),
+        _pieces(part, names, layout),
         ignore=(*UNUSED, *_behind_the_features(part, names)),
         aside=layout.language_prefixes,
     )
@@ -152,11 +153,9 @@ def _behind_the_features(part: LlavaPart, names: Mapping[str, str]) -> Iterator[
             yield name
 
 
-def _checkpoint_tensors(
-    part: LlavaPart, names: Mapping[str, str], layout: CheckpointLayout
-) -> Iterator[tuple[str, Tensor]]:
+def _pieces(part: LlavaPart, names: Mapping[str, str], layout: CheckpointLayout) -> Iterator[Piece]:
     tower, projector = layout.vision_prefixes
     for name, tensor in part.tower.named_parameters():
-        yield names.get(name, f"{tower}{name}"), tensor.data
+        yield Piece.all_of(names.get(name, f"{tower}{name}"), tensor.data)
     for name, tensor in part.projector.named_parameters():
-        yield f"{projector}{name}", tensor.data
+        yield Piece.all_of(f"{projector}{name}", tensor.data)

@@ -27,6 +27,7 @@ from common.engine.formats.registry import weight_format
 from common.engine.layers.activations import Activations
 from common.engine.layers.linear import Embedding
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
 from common.engine.models.eagle import DraftModule, DraftOutput
@@ -84,16 +85,16 @@ class MtpModule(DraftModule):
         last = x.tensor()
         return DraftOutput(last, last if self._format.chain else hidden)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.enorm.checkpoint_tensors()
-        yield from self.hnorm.checkpoint_tensors()
-        yield from self.eh_proj.checkpoint_tensors()
-        yield from self.layer.checkpoint_tensors()
-        yield from self.norm.checkpoint_tensors()
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.enorm.pieces()
+        yield from self.hnorm.pieces()
+        yield from self.eh_proj.pieces()
+        yield from self.layer.pieces()
+        yield from self.norm.pieces()
         if self._own_embedding:
-            yield from self.embed_tokens.checkpoint_tensors()
+            yield from self.embed_tokens.pieces()
         if self._own_head:
-            yield from self.lm_head.checkpoint_tensors()
+            yield from self.lm_head.pieces()
 
 
 class MtpModules(nn.Module):
@@ -107,9 +108,9 @@ class MtpModules(nn.Module):
     def heads(self) -> tuple[MtpModule, ...]:
         return tuple(step for step in self.steps if isinstance(step, MtpModule))
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def pieces(self) -> Iterator[Piece]:
         for head in self.heads:
-            yield from head.checkpoint_tensors()
+            yield from head.pieces()
 
 
 def build_mtp(

@@ -17,6 +17,7 @@ from common.engine.formats.dense import DenseFormat, LibraryLinear
 from common.engine.layers.activations import Activations
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.ops.rotary_kv_write import rotary_qk
 
@@ -47,11 +48,12 @@ class VisionMlp(nn.Module):
         """[N, C] -> [N, C]."""
         return self.down.product(self.gate_up.gated(Activations(x), self.down.reads))
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.gate_up.checkpoint_tensors():
-            yield name, tensor[: self.inner]
-        for name, tensor in self.down.checkpoint_tensors():
-            yield name, tensor[:, : self.inner] if tensor.ndim == 2 else tensor
+    def pieces(self) -> Iterator[Piece]:
+        for piece in self.gate_up.pieces():
+            yield Piece.all_of(piece.name, piece.into[: self.inner])
+        for piece in self.down.pieces():
+            view = piece.into
+            yield Piece.all_of(piece.name, view[:, : self.inner] if view.ndim == 2 else view)
 
 
 class VisionBlock(nn.Module):
@@ -74,9 +76,9 @@ class VisionBlock(nn.Module):
         normed, residual = self.norm2.add(self._attended(normed, turn, segments), residual)
         return self.mlp(normed), residual
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def pieces(self) -> Iterator[Piece]:
         for part in (self.norm1, self.norm2, self.qkv, self.proj, self.mlp):
-            yield from part.checkpoint_tensors()
+            yield from part.pieces()
 
     def _attended(self, x: Tensor, turn: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
         """[N, C]. Query, key and value are let go of before the next layer needs as much again."""
@@ -131,12 +133,12 @@ class VisionTower(nn.Module):
         inner = F.gelu(self.merge.product(Activations(grouped)))
         return self.project.product(Activations(inner))
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def pieces(self) -> Iterator[Piece]:
         """Names are those past the prefix that the checkpoint's layout has for the tower."""
-        for name, tensor in self.embed.checkpoint_tensors():
-            yield name, tensor.view(-1, *self.patch)
+        for piece in self.embed.pieces():
+            yield Piece.all_of(piece.name, piece.into.view(-1, *self.patch))
         for block in self.blocks:
             assert isinstance(block, VisionBlock)
-            yield from block.checkpoint_tensors()
+            yield from block.pieces()
         for part in (self.norm, self.merge, self.project):
-            yield from part.checkpoint_tensors()
+            yield from part.pieces()

@@ -206,8 +206,8 @@ def load_qwen(path: str | Path, config: ModelConfig, placement: Placement) -> Qw
     part = QwenPart(config.vision, config.hidden_size, placement).eval()
     layout = checkpoint_layout(config, path)
     (prefix,) = layout.vision_prefixes
-    named = ((f"{prefix}{name}", tensor) for name, tensor in part.tower.checkpoint_tensors())
-    load_weights(path, named, aside=layout.language_prefixes)
+    pieces = (piece._replace(name=f"{prefix}{piece.name}") for piece in part.tower.pieces())
+    load_weights(path, pieces, aside=layout.language_prefixes)
     return part
 
 

@@ -29,7 +29,7 @@ from common.engine.models.registry import build_model
 from common.engine.sampler import SampleOutput
 from common.engine.sampling_plan import sampling_variant
 from common.messages.generation import SamplingParams
-from tests.fakes.tiny_model import CONFIG, VOCAB
+from tests.fakes.tiny_model import CONFIG, VOCAB, drawn
 from tests.unit.engine.paged_driver import Driver
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def model(aux: tuple[int, ...] = (), seed: int = 0, device: torch.device = CPU) 
     built = build_model(config, Placement(torch.float32, CPU), aux).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in built.named_parameters():
+        for name, parameter in drawn(built):
             parameter.normal_(std=0.3, generator=generator)
             if "norm" in name:
                 parameter.add_(1.0)

@@ -31,7 +31,7 @@ def random(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("product", [DenseLinear, LibraryLinear])
 def test_a_product_has_its_parts_one_after_another(product: type[DenseLinear]) -> None:
     linear, x = made(product), random(ROWS, WIDTH)
-    views = dict(linear.checkpoint_tensors())
+    views = {piece.name: piece.into for piece in linear.pieces()}
     assert {name: tuple(view.shape) for name, view in views.items()} == {
         "a.weight": (3, WIDTH),
         "a.bias": (3,),
@@ -61,7 +61,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     embedding = Embedding("embed", OUT, WIDTH, PLACEMENT)
     head = DenseFormat(PLACEMENT).tied_head(embedding)
     assert head.dense() is embedding.weight
-    assert not list(head.checkpoint_tensors())  # the embedding loads it
+    assert not list(head.pieces())  # the embedding loads it
 
 
 def test_dense_rows_that_were_left_out_are_not_made_up() -> None:

@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
-    return dict(model.checkpoint_tensors())
+    return {piece.name: piece.into for piece in model.pieces()}
 
 
 def rewrite(path: Path, remove: str = "", **changes: Tensor) -> None:

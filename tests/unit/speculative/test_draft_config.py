@@ -215,7 +215,7 @@ def test_a_narrower_head_needs_parts_of_its_own(target: Any, tmp_path: Path) -> 
     config = config_of(path)
     assert (target_width(config), hidden_size_for(config)) == (768, 128)
     head = Eagle3Head(config, target, PLACEMENT, (EMBEDDING,))
-    tensors = {name: torch.randn(view.shape) for name, view in head.checkpoint_tensors()}
+    tensors = {piece.name: torch.randn(piece.whole) for piece in head.pieces()}
     tensors["d2t"] = load_file(MODELS / "tiny-eagle3" / "model.safetensors")["d2t"]
     save_parts(path, {name: value for name, value in tensors.items() if name != EMBEDDING})
     with pytest.raises(ModelError, match="hidden_size of 128 cannot share the target's embedding of 256"):

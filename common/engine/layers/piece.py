@@ -1,0 +1,33 @@
+"""One read of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Piece(NamedTuple):
+    """A block of a checkpoint's tensor and the view of our storage that it fills, in whose dtype it is stored.
+
+    Several pieces may read one tensor: the parts of a merged projection, the experts of a stack, a rank's shard.
+    """
+
+    name: str  # of the tensor in the checkpoint
+    into: Tensor
+    whole: tuple[int, ...]  # shape of the tensor in the checkpoint
+    begin: tuple[int, ...]  # index of the first value that is read, one number per axis
+
+    @classmethod
+    def all_of(cls, name: str, into: Tensor) -> Piece:
+        """A read of a whole tensor."""
+        return cls(name, into, tuple(into.shape), (0,) * into.ndim)
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.into.shape) == self.whole
+
+    @property
+    def block(self) -> tuple[slice, ...]:
+        """The indices that it reads."""
+        return tuple(slice(at, at + size) for at, size in zip(self.begin, self.into.shape, strict=True))

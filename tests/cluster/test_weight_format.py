@@ -1,0 +1,77 @@
+"""A weight format added by its record: a cluster serves it, token for token as its eager reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine.model_runner import load_model
+from common.weight_formats import FORMATS
+from router.tokenizer import Tokenizer
+from tests.cluster.harness import MODEL, Client, RunningCluster
+from tests.fakes import int8_format
+from tests.fakes.int8_record import METHOD, ROW
+from tests.unit.engine.paged_driver import Driver
+
+pytestmark = pytest.mark.timeout(900)  # two busy cores
+
+TOKENS = 12
+CLEAR = 0.25  # logits: products of other row counts may move an activation by a code, and so turn closer ties
+# Dense products between quantised ones: each kind has to feed the other.
+IGNORED = ("lm_head", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
+EAGLE3 = {"algorithm": "eagle3", "draft_model_path": str(MODEL.parent / "tiny-eagle3"), "steps": 3}
+CASES: dict[str, dict[str, Any]] = {
+    "graphs": {
+        "prefill": {"graphs": "breakable", "chunk_tokens": 64},
+        "decode": {"graphs": "full", "max_running": 8},
+    },
+    "piecewise": {"prefill": {"graphs": "piecewise", "chunk_tokens": 64}},
+    "eagle3": {"speculation": EAGLE3, "prefill": {"chunk_tokens": 7}, "kv": {"page_size": 4}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("int8") / "model"
+    int8_format.write_checkpoint(MODEL, path, IGNORED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FORMATS, METHOD, ROW)
+        yield path
+
+
+@torch.inference_mode()
+def eager(path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuations up to the first tie, everything again for each token."""
+    model, _ = load_model(path)
+    found = []
+    for prompt in prompts:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + TOKENS:
+            logits = Driver(model, [torch.tensor(ids)], page_size=16).run([0], [len(ids)]).logits
+            (first, second), (token, _) = (each.tolist() for each in logits[-1].topk(2))
+            if first - second < CLEAR:
+                break
+            ids.append(token)
+        found.append(ids[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_format_is_served(
+    case: str, model: Path, prompts: list[list[int]], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    asked = prompts[50:80:6]
+    config = {**CASES[case], "model": {"path": str(model), "served_name": "tiny"}}
+    expected = [[tokenizer.token_text(token) for token in ids] for ids in eager(model, asked)]
+    row = ("common.weight_formats:FORMATS", f"{METHOD}={ROW}")
+    async with (
+        RunningCluster(tmp_path, config=config, row=row) as cluster,
+        Client(cluster.url) as client,
+    ):
+        answers = await client.complete_all(asked, 4, TOKENS)
+    assert sum(map(len, expected)) > 2 * TOKENS
+    assert [answer.tokens[: len(ids)] for answer, ids in zip(answers, expected, strict=True)] == expected
