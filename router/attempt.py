@@ -54,8 +54,11 @@ class Attempt:
                 self.early[run.offset] = run
             return
         self._append(run)
-        while self.finish_reason is None and self.early and min(self.early) <= self.next_offset:
-            self._append(self.early.pop(min(self.early)))
+        if self.early:
+            for offset in sorted(self.early):
+                if self.finish_reason is not None or offset > self.next_offset:
+                    break
+                self._append(self.early.pop(offset))
         self.woken.set()
 
     def fail(self, error: RequestError) -> None:

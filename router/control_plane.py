@@ -7,6 +7,8 @@ dropped.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +25,7 @@ from common.messages.router_inbox import (
     PrefillDone,
     Register,
     RouterMessage,
+    TokenRun,
     Tokens,
     codec,
 )
@@ -38,7 +41,10 @@ MAX_POSTPONED = (
     50  # probes, while messages wait to be read: a flood must not hide a death for longer than a second
 )
 TOO_MANY_BAD_FRAMES = "it sent too many frames that no node sends; the router's log names them"
-FRAMES_PER_TURN = 200  # read in one turn of the loop: some milliseconds of work
+FRAMES_PER_TURN = 200  # read in one turn of the loop
+# Messages and runs of tokens that are handled in one turn: each wakes a request, which then writes to its client. A
+# decode step of a thousand requests arrives in one frame.
+STEPS_PER_TURN = 100
 # the pipe of a dead peer goes a moment after the event, later on a busy host
 PROBE_PAUSES = (0.02, 0.3, 0.4, 2.0)
 
@@ -86,6 +92,8 @@ class ControlPlane:
         self._closed = False
         self._probes_due = False
         self._look_due = False
+        # (routing id, frame or runs that are left of one): read, and handled in a later turn
+        self._unhandled: deque[tuple[bytes, bytes | list[TokenRun]]] = deque()
         self._postponed = 0
         self._unreachable: set[str] = set()  # incarnations that the last probe did not reach
         self._refused_nodes = BoundedLog(log, "refused a node")
@@ -148,16 +156,38 @@ class ControlPlane:
         if self._closed:  # a look that was scheduled before
             return
         refused = self._socket.refused
-        for identity, frame in self._socket.drain(FRAMES_PER_TURN):
-            try:
-                self._on_message(Speaker.of(identity), codec.decode(frame), len(frame))
-            except (ProtocolError, UnicodeDecodeError) as error:
-                self._socket.refuse(identity, str(error))
+        if not self._unhandled:
+            self._unhandled.extend(self._socket.drain(FRAMES_PER_TURN))
+        self._handle_some()
         self.refused_messages += self._socket.refused - refused
         for peer in self._socket.take_cut_off():
             self._cut_off(peer)
-        if self._socket.more:
+        if self._has_more:
             self._look_soon()  # the descriptor is edge-triggered: until it is empty
+
+    @property
+    def _has_more(self) -> bool:
+        """Something that a node has said may not be handled yet."""
+        return bool(self._unhandled) or self._socket.more
+
+    def _handle_some(self) -> None:
+        """Handle what was read, in its order, but no more than one turn of the loop should take."""
+        left = STEPS_PER_TURN
+        while self._unhandled and left > 0:
+            identity, read = self._unhandled.popleft()
+            try:
+                speaker = Speaker.of(identity)
+                message = codec.decode(read) if isinstance(read, bytes) else Tokens(runs=read)
+                if isinstance(message, Tokens):
+                    self._on_runs(speaker, message.runs[:left])
+                    if len(message.runs) > left:
+                        self._unhandled.appendleft((identity, message.runs[left:]))
+                    left -= len(message.runs)
+                else:
+                    self._on_message(speaker, message, len(read))
+                    left -= 1
+            except (ProtocolError, UnicodeDecodeError) as error:
+                self._socket.refuse(identity, str(error))
 
     def _cut_off(self, peer: str) -> None:
         """`peer` sent too many bad frames: NAME/INCARNATION, or the NAME whose key was misused."""
@@ -170,19 +200,7 @@ class ControlPlane:
 
     def _on_message(self, speaker: Speaker, message: RouterMessage, nbytes: int) -> None:
         identity = speaker.incarnation
-        if isinstance(message, Tokens):
-            for run in message.runs:
-                attempt = self._dispatcher.attempt(run.room)
-                if attempt is None or attempt.decode.incarnation != identity:
-                    continue  # ended here already, or not this node's
-                self.rules.check_tokens(run.tokens)
-                if run.finish_reason is not None:
-                    attempt.decode_over = True
-                if run.stages is not None:
-                    self._dispatcher.timelines.anchor(run.room, identity, run.stages, run.accept_length)
-                    self._dispatcher.decoded(attempt, run.stages, run.offset + len(run.tokens))
-                attempt.on_run(run)
-        elif isinstance(message, Heartbeat):
+        if isinstance(message, Heartbeat):
             if message.incarnation == identity:
                 known = self._registry.heartbeat(message)
                 self._socket.datagram(speaker.routing_id, encode(self._ack(message.sequence, known)))
@@ -207,6 +225,20 @@ class ControlPlane:
             self._on_register(speaker, message, nbytes)
         elif isinstance(message, Goodbye) and message.incarnation == identity:
             self._registry.leave(identity)
+
+    def _on_runs(self, speaker: Speaker, runs: Sequence[TokenRun]) -> None:
+        identity = speaker.incarnation
+        for run in runs:
+            attempt = self._dispatcher.attempt(run.room)
+            if attempt is None or attempt.decode.incarnation != identity:
+                continue  # ended here already, or not this node's
+            self.rules.check_tokens(run.tokens)
+            if run.finish_reason is not None:
+                attempt.decode_over = True
+            if run.stages is not None:
+                self._dispatcher.timelines.anchor(run.room, identity, run.stages, run.accept_length)
+                self._dispatcher.decoded(attempt, run.stages, run.offset + len(run.tokens))
+            attempt.on_run(run)
 
     def _on_failed(self, identity: str, message: Failed) -> None:
         attempt = self._dispatcher.attempt(message.room)
@@ -261,7 +293,7 @@ class ControlPlane:
     def _probe(self, later: tuple[float, ...]) -> None:
         if self._closed:
             return
-        if self._socket.more and self._postponed < MAX_POSTPONED:
+        if self._has_more and self._postponed < MAX_POSTPONED:
             # What a node said last before it closed may still wait here: it is read first.
             self._postponed += 1
             asyncio.get_running_loop().call_later(PROBE_PAUSES[0], self._probe, later)

@@ -39,11 +39,12 @@ from router.metrics import RouterMetrics
 from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.placement import PlacementPolicy
-from router.placer import Placer
+from router.placer import Placer, unavailable
 from router.poison_watch import PoisonWatch, Trial, poison_error
 from router.retries import Retries
 from router.retry_budget import RetryBudget
 from router.timeline import Timeline, Timelines
+from router.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class Dispatcher:
         self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
         metrics.placement.waiting.set_function(lambda: self.admission.waiting)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
+        self._turns = Turns()  # of placements
         self._active = 0
         self._ended = asyncio.Event()
         self._ending: RequestError | None = None  # what every request ends with, once `end_all` was called
@@ -257,6 +259,7 @@ class Dispatcher:
 
     async def _attempt(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         """`flight.avoid` gains the nodes that are to blame if this fails."""
+        await self._turns.wait()
         trial = await self.poison.trial(flight)
         try:
             attempt = await self._place(flight, trial)
@@ -314,7 +317,7 @@ class Dispatcher:
                     attempt.prefill_over, attempt.decode_over = True, node is decode
                     self._close(attempt)
                     if loop.time() >= self._wait_until(flight, started):
-                        raise _unavailable(node.role)
+                        raise unavailable(node.role)
                     break
             else:
                 return attempt
@@ -338,7 +341,7 @@ class Dispatcher:
                 until = min(until, loop.time() + self._registry.expected_within(found))
             if loop.time() >= until:
                 self._metrics.placement.refused.labels(found).inc()
-                raise _unavailable(found)
+                raise unavailable(found)
             try:
                 async with asyncio.timeout_at(until):
                     await changed.wait()
@@ -394,7 +397,3 @@ class Dispatcher:
             node.rooms.pop(attempt.room, None)
             if not over:
                 self._send(node.routing_id, Abort(room=attempt.room, reason=reason))
-
-
-def _unavailable(role: Role) -> Unavailable:
-    return Unavailable(f"no {role} node can take requests now; try again in a few seconds")

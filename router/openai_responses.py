@@ -53,6 +53,9 @@ class Format(ABC):
 
     whole: ClassVar[str]  # `object` of the complete answer
     part: ClassVar[str]  # `object` of a chunk
+    lists: ClassVar[tuple[str, ...]]  # keys of `logprobs` whose values are lists
+    constant_columns: ClassVar[bytes] = b""  # what else `logprobs` holds in a complete answer
+    after_text: ClassVar[bytes]  # of a choice of the complete answer: from its text to its logprobs
 
     def __init__(
         self, identity: str, model: str, created: int, tokenizer: Tokenizer, logprobs: int | None
@@ -63,14 +66,27 @@ class Format(ABC):
         self._logprobs = logprobs
         self._open = b"data: " + _encode({"object": self.part, **self._head})[:-1] + b',"choices":['
 
-    def complete(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        return {"object": self.whole, **self._head, "choices": choices, "usage": usage.report()}
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Keys of `logprobs` in a choice of the complete answer; none without logprobs."""
+        return self.lists if self._logprobs is not None else ()
+
+    def before_choices(self) -> bytes:
+        """The complete answer up to its choices."""
+        return _encode({"object": self.whole, **self._head})[:-1] + b',"choices":['
 
     @abstractmethod
-    def choice(
-        self, index: int, text: str, pieces: Sequence[Piece], finish_reason: str | None
-    ) -> dict[str, Any]:
-        """A choice of the complete answer."""
+    def before_text(self, index: int) -> bytes:
+        """A choice of the complete answer up to its text."""
+
+    def fragments(self, piece: Piece) -> list[bytes]:
+        """What a piece adds to each of `columns`: items of a JSON list, without its brackets."""
+        listed = self._listed([piece]) or {}
+        return [_encode(listed[name])[1:-1] for name in self.columns]
+
+    @abstractmethod
+    def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """The logprobs of pieces that follow each other."""
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         """Events before the first token. `usage` is what each event says of it, from `usage_field`."""
@@ -94,15 +110,12 @@ class ChatFormat(Format):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def choice(
-        self, index: int, text: str, pieces: Sequence[Piece], finish_reason: str | None
-    ) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._listed(pieces),
-            "finish_reason": finish_reason,
-        }
+    lists = ("content",)
+    constant_columns = b',"refusal":null'
+    after_text = b',"refusal":null},"logprobs":'
+
+    def before_text(self, index: int) -> bytes:
+        return b'{"index":%d,"message":{"role":"assistant","content":' % index
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         delta = b'{"role":"assistant","content":""}'
@@ -148,30 +161,21 @@ class CompletionFormat(Format):
 
     whole = part = "text_completion"
 
-    def choice(
-        self, index: int, text: str, pieces: Sequence[Piece], finish_reason: str | None
-    ) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": self._listed(pieces),
-            "finish_reason": finish_reason,
-        }
+    lists = ("text_offset", "tokens", "token_logprobs", "top_logprobs")
+    after_text = b',"logprobs":'
+
+    def before_text(self, index: int) -> bytes:
+        return b'{"index":%d,"text":' % index
 
     def events(self, piece: Piece, usage: bytes) -> bytes:
-        if self._logprobs is not None:
-            if not (piece.text or piece.tokens or piece.finish_reason):
-                return b""
-            return self._event(
-                _encode(self.choice(piece.index, piece.text, [piece], piece.finish_reason)), usage
-            )
-        if not piece.text and piece.finish_reason is None:
+        listed = self._listed([piece])
+        if not (piece.text or piece.finish_reason or (listed is not None and piece.tokens)):
             return b""
-        finish = b"null" if piece.finish_reason is None else _encode(piece.finish_reason)
-        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}' % (
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
             piece.index,
             _encode(piece.text),
-            finish,
+            b"null" if listed is None else _encode(listed),
+            b"null" if piece.finish_reason is None else _encode(piece.finish_reason),
         )
         return self._event(choice, usage)
 

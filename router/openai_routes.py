@@ -16,8 +16,9 @@ from common.observability.logs import Log
 from router.auth import admission_key
 from router.client import cache_salt, client_key
 from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
-from router.http_errors import body_of, defect, json_response, request_id_key
+from router.http_errors import body_of, defect, request_id_key
 from router.images import Images
+from router.json_answer import WRITE_TIMEOUT, send_json
 from router.openai_responses import (
     ChatFormat,
     CompletionFormat,
@@ -51,8 +52,7 @@ from router.sse import DONE, SseWriter
 from router.text_service import TextService
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
-
-WRITE_TIMEOUT = 30.0  # seconds that a reader may leave its socket full before it is dropped
+from router.whole_answers import WholeChoice, whole_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +211,11 @@ class OpenAiRoutes:
         request[admission_key].begin(len(choices), usage)
         if body.stream:
             return await self._stream(request, body, form, choices, usage)
-        collected: list[list[Piece]] = [[] for _ in choices]
+        whole = [WholeChoice(form, index) for index in range(len(choices))]
         async with aclosing(self._pieces(choices, usage)) as pieces:
             async for piece in pieces:
-                collected[piece.index].append(piece)
-        answers = [
-            form.choice(i, "".join(piece.text for piece in parts), parts, parts[-1].finish_reason)
-            for i, parts in enumerate(collected)
-        ]
-        return json_response(form.complete(answers, usage))
+                whole[piece.index].add(piece)
+        return await send_json(request, await whole_answer(form, whole, usage), self._write_timeout)
 
     async def _stream(
         self, request: web.Request, body: SharedFields, form: Format, choices: Sequence[Choice], usage: Usage

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from common.errors import Unavailable
 from common.messages.identity import Role
 from router.node_health import NodeHealth, PairKey
 from router.node_registry import ROLES, Node, NodeRegistry
@@ -87,3 +88,8 @@ class Placer:
 
 def _others(candidates: Sequence[Candidate], avoid: Collection[str]) -> Sequence[Candidate]:
     return [c for c in candidates if c.incarnation not in avoid] or candidates
+
+
+def unavailable(role: Role) -> Unavailable:
+    """The refusal where no node of `role` can be chosen."""
+    return Unavailable(f"no {role} node can take requests now; try again in a few seconds")

@@ -11,6 +11,7 @@ from aiohttp import web
 from common.errors import ModelNotFound
 from router.client import View, client_key
 from router.http_errors import error_body, json_response
+from router.json_answer import send_json
 from router.request_body import read_body
 from router.request_checks import ServedModel
 from router.text_service import TextService
@@ -113,17 +114,13 @@ class StatusRoutes:
             return json_response(body, 404)
         return json_response(found)
 
-    async def tokenize(self, request: web.Request) -> web.Response:
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request)
-        return _json(await self._texts.tokenize(body, self._model().max_model_len))
+        return await send_json(request, [await self._texts.tokenize(body, self._model().max_model_len)])
 
-    async def detokenize(self, request: web.Request) -> web.Response:
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request)
-        return _json(await self._texts.detokenize(body, self._model().vocab_size))
-
-
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")
+        return await send_json(request, [await self._texts.detokenize(body, self._model().vocab_size)])
 
 
 def _path(model: ServedModel, request: web.Request) -> str:

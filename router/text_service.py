@@ -73,13 +73,13 @@ class TextService:
         job = EncodeTexts(add_special_tokens, max_model_len, tuple(fields))
         return await self._tokens(job, msgspec.msgpack.encode(texts))
 
-    async def tokenize(self, raw: bytearray, max_model_len: int) -> bytes:
+    async def tokenize(self, raw: bytearray, max_model_len: int) -> Payload:
         """The JSON that answers /tokenize."""
-        return bytes(await self._run(Tokenize(max_model_len), raw))
+        return await self._run(Tokenize(max_model_len), raw)
 
-    async def detokenize(self, raw: bytearray, vocab_size: int) -> bytes:
+    async def detokenize(self, raw: bytearray, vocab_size: int) -> Payload:
         """The JSON that answers /detokenize."""
-        return bytes(await self._run(Detokenize(vocab_size), raw))
+        return await self._run(Detokenize(vocab_size), raw)
 
     async def _tokens(self, job: Job, payload: bytes) -> list[list[int]]:
         answer, packed = await self._workers.run(job, payload)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
+
+from tests.cluster.harness import RunningCluster
+from tests.fakes.waiting import PATIENCE
 
 END_OF_CHUNKS = b"\r\n0\r\n\r\n"
 
@@ -48,3 +52,16 @@ class RawClient:
         elif fields.get(b"transfer-encoding") == b"chunked":
             await self._reader.readuntil(END_OF_CHUNKS)
         return status
+
+
+async def serving(cluster: RunningCluster) -> None:
+    """Return once the cluster's router answers."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            async with RawClient(cluster.port) as client:
+                assert await client.get("/live") == 200
+                return
+        except OSError:
+            assert time.monotonic() < deadline, cluster.log("router")
+            await asyncio.sleep(0.2)

@@ -1,92 +1,46 @@
-"""What hostile bodies do to the router: stalls of its event loop, memory, and what a normal chat costs it.
+"""What hostile clients do to the router: stalls of its event loop, memory, and what a normal chat costs it.
 
     python -m tests.bench.router_hostile [--json FILE] [--repeat 3]
 
-Starts a cluster of the checked-in model. For every body of CORPUS, `--repeat` copies are sent at once; meanwhile a
-process of its own asks GET /live every 2 ms over one connection: its longest waits are the stalls of the event loop
-(and of the machine: the first line shows them without any load). `grown` is by how much the router's resident memory
-peaked over what it was before. The chat lines give CPU time per request, of the router and of its other processes.
+A real router process serves scripted nodes (tests/bench/scripted_pair.py). Every body of hostile_bodies.py is sent
+`--repeat` times at once, then every attack of hostile_clients.py runs once. `stall_ms` is the longest stall of the
+router's event loop as its probe saw it (loop_probe.py), without the time in which other processes had the processor;
+`late_ms` is the longest delay with that time. `grown_mib` is by how much the router's resident memory peaked over what
+it was before. The chat lines give CPU time per request, of the router and of its other processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
-import select
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from tests.bench.environment import describe
+from tests.bench.hostile_bodies import CHAT, CORPUS
+from tests.bench.hostile_clients import ATTACKS
+from tests.bench.loop_probe import stalls
+from tests.bench.raw_http import serving
+from tests.bench.scripted_pair import ScriptedPair
 from tests.cluster.harness import RunningCluster
 
-MIB = 1 << 20
-BODY = 10 * MIB - 64
-PROBE_SECONDS = 0.002
 CHATS = 200
 TICKS_PER_SECOND = 100
-
-
-def _list_of(item: bytes) -> bytes:
-    return b'{"prompt":[' + item * (BODY // len(item)) + item.rstrip(b",") + b"]}"
-
-
-def _chat(content: bytes) -> bytes:
-    return b'{"messages":[{"role":"user","content":' + content + b"}]}"
-
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-CORPUS: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "nothing": ("", lambda: b""),
-    "empty lists": (COMPLETIONS, lambda: _list_of(b"[],")),
-    "empty objects": (COMPLETIONS, lambda: _list_of(b"{},")),
-    "token ids": (COMPLETIONS, lambda: _list_of(b"5,")),
-    "large token ids": (COMPLETIONS, lambda: _list_of(b"699,")),
-    "keys": (
-        COMPLETIONS,
-        lambda: b'{"prompt":"x","user":{' + b",".join(b'"%d":1' % n for n in range(BODY // 11)) + b"}}",
-    ),
-    "biases": (
-        COMPLETIONS,
-        lambda: b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % n for n in range(BODY // 11)) + b"}}",
-    ),
-    "escapes": (COMPLETIONS, lambda: b'{"prompt":"' + b"\\n" * (BODY // 2 - 16) + b'"}'),
-    "brackets in a string": (COMPLETIONS, lambda: b'{"prompt":"' + b"[" * (8 * MIB - 1) + b'"}'),
-    "strings of brackets": (COMPLETIONS, lambda: _list_of(b'"[",')),
-    "words": (COMPLETIONS, lambda: b'{"prompt":"' + b"hello " * (8 * MIB // 6) + b'"}'),
-    "digits": (COMPLETIONS, lambda: b'{"prompt":"' + b"1" * (8 * MIB - 1) + b'"}'),
-    "prompt of 256 KiB": (COMPLETIONS, lambda: b'{"prompt":"' + b"hello " * 43_000 + b'"}'),
-    "parts": (CHAT, lambda: _chat(b"[" + b",".join([b'{"type":"text","text":"x"}'] * (BODY // 28)) + b"]")),
-    "chat of 8 MiB": (CHAT, lambda: _chat(b'"' + b"hello " * (8 * MIB // 6) + b'"')),
-    "chat of 4,096 messages": (
-        CHAT,
-        lambda: b'{"messages":[' + b",".join([b'{"role":"user","content":"hello hello"}'] * 4096) + b"]}",
-    ),
-    "tokenize 8 MiB": ("/tokenize", lambda: b'{"prompt":"' + b"hello " * (8 * MIB // 6) + b'"}'),
-    "detokenize 1 Mi": ("/detokenize", lambda: b'{"tokens":[' + b"5," * (MIB - 1) + b"5]}"),
-}
+POOLS = (1 << 24, 1 << 24)
+MAX_MODEL_LEN = 4096
+STEP_SECONDS = 0.1
+TOKENS_PER_STEP = 32
+SETTLE_SECONDS = 0.5
+STALLS_SHOWN = 3
 HEADERS = {"Content-Type": "application/json"}
-
-
-def probe(port: int) -> None:
-    """The process of its own: waits for GET /live until standard input closes, then prints them."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    waits: list[float] = []
-
-    while not select.select([sys.stdin], [], [], PROBE_SECONDS)[0]:
-        started = time.perf_counter()
-        connection.request("GET", "/live")
-        connection.getresponse().read()
-        waits.append(time.perf_counter() - started)
-    print(json.dumps(sorted(waits)))
 
 
 def _memory(pid: int, field: str) -> float:
@@ -111,43 +65,55 @@ def _children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def hostile(port: int, pid: int, name: str, repeat: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Target:
+    """A router with scripted nodes, and the file of its probe."""
+
+    port: int
+    pid: int
+    probe: Path
+    pair: ScriptedPair
+
+
+async def measured(target: Target, name: str, attack: Callable[[], Awaitable[list[int]]]) -> dict[str, Any]:
+    await asyncio.sleep(SETTLE_SECONDS)
+    before = _memory(target.pid, "VmRSS")
+    _reset_peak(target.pid)
+    since = time.monotonic()
+    statuses = await attack()
+    seconds = time.monotonic() - since
+    await asyncio.sleep(SETTLE_SECONDS)
+    found = stalls(target.probe, since, time.monotonic())
+    longest = found[0] if found else None
+    return {
+        "attack": name,
+        "statuses": sorted(set(statuses)),
+        "seconds": round(seconds, 2),
+        "stall_ms": round(1000 * longest.seconds, 1) if longest else 0.0,
+        "stall_cpu_ms": round(1000 * longest.cpu, 1) if longest else 0.0,
+        "late_ms": round(1000 * max((each.late for each in found), default=0.0), 1),
+        "over_20_ms": sum(each.seconds > 0.02 for each in found),
+        "grown_mib": round(_memory(target.pid, "VmHWM") - before, 1),
+        "kept_mib": round(_memory(target.pid, "VmRSS") - before, 1),
+        "stacks": [each.stack for each in found[:STALLS_SHOWN] if each.stack],
+    }
+
+
+async def send_bodies(port: int, name: str, repeat: int) -> list[int]:
     path, make = CORPUS[name]
     body = make()
-    watcher = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.bench.router_hostile", "--probe", str(port)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        limit=1 << 26,
-    )
-    await asyncio.sleep(0.5)
-    before = _memory(pid, "VmRSS")
-    _reset_peak(pid)
-    started = time.perf_counter()
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", read_bufsize=1 << 20) as session:
 
         async def send() -> int:
             try:
                 async with session.post(path, data=body, headers=HEADERS) as response:
-                    await response.read()
+                    async for _ in response.content.iter_any():
+                        pass
                     return response.status
             except aiohttp.ClientError:
                 return 0
 
-        statuses = await asyncio.gather(*(send() for _ in range(repeat))) if path else []
-    seconds = time.perf_counter() - started
-    await asyncio.sleep(0.5)
-    printed, _ = await watcher.communicate(b"")
-    waits: list[float] = json.loads(printed)
-    return {
-        "body": name,
-        "statuses": sorted(set(statuses)),
-        "seconds": round(seconds, 2),
-        "p99_ms": round(1000 * waits[int(0.99 * len(waits))], 1),
-        "max_ms": round(1000 * waits[-1], 1),
-        "grown_mib": round(_memory(pid, "VmHWM") - before, 1),
-        "kept_mib": round(_memory(pid, "VmRSS") - before, 1),
-    }
+        return list(await asyncio.gather(*(send() for _ in range(repeat))))
 
 
 async def chats(port: int, pid: int, messages: int) -> dict[str, Any]:
@@ -177,15 +143,37 @@ async def chats(port: int, pid: int, messages: int) -> dict[str, Any]:
 async def measure(repeat: int, only: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        async with RunningCluster(Path(directory)) as cluster:
-            pid = cluster.processes["router"].pid
-            for messages in (1, 5):
-                rows.append(await chats(cluster.port, pid, messages))
-                print(rows[-1], flush=True)
-            for name in only or CORPUS:
-                rows.append(await hostile(cluster.port, pid, name, repeat))
-                print(rows[-1], flush=True)
+        probe = Path(directory) / "stalls.jsonl"
+        cluster = RunningCluster(
+            Path(directory),
+            config={
+                "prefill": {"pool_tokens": POOLS[0]},
+                "decode": {"pool_tokens": POOLS[1], "max_running": 2048},
+            },
+            router_module=("tests.bench.loop_probe", str(probe)),
+        )
+        cluster.launch("router")
+        try:
+            await serving(cluster)
+            async with ScriptedPair(cluster, POOLS, MAX_MODEL_LEN, STEP_SECONDS, TOKENS_PER_STEP) as pair:
+                target = Target(cluster.port, cluster.processes["router"].pid, probe, pair)
+                attacks: dict[str, Callable[[], Awaitable[list[int]]]] = {"nothing": _nothing}
+                attacks |= {name: partial(send_bodies, cluster.port, name, repeat) for name in CORPUS}
+                attacks |= {name: partial(attack, cluster.port, pair) for name, attack in ATTACKS.items()}
+                for name in only or attacks:
+                    rows.append(await measured(target, name, attacks[name]))
+                    print(json.dumps(rows[-1]), flush=True)
+                for messages in () if only else (1, 5):
+                    rows.append(await chats(cluster.port, target.pid, messages))
+                    print(json.dumps(rows[-1]), flush=True)
+        finally:
+            cluster._stop(None)
     return rows
+
+
+async def _nothing() -> list[int]:
+    await asyncio.sleep(5)
+    return []
 
 
 def main() -> None:
@@ -193,13 +181,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=[], choices=sorted(CORPUS))
-    parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--repeat", type=int, default=3, help="copies of each body, sent at once")
+    parser.add_argument("--only", nargs="*", default=[], choices=sorted([*CORPUS, *ATTACKS, "nothing"]))
     given = parser.parse_args()
-    if given.probe:
-        probe(given.probe)
-        return
     rows = asyncio.run(measure(given.repeat, given.only))
     if given.json:
         given.json.write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")

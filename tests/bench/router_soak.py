@@ -31,12 +31,11 @@ from common.messages.identity import NodeCounters, NodeLoad, new_incarnation
 from common.messages.router_inbox import Failed, FirstToken, Heartbeat, PrefillDone, TokenRun, Tokens
 from common.messages.wire import encode
 from tests.bench.environment import describe
-from tests.bench.raw_http import RawClient
+from tests.bench.raw_http import RawClient, serving
 from tests.bench.scripted_pair import ScriptedPair
 from tests.bench.soak_samples import Watch, growth
 from tests.cluster.harness import RunningCluster
 from tests.fakes.fake_node import registration
-from tests.fakes.waiting import PATIENCE
 
 WARM_UP = 10_000  # more than any table of the router holds
 SOCKETS_AT_ONCE = 100
@@ -231,25 +230,13 @@ async def _metrics_size(cluster: RunningCluster) -> int:
         return len(await response.read())
 
 
-async def _serving(cluster: RunningCluster) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            async with RawClient(cluster.port) as client:
-                assert await client.get("/live") == 200
-                return
-        except OSError:
-            assert time.monotonic() < deadline, cluster.log("router")
-            await asyncio.sleep(0.2)
-
-
 async def measure(requests: int, ids: int, clients: int, only: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         cluster = RunningCluster(Path(directory))
         cluster.launch("router")
         try:
-            await _serving(cluster)
+            await serving(cluster)
             async with ScriptedPair(cluster, POOLS, MAX_MODEL_LEN) as pair:
                 soak = Soak(cluster, pair, clients)
                 loads: dict[str, tuple[Callable[[int], Awaitable[None]], int]] = {}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 
 from common.messages.decode_inbox import Reserve
-from common.messages.generation import OutputToken
+from common.messages.generation import FINISH_LENGTH, OutputToken, TokenLogprob
 from common.messages.identity import NodeLoad
-from common.messages.node_inbox import Registered
+from common.messages.node_inbox import Abort, Registered
 from common.messages.prefill_inbox import Prefill
-from common.messages.router_inbox import FirstToken, PrefillDone
+from common.messages.router_inbox import FirstToken, PrefillDone, TokenRun, Tokens
 from common.model_config import model_fingerprint
 from tests.cluster.harness import MODEL, RunningCluster
 from tests.fakes.fake_node import FakeNode
@@ -21,6 +22,8 @@ from tests.fakes.fake_node import FakeNode
 TURN_SECONDS = 0.002
 BEAT_SECONDS = 0.5
 PAGE_SIZE = 16
+TOKEN = 260
+FIRST_LISTED = 300  # of the likeliest tokens
 
 
 class ScriptedNode(FakeNode):
@@ -33,32 +36,58 @@ class ScriptedNode(FakeNode):
         return messages
 
 
-class ScriptedPair:
-    """Answers each request with two tokens, of which the decode node says the second. Use as an async context."""
+@dataclass
+class _Running:
+    """A request on the decode node."""
 
-    def __init__(self, cluster: RunningCluster, pool_tokens: tuple[int, int], max_model_len: int) -> None:
+    token: OutputToken
+    offset: int  # of its next token
+    end: int
+
+
+class ScriptedPair:
+    """Answers each request with as many tokens as it asks for. Use as an async context.
+
+    The prefill node says the first token at once; the decode node says `tokens_per_step` of every request in each step.
+    """
+
+    def __init__(
+        self,
+        cluster: RunningCluster,
+        pool_tokens: tuple[int, int],
+        max_model_len: int,
+        step_seconds: float = TURN_SECONDS,
+        tokens_per_step: int = 1,
+    ) -> None:
         """`pool_tokens` of the prefill and of the decode node. The cluster's nodes are not started."""
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._pages = [tokens // PAGE_SIZE for tokens in pool_tokens]
-        common = {"fingerprint": model_fingerprint(MODEL), "max_model_len": max_model_len}
+        self._common = {"fingerprint": model_fingerprint(MODEL), "max_model_len": max_model_len}
+        self.step_seconds = step_seconds
+        self.tokens_per_step = tokens_per_step
+        self._running: dict[int, _Running] = {}  # by room
         self.address = f"ipc://{cluster.run_dir}/router.sock"
         peers = f"ipc://{cluster.run_dir}/prefill-0.sock"
         self.prefill = ScriptedNode(
             *(self._context, self.address, "prefill", "prefill-0"),
             peer_address=peers,
             total_pages=self._pages[0],
-            **common,
+            **self._common,
         )
-        self.decode = ScriptedNode(
-            *(self._context, self.address, "decode", "decode-0"), total_pages=self._pages[1], **common
-        )
+        self.decode = self._decode_node()
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _decode_node(self) -> ScriptedNode:
+        return ScriptedNode(
+            *(self._context, self.address, "decode", "decode-0"), total_pages=self._pages[1], **self._common
+        )
 
     async def __aenter__(self) -> ScriptedPair:
         for node in (self.prefill, self.decode):
             answer = await node.register()
             assert isinstance(answer, Registered), answer
-        self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._beat())]
+        serving = (self._serve_prefill(), self._serve_decode(), self._beat())
+        self._tasks = [asyncio.create_task(each) for each in serving]
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -69,18 +98,59 @@ class ScriptedPair:
         self.decode.close()
         self._context.destroy(linger=0)
 
-    async def _serve(self) -> None:
+    @property
+    def running(self) -> int:
+        """How many requests the decode node has."""
+        return len(self._running)
+
+    async def replace_decode(self) -> None:
+        """A new process registers under the decode node's name, and the earlier one ends."""
+        task = self._tasks[1]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self._running.clear()
+        before, self.decode = self.decode, self._decode_node()
+        answer = await self.decode.register()
+        assert isinstance(answer, Registered), answer
+        before.close()
+        self._tasks[1] = asyncio.create_task(self._serve_decode())
+
+    async def _serve_prefill(self) -> None:
         while True:
             for message in self.prefill.take():
                 if isinstance(message, Prefill):
-                    first = FirstToken(
-                        room=message.room, token=OutputToken(260), finish_reason=None, cached_tokens=0
+                    token = _token(message.sampling.logprobs)
+                    finish = FINISH_LENGTH if message.sampling.max_tokens - message.emitted == 1 else None
+                    self.prefill.say(
+                        FirstToken(room=message.room, token=token, finish_reason=finish, cached_tokens=0),
+                        PrefillDone(room=message.room, stages={"computed": 0.001}),
                     )
-                    self.prefill.say(first, PrefillDone(room=message.room, stages={"computed": 0.001}))
-            for message in self.decode.take():
-                if isinstance(message, Reserve):
-                    self.decode.tokens(message.room, 1, [261], "length", decoded=0.002)
             await asyncio.sleep(TURN_SECONDS)
+
+    async def _serve_decode(self) -> None:
+        while True:
+            for message in self.decode.take():
+                if isinstance(message, Reserve) and message.sampling.max_tokens - message.emitted > 1:
+                    token = _token(message.sampling.logprobs)
+                    end = message.sampling.max_tokens - message.emitted
+                    self._running[message.room] = _Running(token, 1, end)
+                elif isinstance(message, Abort):
+                    self._running.pop(message.room, None)
+            if self._running:
+                self.decode.say(Tokens(runs=self._step()))
+            await asyncio.sleep(self.step_seconds)
+
+    def _step(self) -> list[TokenRun]:
+        runs = []
+        for room, request in list(self._running.items()):
+            count = min(self.tokens_per_step, request.end - request.offset)
+            over = request.offset + count == request.end
+            finish, stages = (FINISH_LENGTH, {"decoded": 0.002}) if over else (None, None)
+            runs.append(TokenRun(room, request.offset, [request.token] * count, finish, stages))
+            request.offset += count
+            if over:
+                del self._running[room]
+        return runs
 
     async def _beat(self) -> None:
         while True:
@@ -88,3 +158,11 @@ class ScriptedPair:
                 node.beat(load=NodeLoad(total_pages=pages, free_pages=pages))
                 node._beats.drain()
             await asyncio.sleep(BEAT_SECONDS)
+
+
+def _token(logprobs: int | None) -> OutputToken:
+    if logprobs is None:
+        return OutputToken(TOKEN)
+    listed = range(logprobs)
+    values = tuple(-1.0 - 0.125 * each for each in listed)
+    return OutputToken(TOKEN, TokenLogprob(-1.0, tuple(FIRST_LISTED + each for each in listed), values))

@@ -64,6 +64,9 @@ class RunningCluster:
     withholding: tuple[str, ...] = ()  # decode nodes: see tests/fakes/withholding_node.py
     late: tuple[str, ...] = ()  # nodes that are not there until the test launches them
     addresses: dict[str, int] = field(default_factory=dict)  # of links over tcp: who listens -> port
+    router_module: tuple[str, ...] = (
+        "router",
+    )  # what `python -m` runs as the router, with its first arguments
     row: tuple[str, ...] = ()  # table and row that every process has besides: see tests/fakes/with_row.py
 
     def __post_init__(self) -> None:
@@ -147,7 +150,9 @@ class RunningCluster:
 
     def launch(self, name: str) -> None:
         role = name.rpartition("-")[0]
-        module = ["router"] if name == "router" else [*self._node_module(name, role), "--name", name]
+        module = (
+            [*self.router_module] if name == "router" else [*self._node_module(name, role), "--name", name]
+        )
         module = ["tests.fakes.with_row", *self.row, *module] if self.row else module
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(

@@ -151,3 +151,24 @@ def test_any_order_gives_the_text(cuts: list[int], rng: object, repeat: bool) ->
     assert got == text
     assert made.finish_reason == "length"
     assert not made.early
+
+
+class CountingInt(int):
+    """Counts how often it is compared."""
+
+    compared = 0
+
+    def __lt__(self, other: int) -> bool:
+        CountingInt.compared += 1
+        return int(self) < int(other)
+
+
+def test_thousands_of_early_runs_are_taken_in_without_a_search_for_each() -> None:
+    made = attempt()
+    count = module.MAX_EARLY_RUNS
+    for offset in range(count, 0, -1):
+        made.on_run(run(CountingInt(offset), [offset]))
+    CountingInt.compared = 0
+    made.on_run(run(0, [0]))
+    assert ids(made) == list(range(count + 1))
+    assert CountingInt.compared < 20 * count

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
+from types import FrameType
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,3 +124,105 @@ def test_each_is_served_once_and_shares_stay_close(requests: list[tuple[str, int
         assert all(given[waiting.client] - each <= largest for each in behind)
     assert not any(left.values())
     assert not any(queue.tokens_before(client) for client in "abcd")
+
+
+WEIGHTS = {client: 1 + number % 3 for number, client in enumerate("abcdefg")}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["push", "let_in", "take", "leave"]), st.sampled_from("abcdef")),
+        max_size=80,
+    ),
+    st.data(),
+)
+@settings(deadline=None)
+def test_order_and_estimate_are_those_of_a_look_at_every_client(
+    steps: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    queue = FairQueue()
+    given_to: dict[str, float] = {}
+    present: dict[str, int] = defaultdict(int)
+    waiting: dict[str, list[Waiting]] = defaultdict(list)
+
+    def enters(client: str) -> None:
+        if not present[client]:
+            given_to[client] = min((given_to[each] for each, n in present.items() if n), default=0.0)
+        present[client] += 1
+
+    for number, (step, client) in enumerate(steps):
+        cost = data.draw(st.integers(1, 5000))
+        weight = WEIGHTS[client]
+        if step == "push":
+            enters(client)
+            waiting[client].append(Waiting(client, cost, float(number), weight))
+            queue.push(waiting[client][-1])
+        elif step == "let_in":
+            enters(client)
+            given_to[client] += cost / weight
+            queue.let_in(client, cost, weight)
+        elif step == "take" and (head := queue.head()) is not None:
+            queue.take(head)
+            waiting[head.client].remove(head)
+            given_to[head.client] += head.cost / head.weight
+        elif step == "leave" and present[client] > len(waiting[client]):
+            queue.leave(client)
+            present[client] -= 1
+        ahead = {each: min(map(_key, waiting[each])) for each in waiting if waiting[each]}
+        expected = min(ahead, key=lambda each: (given_to[each], ahead[each]), default=None)
+        head = queue.head()
+        assert (head and (given_to[head.client], _key(head))) == (
+            expected and (given_to[expected], ahead[expected])
+        )
+        costs = {each: sum(w.cost for w in waiting[each]) for each, n in present.items() if n}
+        least = min((given_to[each] for each in costs), default=0.0)
+        for each in "abcdefg":
+            turn = given_to[each] + costs[each] / WEIGHTS[each] if each in costs else least
+            before = sum(
+                min(cost, max(turn - given_to[other], 0) * WEIGHTS[other]) for other, cost in costs.items()
+            )
+            assert abs(queue.tokens_before(each, WEIGHTS[each]) - before) <= 1
+
+
+def _key(waiting: Waiting) -> float:
+    return waiting.cost + AGEING_TOKENS * waiting.since
+
+
+def _calls_of_waits_that_end(clients: int) -> float:
+    """Python calls per request where so many clients wait and all waits end."""
+    queue = FairQueue()
+    requests = [Waiting(f"client-{number}", 10, 0.0) for number in range(clients)]
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        for waiting in requests:
+            queue.tokens_before(waiting.client)
+            queue.push(waiting)
+            queue.head()
+        for waiting in requests:
+            queue.withdraw(waiting)
+            queue.tokens_before(waiting.client)
+            queue.head()
+    finally:
+        sys.setprofile(None)
+    assert not len(queue)
+    return calls / clients
+
+
+def test_a_request_costs_the_same_among_hundreds_and_thousands_of_clients() -> None:
+    assert _calls_of_waits_that_end(4000) < 2 * _calls_of_waits_that_end(400)
+
+
+def test_clients_that_have_left_are_forgotten_while_another_stays() -> None:
+    queue = FairQueue()
+    queue.let_in("stays", 0)
+    for number in range(10_000):
+        queue.let_in(f"client-{number}", 5)
+        queue.leave(f"client-{number}")
+    assert len(queue._least) < 1000
+    assert len(queue._order) < 1000

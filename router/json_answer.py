@@ -1,0 +1,56 @@
+"""JSON answers of any size: large ones are written piece by piece, so that no write holds the event loop for long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from aiohttp import web
+
+from router.http_errors import REQUEST_ID, request_id_key
+
+PIECE = 1 << 17  # bytes in one write; a smaller body is an ordinary response
+WRITE_TIMEOUT = 30.0  # seconds that a reader may leave its socket full before it is dropped
+JSON = "application/json"
+Part = bytes | bytearray
+
+
+async def send_json(
+    request: web.Request, parts: Sequence[Part], write_timeout: float = WRITE_TIMEOUT
+) -> web.StreamResponse:
+    """Answer 200 with the body that `parts` make together. A client that leaves or falls asleep is cut off."""
+    size = sum(map(len, parts))
+    if size <= PIECE:
+        return web.Response(body=b"".join(parts), content_type=JSON)
+    response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
+    response.content_type, response.content_length = JSON, size
+    try:
+        await response.prepare(request)
+        for piece in _pieces(parts):
+            async with asyncio.timeout(write_timeout):
+                await response.write(piece)
+            # a socket that takes everything at once never makes `write` wait
+            await asyncio.sleep(0)
+        await response.write_eof()
+    except (ConnectionError, TimeoutError):
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+def _pieces(parts: Sequence[Part]) -> Iterator[Part]:
+    """The same bytes in pieces of at most PIECE, none of them much smaller where parts are small."""
+    held = bytearray()
+    for part in parts:
+        if len(held) + len(part) <= PIECE:
+            held += part
+            continue
+        if held:
+            yield held
+        for start in range(0, len(part), PIECE):
+            held = bytearray(part[start : start + PIECE])
+            if len(held) == PIECE:
+                yield held
+                held = bytearray()
+    if held:
+        yield held

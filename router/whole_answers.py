@@ -1,0 +1,78 @@
+"""The complete answer of a request that is no stream, encoded while its tokens come.
+
+An answer may have a hundred thousand tokens with twenty log-probabilities each: building all of it at the end would
+hold the event loop for seconds, and the objects take more memory than their JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from router.openai_responses import Format, Piece, Usage
+
+LARGE_TEXT = 1 << 16  # characters that are encoded in one turn of the event loop
+_encode = msgspec.json.Encoder().encode
+
+
+class WholeChoice:
+    """One choice; `add` its pieces in order."""
+
+    def __init__(self, form: Format, index: int) -> None:
+        self._form = form
+        self._index = index
+        self._texts: list[str] = []
+        self._columns: tuple[list[bytes], ...] = tuple([] for _ in form.columns)
+        self._finish_reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self._texts.append(piece.text)
+        if self._columns:
+            for column, fragment in zip(self._columns, self._form.fragments(piece), strict=True):
+                if fragment:
+                    column.append(fragment)
+        self._finish_reason = piece.finish_reason
+
+    @property
+    def characters(self) -> int:
+        """Of its text."""
+        return sum(map(len, self._texts))
+
+    def parts(self) -> list[bytes]:
+        """The choice as JSON; nothing is added afterwards."""
+        form, text = self._form, _encode("".join(self._texts))
+        return [
+            form.before_text(self._index),
+            text,
+            form.after_text,
+            *_object(form.columns, self._columns, form.constant_columns),
+            b',"finish_reason":',
+            _encode(self._finish_reason),
+            b"}",
+        ]
+
+
+async def whole_answer(form: Format, choices: list[WholeChoice], usage: Usage) -> list[bytes]:
+    """The body, in parts that follow each other. Long texts are encoded in turns of their own."""
+    parts, since = [form.before_choices()], 0
+    for number, choice in enumerate(choices):
+        since += choice.characters
+        if since > LARGE_TEXT:
+            await asyncio.sleep(0)
+            since = 0
+        parts += [b",", *choice.parts()] if number else choice.parts()
+    return [*parts, b'],"usage":', _encode(usage.report()), b"}"]
+
+
+def _object(names: tuple[str, ...], columns: tuple[list[bytes], ...], constant: bytes) -> list[bytes]:
+    """A JSON object of lists, and what is the same in each; null without lists."""
+    if not names:
+        return [b"null"]
+    parts: list[bytes] = []
+    for name, fragments in zip(names, columns, strict=True):
+        parts += [b',"' if parts else b'{"', name.encode(), b'":[']
+        for number, fragment in enumerate(fragments):
+            parts += [b",", fragment] if number else [fragment]
+        parts.append(b"]")
+    return [*parts, constant, b"}"]

@@ -1,0 +1,177 @@
+"""Connections and crowds that a router has to bear: each is sent to its port, and returns the statuses that came."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from tests.bench.scripted_pair import ScriptedPair
+
+PATIENCE = 60.0
+CROWD = 1000
+CROWD_STEP_SECONDS = (
+    0.5  # two tokens a second each: what is measured is a step, not whether the machine keeps up
+)
+MIB = 1 << 20
+HEAD = "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{fields}\r\n"
+Attack = Callable[[int, ScriptedPair], Awaitable[list[int]]]
+
+
+async def _exchange(port: int, pieces: list[bytes], read: bool = True) -> int:
+    """The first status that comes; 0 where the connection is cut instead."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MIB)
+
+    async def write() -> None:
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+
+    writing = asyncio.create_task(write())
+    try:
+        async with asyncio.timeout(PATIENCE):
+            if not read:
+                await writing
+                return 0
+            line = await reader.readline()
+            while await reader.read(MIB):
+                pass
+            return int(line[9:12]) if line else 0
+    except (ConnectionError, TimeoutError):
+        return 0
+    finally:
+        writing.cancel()
+        writer.transport.abort()
+
+
+def _post(path: str, fields: str) -> bytes:
+    return HEAD.format(path=path, fields=fields).encode()
+
+
+async def small_chunks(port: int, pair: ScriptedPair) -> list[int]:
+    """A body in chunks of one byte."""
+    body = b'{"prompt":"' + b"x" * (2 * MIB)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    head = _post("/v1/completions", "Transfer-Encoding: chunked\r\nConnection: close\r\n")
+    return [await _exchange(port, [head, chunks, b"0\r\n\r\n"])]
+
+
+async def pipelined(port: int, pair: ScriptedPair) -> list[int]:
+    """Requests without a pause, whose answers nobody waits for."""
+    many = b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 40_000
+    return [await _exchange(port, [many + b"GET /live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"])]
+
+
+async def many_headers(port: int, pair: ScriptedPair) -> list[int]:
+    """As many and as long headers as are taken, and more."""
+    found = []
+    for count in (90, 100_000):
+        fields = "".join(f"X-{n}: {'x' * 150}\r\n" for n in range(count))
+        request = f"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\n{fields}Connection: close\r\n\r\n".encode()
+        found += await asyncio.gather(*(_exchange(port, [request]) for _ in range(16)))
+    return found
+
+
+async def garbage(port: int, pair: ScriptedPair) -> list[int]:
+    """Bytes that are no HTTP."""
+    return list(await asyncio.gather(*(_exchange(port, [os.urandom(64 << 10)]) for _ in range(500))))
+
+
+async def multipart(port: int, pair: ScriptedPair) -> list[int]:
+    """A form of a gibibyte."""
+    fields = f"Content-Length: {1 << 30}\r\n"
+    head = _post("/v1/completions", fields).replace(b"application/json", b"multipart/form-data; boundary=b")
+    return [await _exchange(port, [head] + [bytes(MIB)] * 1024)]
+
+
+async def uploads_cut_off(port: int, pair: ScriptedPair) -> list[int]:
+    """Bodies of 9 MiB that break off before their end."""
+    head = _post("/v1/completions", f"Content-Length: {10 * MIB - 64}\r\n")
+    body = [head] + [b"[" * MIB] * 9
+    return list(await asyncio.gather(*(_exchange(port, body, read=False) for _ in range(20))))
+
+
+async def _streams(port: int, count: int) -> list[asyncio.StreamWriter]:
+    """So many streams that have begun, each of another prompt."""
+    pairs = await asyncio.gather(
+        *(asyncio.open_connection("127.0.0.1", port, limit=MIB) for _ in range(count))
+    )
+    for number, (_, writer) in enumerate(pairs):
+        prompt = [3 + number % 600, 3 + number // 600, *range(5, 85)]
+        body = {"prompt": prompt, "max_tokens": 3900, "ignore_eos": True, "stream": True}
+        data = json.dumps(body).encode()
+        writer.write(_post("/v1/completions", f"Content-Length: {len(data)}\r\n") + data)
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*(reader.readuntil(b"data: ") for reader, _ in pairs))
+    _drains.update(asyncio.create_task(_discard(reader)) for reader, _ in pairs)
+    return [writer for _, writer in pairs]
+
+
+_drains: set[asyncio.Task[None]] = set()
+
+
+async def _discard(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(MIB):
+            pass
+
+
+@contextlib.asynccontextmanager
+async def _crowd(port: int, pair: ScriptedPair) -> AsyncIterator[None]:
+    """Streams of one token per step that all begin at once, and are all cut at once."""
+    before = pair.tokens_per_step, pair.step_seconds
+    pair.tokens_per_step, pair.step_seconds = 1, CROWD_STEP_SECONDS
+    try:
+        writers = await _streams(port, CROWD)
+        yield
+        for writer in writers:
+            writer.transport.abort()
+        await _until(lambda: pair.running == 0)
+    finally:
+        pair.tokens_per_step, pair.step_seconds = before
+
+
+async def crowd(port: int, pair: ScriptedPair) -> list[int]:
+    """Three seconds of many streams."""
+    async with _crowd(port, pair):
+        await asyncio.sleep(3)
+    return []
+
+
+async def crowd_that_loses_a_node(port: int, pair: ScriptedPair) -> list[int]:
+    """The decode node of all streams dies, and its successor takes them."""
+    async with _crowd(port, pair):
+        await pair.replace_decode()
+        await _until(lambda: pair.running == CROWD)
+    return []
+
+
+async def cut_requests(port: int, pair: ScriptedPair) -> list[int]:
+    """Chats whose clients leave at once."""
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 3000}).encode()
+    request = _post("/v1/chat/completions", f"Content-Length: {len(body)}\r\n") + body
+    for _ in range(10):
+        await asyncio.gather(*(_exchange(port, [request], read=False) for _ in range(200)))
+    return []
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not holds():
+            await asyncio.sleep(0.05)
+
+
+ATTACKS: dict[str, Attack] = {
+    "chunks of one byte": small_chunks,
+    "pipelined requests": pipelined,
+    "many headers": many_headers,
+    "garbage": garbage,
+    "a form of 1 GiB": multipart,
+    "uploads cut off": uploads_cut_off,
+    "clients that leave at once": cut_requests,
+    "1,000 streams begin and end at once": crowd,
+    "1,000 streams lose their decode node": crowd_that_loses_a_node,
+}

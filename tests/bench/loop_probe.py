@@ -1,0 +1,114 @@
+"""The router process with a probe of its event loop: what other clients wait for, without what the machine adds.
+
+    python -m tests.bench.loop_probe FILE --cluster CLUSTER.yaml
+
+A callback is due every TICK seconds. How late it runs, minus the time in which the loop's thread was ready and another
+process had the processor (/proc/self/schedstat), is a stall of the loop. Each one of at least NOTED seconds is appended
+to FILE as a line of JSON, with the stack of the loop's thread if the stall lasted long enough to be sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from unittest.mock import patch
+
+import msgspec
+
+import router.__main__ as program
+from common.config import Resolved
+from common.observability.logs import Log
+from common.process import run_command
+from router.app import RouterApp
+
+TICK = 0.002  # seconds
+NOTED = 0.005
+SAMPLED = 0.02  # after so long the watcher looks at the stack
+FRAMES_SHOWN = 6
+
+
+class Stall(msgspec.Struct, frozen=True):
+    """Times are of CLOCK_MONOTONIC, which all processes of a host share."""
+
+    since: float
+    until: float
+    seconds: float  # without the time that other processes took
+    late: float  # with it
+    cpu: float  # seconds that the loop's thread computed
+    stack: list[str]  # innermost call last; empty: not sampled
+
+
+class LoopProbe:
+    """Started on the running event loop."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("ab", buffering=0)
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._schedstat = os.open("/proc/self/schedstat", os.O_RDONLY)
+        self._due = time.monotonic() + TICK
+        self._waited = self._run_queue_seconds()
+        self._cpu = time.thread_time()
+        self._stack: list[str] = []
+        threading.Thread(target=self._watch, daemon=True).start()
+        self._loop.call_later(TICK, self._tick)
+
+    def _run_queue_seconds(self) -> float:
+        """How long the main thread has been ready without a processor."""
+        return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
+
+    def _tick(self) -> None:
+        now, waited, cpu = time.monotonic(), self._run_queue_seconds(), time.thread_time()
+        late = now - self._due
+        seconds = late - (waited - self._waited)
+        if seconds >= NOTED:
+            stall = Stall(self._due, now, seconds, late, cpu - self._cpu, self._stack)
+            self._file.write(msgspec.json.encode(stall) + b"\n")
+        self._stack = []
+        self._due, self._waited, self._cpu = now + TICK, waited, cpu
+        self._loop.call_later(TICK, self._tick)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(SAMPLED / 2)
+            if time.monotonic() - self._due > SAMPLED and not self._stack:
+                frame = sys._current_frames().get(self._thread)
+                self._stack = _described(frame)
+
+
+def _described(frame: FrameType | None) -> list[str]:
+    stack = traceback.extract_stack(frame)[-FRAMES_SHOWN:] if frame is not None else []
+    return [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in stack]
+
+
+def stalls(file: Path, since: float, until: float) -> list[Stall]:
+    """Stalls that overlap an interval, the longest first."""
+    decoder = msgspec.json.Decoder(Stall)
+    found = [decoder.decode(line) for line in file.read_bytes().splitlines()]
+    return sorted(
+        (stall for stall in found if stall.until >= since and stall.since <= until),
+        key=lambda stall: -stall.seconds,
+    )
+
+
+def main() -> None:
+    file = Path(sys.argv.pop(1))
+    build = program.build
+
+    def build_with_probe(resolved: Resolved, log: Log) -> RouterApp:
+        app = build(resolved, log)
+        LoopProbe(file)
+        return app
+
+    with patch.object(program, "build", build_with_probe):
+        run_command(program.main)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Work that begins at once is spread over turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from router.turns import Turns
+
+
+class TurnCount:
+    """Counts the turns of the loop while used as an async context."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    async def __aenter__(self) -> TurnCount:
+        self._task = asyncio.create_task(self._count())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+
+    async def _count(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+
+async def test_a_crowd_is_let_through_in_order_and_a_few_per_turn() -> None:
+    turns, order = Turns(per_turn=3), []
+    async with TurnCount() as count:
+
+        async def one(number: int) -> None:
+            await turns.wait()
+            order.append((number, count.turn))
+
+        await asyncio.gather(*(one(number) for number in range(20)))
+    assert [number for number, _ in order] == list(range(20))
+    assert max(Counter(turn for _, turn in order).values()) <= 3
+
+
+async def test_one_alone_does_not_wait() -> None:
+    turns = Turns(per_turn=1)
+    for _ in range(3):
+        async with TurnCount() as count:
+            await turns.wait()
+            assert count.turn == 0
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+async def test_who_leaves_while_waiting_takes_no_turn() -> None:
+    turns = Turns(per_turn=1)
+    waiting = [asyncio.create_task(turns.wait()) for _ in range(5)]
+    await asyncio.sleep(0)
+    for task in waiting[1:4]:
+        task.cancel()
+    await asyncio.wait_for(waiting[4], 30)
+    assert waiting[0].done()
+    assert all(task.cancelled() for task in waiting[1:4])
