@@ -16,7 +16,6 @@ import msgspec
 
 from common.errors import (
     ChecksumFailed,
-    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     Overloaded,
@@ -270,11 +269,7 @@ class Dispatcher:
         pace = DecodePace(attempt, self.health)
         try:
             while True:
-                try:
-                    async with asyncio.timeout_at(flight.deadline):
-                        await attempt.woken.wait()
-                except TimeoutError:
-                    raise DeadlineExceeded("the request took longer than its timeout") from None
+                await attempt.progress(flight.deadline)
                 tokens = attempt.take()
                 if tokens:
                     now = time.monotonic()
@@ -287,7 +282,10 @@ class Dispatcher:
                     first = False
                 if done:
                     return
-                if attempt.error is not None:
+                if attempt.pending:
+                    await asyncio.sleep(0)
+                elif attempt.error is not None:
+                    await self._turns.wait()  # a node may have been lost by a thousand requests
                     raise attempt.error
         finally:
             trial.release()

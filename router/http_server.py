@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import HttpVersion10, hdrs, web
@@ -15,6 +16,7 @@ from aiohttp import HttpVersion10, hdrs, web
 from router.http_errors import broken_request, refused_connection
 from router.listeners import ConnectionLimit, peer_of
 from router.request_body import ReadingBytes, reading_key
+from router.turns import Turns
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
@@ -42,11 +44,13 @@ def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> w
 
 
 class _Protocol(web.RequestHandler):
-    __slots__ = ("_client", "_limit")
+    __slots__ = ("_client", "_limit", "_lost")
 
-    def __init__(self, *args: Any, limit: ConnectionLimit | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limit: ConnectionLimit | None, lost: Turns, **kwargs: Any) -> None:
+        """`lost`: turns of connections that end."""
         super().__init__(*args, **kwargs)
         self._limit = limit
+        self._lost = lost
         self._client: str | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -56,6 +60,10 @@ class _Protocol(web.RequestHandler):
             self.force_close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        # it cancels the request, which then tells both nodes; a proxy that ends may take a thousand connections along
+        self._lost.call(partial(self._end, exc))
+
+    def _end(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         if self._client is not None and self._limit is not None:
             self._limit.closed(self._client)
@@ -77,9 +85,10 @@ class _Protocol(web.RequestHandler):
 
 class _Server(web.Server):
     limit: ConnectionLimit | None = None
+    lost: Turns
 
     def __call__(self) -> web.RequestHandler:
-        return _Protocol(self, loop=self._loop, limit=self.limit, **self._kwargs)
+        return _Protocol(self, loop=self._loop, limit=self.limit, lost=self.lost, **self._kwargs)
 
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -119,4 +128,5 @@ class _Runner(web.AppRunner):
             **made._kwargs,
         )
         server.limit = self._limit
+        server.lost = Turns()
         return server

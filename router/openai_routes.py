@@ -52,6 +52,7 @@ from router.sse import DONE, SseWriter
 from router.text_service import TextService
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
+from router.turns import Turns
 from router.whole_answers import WholeChoice, whole_answer
 
 
@@ -86,6 +87,7 @@ class OpenAiRoutes:
         self._max_requests = max_requests
         self._log = log
         self._write_timeout = write_timeout
+        self._turns = Turns()  # of requests that begin
         self.active = 0  # requests that are worked on: their texts and images, and then their answer
 
     def add_to(self, app: web.Application) -> None:
@@ -93,6 +95,7 @@ class OpenAiRoutes:
         app.router.add_post("/v1/completions", self.completions)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
+        await self._turns.wait()
         body = await self._texts.read_chat(await read_body(request))
         model = self._model()
         with self._counted():
@@ -123,6 +126,7 @@ class OpenAiRoutes:
             return await self._answer(request, body, form, choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
+        await self._turns.wait()
         raw = await read_body(request)
         model = self._model()
         with self._counted():

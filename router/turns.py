@@ -1,11 +1,13 @@
-"""Spreads work that many requests begin at once over several turns of the event loop."""
+"""Spreads work that many requests or connections begin at once over several turns of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 PER_TURN = 8  # placements of long prompts take about a millisecond each
+Step = Callable[[], bool]  # False: there was nothing to do
 
 
 class Turns:
@@ -19,29 +21,49 @@ class Turns:
         self._per_turn = per_turn
         self._passed = 0  # in this turn
         self._counting = False  # `_next_turn` is scheduled
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[Step] = deque()
 
     async def wait(self) -> None:
         """Return at once if this turn has room, else in a later one."""
-        loop = asyncio.get_running_loop()
+        if self._has_room():
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def let_through() -> bool:
+            if turn.done():  # a client that has left was cancelled
+                return False
+            turn.set_result(None)
+            return True
+
+        self._waiting.append(let_through)
+        await turn
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call `function` at once if this turn has room, else in a later one. It must not raise."""
+        if self._has_room():
+            function()
+            return
+
+        def step() -> bool:
+            function()
+            return True
+
+        self._waiting.append(step)
+
+    def _has_room(self) -> bool:
         if not self._counting:
             self._counting = True
-            loop.call_soon(self._next_turn)
+            asyncio.get_running_loop().call_soon(self._next_turn)
         if self._passed < self._per_turn and not self._waiting:
             self._passed += 1
-            return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+            return True
+        return False
 
     def _next_turn(self) -> None:
         """Called once per turn while anybody passed or waits."""
         self._passed = 0
         while self._waiting and self._passed < self._per_turn:
-            turn = self._waiting.popleft()
-            if not turn.done():  # a client that has left was cancelled
-                turn.set_result(None)
-                self._passed += 1
+            self._passed += self._waiting.popleft()()
         self._counting = self._passed > 0
         if self._counting:
             asyncio.get_running_loop().call_soon(self._next_turn)

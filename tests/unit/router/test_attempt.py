@@ -170,5 +170,17 @@ def test_thousands_of_early_runs_are_taken_in_without_a_search_for_each() -> Non
         made.on_run(run(CountingInt(offset), [offset]))
     CountingInt.compared = 0
     made.on_run(run(0, [0]))
-    assert ids(made) == list(range(count + 1))
+    assert [token.id for token in made.pending] == list(range(count + 1))
     assert CountingInt.compared < 20 * count
+
+
+def test_much_is_taken_in_parts_and_the_request_stays_awake() -> None:
+    made = attempt()
+    count = 3 * module.MAX_TAKEN + 1
+    made.on_run(run(0, list(range(count)), "length"))
+    taken = []
+    while made.woken.is_set():
+        taken.append(ids(made))
+    assert [token for part in taken for token in part] == list(range(count))
+    assert max(map(len, taken)) == module.MAX_TAKEN
+    assert not made.pending

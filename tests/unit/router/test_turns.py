@@ -59,3 +59,22 @@ async def test_who_leaves_while_waiting_takes_no_turn() -> None:
     await asyncio.wait_for(waiting[4], 30)
     assert waiting[0].done()
     assert all(task.cancelled() for task in waiting[1:4])
+
+
+async def test_calls_keep_their_order_among_those_that_wait() -> None:
+    turns, order = Turns(per_turn=2), []
+    async with TurnCount() as count:
+
+        async def one(number: int) -> None:
+            await turns.wait()
+            order.append((number, count.turn))
+
+        tasks = []
+        for number in range(0, 20, 2):
+            turns.call(lambda number=number: order.append((number, count.turn)))  # type: ignore[misc]
+            tasks.append(asyncio.create_task(one(number + 1)))
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+    assert sorted(number for number, _ in order) == list(range(20))
+    assert [number for number, _ in order if number % 2 == 0] == list(range(0, 20, 2))
+    assert max(Counter(turn for _, turn in order).values()) <= 4
