@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,18 @@ import aiohttp
 
 from tests.bench.environment import describe
 
-TICK = os.sysconf("SC_CLK_TCK")
-
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and of its children, those that have ended included."""
-    total, waiting = 0.0, [pid]
+    """CPU time of all threads of a process and of its children, to the nanosecond. Ended ones do not count."""
+    total, waiting = 0, [pid]
     while waiting:
-        each = waiting.pop()
         try:
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(") ")[2].split()
-            waiting += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
+            for thread in Path(f"/proc/{waiting.pop()}/task").iterdir():
+                total += int((thread / "schedstat").read_text().split()[0])
+                waiting += map(int, (thread / "children").read_text().split())
         except OSError:
             continue
-        total += sum(int(ticks) for ticks in fields[11:15]) / TICK
-    return total
+    return total / 1e9
 
 
 async def load(
@@ -84,7 +80,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     await load(session, arguments.requests, arguments.clients, output, stream, chat, seed)
                 spent[output] = (cpu_seconds(arguments.pid) - before) / (3 * arguments.requests)
             token = (spent[arguments.output] - spent[1]) / (arguments.output - 1)
-            results[kind] = {"us_per_request": spent[1] * 1e6, "us_per_token": token * 1e6}
+            results[kind] = {
+                "us_per_request": round(spent[1] * 1e6, 1),
+                "us_per_token": round(token * 1e6, 2),
+            }
             print(
                 f"{kind}: {spent[1] * 1e6:.0f} us per request of one token, {token * 1e6:.1f} us per further token"
             )
