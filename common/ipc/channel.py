@@ -111,7 +111,7 @@ def as_part(payload: bytes) -> bytes | zmq.Frame:
 
 
 class RouterSocket(Channel):
-    """Bound socket with many peers. A peer's routing id is what its Dealer chose."""
+    """Bound socket with many peers, each by the identity that its Dealer has."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class RouterSocket(Channel):
 
     def datagram(self, peer: bytes, payload: bytes) -> bool:
         """Send now, once, at the network's mercy."""
-        return len(payload) <= MAX_MESSAGE_BYTES and self._send((peer, payload))
+        return len(payload) <= MAX_MESSAGE_BYTES and self._send((self._filter.routes.to(peer), payload))
 
     def reachable(self, peer: bytes) -> bool:
         """Whether the peer is connected, as far as ZMQ knows."""
@@ -200,7 +200,7 @@ class RouterSocket(Channel):
         self._sessions.forget(peer)
 
     def drain(self, most: int = DRAIN_LIMIT) -> list[tuple[bytes, bytes]]:
-        """(routing id, message) of at most `most` frames that have arrived; bad ones are counted and dropped.
+        """(peer, message) of at most `most` frames that have arrived; bad ones are counted and dropped.
 
         `more` says whether there may be more: also after a short read, since what is sent before the loop waits again
         may take in the edge of the descriptor that announces the next frame.
@@ -267,7 +267,7 @@ class RouterSocket(Channel):
 
     def _send_frame(self, peer: bytes, frame: Frame) -> bool:
         header, payload = frame
-        return self._send((peer, header, as_part(payload)))
+        return self._send((self._filter.routes.to(peer), header, as_part(payload)))
 
 
 def _remove_stale(file: Path) -> None:

@@ -12,6 +12,7 @@ from common.errors import ConfigError, ProtocolError
 from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, QUEUED_BYTES, Channel, as_part
 from common.ipc.connection_watch import ConnectionWatch
 from common.ipc.curve import LinkSecurity, Plain, is_tcp
+from common.ipc.routes import dial_id
 from common.ipc.session import Frame, Kind, Session, read_header
 from common.ipc.silence_watch import SilenceWatch
 
@@ -45,16 +46,16 @@ class Dealer(Channel):
         self.damaged = 0  # frames that are none of a session, or whose digest is wrong
         self._opens = opens
         self._address = address
+        self._identity = identity
         self._dialled_at = self._clock()
         self._silence = SilenceWatch(silence or SILENCE_SECONDS, self._clock()) if is_tcp(address) else None
         self._session = self._new_session()
         self._watch = ConnectionWatch(self._socket, address, self._clock())
         try:
             (security or Plain()).secure_client(self._socket, address, server)
-            self._socket.setsockopt(zmq.IDENTITY, identity)
             self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-            self._socket.connect(address)
+            self._dial()
         except ConfigError:
             self.close()
             raise
@@ -149,6 +150,11 @@ class Dealer(Channel):
         self._dialled_at = now
         with contextlib.suppress(zmq.ZMQError):  # ENOENT: it has given the connection up
             self._socket.disconnect(self._address)
+        self._dial()
+
+    def _dial(self) -> None:
+        """Connect under a new routing id: the listener may not know yet that an earlier connection is given up."""
+        self._socket.setsockopt(zmq.IDENTITY, dial_id(self._identity))
         self._socket.connect(self._address)
 
     def _tend(self, now: float) -> None:

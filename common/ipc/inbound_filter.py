@@ -14,6 +14,7 @@ import zmq
 
 from common.ipc.bad_frames import BadFrames, peer_of
 from common.ipc.gate import Gate
+from common.ipc.routes import Routes, peer_name
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 
@@ -30,15 +31,15 @@ class InboundFilter:
         self._router = router
         self._gate = gate
         self._newly_cut_off: list[str] = []
+        self.routes = Routes()
         self.bad = BadFrames(BoundedLog(Log("links"), "refused a frame"))
 
     def receive(self, most: int) -> list[list[bytes]]:
-        """At most `most` messages as [routing id, part ...]; one that must not be heard keeps its routing id only."""
+        """At most `most` messages as [peer, part ...]; one that must not be heard keeps its peer only."""
         if self._gate is None:
-            received = list(self._plain(most))
+            received = [self._named(parts) for parts in self._plain(most)]
         else:
             received = [self._allowed(identity, parts, self._gate) for identity, parts in self._keyed(most)]
-        received = [parts[:1] if parts[0].startswith(MADE_UP) else parts for parts in received]
         if self.bad.anybody_cut_off:
             received = [self._not_cut_off(parts) for parts in received]
         return received
@@ -68,12 +69,22 @@ class InboundFilter:
                 return
             yield identity, self._router.recv_multipart()
 
+    def _named(self, parts: list[bytes]) -> list[bytes]:
+        routing_id = parts[0]
+        if routing_id.startswith(MADE_UP):
+            return parts[:1]
+        peer = parts[0] = peer_name(routing_id)
+        self.routes.heard(peer, routing_id)
+        return parts
+
     def _allowed(self, identity: zmq.Frame, parts: list[bytes], gate: Gate) -> list[bytes]:
-        peer = identity.bytes
-        if peer.startswith(MADE_UP):
-            return [peer]
+        routing_id = identity.bytes
+        if routing_id.startswith(MADE_UP):
+            return [routing_id]
+        peer = peer_name(routing_id)
         misuse = gate.misuse(peer, identity)
         if misuse is None:
+            self.routes.heard(peer, routing_id)
             return [peer, *parts]
         self._count(*misuse)
         return [peer]

@@ -18,6 +18,8 @@ class Wire:
         self._cuts: list[threading.Event] = []
         self._wanted, self._instead = b"", b""
         self.recorded = bytearray()  # what came from connecting sides, up to a MiB
+        self._flows: list[threading.Event] = []
+        self.ended_by_target = 0  # connections whose target has closed its end
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -28,6 +30,16 @@ class Wire:
     def cut(self) -> None:
         """Swallow what passes the connections of now, and tell nobody."""
         for each in self._cuts:
+            each.set()
+
+    def withhold(self) -> None:
+        """Keep what passes the connections of now, their ends included, until `deliver`; new connections work."""
+        for each in self._flows:
+            each.clear()
+
+    def deliver(self) -> None:
+        """Pass on what was withheld, in its order."""
+        for each in self._flows:
             each.set()
 
     def reset(self) -> None:
@@ -55,21 +67,38 @@ class Wire:
             except OSError:
                 return
             far = socket.create_connection(("127.0.0.1", self._target))
-            cut = threading.Event()
+            cut, flows = threading.Event(), threading.Event()
+            flows.set()
             self._cuts.append(cut)
+            self._flows.append(flows)
             self._ends += [near, far]
-            threading.Thread(target=self._pump, args=(near, far, cut, True), daemon=True).start()
-            threading.Thread(target=self._pump, args=(far, near, cut, False), daemon=True).start()
+            threading.Thread(target=self._pump, args=(near, far, cut, flows, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(far, near, cut, flows, False), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, cut: threading.Event, there: bool) -> None:
+    def _pump(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        cut: threading.Event,
+        flows: threading.Event,
+        there: bool,
+    ) -> None:
         try:
             while data := source.recv(65536):
                 if there and len(self.recorded) < 1 << 20:
                     self.recorded += data
+                flows.wait()
                 if there and self._wanted:
                     data = data.replace(self._wanted, self._instead)
                 if not cut.is_set():
-                    sink.sendall(data)
+                    try:
+                        sink.sendall(data)
+                    except OSError:
+                        if there:  # else the target is read until it ends, too
+                            raise
+            flows.wait()
+            if not there:
+                self.ended_by_target += 1
             if not cut.is_set():
                 sink.shutdown(socket.SHUT_WR)
         except OSError:

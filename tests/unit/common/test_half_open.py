@@ -89,6 +89,30 @@ def test_a_connection_that_goes_silent_is_made_anew(
                 assert until(lambda: router.drain() or dealer.drain()) == [b"answer"]
 
 
+def test_a_connection_that_was_given_up_is_closed_by_the_listener(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the network held back arrives after its sender has dialled again: no descriptor may be left of it.
+
+    libzmq 4.3.5 leaks the first connection if both have one routing id.
+    """
+    monkeypatch.setattr(dealer_module, "SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(channel, "LINGER_MS", 0)
+    with closing(RouterSocket(context, "tcp://127.0.0.1:0", Keyless())) as router:
+        with closing(Wire(int(router.address.rpartition(":")[2]))) as wire:
+            address = f"tcp://127.0.0.1:{wire.port}"
+            with closing(Dealer(context, address, b"peer", security=Keyless())) as dealer:
+                dealer.send(b"before")
+                assert until(router.drain) == [(b"peer", b"before")]
+                wire.withhold()
+                assert dealer.send(b"withheld")
+                assert until(lambda: dealer.drain() or router.drain()) == [(b"peer", b"withheld")]
+                wire.deliver()
+                assert until(lambda: dealer.drain() or router.drain() or wire.ended_by_target) == 1
+                assert router.send(b"peer", b"answer")
+                assert until(lambda: router.drain() or dealer.drain()) == [b"answer"]
+
+
 def test_a_flooding_peer_that_dies_does_not_take_the_process_along() -> None:
     """ZMQ's own heartbeats abort the process then (libzmq 4.3.5): a connection whose input has stopped breaks."""
     flooded = (
