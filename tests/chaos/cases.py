@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from deploy.eval_cli import picture_body
+from deploy.models.vision.questions import questions
 from tests.cluster.harness import Client
 
-VOCABULARY = 700
+VOCABULARY = range(8, 700)  # ids without a special meaning
 LOGPROB_TOLERANCE = 2e-3  # a continuation computes the same numbers in batches of another shape
 
 
@@ -19,6 +22,7 @@ class Case:
 
     name: str
     body: dict[str, Any]
+    path: str = "completions"
 
 
 @dataclass(frozen=True)
@@ -66,18 +70,36 @@ def make_cases(seed: int) -> list[Case]:
         ]
     ):
         name, fields = features[index % len(features)]
-        prompt = [rng.randrange(3, VOCABULARY) for _ in range(prompt_tokens)]
+        prompt = rng.choices(VOCABULARY, k=prompt_tokens)
         body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
         body |= {"logprobs": 0, "skip_special_tokens": False}
         cases.append(Case(f"{name}-{prompt_tokens}-{max_tokens}", body))
     return cases
 
 
+def picture_cases() -> list[Case]:
+    """One and two pictures, greedy and not, as chat requests."""
+    shown = {len(each.images): each for each in islice(questions(12, "heldout"), 16)}
+    listed = {"logprobs": True, "max_tokens": 48, "ignore_eos": True, "skip_special_tokens": False}
+    features: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0},
+        "seeded": {"temperature": 0.9, "seed": 5},
+        "repetition": {"temperature": 0, "repetition_penalty": 1.3},
+    }
+    return [
+        Case(
+            f"pictures-{count}-{name}", {**picture_body(shown[count]), **listed, **fields}, "chat/completions"
+        )
+        for count in (1, 2)
+        for name, fields in features.items()
+    ]
+
+
 async def learn_answers(client: Client, cases: Sequence[Case]) -> dict[str, Expected]:
     """Ask each twice; AssertionError where the undisturbed cluster does not repeat itself."""
     answers: dict[str, Expected] = {}
     for case in cases:
-        first, second = [await _ask(client, case.body) for _ in range(2)]
+        first, second = [await _ask(client, case) for _ in range(2)]
         assert (first.text, first.tokens) == (second.text, second.tokens), f"{case.name} is not repeatable"
         answers[case.name] = first
     return answers
@@ -94,14 +116,24 @@ def with_stop_strings(cases: Sequence[Case], answers: dict[str, Expected]) -> li
     return made
 
 
-async def _ask(client: Client, body: dict[str, Any]) -> Expected:
-    async with client.session.post("/v1/completions", json=body) as response:
+async def _ask(client: Client, case: Case) -> Expected:
+    async with client.session.post(f"/v1/{case.path}", json=case.body) as response:
         answer = await response.json()
         if response.status != 200:
             raise AssertionError(f"the undisturbed cluster answered {response.status}: {answer}")
-    return expected_of(answer["choices"][0])
+    choice = answer["choices"][0]
+    return Expected(*said(choice), choice["finish_reason"])
 
 
-def expected_of(choice: dict[str, Any]) -> Expected:
-    listed = choice["logprobs"]
-    return Expected(choice["text"], listed["tokens"], listed["token_logprobs"], choice["finish_reason"])
+def said(choice: dict[str, Any]) -> tuple[str, list[str], list[float]]:
+    """(text, tokens, logprobs) of a choice or of an event's: of completions and chat, as a whole and streamed."""
+    listed = choice.get("logprobs") or {}
+    if "text" in choice:
+        return choice["text"], listed.get("tokens", []), listed.get("token_logprobs", [])
+    message = choice["delta"] if "delta" in choice else choice["message"]
+    content = listed.get("content") or []
+    return (
+        message.get("content") or "",
+        [each["token"] for each in content],
+        [each["logprob"] for each in content],
+    )

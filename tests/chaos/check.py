@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.chaos import answers_rules, event_rules, isolation_rules, progress_rules
+from tests.chaos import answers_rules, event_rules, isolation_rules, progress_rules, recovery_rules
 from tests.chaos.history import History, read
 from tests.chaos.violation import Violation
 
@@ -18,9 +18,8 @@ SHOWN = 20  # violations of one invariant
 def check(history: History) -> list[Violation]:
     """Every violation, in the order of the invariants."""
     found = answers_rules.check(history) + progress_rules.check(history) + event_rules.check(history)
-    found += isolation_rules.check(history)
+    found += isolation_rules.check(history) + recovery_rules.check(history)
     found += [Violation("I5", text) for text in history.run["leaks"]]
-    found += [Violation("I7", text) for text in history.run["not_recovered"]]
     return sorted(found, key=lambda each: each.invariant)
 
 

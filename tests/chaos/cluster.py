@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from tests.chaos.disk import Disk
 from tests.chaos.namespaces import Host, Namespace
 from tests.chaos.proxy import Link
 from tests.chaos.timeline import Timeline
@@ -24,6 +24,11 @@ MODELS = ROOT / "deploy" / "tiny_models"
 POLL_SECONDS = 0.1
 PEER_PORT = 20_000
 BULK_PORT = 21_000
+UNDO = (
+    Path(__file__).parent / "undo"
+)  # its sitecustomize.py patches the product in every process that it starts
+# The state before R1 and R2 were mended: waits were bounded by time, not by progress.
+TIME_ONLY = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_timeout": 60.0}
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Setup:
     transport: str = "tcp"
     algorithm: str = "eagle3"
     namespaces: bool = True
+    images: bool = True  # the model takes pictures
+    undo: str | None = None  # a mend to take out of the product: R1 or R2
 
 
 def link_name(*ends: str) -> str:
@@ -47,6 +54,7 @@ class ChaosCluster(RunningCluster):
     def __init__(self, directory: Path, setup: Setup, seed: int) -> None:
         self.setup = setup
         self.seed = seed
+        self.disk = Disk(setup.namespaces)
         super().__init__(directory, setup.prefill, setup.decode, self._sections(setup))
         self.events = directory / "events"
         self.hosts: dict[str, Host] = {}
@@ -54,6 +62,7 @@ class ChaosCluster(RunningCluster):
         self.proxy_ports: dict[str, int] = {}  # node -> where it reaches the router, without namespaces
         self.timeline = Timeline()
         self.not_recovered: list[str] = []  # what ended without being told to, or did not come back by itself
+        self.launched: set[int] = set()  # pids
         self.listed: dict[str, int] = {}  # name -> pid of the process that the router lists as up
         self._asked = 0.0  # when the router was asked for `listed`
         self._expected: set[str] = set()  # processes whose end the harness caused
@@ -62,11 +71,17 @@ class ChaosCluster(RunningCluster):
         self._write_file()
 
     def _sections(self, setup: Setup) -> dict[str, Any]:
-        sections: dict[str, Any] = {"transfer": {"transport": setup.transport}}
+        family = "tiny-vision" if setup.images else "tiny"
+        sections: dict[str, Any] = {
+            "transfer": {"transport": setup.transport},
+            "process": {"run_dir": str(self.disk.run_dir)},
+        }
+        if setup.images:
+            sections["model"] = {"path": str(MODELS / family)}
         if setup.algorithm != "none":
             sections["speculation"] = {"algorithm": setup.algorithm}
             if setup.algorithm != "ngram":
-                sections["speculation"]["draft_model_path"] = str(MODELS / f"tiny-{setup.algorithm}")
+                sections["speculation"]["draft_model_path"] = str(MODELS / f"{family}-{setup.algorithm}")
         return sections
 
     def _write_file(self) -> None:
@@ -74,9 +89,12 @@ class ChaosCluster(RunningCluster):
         config = yaml.safe_load(self.file.read_text())
         del config["health"]
         config["transfer"] = {"transport": self.setup.transport}
+        if self.setup.undo is not None:
+            config["transfer"] |= TIME_ONLY
         config["router"]["max_crashes"] = 0  # kills from outside are no crashes that a request caused
         config["process"]["event_log"] = str(self.events)
-        config["router"]["placement"] = {"prefill": "round_robin", "decode": "round_robin"}
+        # in turn on both sides would use two of four pairs only
+        config["router"]["placement"] = {"prefill": "round_robin", "decode": "least_loaded"}
         if self.setup.transport == "tcp":
             self.control_port = int(config["router"]["control_address"].rpartition(":")[2])
             for index, node in enumerate(config["prefill"]["nodes"] if self.setup.namespaces else []):
@@ -139,10 +157,19 @@ class ChaosCluster(RunningCluster):
         if name in self.proxy_ports:
             command += ["--set", f"router.control_address=tcp://127.0.0.1:{self.proxy_ports[name]}"]
         self._expected.discard(name)
-        with (self.directory / f"{name}.log").open("ab") as log:
+        with (self.disk.logs / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                self.hosts[name].command(command), cwd=ROOT, env=ENV, stdout=log, stderr=log
+                self.hosts[name].command(command), cwd=ROOT, env=self._environment(), stdout=log, stderr=log
             )
+        self.launched.add(self.processes[name].pid)
+
+    def _environment(self) -> dict[str, str]:
+        if self.setup.undo is None:
+            return ENV
+        return {**ENV, "PYTHONPATH": f"{UNDO}:{ENV['PYTHONPATH']}", "TANDEM_CHAOS_UNDO": self.setup.undo}
+
+    def log(self, name: str) -> str:
+        return (self.disk.logs / f"{name}.log").read_text(errors="replace")
 
     def end_process(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Its end is expected from now on."""
@@ -156,30 +183,20 @@ class ChaosCluster(RunningCluster):
         self.processes[name].send_signal(number)
         return True
 
-    def descriptors(self, name: str) -> int | None:
-        """None once the process has ended."""
-        try:
-            return len(os.listdir(f"/proc/{self.processes[name].pid}/fd"))
-        except FileNotFoundError:
-            return None
-
     def serving(self) -> dict[str, int]:
         """Processes that no fault holds -> pid."""
         impaired = self.timeline.impaired
         return {name: each.pid for name, each in self.processes.items() if name not in impaired}
 
-    def resident_kib(self, name: str) -> int:
-        status = Path(f"/proc/{self.processes[name].pid}/status").read_text()
-        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
-
     # ---- life
 
     async def __aenter__(self) -> ChaosCluster:
-        self.make_network()
         try:
+            self.disk.mount()
+            self.make_network()
             await super().__aenter__()
         except BaseException:
-            self._take_down_network()
+            self._take_down()
             raise
         self._watcher = asyncio.create_task(self._watch())
         return self
@@ -187,19 +204,24 @@ class ChaosCluster(RunningCluster):
     async def __aexit__(self, *error: Any) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+        for recovery in self._recoveries:
+            recovery.cancel()
+        self.disk.free()
         for link in self.links.values():
             link.heal()
         try:
             self._expected |= set(self.processes)
             await super().__aexit__(*error)
         finally:
-            self._take_down_network()
+            self._take_down()
 
-    def _take_down_network(self) -> None:
+    def _take_down(self) -> None:
+        """Whatever there is of network and disk by now."""
         for link in self.links.values():
             link.stop()
         for host in self.hosts.values():
             host.delete()
+        self.disk.remove(self.directory)
 
     async def wait_up(self, name: str) -> None:
         """Until the router lists the process that runs under this name now."""

@@ -12,11 +12,14 @@ from typing import Any, Literal
 
 import aiohttp
 
-from tests.chaos.cases import Case
+from tests.chaos.cases import Case, said
 from tests.cluster.harness import Client
 
 Behaviour = Literal["stays", "leaves", "slow"]
-GIVE_UP = 90.0  # seconds without anything: the client leaves, the checker calls it a hang
+BATCH_TOKENS = 200  # cases with longer answers are left out of batches
+BURST_TOKENS = 12  # of an answer in a burst
+BURST_OPEN = 12  # requests of a burst that are under way at once: more would measure the machine
+GIVE_UP = 90.0  # default: seconds without anything: the client leaves, the checker calls it a hang
 
 
 @dataclass
@@ -52,16 +55,64 @@ class Exchange:
 class Load:
     """`clients` in a closed loop until `stop`."""
 
-    def __init__(self, url: str, cases: Sequence[Case], clients: int, seed: int) -> None:
+    def __init__(
+        self, url: str, cases: Sequence[Case], clients: int, seed: int, give_up: float = GIVE_UP
+    ) -> None:
         self.exchanges: list[Exchange] = []
         self.open: dict[str, Exchange] = {}
         self.observe: Callable[[Exchange], None] = lambda exchange: None  # at each progress
+        self._give_up = give_up
         self._url = url
         self._cases = cases
         self._seed = seed
         self._clients = clients
+        self._rng = random.Random(f"{seed}/bursts")
+        self._numbered = 0
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
+
+    async def batch(self) -> tuple[float, float, int]:
+        """All cases but the longest, once each: a piece of work whose duration can be compared. (since, until, tokens)
+
+        The clients take the next case when they are done, so that all are busy but at the very end.
+        """
+        since, first = time.monotonic(), len(self.exchanges)
+        waiting = [case for case in self._cases if case.body["max_tokens"] <= BATCH_TOKENS]
+
+        async def work(index: int) -> None:
+            async with Client(self._url) as client:
+                while waiting:
+                    case = waiting.pop()
+                    request_id = f"batch-{first}-{index}-{len(waiting)}"
+                    await self.run(client, Exchange(request_id, case.name, True, "stays", 0.0))
+
+        await asyncio.gather(*(work(index) for index in range(self._clients)))
+        tokens = sum(len(each.tokens) for each in self.exchanges[first:])
+        return since, time.monotonic(), tokens
+
+    async def burst(self, seconds: float, interval: float) -> None:
+        """A short request each `interval`, unless BURST_OPEN of them are under way."""
+        short = [case for case in self._cases if "stop" not in case.body]
+        under_way: set[asyncio.Task[None]] = set()
+        until = time.monotonic() + seconds
+        async with Client(self._url) as client, asyncio.TaskGroup() as group:
+            while time.monotonic() < until:
+                if len(under_way) < BURST_OPEN:
+                    self._numbered += 1
+                    case = self._rng.choice(short)
+                    limit = self._rng.randrange(1, min(case.body["max_tokens"], BURST_TOKENS) + 1)
+                    exchange = Exchange(f"burst-{self._numbered}", case.name, True, "stays", 0.0, limit)
+                    task = group.create_task(self.run(client, exchange))
+                    under_way.add(task)
+                    task.add_done_callback(under_way.discard)
+                await asyncio.sleep(interval)
+
+    async def long_answer(self) -> None:
+        """The case with the longest answer, until its end."""
+        case = max(self._cases, key=lambda each: int(each.body["max_tokens"]))
+        self._numbered += 1
+        async with Client(self._url) as client:
+            await self.run(client, Exchange(f"long-{self._numbered}", case.name, True, "stays", 0.0))
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._client(i)) for i in range(self._clients)]
@@ -70,6 +121,12 @@ class Load:
         """Let what is in flight end."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
+
+    def cancel(self) -> None:
+        """Give up what is in flight: nobody can say how it would have ended."""
+        for task in self._tasks:
+            task.cancel()
+        self.exchanges = [each for each in self.exchanges if each.ended]
 
     async def _client(self, index: int) -> None:
         rng = random.Random(f"{self._seed}/{index}")
@@ -103,9 +160,13 @@ class Load:
             body = {**case.body, "stream": exchange.streamed}
             body["max_tokens"] = exchange.limit or body["max_tokens"]
             headers = {"X-Request-Id": exchange.request_id}
-            limit = GIVE_UP if exchange.streamed or exchange.behaviour != "leaves" else exchange.leaves_after
+            limit = (
+                self._give_up
+                if exchange.streamed or exchange.behaviour != "leaves"
+                else exchange.leaves_after
+            )
             async with asyncio.timeout(limit):
-                async with client.session.post("/v1/completions", json=body, headers=headers) as response:
+                async with client.session.post(f"/v1/{case.path}", json=body, headers=headers) as response:
                     exchange.status = response.status
                     if response.status != 200:
                         self._refused(exchange, await response.text())
@@ -115,7 +176,7 @@ class Load:
                         self._complete(exchange, await response.json())
         except TimeoutError:
             exchange.left = exchange.behaviour == "leaves"
-            exchange.broken = "" if exchange.left else f"nothing for {GIVE_UP:g} s"
+            exchange.broken = "" if exchange.left else f"no end after {self._give_up:g} s"
         except (aiohttp.ClientError, OSError, json.JSONDecodeError) as error:
             exchange.broken = repr(error)
         exchange.ended = time.monotonic()
@@ -166,11 +227,10 @@ class Load:
             exchange.broken = "the stream ended without [DONE] or an error"
 
     def _take(self, exchange: Exchange, choice: dict[str, Any]) -> None:
-        exchange.text += choice["text"]
-        listed = choice["logprobs"]
-        if listed is not None:
-            exchange.tokens += listed["tokens"]
-            exchange.logprobs += listed["token_logprobs"]
+        text, tokens, logprobs = said(choice)
+        exchange.text += text
+        exchange.tokens += tokens
+        exchange.logprobs += logprobs
         if choice["finish_reason"] is not None:
             exchange.finish_reason = choice["finish_reason"]
             exchange.finishes += 1

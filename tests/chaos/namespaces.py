@@ -15,6 +15,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 CLONE_NEWNET = 0x40000000
+PREFIX = "tandem"  # tandem-PID-NODE, with the process id of the harness
 
 
 def missing() -> str | None:
@@ -24,6 +25,7 @@ def missing() -> str | None:
     for tool in ("ip", "nsenter"):
         if shutil.which(tool) is None:
             return f"network namespaces need the command {tool} (packages iproute2 and util-linux)"
+    sweep()
     probe = Namespace("probe")
     try:
         probe.create()
@@ -31,6 +33,15 @@ def missing() -> str | None:
         return f"ip netns add failed: {error.stderr.decode(errors='replace').strip()}"
     probe.delete()
     return None
+
+
+def sweep() -> None:
+    """Delete the namespaces of harnesses that were killed."""
+    for entry in os.listdir("/run/netns") if os.path.isdir("/run/netns") else []:
+        prefix, _, rest = entry.partition("-")
+        owner = rest.partition("-")[0]
+        if prefix == PREFIX and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+            subprocess.run(["ip", "netns", "delete", entry], check=False, capture_output=True)
 
 
 class Host:
@@ -54,7 +65,7 @@ class Namespace(Host):
     """One network namespace with nothing but a loopback interface."""
 
     def __init__(self, node: str) -> None:
-        self.name = f"tandem-{secrets.token_hex(3)}-{node}"
+        self.name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(2)}-{node}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name, initializer=self._enter)
 
     @property

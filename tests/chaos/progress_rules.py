@@ -26,13 +26,17 @@ class Starved:
         return max(0.0, overlap) / (self.until - self.since) * self.seconds
 
 
-def check(history: History, bound: float = HANG) -> list[Violation]:
-    impaired = impaired_parts(history)
-    starved = [
+def starvation_of(history: History) -> list[Starved]:
+    return [
         Starved(note["since"], note["until"], note["seconds"])
         for note in history.faults
         if note["event"] == "starved"
     ]
+
+
+def check(history: History, bound: float = HANG) -> list[Violation]:
+    impaired = impaired_parts(history)
+    starved = starvation_of(history)
     pairs = {name: _of_parts(parts, impaired) for name, parts in history.run["pairs"].items()}
     told = _deliveries(history)
     found = []

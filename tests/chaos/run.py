@@ -1,6 +1,7 @@
 """`python -m tests.chaos.run`: a cluster under load, faults from a seed, and the checker's verdict.
 
-Exit code 0 if every invariant holds, 1 if one is broken, 2 if the run itself failed.
+Exit code 0 if every invariant holds, 1 if one is broken or too few faults of a kind were made, 2 if the run itself
+failed. SIGINT and SIGTERM end it in order; what happened until then is written and judged.
 """
 
 from __future__ import annotations
@@ -8,31 +9,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import secrets
+import signal
 import sys
-import time
-from collections import Counter
-from contextlib import suppress
-from dataclasses import asdict
+import traceback
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-
-from tests.chaos import check, history, namespaces, progress_rules, starvation, stations
-from tests.chaos.cases import learn_answers, make_cases, with_stop_strings
-from tests.chaos.cluster import ChaosCluster, Setup, new_run_directory
-from tests.chaos.event_tail import EventTail
-from tests.chaos.faults import Injector
-from tests.chaos.history import History
-from tests.chaos.load import Load
-from tests.chaos.violation import Violation
-from tests.cluster.harness import Client
-
-TAIL = 6.0  # seconds of load after the last fault
-RECOVERY = 60.0  # seconds until all processes are up and idle after the last fault
-SPARE_DESCRIPTORS = 8  # connections between processes come and go
+from tests.chaos import check, history
+from tests.chaos.cluster import new_run_directory
+from tests.chaos.experiment import Experiment
+from tests.chaos.faults import KINDS
+from tests.chaos.load import GIVE_UP
+from tests.chaos.report import summary, too_few
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -45,109 +33,38 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--process-weight", type=float, default=1.0, help="more or fewer kills and stops")
+    parser.add_argument("--give-up", type=float, default=GIVE_UP, help="seconds until a client leaves")
+    parser.add_argument("--kinds", type=_kinds, default=None, help="faults, by commas; default: all")
+    parser.add_argument("--links", default="", help="only links whose names end so: peer or bulk")
+    parser.add_argument("--undo", choices=("R1", "R2"), default=None, help="take a mend out of the product")
+    parser.add_argument("--no-images", action="store_true", help="a model without pictures")
+    parser.add_argument("--no-batches", action="store_true", help="do not compare the throughput")
     parser.add_argument("--no-namespaces", action="store_true", help="as where they cannot be made")
     parser.add_argument("--directory", type=Path, default=None, help="where logs and the history go")
     return parser.parse_args(arguments)
 
 
-async def run(options: argparse.Namespace, directory: Path) -> History:
-    reason = "--no-namespaces" if options.no_namespaces else namespaces.missing()
-    if reason is not None:
-        print(f"only control links are disturbed: {reason}", flush=True)
-    setup = Setup(options.prefill, options.decode, options.transport, options.algorithm, reason is None)
-    cluster = ChaosCluster(directory, setup, options.seed)
-    async with cluster:
-        async with Client(cluster.url) as client:
-            cases = make_cases(options.seed)
-            answers = await learn_answers(client, cases)
-            stops = with_stop_strings(cases, answers)
-            answers |= await learn_answers(client, stops)
-            await client.wait_idle()
-        base = {name: cluster.descriptors(name) or 0 for name in cluster.names}
-        load = Load(cluster.url, [*cases, *stops], options.clients, options.seed)
-        tail = EventTail(cluster.events)
-        injector = Injector(cluster, random.Random(options.seed), tail, options.process_weight)
-        watch = asyncio.create_task(starvation.watch(cluster.timeline, cluster.serving))
-        begun = time.monotonic()
-        print(f"faults begin: {directory}", flush=True)
-        load.start()
-        not_recovered = []
-        try:
-            async with asyncio.timeout(options.minutes * 60 * 2 + 120):
-                await injector.run(options.faults, options.minutes * 60)
-        except TimeoutError:
-            not_recovered.append(f"still impaired: {sorted(cluster.timeline.impaired)}")
-        ended = time.monotonic()
-        await asyncio.sleep(TAIL)
-        await load.stop()
-        leaks = await find_leaks(cluster, base)
-        tail.close()
-        orderly = [process.pid for process in cluster.processes.values()]
-        watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await watch
-    recorded = {
-        "seed": options.seed,
-        "setup": asdict(setup),
-        "begun": begun,
-        "ended": ended,
-        "pairs": {f"{p}/{d}": cluster.parts_of_pair(p, d) for p, d in cluster.pairs},
-        "leaks": leaks,
-        "orderly": orderly,
-        "not_recovered": [*not_recovered, *cluster.not_recovered],
-        "detections": injector.detections,
-        "restarts": injector.restarts,
-    }
-    known = {name: asdict(answer) for name, answer in answers.items()}
-    return History(load.exchanges, cluster.timeline.notes, known, recorded)
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    unknown = sorted(set(kinds) - set(KINDS))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    return kinds
 
 
-async def find_leaks(cluster: ChaosCluster, base: dict[str, int]) -> list[str]:
-    """What is still held once nothing runs."""
-    leaks = []
-    async with Client(cluster.url) as client:
-        try:
-            await cluster.wait_nodes(RECOVERY)
-            await client.wait_idle(RECOVERY)
-        except (AssertionError, aiohttp.ClientError, OSError) as error:
-            leaks.append(f"not up and idle: {error!r}"[:2000])
-    for name, before in base.items():
-        now = cluster.descriptors(name)
-        if now is None:
-            leaks.append(f"{name} has ended by itself")
-        elif now > before + SPARE_DESCRIPTORS:
-            leaks.append(f"{name} has {now} open descriptors, {before} before the first fault")
-    return leaks
+async def until_signal(experiment: Experiment) -> None:
+    """Run; the first SIGINT or SIGTERM cancels, later ones do not disturb what is taken down."""
+    loop, task = asyncio.get_running_loop(), asyncio.create_task(experiment.run())
 
+    def end(number: signal.Signals) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, lambda: None)
+        print(f"ended by {number.name}", flush=True)
+        task.cancel()
 
-def summary(recorded: History, violations: list[Violation]) -> dict[str, Any]:
-    begun = [note for note in recorded.faults if note["event"] == "begin" and note["kind"] != "hold"]
-    errors = Counter(each.error_code for each in recorded.exchanges if each.error_code is not None)
-    detected: dict[str, list[float]] = {}
-    for kind, role, seconds in recorded.run["detections"]:
-        detected.setdefault(f"{kind} {role}", []).append(round(seconds, 3))
-    return {
-        "seed": recorded.run["seed"],
-        "setup": recorded.run["setup"],
-        "seconds": round(recorded.run["ended"] - recorded.run["begun"], 1),
-        "faults": len(begun),
-        "faults_by_kind": dict(Counter(note["kind"] for note in begun)),
-        "stations_by_kind": stations.hits(
-            recorded.events, [(note["t"], note["kind"], note["target"]) for note in begun]
-        ),
-        "requests": len(recorded.exchanges),
-        "complete": sum(each.done for each in recorded.exchanges),
-        "left": sum(each.left for each in recorded.exchanges),
-        "broken": sum(bool(each.broken) for each in recorded.exchanges),
-        "errors_by_code": dict(errors),
-        "violations": dict(Counter(each.invariant for each in violations)),
-        "longest_gap_s": round(progress_rules.longest_gap(recorded), 2),
-        "detection_s": {name: {"max": max(each), "n": len(each)} for name, each in detected.items()},
-        "restart_s": round(max(recorded.run["restarts"], default=0.0), 1),
-        "starved_s": round(sum(note["seconds"] for note in recorded.faults if note["event"] == "starved"), 1),
-        "leaks": len(recorded.run["leaks"]),
-    }
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, end, each)
+    await task
 
 
 def main(arguments: list[str]) -> int:
@@ -157,15 +74,26 @@ def main(arguments: list[str]) -> int:
     directory = options.directory or new_run_directory()
     directory.mkdir(parents=True, exist_ok=True)
     print(f"seed {options.seed}", flush=True)
-    recorded = asyncio.run(run(options, directory))
-    history.write(directory, recorded)
+    experiment = Experiment(options, directory)
+    failed = None
+    try:
+        asyncio.run(until_signal(experiment))
+    except (Exception, asyncio.CancelledError) as error:
+        traceback.print_exc()
+        failed = repr(error)
+    history.write(directory, experiment.history())
     recorded = history.read(directory)
     violations = check.check(recorded)
     result = summary(recorded, violations)
+    if failed is not None:
+        result["failed"] = failed
     (directory / "result.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
-    print(check.report(violations) or "clean")
-    return 1 if violations else 0
+    complaints = "\n".join([*too_few(recorded), check.report(violations)]).strip()
+    print(complaints or "clean")
+    if failed is not None:
+        return 2
+    return 1 if complaints else 0
 
 
 if __name__ == "__main__":

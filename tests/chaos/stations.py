@@ -31,8 +31,8 @@ class Attempt:
     station: Station = "queued"
 
     def touches(self, target: str) -> bool:
-        """Whether it needs this process, or this link (whose name contains the names of its ends)."""
-        if target in ("router", self.prefill, self.decode):
+        """Whether it needs this process, this link (whose name contains the names of its ends) or the disk."""
+        if target in ("router", "disk", self.prefill, self.decode):
             return True
         ends = [name for name in (self.prefill, self.decode) if f"-{name}-" in f"-{target}-"]
         return len(ends) == 2 or (len(ends) == 1 and target.startswith("router-"))

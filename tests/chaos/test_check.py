@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos import check, history
+from tests.chaos import check, history, recovery_rules
 from tests.chaos.history import History
 from tests.chaos.load import Exchange
 
@@ -275,6 +275,58 @@ def test_what_the_run_measured_counts(key: str, invariant: str) -> None:
     recorded = good()
     recorded.run[key] = ["decode-0 has 90 open descriptors, 40 before the first fault"]
     assert found(recorded) == [invariant]
+
+
+BATCHES: list[tuple[str, list[tuple[float, float, int]], list[str]]] = [
+    ("as fast as before", [(21.0, 26.0, 1000)], []),
+    ("as fast at the second try", [(21.0, 31.0, 1000), (31.0, 36.2, 1000)], []),
+    ("slower", [(21.0, 27.0, 1000), (27.0, 33.0, 1000)], ["I7"]),
+    ("too late", [(21.0, 27.0, 1000), (20.0 + recovery_rules.WITHIN + 1, 86.0, 1000)], ["I7"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("after", "invariants"), [each[1:] for each in BATCHES], ids=[each[0] for each in BATCHES]
+)
+def test_the_throughput_comes_back(after: list[tuple[float, float, int]], invariants: list[str]) -> None:
+    recorded = good()
+    recorded.run |= {"ended": 20.0, "batches_after": after}
+    recorded.run["batches_before"] = [(0.0, 5.0, 1000), (5.0, 9.0, 1000), (9.0, 14.0, 1000)]
+    assert found(recorded) == invariants
+
+
+def test_what_the_machine_took_is_not_lost_throughput() -> None:
+    recorded = good()
+    recorded.run |= {"ended": 20.0, "batches_after": [(21.0, 27.0, 1000)]}
+    recorded.run["batches_before"] = [(0.0, 5.0, 1000)]
+    recorded.faults = [{"t": 24.0, "event": "starved", "since": 22.0, "until": 24.0, "seconds": 1.0}]
+    assert found(recorded) == []
+
+
+def streamed(first: float, gap: float, count: int = 300) -> Exchange:
+    """A long answer; only its times matter."""
+    times = [first + gap * i for i in range(count)]
+    return exchange(sent=first - 0.1, progress=times, ended=times[-1])
+
+
+@pytest.mark.parametrize(
+    ("gap", "faults", "invariants"),
+    [
+        (0.02, [], []),
+        (0.5, [], ["I6"]),
+        (0.5, fault(30.0, 200.0, "decode-0"), []),
+        (0.5, fault(30.0, 200.0, "decode-9"), ["I6"]),
+    ],
+    ids=["as before", "slower", "its node was impaired", "another node was impaired"],
+)
+def test_tokens_that_no_fault_touched_come_as_before(
+    gap: float, faults: list[dict[str, Any]], invariants: list[str]
+) -> None:
+    recorded = good()
+    recorded.run["begun"] = 30.0
+    recorded.exchanges = [streamed(10.0, 0.02), streamed(40.0, gap)]
+    recorded.faults, recorded.events = faults, []
+    assert found(recorded) == invariants
 
 
 def test_the_command_reads_what_a_run_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

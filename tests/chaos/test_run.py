@@ -1,4 +1,4 @@
-"""A short run of the chaos harness: every invariant holds on 2p2d over TCP with EAGLE-3.
+"""Three minutes of the chaos harness: every invariant holds on 2p2d over TCP with EAGLE-3 and pictures.
 
 The seed is fixed, the moments are not: a violation is a defect even if it does not come again. `tests/chaos/run
 --minutes 10 --faults 1000` is the long one.
@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import namespaces
+from tests.chaos.faults import KINDS
 from tests.cluster.harness import ROOT
 
 SEED = 11
-MINUTES = 1.2
-FAULTS = 60
+MINUTES = 3
+FAULTS = 300
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_no_fault_breaks_an_invariant(tmp_path: Path) -> None:
     arguments = ["--minutes", str(MINUTES), "--faults", str(FAULTS), "--seed", str(SEED), "--clients", "4"]
     command = [sys.executable, "-m", "tests.chaos.run", *arguments, "--directory", str(tmp_path)]
@@ -33,8 +34,9 @@ def test_no_fault_breaks_an_invariant(tmp_path: Path) -> None:
     assert ended.returncode == 0, said
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["faults"] == FAULTS
-    assert result["complete"] > 20, said
-    assert {"kill", "stop", "reset"} <= set(result["faults_by_kind"])
+    assert result["complete"] > 50, said
     reason = namespaces.missing()
     if reason is not None:
         pytest.skip(f"clean, but the links between prefill and decode nodes were not disturbed: {reason}")
+    assert set(result["faults_by_kind"]) == set(KINDS)
+    assert result["with_pictures"] > 10, said

@@ -1,0 +1,261 @@
+"""Carries faults out, several at a time, and waits until what they hit is back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tests.chaos.cluster import ChaosCluster, link_name
+from tests.chaos.drawing import Drawer
+from tests.chaos.event_tail import EventTail
+from tests.chaos.faults import BURST_INTERVAL, BURST_SECONDS, DAMAGE, DISK, Fault, apply
+from tests.chaos.load import Load
+from tests.chaos.proxy import Conditions, Direction, Link
+
+REPORT_EVERY = 100  # faults
+AIM_SECONDS = 1.5  # that a fault waits at most for a request at its station
+DRAIN_SECONDS = 60.0  # that a node may take to end after SIGTERM: health.drain_timeout, and a busy machine
+START_SECONDS = 90.0  # until a process that was started again is listed, on a busy machine
+ABSENT_SECONDS = 20.0  # until one that was only disturbed is listed again
+
+
+@dataclass
+class Injector:
+    """`run` makes all faults of its drawer, on different parts at the same time."""
+
+    cluster: ChaosCluster
+    drawer: Drawer
+    tail: EventTail
+    load: Load
+    done: list[Fault] = field(default_factory=list)
+    detections: list[tuple[str, str, float]] = field(default_factory=list)  # kind, role, seconds
+    restarts: list[float] = field(default_factory=list)
+    _reserved: set[str] = field(default_factory=set)  # targets of faults that wait for their moment
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def run(self, seconds: float) -> None:
+        """Evenly over `seconds`; later ones come sooner where earlier ones were held up. Raises what a fault raised."""
+        begun = time.monotonic()
+        faults = self.drawer.faults
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(faults):
+                    due = begun + seconds * index / faults
+                    if index % REPORT_EVERY == 0:
+                        print(f"{index} faults after {time.monotonic() - begun:.0f} s", flush=True)
+                    await asyncio.sleep(max(0.0, due - time.monotonic()))
+                    while (fault := self.drawer.draw(self._reserved)) is None:
+                        await asyncio.sleep(0.05)
+                    group.create_task(self._carry_out(fault))
+        except* Exception as errors:
+            raise errors.exceptions[0] from errors
+
+    # ---- carrying out
+
+    async def _carry_out(self, fault: Fault) -> None:
+        cluster, name = self.cluster, fault.target
+        self._reserved.add(name)
+        if fault.kind == "restart":
+            await self._restart(fault)
+            self.done.append(fault)
+            return
+        release = await self._aim(fault)
+        since, pid = time.monotonic(), cluster.processes[name].pid if name in cluster.processes else 0
+        self._begin(fault)
+        if fault.kind == "kill":
+            cluster.end_process(name)
+            release()
+            await self._after_kill(fault, pid, since)
+        elif fault.kind == DISK:
+            await self._fill_disk(fault)
+        elif fault.kind == "drain":
+            cluster.end_process(name, signal.SIGTERM)
+            release()
+            await self._after_drain(fault)
+        elif fault.kind == "stop":
+            cluster.signal(name, signal.SIGSTOP)
+            release()
+            await self._after_stop(fault, pid, since)
+        else:
+            release()
+            self._disturb(fault, cluster.links[name])
+            await self._after_disturbance(fault, cluster.links[name])
+        self._reserved.discard(name)
+        self.done.append(fault)
+
+    async def _aim(self, fault: Fault) -> Callable[[], None]:
+        """Wait until a request that needs the target is at the fault's station; returns what ends the holding.
+
+        Stations that last for milliseconds are held: the network withholds what would end them.
+        """
+        if fault.station is None:
+            return lambda: None
+        timeline, links = self.cluster.timeline, self.cluster.links
+        held = [each for each in self._holds(fault) if each[0] not in timeline.impaired]
+        hold = f"{fault.name} hold"
+        timeline.begin(hold, [link for link, _ in held], kind="hold", target=fault.target)
+        for link, direction in held:
+            links[link].conditions[direction].withheld = True
+
+        def release() -> None:
+            for link, direction in held:
+                links[link].conditions[direction].withheld = False
+                links[link].conditions[direction].notify()
+            timeline.end(hold)
+
+        if await self.tail.wait(fault.target, fault.station, AIM_SECONDS):
+            self.drawer.hit(fault)
+        return release
+
+    def _holds(self, fault: Fault) -> list[tuple[str, Direction]]:
+        """Links to withhold so that a request stays at the fault's station."""
+        near = [link for link in self.cluster.links.values() if self._touches(link.name, fault.target)]
+        if fault.station == "queued":
+            return [(link.name, "down") for link in near if link.kind == "control"][:1]
+        if fault.station == "transfer":
+            return [(link.name, "up") for link in near if link.kind == "bulk"][:2]
+        if fault.station == "finished":
+            return [(link.name, "up") for link in near if link.kind == "control" and "decode" in link.name]
+        return []
+
+    def _touches(self, link: str, target: str) -> bool:
+        """Whether a link shares a node with the target; all do with the router."""
+        nodes = [name for name in self.cluster.names if name != "router" and name in target]
+        return not nodes or any(node in link for node in nodes)
+
+    def _begin(self, fault: Fault) -> None:
+        self.cluster.timeline.begin(
+            fault.name,
+            [fault.target],
+            kind=fault.kind,
+            target=fault.target,
+            seconds=fault.seconds,
+            directions=fault.directions,
+            amount=fault.amount,
+            aimed_at=fault.station,
+        )
+
+    async def _after_kill(self, fault: Fault, pid: int, since: float) -> None:
+        cluster, name = self.cluster, fault.target
+        if name != "router" and "router" not in cluster.timeline.impaired:
+            await self._detected(fault, pid, since)
+        await asyncio.sleep(fault.seconds)
+        await asyncio.to_thread(cluster.processes[name].wait)
+        launched = time.monotonic()
+        cluster.launch(name)
+        await self._returned(name, START_SECONDS)
+        self.restarts.append(time.monotonic() - launched)
+        cluster.timeline.end(fault.name)
+
+    async def _restart(self, fault: Fault) -> None:
+        """A prefill node dies while a long answer, which it has begun, runs on a decode node; its successor is started
+        at once, and short requests come each BURST_INTERVAL: connections of the long answer must not take theirs."""
+        cluster, name = self.cluster, fault.target
+        async with asyncio.TaskGroup() as group:
+            for _ in range(cluster.prefill):  # placed in turn, so one on this node
+                group.create_task(self.load.long_answer())
+            await self.tail.wait(name, "streaming", AIM_SECONDS)
+            self._begin(fault)
+            cluster.end_process(name)
+            await asyncio.to_thread(cluster.processes[name].wait)
+            cluster.launch(name)
+            group.create_task(self.load.burst(BURST_SECONDS, BURST_INTERVAL))
+            await self._returned(name, START_SECONDS)
+            cluster.timeline.end(fault.name)
+            self._reserved.discard(name)
+
+    async def _fill_disk(self, fault: Fault) -> None:
+        """The disk of the logs and of the run directory is full for a while. Nothing else may be seen of it."""
+        disk, until = self.cluster.disk, time.monotonic() + fault.seconds
+        while time.monotonic() < until:  # again: what was rotated or removed left room
+            await asyncio.to_thread(disk.fill)
+            await asyncio.sleep(0.2)
+        disk.free()
+        self.cluster.timeline.end(fault.name)
+
+    async def _after_drain(self, fault: Fault) -> None:
+        """A node that is told to end finishes what it has and exits with 0."""
+        cluster, process = self.cluster, self.cluster.processes[fault.target]
+        try:
+            status = await asyncio.to_thread(process.wait, DRAIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            cluster.end_process(fault.target)
+            status = await asyncio.to_thread(process.wait)
+        if status != 0:
+            cluster.not_recovered.append(f"{fault.target} ended with {status} after SIGTERM, not with 0")
+        await asyncio.sleep(fault.seconds)
+        cluster.launch(fault.target)
+        await self._returned(fault.target, START_SECONDS)
+        cluster.timeline.end(fault.name)
+
+    async def _after_stop(self, fault: Fault, pid: int, since: float) -> None:
+        cluster, name = self.cluster, fault.target
+        if name != "router" and fault.seconds >= 4.0 and "router" not in cluster.timeline.impaired:
+            await self._detected(fault, pid, since)
+        await asyncio.sleep(max(0.0, since + fault.seconds - time.monotonic()))
+        cluster.signal(name, signal.SIGCONT)
+        await asyncio.sleep(0.3)  # what it last said of itself must not count as recovery
+        await self._returned(name, ABSENT_SECONDS)
+        cluster.timeline.end(fault.name)
+
+    async def _returned(self, name: str, seconds: float) -> None:
+        """Until the router lists the process. One that does not come back by itself is noted and started again."""
+        cluster = self.cluster
+        while True:
+            try:
+                async with asyncio.timeout(seconds):
+                    await cluster.wait_up(name)
+                return
+            except TimeoutError:
+                pass
+            if cluster.timeline.impaired & {"router", link_name("router", name)}:
+                continue
+            pid = cluster.processes[name].pid
+            cluster.not_recovered.append(
+                f"{name} (pid {pid}) was not listed {seconds:g} s after its fault ended"
+            )
+            cluster.timeline.note("absent", part=name)
+            cluster.end_process(name)
+            await asyncio.to_thread(cluster.processes[name].wait)
+            cluster.launch(name)
+            seconds = START_SECONDS
+
+    async def _detected(self, fault: Fault, pid: int, since: float) -> None:
+        """Note how long the router listed the node; longer than any bound is left to the checker."""
+        try:
+            async with asyncio.timeout(10.0):
+                await self.cluster.wait_gone(fault.target, pid)
+        except TimeoutError:
+            self.cluster.timeline.note("not detected", fault=fault.name, target=fault.target)
+        seconds = time.monotonic() - since
+        self.detections.append((fault.kind, fault.target.rpartition("-")[0], seconds))
+        self.cluster.timeline.note("detected", fault=fault.name, kind=fault.kind, seconds=seconds)
+
+    def _disturb(self, fault: Fault, link: Link) -> None:
+        if fault.kind in ("reset", "refuse"):
+            link.refusing = fault.kind == "refuse"
+            link.reset()
+        for direction in fault.directions:
+            apply(fault, link.conditions[direction])
+
+    async def _after_disturbance(self, fault: Fault, link: Link) -> None:
+        if fault.kind != "reset":
+            await self._last(fault, [link.conditions[direction] for direction in fault.directions])
+        link.heal()
+        if fault.kind == "half-open":
+            link.reset()  # the path forgets the connection, as a NAT does
+        self.cluster.timeline.end(fault.name)
+        if link.kind == "control":
+            self._reserved.discard(fault.target)
+            await self._returned(fault.target.removeprefix("router-"), ABSENT_SECONDS)
+
+    async def _last(self, fault: Fault, conditions: Sequence[Conditions]) -> None:
+        until = time.monotonic() + fault.seconds
+        while time.monotonic() < until:
+            if fault.kind in DAMAGE and not any(each.flips + each.cuts + each.repeats for each in conditions):
+                return
+            await asyncio.sleep(min(0.05, max(0.0, until - time.monotonic())))

@@ -1,0 +1,101 @@
+"""What is drawn: the same from one seed, enough of every kind, and always with a healthy pair left."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
+
+from tests.chaos.cluster import ChaosCluster
+from tests.chaos.drawing import Drawer
+from tests.chaos.faults import KINDS, LINKS, Fault, Kind, group, minimums
+from tests.chaos.timeline import Timeline
+
+PAIRS = [(f"prefill-{p}", f"decode-{d}") for p in range(2) for d in range(2)]
+
+
+def parts_of_pair(prefill: str, decode: str) -> list[str]:
+    ends = f"{prefill}-{decode}"
+    return [
+        "router",
+        prefill,
+        decode,
+        f"router-{prefill}",
+        f"router-{decode}",
+        f"{ends}-peer",
+        f"{ends}-bulk",
+    ]
+
+
+def cluster(disk: bool = True) -> ChaosCluster:
+    """Names and a timeline; nothing runs."""
+    links = {part: None for pair in PAIRS for part in parts_of_pair(*pair) if part.count("-") > 1}
+    made = SimpleNamespace(
+        names=["router", "prefill-0", "prefill-1", "decode-0", "decode-1"],
+        links=links,
+        pairs=PAIRS,
+        parts_of_pair=parts_of_pair,
+        timeline=Timeline(),
+        disk=SimpleNamespace(can_be_filled=disk),
+    )
+    return cast(ChaosCluster, made)
+
+
+def drawn(faults: int, seed: int = 1, made: ChaosCluster | None = None, **fields: Any) -> list[Fault]:
+    """All of a run in which each fault is over before the next one."""
+    drawer = Drawer(made or cluster(), random.Random(seed), faults, **fields)
+    found = [drawer.draw(set()) for _ in range(faults)]
+    assert None not in found
+    return cast(list[Fault], found)
+
+
+def test_one_seed_draws_the_same() -> None:
+    assert drawn(200) == drawn(200)
+    assert drawn(200) != drawn(200, seed=2)
+
+
+def test_every_kind_is_drawn_and_none_too_rarely() -> None:
+    made = drawn(300)
+    assert {fault.kind for fault in made} == set(KINDS)
+    counts = Counter(group(fault.kind) for fault in made)
+    for name, least in minimums(300).items():
+        assert counts[name] >= least, name
+
+
+def test_only_what_was_asked_for() -> None:
+    made = drawn(50, kinds=("reset", "cut"), links="peer")
+    assert {fault.kind for fault in made} == {"reset", "cut"}
+    assert all(fault.target.endswith("peer") for fault in made)
+
+
+def test_a_disk_that_cannot_be_filled_is_left_alone() -> None:
+    assert "disk-full" not in {fault.kind for fault in drawn(300, made=cluster(disk=False))}
+
+
+def test_a_healthy_pair_is_left() -> None:
+    made = cluster()
+    made.timeline.begin("0", ["prefill-0"], kind="kill", target="prefill-0")
+    held = {"kill", "stop", "drain", "withhold", "swallow", "half-open", "refuse", "rate", "delay"}
+    for fault in drawn(300, made=made):
+        impaired = {"prefill-0", fault.target}
+        assert fault.target not in ("prefill-0", "router-prefill-0") or fault.kind not in held
+        if fault.kind in held:
+            assert any(impaired.isdisjoint(parts_of_pair(*pair)) for pair in PAIRS), fault
+
+
+def test_stations_that_were_not_hit_yet_come_first() -> None:
+    drawer = Drawer(cluster(), random.Random(1), 100, kinds=("kill",))
+    aimed: list[str] = []
+    while len(aimed) < 6:
+        fault = drawer.draw(set())
+        assert fault is not None
+        if fault.station is not None:
+            aimed.append(fault.station)
+            drawer.hit(fault)
+    assert len(set(aimed)) == 6
+
+
+def test_links_are_counted_together() -> None:
+    kinds: tuple[Kind, ...] = ("kill", "stop", *LINKS)
+    assert {group(kind) for kind in kinds} == {"kill", "stop", "link"}

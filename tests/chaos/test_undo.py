@@ -1,0 +1,54 @@
+"""The harness finds what it was built for: without the mends of R1 and R2 requests hang, with them none does.
+
+R1: a prefill node is restarted while a decode node answers one of its requests. R2: frames between nodes are lost.
+`tests/chaos/undo` takes the mends out of the processes that the run starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos import namespaces
+from tests.cluster.harness import ROOT
+
+SMALL = ["--prefill", "1", "--decode", "1", "--no-images", "--no-batches", "--seed", "3", "--give-up", "30"]
+DIRECTED = {
+    "R1": ["--kinds", "restart", "--faults", "3", "--minutes", "0.4", "--clients", "1"],
+    "R2": ["--kinds", "reset,cut,swallow", "--links", "peer", "--faults", "40", "--minutes", "0.5"],
+}
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def run(directory: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """(exit code, result, everything that was printed)"""
+    reason = namespaces.missing()
+    if reason is not None:
+        pytest.skip(f"the links between prefill and decode nodes cannot be disturbed: {reason}")
+    command = [sys.executable, "-m", "tests.chaos.run", *SMALL, *arguments, "--directory", str(directory)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    said = ended.stdout.decode() + ended.stderr.decode()[-4000:]
+    assert ended.returncode in (0, 1), said
+    return ended.returncode, json.loads((directory / "result.json").read_text()), said
+
+
+@pytest.mark.parametrize("mend", DIRECTED)
+def test_without_a_mend_requests_hang(mend: str, tmp_path: Path) -> None:
+    status, result, said = run(tmp_path, *DIRECTED[mend], "--undo", mend)
+    assert status == 1, said
+    assert result["violations"].get("I4"), said
+
+
+@pytest.mark.parametrize("mend", DIRECTED)
+def test_with_it_none_does(mend: str, tmp_path: Path) -> None:
+    status, _, said = run(tmp_path, *DIRECTED[mend])
+    assert status == 0, said
