@@ -30,6 +30,9 @@ RESERVE = 1.1  # times the minimum
 ROUTER_SHARE = 0.12  # of process faults
 AIMED_SHARE = 0.6  # of faults that wait for a request at a drawn station
 AIMED_SHARE_OF_PROCESSES = 0.85
+HIT = (
+    2  # a station that was hit counts for so many that were missed, so that rare ones are aimed at more often
+)
 LONG_SHARE = 0.25  # of faults that last for seconds
 
 
@@ -64,7 +67,7 @@ class Drawer:
     def hit(self, fault: Fault) -> None:
         """A request was at the fault's station when it began."""
         if fault.station is not None:
-            self._aimed[fault.kind, fault.station] += 1
+            self._aimed[fault.kind, fault.station] += HIT
 
     def _possible(self, kind: Kind) -> bool:
         if kind in LINKS:
@@ -119,7 +122,9 @@ class Drawer:
             return None
         fewest = min(self._aimed[kind, station] for station in STATIONS)
         behind = [station for station in STATIONS if self._aimed[kind, station] == fewest]
-        return self.rng.choice(behind if of_process else STATIONS)
+        station = self.rng.choice(behind if of_process else STATIONS)
+        self._aimed[kind, station] += 1
+        return station
 
     def _allowed(self, fault: Fault, reserved: set[str]) -> bool:
         """Whether it hits no part twice and leaves a healthy pair, where there is more than one."""

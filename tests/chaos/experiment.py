@@ -134,7 +134,7 @@ class Experiment:
             "seed": options.seed,
             "setup": asdict(self._setup),
             "begun": self._begun,
-            "ended": self._ended,
+            "ended": max(self._begun, self._ended),
             "pairs": {f"{p}/{d}": cluster.parts_of_pair(p, d) for p, d in cluster.pairs},
             "minimums": minimums(options.faults) if everything else {},
             "batches_before": self._before,

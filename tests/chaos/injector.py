@@ -119,7 +119,10 @@ class Injector:
         if fault.station == "transfer":
             return [(link.name, "up") for link in near if link.kind == "bulk"][:2]
         if fault.station == "finished":
-            return [(link.name, "up") for link in near if link.kind == "control" and "decode" in link.name]
+            decode = [each for each in self.cluster.links.values() if each.name.startswith("router-decode")]
+            return [(link.name, "up") for link in decode if link in near] or [
+                (link.name, "up") for link in decode[:1]
+            ]
         return []
 
     def _touches(self, link: str, target: str) -> bool:
