@@ -20,6 +20,7 @@ REPORT_EVERY = 100  # faults
 AIM_SECONDS = 1.5  # that a fault waits at most for a request at its station
 DRAIN_SECONDS = 60.0  # that a node may take to end after SIGTERM: health.drain_timeout, and a busy machine
 START_SECONDS = 90.0  # until a process that was started again is listed, on a busy machine
+RESETS, RESET_INTERVAL = 3, 0.7  # of peer links after a restart
 ABSENT_SECONDS = 20.0  # until one that was only disturbed is listed again
 
 
@@ -156,7 +157,8 @@ class Injector:
 
     async def _restart(self, fault: Fault) -> None:
         """A prefill node dies while a long answer, which it has begun, runs on a decode node; its successor is started
-        at once, and short requests come each BURST_INTERVAL: connections of the long answer must not take theirs."""
+        at once, and short requests come each BURST_INTERVAL. Then the links break a few times: the connection that was
+        made for the long answer must not take the route of theirs."""
         cluster, name = self.cluster, fault.target
         async with asyncio.TaskGroup() as group:
             for _ in range(cluster.prefill):  # placed in turn, so one on this node
@@ -170,6 +172,17 @@ class Injector:
             await self._returned(name, START_SECONDS)
             cluster.timeline.end(fault.name)
             self._reserved.discard(name)
+            for number in range(RESETS):
+                await asyncio.sleep(RESET_INTERVAL)
+                self._reset_peer_links(f"{fault.name} reset {number}", name)
+
+    def _reset_peer_links(self, fault: str, name: str) -> None:
+        """All that are connected to the node dial again, for its earlier life as well."""
+        links = [link for link in self.cluster.links.values() if link.kind == "peer" and name in link.name]
+        self.cluster.timeline.begin(fault, [link.name for link in links], kind="hold", target=name)
+        for link in links:
+            link.reset()
+        self.cluster.timeline.end(fault)
 
     async def _fill_disk(self, fault: Fault) -> None:
         """The disk of the logs and of the run directory is full for a while. Nothing else may be seen of it."""
