@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from deploy.eval_cli import picture_body
-from deploy.models.vision.questions import questions
+from deploy.tiny_models.vision.questions import questions
 from tests.cluster.harness import Client
 
 VOCABULARY = range(8, 700)  # ids without a special meaning
