@@ -26,9 +26,9 @@ from rich.table import Table as RichTable
 
 from common.config import Resolved, load_cluster
 from common.config.admin_listener import admin_listeners
+from common.config.cluster_schema import cluster_schema
 from common.config.keys import option_answer
 from common.config.run_directory import run_directory, unwritable
-from common.config.transports import cluster_schema
 from common.errors import ConfigError
 from common.observability.stderr_file import StderrFile
 from deploy.admin_client import ask

@@ -14,12 +14,10 @@ from typing import Any
 import yaml
 
 from common.config.schema import DecodeSection, PrefillSection
-from common.draft_config import DraftAlgorithm, algorithm_of
 from common.errors import ConfigError, ModelError
-from common.json_fields import positive
 from common.model_config import ModelConfig
-from common.model_files import read_json, weight_paths
-from common.mtp_format import MAX_MODULES, MODULES
+from common.model_files import weight_paths
+from common.speculation.directory import algorithm_of, most_steps
 from deploy.gpus import Gpu
 
 GIB = 1 << 30
@@ -94,11 +92,8 @@ def write_cluster_file(file: Path, name: str, sections: dict[str, dict[str, Any]
         raise ConfigError("", f"cannot write {file}: {error.strerror or error}") from error
 
 
-def _speculation(algorithm: DraftAlgorithm, draft: Path) -> dict[str, Any]:
-    steps = STEPS
-    if algorithm == "mtp":
-        file = draft / "config.json"
-        steps = min(STEPS, positive(read_json(file), MODULES, str(file), most=MAX_MODULES))
+def _speculation(algorithm: str, draft: Path) -> dict[str, Any]:
+    steps = min(STEPS, most_steps(draft, algorithm) or STEPS)
     return {"algorithm": algorithm, "draft_model_path": str(draft), "steps": steps}
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from common.config import load_cluster
 from common.config.run_directory import run_directory
-from common.draft_config import algorithm_of
 from common.errors import ConfigError, ModelError
+from common.speculation.directory import algorithm_of
 from deploy.gpus import driver_present, find_gpus
 from deploy.hub import Say, find_snapshot
 from deploy.own_model import Machine, cluster_sections, write_cluster_file

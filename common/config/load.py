@@ -15,13 +15,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from common.config.cluster_schema import cluster_schema
 from common.config.http_exposure import check_http
 from common.config.keys import read_override, refuse_unknown, variable_path
-from common.config.schema import Algorithm, Cluster, Speculation
-from common.config.transports import cluster_schema
+from common.config.schema import Cluster, Speculation
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
+from common.speculation.table import ALGORITHMS, algorithm, algorithms
 
 DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 ADDRESS = re.compile(r"auto|ipc://.+|tcp://(\[[^]\s]+\]|[^:/\s]+):(?P<port>[0-9]{1,5})")
@@ -206,10 +207,11 @@ def _refuse_other_names(data: Mapping[str, Any]) -> None:
     """What other servers call an algorithm or a backend is answered with our name of it."""
     section = data.get("speculation")
     given = section.get("algorithm") if isinstance(section, dict) else None
-    algorithm = given if isinstance(given, str) else ""
-    ours = {"nextn": "mtp", "draft_model": "standalone"}.get(algorithm.lower(), algorithm.lower())
-    if ours != algorithm and ours in get_args(Algorithm):
-        raise ConfigError("speculation.algorithm", f"{algorithm} is called {ours} here; write {ours}")
+    name = given if isinstance(given, str) else ""
+    others = {other: each.name for each in algorithms() for other in each.other_names}
+    ours = others.get(name.lower(), name.lower())
+    if ours != name and ours in ALGORITHMS:
+        raise ConfigError("speculation.algorithm", f"{name} is called {ours} here; write {ours}")
     prefill = data.get("prefill")
     if isinstance(prefill, dict) and prefill.get("graphs") == "tc_piecewise":
         raise ConfigError("prefill.graphs", "tc_piecewise is called piecewise here; write piecewise")
@@ -239,17 +241,16 @@ def _check_image_hosts(cluster: Cluster) -> None:
 
 
 def _check_speculation(cluster: Cluster) -> None:
-    section = cluster.speculation
+    section, record = cluster.speculation, algorithm(cluster.speculation.algorithm)
     _check_draft_tree(section)
-    if section.adaptive != "none" and (
-        section.algorithm not in ("eagle", "eagle3", "standalone") or section.topk > 1
-    ):
+    if section.adaptive != "none" and (not record.adaptive or section.topk > 1):
+        able = ", ".join(each.name for each in algorithms() if each.adaptive)
         raise ConfigError(
             "speculation.adaptive",
-            "chains of a draft model (eagle, eagle3, standalone with topk 1) can change their length; write none",
+            f"chains of a draft model ({able} with topk 1) can change their length; write none",
         )
     key = "speculation.draft_model_path"
-    if section.algorithm not in ("none", "ngram"):
+    if record.directory is not None:
         if section.draft_model_path is None:
             raise ConfigError(key, f"{section.algorithm} needs a draft model; name its directory")
     elif section.draft_model_path is not None:
@@ -267,7 +268,7 @@ def _check_draft_tree(section: Speculation) -> None:
                 "speculation.draft_tokens", f"a chain of {steps} steps is {steps + 1} tokens; leave it out"
             )
         return
-    if section.algorithm not in ("eagle", "eagle3"):
+    if not algorithm(section.algorithm).trees:
         raise ConfigError("speculation.topk", f"{section.algorithm} drafts chains; topk must be 1")
     most = topk + (steps - 1) * topk * topk + 1
     if nodes is None or nodes > most:

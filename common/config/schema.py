@@ -1,5 +1,5 @@
 """The schema of a cluster file. Frozen structs, unknown keys refused; every default stands here and nowhere else,
-except those of keys that belong to one transport (transports.py).
+except those of keys that belong to one transport. cluster_schema.py adds what stands in tables.
 
 deploy/clusters/example.yaml shows each key with its default and its meaning; a test holds the two together.
 """
@@ -21,7 +21,6 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
 
 Placement = Literal["round_robin", "least_loaded"]
-Algorithm = Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp"]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,9 +194,9 @@ class DecodeSection(Section, frozen=True, kw_only=True):
 class Speculation(Section, frozen=True, kw_only=True):
     """How decode nodes guess tokens that one forward of the model then verifies; the output stays the same."""
 
-    algorithm: Algorithm = (
-        "none"  # ngram: what followed the last time that a text ended alike; the others have a draft model
-    )
+    # A name from the table of algorithms (common/speculation). none: plain decoding; ngram: what followed the last time
+    # that a text ended alike; the others have a draft model.
+    algorithm: str = "none"
     draft_model_path: str | None = (
         None  # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head or MTP modules for this model, or a small model
     )

@@ -18,6 +18,7 @@ from common.config.schema import Cluster, DecodeNode, DecodeSection, PrefillSect
 from common.config.transport_choice import LOOPBACK, named_transport, nodes_of
 from common.config.transports import transport_kinds
 from common.errors import ConfigError
+from common.speculation.table import algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def refuse_unread(unread: Iterable[Unread], origins: Mapping[str, str]) -> None:
 
 def unread_keys(cluster: Cluster) -> Iterator[Unread]:
     """By the cluster file alone."""
-    if cluster.speculation.algorithm == "none":
+    if not algorithm(cluster.speculation.algorithm).drafts:
         yield Unread(
             "speculation",
             cluster.speculation,

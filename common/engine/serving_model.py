@@ -40,6 +40,7 @@ from common.model_config import ModelConfig, model_fingerprint
 from common.model_files import read_weight_files
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
+from common.speculation.directory import load_draft_config
 
 OLDEST_GPU = (
     8,
@@ -213,10 +214,9 @@ def page_space(cluster: Cluster, served: ServingModel, prefix_cache: bool) -> Pa
 
 
 def _draft_config(cluster: Cluster, draft_path: Path | None, target: Path) -> DraftConfig | None:
-    algorithm = cluster.speculation.algorithm
-    if algorithm == "none" or algorithm == "ngram" or draft_path is None:
+    if draft_path is None:
         return None
-    draft = DraftConfig.load(draft_path, algorithm, ModelConfig.load(target))
+    draft = load_draft_config(draft_path, cluster.speculation.algorithm, ModelConfig.load(target))
     return with_steps(draft, cluster.speculation.steps)
 
 

@@ -47,6 +47,7 @@ from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from common.model_config import ModelConfig
 from common.observability.logs import Log
+from common.speculation.directory import load_draft_config
 from decode_node import build
 from decode_node.request import DecodeRequest
 from decode_node.step import DecodeStep
@@ -86,7 +87,7 @@ def constructed(shape: Shape, drafting: Drafting, seed: int, device: torch.devic
             (Path(folder) / name).mkdir()
             (Path(folder) / name / "config.json").write_text(json.dumps(content))
         config = ModelConfig.load(Path(folder) / "target")
-        draft = DraftConfig.load(Path(folder) / "draft", "eagle3", config)
+        draft = load_draft_config(Path(folder) / "draft", "eagle3", config)
     model = build_model(config, placement, draft.aux_layers).eval()
     _fill(model.pieces(), tensors(shape, seed, device))
     head = Eagle3Head(draft, model, placement, (D2T,)).eval()
@@ -105,7 +106,7 @@ def _fill(pieces: Iterable[Piece], weights: Iterable[tuple[str, Tensor]]) -> Non
 
 def loaded(target: Path, draft: Path, device: torch.device) -> Pair:
     """From Hugging Face directories."""
-    described = DraftConfig.load(draft, "eagle3", ModelConfig.load(target))
+    described = load_draft_config(draft, "eagle3", ModelConfig.load(target))
     model, _ = load_model(target, "auto", device, aux_layers=described.aux_layers)
     head = load_draft(draft, described, model, model.placement)
     assert isinstance(head, Eagle3Head)

@@ -15,11 +15,11 @@ from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer
 
-from common.draft_config import DraftConfig
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.eagle import Eagle3Head
 from common.model_config import ModelConfig
+from common.speculation.directory import load_draft_config
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.fakes.qwen_vl import build, flatten, inputs_of, picture, rename, save
 from tests.unit.router.test_images import url
@@ -131,7 +131,7 @@ def head_for(target: Path, path: Path) -> Path:
         "rope_scaling": {"type": "mrope", "mrope_section": list(config.rope.sections)},
     }
     (path / "config.json").write_text(json.dumps(raw))
-    draft = DraftConfig.load(path, "eagle3", config)
+    draft = load_draft_config(path, "eagle3", config)
     head = Eagle3Head(draft, loaded, Placement(torch.float32, torch.device("cpu")))
     generator = torch.Generator().manual_seed(1)
     tensors = {}

@@ -23,7 +23,6 @@ import torch
 from transformers import CLIPVisionModel
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from common.draft_config import DraftConfig
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.llava import load_llava
@@ -32,6 +31,7 @@ from common.engine.serving_draft import load_serving_draft
 from common.errors import ModelError
 from common.llava_config import LlavaVision
 from common.model_config import ModelConfig, model_fingerprint
+from common.speculation.directory import load_draft_config
 from prefill_node.pixel_reader import load_pixel_reader
 from router.chat_template import ChatTemplate
 from router.tokenizer import Tokenizer
@@ -64,13 +64,13 @@ def as_vision_node(path: Path, target: Path) -> None:
 
 def as_eagle3(path: Path, target: Path) -> None:
     model, config = load_model(target)
-    draft = DraftConfig.load(path, "eagle3", config)
+    draft = load_draft_config(path, "eagle3", config)
     load_serving_draft(path, draft, 3, 1, model, CPU)
 
 
 def as_mtp(path: Path, target: Path) -> None:
     model, config = load_model(target)
-    draft = DraftConfig.load(path, "mtp", config)
+    draft = load_draft_config(path, "mtp", config)
     load_serving_draft(path, draft, 3, 1, model, CPU)
 
 

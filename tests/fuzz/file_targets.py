@@ -11,12 +11,12 @@ from pathlib import Path
 import safetensors
 
 from common.config.load import load_cluster
-from common.draft_config import DraftConfig
 from common.errors import ConfigError, ModelError
 from common.model_config import ModelConfig
 from common.model_json import MAX_DEPTH, parse_json
 from common.model_manifest import read_manifest
 from common.safetensors_header import parse_header
+from common.speculation.directory import load_draft_config
 from router.chat_template import ChatTemplate
 from router.tokenizer import Tokenizer
 from tests.architecture.source_tree import ROOT
@@ -86,7 +86,7 @@ def draft_config(data: bytes) -> None:
     path = written("config.json", data, "draft")
     for algorithm in ("eagle3", "eagle", "mtp", "standalone"):
         with suppress(ModelError):
-            DraftConfig.load(path, algorithm, target())
+            load_draft_config(path, algorithm, target())
 
 
 def tokenizer(data: bytes) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Cluster, Resolved, load_cluster
+from common.config.cluster_schema import cluster_schema
 from common.config.keys import schema_paths
 from common.config.schema import (
     DecodeNode,
@@ -26,7 +27,6 @@ from common.config.schema import (
     Security,
 )
 from common.config.transport_choice import choose_transport
-from common.config.transports import cluster_schema
 from common.config.yaml_file import parse_mapping, parse_scalar
 from common.errors import ConfigError
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.config import load_cluster
+from common.config.cluster_schema import cluster_schema
 from common.config.foreign import FOREIGN, foreign_answer
 from common.config.keys import cluster_keys, option_answer
-from common.config.transports import cluster_schema
 from common.errors import ConfigError
 
 KEYS = set(cluster_keys(cluster_schema()).values())

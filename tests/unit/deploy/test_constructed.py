@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.draft_config import DraftConfig
 from common.engine.draft_runner import load_draft
 from common.engine.model_runner import load_model
 from common.model_config import ModelConfig
+from common.speculation.directory import load_draft_config
 from deploy.tiny_models.constructed import write
 from deploy.tiny_models.constructed_head import Drafting, write_head, wrong_tokens
 from deploy.tiny_models.constructed_shape import SPECIAL, Shape, draft_ids, successor
@@ -67,7 +67,7 @@ def test_the_head_is_a_directory_that_drafts_as_chosen(tmp_path: Path) -> None:
     """Behind every token of the cycle: the right draft, or a wrong one, with the right one second for half of these."""
     write(tmp_path / "target", SMALL, seed=1, device=CPU)
     write_head(tmp_path / "draft", SMALL, Drafting(0.75, 0.5), seed=1, device=CPU)
-    draft = DraftConfig.load(tmp_path / "draft", "eagle3", ModelConfig.load(tmp_path / "target"))
+    draft = load_draft_config(tmp_path / "draft", "eagle3", ModelConfig.load(tmp_path / "target"))
     model, _ = load_model(tmp_path / "target", "float32", CPU, aux_layers=draft.aux_layers)
     head = load_draft(tmp_path / "draft", draft, model, model.placement)
     ids, succ = draft_ids(SMALL, 1), successor(SMALL, 1)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.draft_config import DraftAlgorithm, DraftConfig
 from common.engine.ops.rotary import inverse_frequencies
 from common.errors import ModelError
 from common.llava_config import check_llava_processor
 from common.model_config import ModelConfig
+from common.speculation.directory import load_draft_config
 from tests.architecture.source_tree import ROOT
 
 MODELS = ROOT / "deploy" / "tiny_models"
@@ -54,7 +54,7 @@ HOSTILE: list[Any] = [
     {"rope_type": "default", "mrope_section": [1, 2, 10**30]},
     {"shortest_edge": 10**30, "longest_edge": "x", "height": [], "width": -1},
 ]
-NAMES: dict[str, DraftAlgorithm | None] = {
+NAMES: dict[str, str | None] = {
     "tiny-target": None,
     "tiny-vision": None,
     "tiny-eagle": "eagle",
@@ -125,7 +125,7 @@ def test_hostile_values_in_any_field(name: str, tmp_path: Path) -> None:
             if algorithm is None:
                 config = ModelConfig.load(tmp_path)
             else:
-                config = DraftConfig.load(tmp_path, algorithm, target).model
+                config = load_draft_config(tmp_path, algorithm, target).model
             assert inverse_frequencies(config.rope, config.head_dim).isfinite().all()
         except ModelError as error:
             said = str(error)

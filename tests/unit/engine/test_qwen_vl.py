@@ -16,7 +16,6 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from common.draft_config import DraftConfig
 from common.engine.attention.segments import attend_within, segments_of
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
@@ -25,6 +24,7 @@ from common.engine.models.vision_part import Pixels
 from common.errors import InvalidRequest, ModelError
 from common.model_config import ModelConfig, model_fingerprint
 from common.qwen_vl_config import MAX_RATIO, QwenVision
+from common.speculation.directory import load_draft_config
 from prefill_node.pixel_reader import load_pixel_reader
 from tests.fakes.qwen_vl import (
     IMAGE,
@@ -386,14 +386,14 @@ def test_a_draft_has_to_read_the_positions_of_its_target(path: Path, tmp_path: P
     }
     file = tmp_path / "config.json"
     file.write_text(json.dumps(raw))
-    assert DraftConfig.load(tmp_path, "eagle3", target).model.rope.sections == (2, 3, 3)
+    assert load_draft_config(tmp_path, "eagle3", target).model.rope.sections == (2, 3, 3)
     for changes, said in (
         ({"rope_scaling": None}, "mrope_section is not set, the target has"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}, r"mrope_section is \[4, 2, 2\]"),
     ):
         file.write_text(json.dumps(raw | changes))
         with pytest.raises(ModelError, match=said):
-            DraftConfig.load(tmp_path, "eagle3", target)
+            load_draft_config(tmp_path, "eagle3", target)
 
 
 def test_placeholders_are_tokens_of_the_vocabulary(path: Path) -> None:

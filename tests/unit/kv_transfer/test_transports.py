@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from common.config import transports
+from common.config.cluster_schema import cluster_schema
 from common.config.schema import Model
 from common.config.transport_kind import Topology, TransportKind, TransportOptions
-from common.config.transports import TRANSPORTS, cluster_schema, transport_kind, transport_kinds
+from common.config.transports import TRANSPORTS, transport_kind, transport_kinds
 from common.named import named
 from kv_transfer.transport.base import ReceiverEndpoint, SenderEndpoint
 from kv_transfer.transport.description import transport_of
@@ -79,7 +80,7 @@ def test_a_section_made_without_the_loader_has_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("call", "imported"),
     [
-        ("common.config.transports:cluster_schema", set()),
+        ("common.config.cluster_schema:cluster_schema", set()),
         ("kv_transfer.transport.tcp.sender:make_sender", {"tcp.sender"}),
         ("kv_transfer.transport.shm.receiver:make_receiver", {"shm.receiver"}),
     ],

@@ -21,7 +21,7 @@ from torch import Tensor
 from common.aux_layers import AuxLayers
 from common.config import Cluster
 from common.config.schema import Model, Speculation
-from common.draft_config import DraftAlgorithm, DraftConfig, draft_fingerprint, hidden_size_for, target_width
+from common.draft_config import DraftConfig, draft_fingerprint, hidden_size_for, target_width
 from common.engine.draft_runner import load_draft
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
 from common.engine.layers.placement import Placement
@@ -33,6 +33,7 @@ from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
+from common.speculation.directory import load_draft_config
 
 MODELS = Path(__file__).resolve().parents[3] / "deploy" / "tiny_models"
 TARGET = MODELS / "tiny-target"
@@ -47,8 +48,8 @@ def copy_of(tmp_path: Path, name: str, **changes: Any) -> Path:
     return directory
 
 
-def config_of(path: Path, algorithm: DraftAlgorithm = "eagle3") -> DraftConfig:
-    return DraftConfig.load(path, algorithm, ModelConfig.load(TARGET))
+def config_of(path: Path, algorithm: str = "eagle3") -> DraftConfig:
+    return load_draft_config(path, algorithm, ModelConfig.load(TARGET))
 
 
 def test_the_shipped_heads() -> None:
@@ -104,7 +105,7 @@ def test_the_shipped_heads() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    name: str, algorithm: DraftAlgorithm, changes: dict[str, Any], sentence: str, tmp_path: Path
+    name: str, algorithm: str, changes: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     """H: the wrong algorithm is an error at start-up, not an accept length of 1.0."""
     with pytest.raises(ModelError, match=sentence):

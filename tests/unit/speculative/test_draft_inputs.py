@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from common.aux_layers import AuxLayers
-from common.draft_config import DraftAlgorithm, DraftConfig
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import EMBEDDING, Eagle3Head
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
+from common.speculation.directory import load_draft_config
 from tests.fakes.draft_models import DRAFTS
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, tiny_model
 from tests.unit.cuda_graph.rig import BACKENDS
@@ -36,9 +36,9 @@ LAST, FULL = CaptureHiddenMode.LAST, CaptureHiddenMode.FULL
         ("tiny-standalone", "standalone", 0, 0),
     ],
 )
-def test_widths_of_the_shipped_drafts(name: str, algorithm: DraftAlgorithm, draft: int, extend: int) -> None:
+def test_widths_of_the_shipped_drafts(name: str, algorithm: str, draft: int, extend: int) -> None:
     """Rows D1, D3, D4, D8: the draft feeds itself its own width, the target gives it aux layers side by side."""
-    config = DraftConfig.load(MODELS / name, algorithm, ModelConfig.load(MODELS / "tiny-target"))
+    config = load_draft_config(MODELS / name, algorithm, ModelConfig.load(MODELS / "tiny-target"))
     assert EagleDraftInput.hidden_size_for(config) == draft
     assert EagleDraftExtendInput.hidden_size_for(config) == extend
 

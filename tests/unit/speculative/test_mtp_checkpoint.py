@@ -35,6 +35,7 @@ from common.engine.serving_draft import draft_shape
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
+from common.speculation.directory import load_draft_config
 from decode_node.speculative.state import RoundState
 
 MODELS = Path(__file__).resolve().parents[3] / "deploy" / "tiny_models"
@@ -44,7 +45,7 @@ HIDDEN, VOCAB = 256, 704
 
 
 def config_of(path: Path = MTP, steps: int = 3) -> DraftConfig:
-    return with_steps(DraftConfig.load(path, "mtp", ModelConfig.load(TARGET)), steps)
+    return with_steps(load_draft_config(path, "mtp", ModelConfig.load(TARGET)), steps)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +250,7 @@ def test_three_kinds_of_draft() -> None:
     chain = config_of()
     assert chain.mtp is not None
     apart = replace(chain, mtp=replace(chain.mtp, chain=False))
-    alone = DraftConfig.load(MODELS / "tiny-standalone", "standalone", ModelConfig.load(TARGET))
+    alone = load_draft_config(MODELS / "tiny-standalone", "standalone", ModelConfig.load(TARGET))
     shapes = [draft_shape(each, 1, PLACEMENT) for each in (chain, apart, alone)]
     assert shapes[0] == shapes[1]
     assert shapes[2] == DraftShape()

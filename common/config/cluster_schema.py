@@ -1,0 +1,50 @@
+"""The schema of a whole cluster file: schema.py with the words and keys of the tables of transports and algorithms."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import msgspec
+
+from common.config.schema import Cluster, Speculation, Transfer
+from common.config.transports import TRANSPORTS, transport_kinds
+from common.speculation.table import ALGORITHMS
+
+
+def cluster_schema() -> type[Cluster]:
+    """`Cluster` with the names of both tables, and with the keys of all transports in its section `transfer`."""
+    return _schema(tuple(TRANSPORTS), tuple(ALGORITHMS))
+
+
+@functools.cache
+def _schema(transports: tuple[str, ...], algorithms: tuple[str, ...]) -> type[Cluster]:
+    transport = ("transport", Literal["auto", *transports], "auto")
+    transfer = _extended(Transfer, [transport, *_option_fields()])
+    speculation = _extended(Speculation, [("algorithm", Literal[algorithms], "none")])
+    sections = [("speculation", speculation, speculation()), ("transfer", transfer, transfer())]
+    return _extended(Cluster, sections)
+
+
+def _option_fields() -> list[tuple[str, Any, Any]]:
+    """(name, type, default) of the transports' own keys; one that several have is one key."""
+    fields: dict[str, tuple[str, Any, Any]] = {}
+    for kind in transport_kinds():
+        for field in msgspec.structs.fields(kind.options):
+            made = (field.encode_name, field.type, field.default)
+            if fields.setdefault(field.name, made) != made:
+                raise TypeError(f"transports declare transfer.{field.name} in different ways")
+    return list(fields.values())
+
+
+def _extended(base: type[Any], fields: list[tuple[str, Any, Any]]) -> type[Any]:
+    """`base` with further fields, or with other types of those that it has."""
+    return msgspec.defstruct(
+        base.__name__,
+        fields,
+        bases=(base,),
+        module=base.__module__,
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )

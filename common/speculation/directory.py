@@ -1,0 +1,73 @@
+"""Reads the directory of a draft model: which algorithm it is for, and what its algorithm makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common import model_files
+from common.draft_config import DraftConfig
+from common.errors import ModelError
+from common.json_fields import architecture_of
+from common.model_config import ModelConfig
+from common.speculation.algorithm import DraftDirectory, Json
+from common.speculation.table import algorithm, algorithms
+
+
+def load_draft_config(path: str | Path, name: str, target: ModelConfig) -> DraftConfig:
+    """The draft at `path` for the algorithm `name`. `ModelError` says what does not fit the algorithm or the target."""
+    file, raw = _read(path)
+    chosen = algorithm(name).directory
+    assert chosen is not None, f"{name} has no draft model"
+    _check_architecture(raw, name, chosen, str(file))
+    return chosen.read(raw, file, target)
+
+
+def algorithm_of(path: str | Path, target: str | Path) -> str:
+    """Which algorithm drafts with the model in `path`, by its config.json alone. Raises ModelError.
+
+    A model that could be served by itself drafts standalone; one whose checkpoint holds prediction modules does so
+    too, unless it is the target itself, whose modules are then meant.
+    """
+    file, raw = _read(path)
+    architecture = architecture_of(raw)
+    keys = raw if Path(path).resolve() == Path(target).resolve() else {}
+    found = next((name for name, each in _directories() if _is_of(architecture, keys, each)), None)
+    if found is None:
+        raise ModelError(f"{file}: architecture {str(architecture)[:80]} is no draft; known are {_known()}")
+    return found
+
+
+def most_steps(path: str | Path, name: str) -> int | None:
+    """The steps that the draft at `path` can take at most; None: any number. Raises ModelError."""
+    file, raw = _read(path)
+    directory = algorithm(name).directory
+    return None if directory is None else directory.most_steps(raw, str(file))
+
+
+def _read(path: str | Path) -> tuple[Path, Json]:
+    file = Path(path) / "config.json"
+    raw: Json = model_files.read_json(file)
+    for _, directory in _directories():
+        raw = directory.flatten(raw, str(file))
+    return file, raw
+
+
+def _directories() -> list[tuple[str, DraftDirectory]]:
+    return [(each.name, each.directory) for each in algorithms() if each.directory is not None]
+
+
+def _check_architecture(raw: Json, name: str, directory: DraftDirectory, where: str) -> None:
+    found = architecture_of(raw)
+    if _is_of(found, raw, directory):
+        return
+    others = [other for other, each in _directories() if _is_of(found, {}, each)]
+    remedy = f"set speculation.algorithm to {others[0]}" if others else f"known are {_known()}"
+    raise ModelError(f"{where}: architecture {str(found)[:80]} is no {name} draft; {remedy}")
+
+
+def _known() -> str:
+    return ", ".join(known for _, each in _directories() for known in each.architectures)
+
+
+def _is_of(found: object, raw: Json, directory: DraftDirectory) -> bool:
+    return isinstance(found, str) and (found in directory.architectures or directory.fits(found, raw))

@@ -1,0 +1,83 @@
+"""`eagle3`: EAGLE-3 heads, which read streams of several layers of the target and may have their own vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.aux_layers import aux_layers
+from common.draft_config import DraftConfig
+from common.errors import ModelError
+from common.json_fields import flag, positive, shown
+from common.model_config import ModelConfig
+from common.speculation.algorithm import Algorithm, DraftDirectory, Json
+from common.speculation.head import head_model
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+MARK = "Eagle3"  # other architectures begin or end with it: the tensors tell
+
+
+def _fits(name: str, raw: Json) -> bool:
+    return name.startswith(MARK) or name.endswith(MARK)
+
+
+def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
+    model, width = head_model(raw, file, target)
+    aux = aux_layers(raw, target.num_layers, str(file))
+    vocab = None
+    if raw.get("draft_vocab_size") is not None:
+        vocab = positive(raw, "draft_vocab_size", str(file), most=model.vocab_size)
+    return DraftConfig(
+        "eagle3",
+        model,
+        width,
+        aux,
+        vocab,
+        flag(raw, "norm_before_residual", str(file)),
+        fc_norms=_fc_norms(raw, len(aux.boundaries) or 1, str(file)),
+        norm_output=flag(raw, "norm_output", str(file)),
+    )
+
+
+def _fc_norms(raw: Json, parts: int, where: str) -> tuple[str, ...]:
+    """Names of their tensors: one norm over all that the target gives, or one over each of its parts."""
+    whole, apart = flag(raw, "norm_before_fc", where), flag(raw, "fc_norm", where)
+    if whole and apart:
+        raise ModelError(f"{where}: norm_before_fc and fc_norm norm the same values: set one of them")
+    if apart:
+        return tuple(f"fc_norm.{index}" for index in range(parts))
+    return ("input_norm",) if whole else ()
+
+
+def _from_speculators(raw: Json, where: str) -> Json:
+    """config.json of the speculators library as others write it: its layer's settings stand in a part of their own.
+
+    Source: https://github.com/vllm-project/speculators (config of eagle3).
+    """
+    kind = raw.get("speculators_model_type")
+    if kind is None:
+        return raw
+    layer = raw.get("transformer_layer_config")
+    if kind != "eagle3" or not isinstance(layer, dict):
+        raise ModelError(
+            f"{where}: speculators_model_type is {shown(kind)}; eagle3 is supported, with a transformer_layer_config"
+        )
+    if "norm_before_residual" not in raw:
+        raise ModelError(
+            f"{where}: norm_before_residual is missing, and libraries differ in what that means; write true or false"
+        )
+    return {**layer, **raw, "architectures": [ARCHITECTURE]}
+
+
+EAGLE3 = Algorithm(
+    name="eagle3",
+    directory=DraftDirectory(
+        architectures=(ARCHITECTURE,),
+        read=_read,
+        model="common.engine.draft_runner:eagle3",
+        fits=_fits,
+        flatten=_from_speculators,
+        takes_embeds=True,
+    ),
+    trees=True,
+    adaptive=True,
+)

@@ -1,0 +1,54 @@
+"""`mtp`: multi-token prediction (others call it NEXTN), one module for each step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.aux_layers import AuxLayers
+from common.draft_config import DraftConfig, check_same
+from common.json_fields import MAX_WIDTH, architecture_of, positive
+from common.model_config import ModelConfig
+from common.mtp_format import ARCHITECTURES, MAX_MODULES, MODULES, has_modules, mtp_format
+from common.speculation.algorithm import Algorithm, DraftDirectory, Json
+
+
+def _fits(name: str, raw: Json) -> bool:
+    """The checkpoint of a target that holds its modules."""
+    return has_modules(raw)
+
+
+def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
+    """The number of modules stands in for that of layers: config.json gives the target's."""
+    name = str(architecture_of(raw))
+    modules = positive(raw, MODULES, str(file), most=MAX_MODULES)
+    own = {"num_hidden_layers": modules, "layer_types": None}
+    family = ARCHITECTURES.get(name, name)
+    model = ModelConfig.parse({**raw, "architectures": [family], **own}, file.parent)
+    check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
+    check_same(file, "hidden_size", model.hidden_size, target.hidden_size)
+    width = positive(raw, "target_hidden_size", str(file), target.hidden_size, MAX_WIDTH)
+    check_same(file, "target_hidden_size", width, target.hidden_size)
+    return DraftConfig("mtp", model, width, AuxLayers(), None, False, mtp_format(raw, str(file)))
+
+
+def _most_steps(raw: Json, where: str) -> int | None:
+    return positive(raw, MODULES, where, most=MAX_MODULES)
+
+
+def _slots(steps: int, topk: int, nodes: int) -> int:
+    """The last module runs over the verified rows and as many before them as there are modules before it."""
+    return max(nodes, 2 * steps)
+
+
+MTP = Algorithm(
+    name="mtp",
+    other_names=("nextn",),
+    directory=DraftDirectory(
+        architectures=tuple(ARCHITECTURES),
+        read=_read,
+        model="common.engine.mtp_runner:mtp",
+        fits=_fits,
+        most_steps=_most_steps,
+    ),
+    slots=_slots,
+)

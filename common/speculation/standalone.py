@@ -1,0 +1,28 @@
+"""`standalone`: a small language model that reads the same text. It takes nothing of the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.aux_layers import AuxLayers
+from common.draft_config import DraftConfig, check_same
+from common.model_config import FAMILIES, ModelConfig
+from common.speculation.algorithm import Algorithm, DraftDirectory, Json
+
+
+def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
+    model = ModelConfig.load(file.parent)
+    check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
+    return DraftConfig("standalone", model, 0, AuxLayers(), None, False)
+
+
+STANDALONE = Algorithm(
+    name="standalone",
+    other_names=("draft_model",),
+    directory=DraftDirectory(
+        architectures=tuple(FAMILIES),  # any model that could be served, with the same vocabulary
+        read=_read,
+        model="common.engine.standalone_draft:load",
+    ),
+    adaptive=True,
+)
