@@ -21,16 +21,13 @@ from common.engine.announced_work import COMPILE_SECONDS
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.rules import PhaseSwitch
-from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
-from common.engine.mtp_runner import MultiLayerRunner
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
 from common.engine.rotary_places import rotary_places
-from common.engine.serving_draft import AnyDraftRunner
 from common.engine.serving_link import serving_link
 from common.engine.serving_model import ServingModel, load_serving_model, page_space, pool_wish
 from common.engine.stopwatch import stopwatch_for
@@ -44,18 +41,15 @@ from common.model_manifest import check_manifests
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
+from common.speculation.table import algorithm
 from decode_node import node as decode
 from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
 from decode_node.limits import DecodeLimits
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.speculative.adaptive import AdaptiveStep
-from decode_node.speculative.drafters.drafter import Drafter
-from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter, Growth
-from decode_node.speculative.drafters.eagle_tree import TreeGrowth
-from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
-from decode_node.speculative.drafters.ngram import NgramDrafter
-from decode_node.speculative.drafters.standalone import StandaloneDrafter
+from decode_node.speculative.drafters.drafter import DrafterSetup
+from decode_node.speculative.drafters.table import make_drafter
 from decode_node.speculative.rounds import Rounds
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
@@ -225,7 +219,7 @@ def decode_step(
     cluster: Cluster,
     served: ServingModel,
     runner: ModelRunner,
-    draft: AnyDraftRunner | None,
+    draft: object,
     table: RequestTable,
     relay: RelayState,
 ) -> tuple[DecodeStep, list[node_graphs.NodeGraphs[Any]]]:
@@ -234,7 +228,7 @@ def decode_step(
     device = runner.pool.device
     completion = completion_for(device, one_behind=section.read_results == "one_behind")
     wanted = PhaseSwitch(section.graphs, poisoned=cluster.process.poison_graphs)
-    if speculation.algorithm == "none":
+    if not algorithm(speculation.algorithm).drafts:
         graphs = node_graphs.decode_graphs(
             runner, relay, table, wanted, section.max_running, served.max_model_len
         )
@@ -251,7 +245,11 @@ def decode_step(
             reach(speculation),
             node_graphs.round_plans(runner, wanted, largest, smallest),
         )
-        drafter = _drafter(cluster, served, draft, rounds, width)
+        config = None if served.draft is None else served.draft.config
+        setup = DrafterSetup(
+            draft, config, rounds, width, speculation.topk, speculation.nodes, section.max_running
+        )
+        drafter = make_drafter(speculation.algorithm, setup)
         acceptor: Acceptor = ChainAcceptor()
         if speculation.topk > 1:
             deepest = drafter.state.walk.ids.shape[1] - 1
@@ -271,29 +269,10 @@ def decode_step(
     return step, step.graphs
 
 
-def _drafter(
-    cluster: Cluster, served: ServingModel, draft: AnyDraftRunner | None, rounds: Rounds, steps: int
-) -> Drafter:
-    """`steps` drafts in a row; the tree has its size from the config."""
-    topk = cluster.speculation.topk
-    if draft is None:
-        return NgramDrafter(rounds, steps, max_texts=2 * cluster.decode.max_running)
-    if isinstance(draft, ModelRunner):
-        return StandaloneDrafter(draft, rounds, steps)
-    assert served.draft is not None
-    target_hidden = EagleDraftExtendInput.hidden_size_for(served.draft.config)
-    if isinstance(draft, MultiLayerRunner):
-        return MultiLayerDrafter(draft, rounds, target_hidden)
-    growth: Growth = ChainGrowth(draft, steps)
-    if topk > 1:
-        growth = TreeGrowth(draft, steps, topk, cluster.speculation.nodes)
-    return EagleDrafter(draft, rounds, growth, target_hidden)
-
-
 def reach(speculation: Speculation) -> int:
-    """Slots of a request that the widest forward of a round takes: a tree, all its levels, or an MTP module's rows."""
-    widest = 2 * speculation.steps if speculation.algorithm == "mtp" else 0
-    return max(speculation.nodes, (speculation.steps - 1) * speculation.topk, widest)
+    """Slots of a request that the widest forward of a round takes."""
+    record = algorithm(speculation.algorithm)
+    return record.slots(speculation.steps, speculation.topk, speculation.nodes)
 
 
 def _endpoint(

@@ -21,7 +21,6 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.attention.signalled import SignalledAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import EAGER, CompiledBodies, missing_compiler
-from common.engine.cuda_graph.draft_prefill import DraftPrefill
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.cuda_graph.prefill_extend import PrefillExtend
@@ -50,10 +49,10 @@ from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderSetup
 from kv_transfer.transport.cuda.pool_memory import as_memory
 from kv_transfer.transport.registry import make_sender
-from prefill_node.draft import EaglePrefill, ModelPrefill, NoDraft, PrefillDraft
+from prefill_node.draft import BuiltDraft, DraftSetup, PrefillDraft
+from prefill_node.draft_table import make_draft
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
-from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.node import PrefillNode
 from prefill_node.page_sending import ByChunk, ByLayer, PageSending
 from prefill_node.peer_frames import take_peer_frames
@@ -147,9 +146,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     graph_start.capture(served, forwards.graphs, log)
     started = time.monotonic()
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
-    mode = forwards.draft.hidden_mode
     rope = served.config.rope
-    warm_up(forwards.target.forward, forwards.draft_forwards, mode, cluster.kv.page_size, device, rope.axes)
+    warm_up(forwards.target.forward, forwards.draft, cluster.kv.page_size, device, rope.axes)
     images_run = seeing.embeds.warm_up()
     log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
     adjustments = AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device)
@@ -216,7 +214,6 @@ class Forwards:
     signalled: SignalledAttention | None  # around it, where pages leave layer by layer
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
-    draft_forwards: Sequence[DraftPrefill | PrefillExtend]  # one, or one per module
     seeing: Seeing
     graphs: Sequence[NodeGraphs[Any]]  # of all of them
 
@@ -242,38 +239,22 @@ def _forwards(
     attention = PagedAttention(pool, served.config.sliding_windows, buckets)
     signalled = SignalledAttention(attention) if choose_layers(cluster) else None
     runner = ModelRunner(served.model, pool, signalled or attention)
-    drafting = _draft_graphs(served, runner, wanted, section.chunk_tokens)
-    draft_forwards = [each.forward for each in drafting]
-    draft = _prefill_draft(served, draft_forwards)
+    drafting = _draft(cluster, served, runner, wanted)
     target = node_graphs.prefill_graphs(
-        runner, wanted, section.chunk_tokens, section.max_batch, draft.hidden_mode, bodies
+        runner, wanted, section.chunk_tokens, section.max_batch, drafting.draft.hidden_mode, bodies
     )
     seeing = sight(wanted)
-    graphs: list[NodeGraphs[Any]] = [target, *drafting, *seeing.graphs]
-    return Forwards(layout, runner, attention, signalled, target, draft, draft_forwards, seeing, graphs)
+    graphs: list[NodeGraphs[Any]] = [target, *drafting.graphs, *seeing.graphs]
+    return Forwards(layout, runner, attention, signalled, target, drafting.draft, seeing, graphs)
 
 
-def _draft_graphs(
-    served: ServingModel, target: ModelRunner, wanted: PhaseSwitch, chunk_tokens: int
-) -> list[NodeGraphs[DraftPrefill | PrefillExtend]]:
-    """The draft's prompt forwards. The draft was loaded sharing the target's embedding and head (row A9)."""
-    if served.draft is None:
-        return []
-    draft = served.draft_runner(target.pool)
-    assert draft is not None
-    config = served.draft.config
-    return node_graphs.draft_prefill_graphs(draft[0], config, target, wanted, chunk_tokens)
-
-
-def _prefill_draft(served: ServingModel, forwards: Sequence[DraftPrefill | PrefillExtend]) -> PrefillDraft:
-    """What runs beside the target on this node."""
-    heads = [each for each in forwards if isinstance(each, DraftPrefill)]
-    models = [each for each in forwards if isinstance(each, PrefillExtend)]
-    if served.draft is not None and served.draft.config.mtp is not None:
-        return MultiLayerPrefill(heads, served.page_size)
-    if heads:
-        return EaglePrefill(heads[0])
-    return ModelPrefill(models[0]) if models else NoDraft()
+def _draft(cluster: Cluster, served: ServingModel, target: ModelRunner, wanted: PhaseSwitch) -> BuiltDraft:
+    """The draft's share of a step. A draft was loaded sharing the target's embedding and head."""
+    made, loaded = served.draft_runner(target.pool), served.draft
+    runner = None if made is None else made[0]
+    plan = node_graphs.DraftPrefillPlan(target, wanted, cluster.prefill.chunk_tokens)
+    setup = DraftSetup(runner, None if loaded is None else loaded.config, plan)
+    return make_draft(cluster.speculation.algorithm, setup)
 
 
 def _sending(

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from common.draft_config import DraftConfig
+from common.engine.cuda_graph.node_graphs import (
+    DraftPrefillPlan,
+    NodeGraphs,
+    draft_head_graphs,
+    draft_model_graphs,
+)
+from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.host_copies import send_one
+from common.engine.model_runner import ModelRunner
 from common.engine.sampler import SampleOutput
 from prefill_node.scheduler import Chunk
 from prefill_node.vision import MergedEmbeds
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """What the draft's share of a prefill step is made from."""
+
+    runner: object  # what LoadedDraft.runner gave; None: the algorithm has no draft model
+    config: DraftConfig | None
+    plan: DraftPrefillPlan
 
 
 class PrefillDraft(Protocol):
@@ -41,6 +59,18 @@ class PrefillDraft(Protocol):
         """One row of state per final chunk, as `sampled` has. `embeds`: what the target read where images stand."""
         ...
 
+    def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
+        """Run what no graph of the target runs: one token in the padding page, with the target's `output` for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltDraft:
+    """A PrefillDraft and its forwards, not captured yet."""
+
+    draft: PrefillDraft
+    graphs: Sequence[NodeGraphs[Any]] = ()
+
 
 class NoDraft:
     """Decode nodes need nothing but the target's KV."""
@@ -57,6 +87,9 @@ class NoDraft:
         embeds: MergedEmbeds | None = None,
     ) -> EagleDraftInput | None:
         return None
+
+    def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
+        """There is no draft."""
 
 
 class EaglePrefill:
@@ -86,6 +119,10 @@ class EaglePrefill:
         state = self._forward(replace(batch, input_ids=ids), output.hidden, rotated)
         return state if sampled is not None else None
 
+    def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
+        assert output.hidden is not None
+        self._forward(batch, output.hidden, None)
+
 
 class ModelPrefill:
     """A draft that is a language model of its own reads the same tokens at the same positions."""
@@ -111,6 +148,28 @@ class ModelPrefill:
             )
         self._forward(replace(batch, logits_rows=batch.logits_rows[:0]))
         return None
+
+    def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
+        """Its kernels are the target's."""
+
+
+def no_draft(setup: DraftSetup) -> BuiltDraft:
+    return BuiltDraft(NoDraft())
+
+
+def head_draft(setup: DraftSetup) -> BuiltDraft:
+    """An EAGLE head."""
+    assert isinstance(setup.runner, DraftRunner)
+    assert setup.config is not None
+    graphs = draft_head_graphs(setup.runner, setup.config, setup.plan)
+    return BuiltDraft(EaglePrefill(graphs.forward), [graphs])
+
+
+def model_draft(setup: DraftSetup) -> BuiltDraft:
+    """A language model of its own."""
+    assert isinstance(setup.runner, ModelRunner)
+    graphs = draft_model_graphs(setup.runner, setup.plan)
+    return BuiltDraft(ModelPrefill(graphs.forward), [graphs])
 
 
 def _next_tokens(chunk: Chunk) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

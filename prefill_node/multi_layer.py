@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.engine.cuda_graph.node_graphs import draft_module_graphs
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.host_copies import send, send_one
-from common.engine.mtp_runner import Module
+from common.engine.mtp_runner import Module, MultiLayerRunner
 from common.engine.ops.keep_hidden import keep_hidden
 from common.engine.sampler import SampleOutput
+from prefill_node.draft import BuiltDraft, DraftSetup
 from prefill_node.scheduler import Chunk
 from prefill_node.vision import MergedEmbeds
 
@@ -133,6 +135,14 @@ class MultiLayerPrefill:
         finals = send_one(np.flatnonzero([chunk.final for chunk in chunks]), hidden.device)
         return EagleDraftInput(torch.cat(probs, 1), drawn[1:].T, keep.index_select(0, finals).flatten(1))
 
+    def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
+        hidden, first = output.hidden, batch.logits_rows
+        assert hidden is not None
+        for module in self._modules:
+            module.propose(first, module.forward(batch, hidden))
+        if len(self._modules) > 1:
+            keep_hidden(hidden, first, torch.zeros_like(hidden)[:, None], 0, first + 1, first)
+
     def _kept(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor:
         """[B, steps - 1, H]: what the chunks before have put aside; rows of prompts that begin here are not read."""
         nothing = hidden.new_zeros(len(self._modules) - 1, hidden.shape[1])
@@ -165,6 +175,14 @@ class MultiLayerPrefill:
             logits_rows=batch.logits_rows[:0],
             query_lens_host=tuple(windows.lengths),
         )
+
+
+def module_draft(setup: DraftSetup) -> BuiltDraft:
+    assert isinstance(setup.runner, MultiLayerRunner)
+    assert setup.config is not None
+    graphs = draft_module_graphs(setup.runner, setup.config, setup.plan)
+    page_size = setup.plan.target.pool.page_size
+    return BuiltDraft(MultiLayerPrefill([each.forward for each in graphs], page_size), graphs)
 
 
 def _cached(chunk: Chunk) -> int:

@@ -28,7 +28,7 @@ from common.engine.memory import (
 )
 from common.engine.model_runner import load_model
 from common.engine.models.llama import LlamaForCausalLM
-from common.engine.serving_draft import AnyDraftRunner, ServingDraft, load_serving_draft
+from common.engine.serving_draft import ServingDraft, load_serving_draft
 from common.engine.weights import resolve_dtype
 from common.errors import ConfigError
 from common.kv_cache.page_space import PageSpace, keys_with_lookahead
@@ -104,7 +104,7 @@ class ServingModel:
     def draft_shape(self) -> DraftShape:
         return DraftShape() if self.draft is None else self.draft.shape
 
-    def draft_runner(self, target: KvPool) -> tuple[AnyDraftRunner, KvPool] | None:
+    def draft_runner(self, target: KvPool) -> tuple[object, KvPool] | None:
         """The draft over its planes in the storage and pages of the target's pool. None without a draft."""
         if self.draft is None:
             return None

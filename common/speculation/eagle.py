@@ -21,7 +21,7 @@ EAGLE = Algorithm(
     directory=DraftDirectory(
         architectures=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
         read=_read,
-        model="common.engine.draft_runner:eagle",
+        model="common.engine.loaded_draft:load_head",
         takes_embeds=True,
     ),
     trees=True,

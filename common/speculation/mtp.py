@@ -46,7 +46,7 @@ MTP = Algorithm(
     directory=DraftDirectory(
         architectures=tuple(ARCHITECTURES),
         read=_read,
-        model="common.engine.mtp_runner:mtp",
+        model="common.engine.loaded_draft:load_modules",
         fits=_fits,
         most_steps=_most_steps,
     ),

@@ -22,7 +22,7 @@ STANDALONE = Algorithm(
     directory=DraftDirectory(
         architectures=tuple(FAMILIES),  # any model that could be served, with the same vocabulary
         read=_read,
-        model="common.engine.standalone_draft:load",
+        model="common.engine.loaded_draft:load_language_model",
     ),
     adaptive=True,
 )

@@ -21,7 +21,6 @@ from common.config.schema import Cluster, DecodeSection, Kv, Model, Speculation
 from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.draft_prefill import DraftPrefill
 from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.draft_runner import DraftRunner, load_draft
 from common.engine.forward.draft_inputs import EagleDraftInput
@@ -29,6 +28,7 @@ from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow, DraftShape, R
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
+from common.engine.loaded_draft import HeadDraft
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.memory import MemoryPlan, PoolWish
 from common.engine.model_runner import ModelRunner, load_model
@@ -130,7 +130,7 @@ class Engine:
         self.draft_pool = plain_pool(*shapes, placement.dtype, self.device)
         carried = EagleDraftInput.hidden_size_for(pair.draft), EagleDraftInput.dtype_for(placement)
         topk = DraftShape(1, *carried, model.config.vocab_size)
-        serving_draft = ServingDraft(pair.head, pair.draft, "bench", topk, 1)
+        serving_draft = ServingDraft(HeadDraft(pair.head, 1), pair.draft, "bench", topk)
         self._served = ServingModel(
             model=model,
             config=model.config,
@@ -147,10 +147,8 @@ class Engine:
         draft_runner = serving_draft.runner(self.draft_pool)
         assert isinstance(draft_runner, DraftRunner)
         self.draft_runner = draft_runner
-        eager = self.runner, PhaseSwitch("none"), CHUNK
-        (prompts,) = node_graphs.draft_prefill_graphs(draft_runner, pair.draft, *eager)
-        assert isinstance(prompts.forward, DraftPrefill)
-        self._draft_prefill = prompts.forward
+        eager = node_graphs.DraftPrefillPlan(self.runner, PhaseSwitch("none"), CHUNK)
+        self._draft_prefill = node_graphs.draft_head_graphs(draft_runner, pair.draft, eager).forward
         self.space = PageSpace(PAGE, pages, NoPrefixCache())
         self.table = RequestTable(rows, self.space.pages_for(max_len + behind), self.device)
         self.relay = RelayState.allocate(rows, model.config.vocab_size, self.device, topk)

@@ -64,10 +64,8 @@ class RunningCluster:
     withholding: tuple[str, ...] = ()  # decode nodes: see tests/fakes/withholding_node.py
     late: tuple[str, ...] = ()  # nodes that are not there until the test launches them
     addresses: dict[str, int] = field(default_factory=dict)  # of links over tcp: who listens -> port
-    router_module: tuple[str, ...] = (
-        "router",
-    )  # what `python -m` runs as the router, with its first arguments
-    row: tuple[str, ...] = ()  # table and row that every process has besides: see tests/fakes/with_row.py
+    router_module: tuple[str, ...] = ("router",)  # what `python -m` runs as it, with its first arguments
+    rows: tuple[tuple[str, str], ...] = ()  # (table, row) of every process: see tests/fakes/with_rows.py
 
     def __post_init__(self) -> None:
         self.port = self._port()
@@ -153,7 +151,8 @@ class RunningCluster:
         module = (
             [*self.router_module] if name == "router" else [*self._node_module(name, role), "--name", name]
         )
-        module = ["tests.fakes.with_row", *self.row, *module] if self.row else module
+        added = [part for row in self.rows for part in row]
+        module = ["tests.fakes.with_rows", *added, "--", *module] if added else module
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", *module, "--cluster", str(self.file)],

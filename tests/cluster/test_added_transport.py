@@ -28,7 +28,7 @@ async def test_exact_tokens_through_files(
     transfer = {"transport": "files", "file_directory": str(files), "layers": layers}
     chosen = prompts[::4]
     config = {"transfer": transfer, "prefill": {"chunk_tokens": 64}}
-    async with RunningCluster(tmp_path, config=config, row=(TABLE, f"files={RECORD}")) as cluster:
+    async with RunningCluster(tmp_path, config=config, rows=((TABLE, f"files={RECORD}"),)) as cluster:
         async with Client(cluster.url) as client:
             answers = await client.complete_all(chosen, 8, OUTPUT_TOKENS)
             assert not differences(chosen, answers, reference, OUTPUT_TOKENS)

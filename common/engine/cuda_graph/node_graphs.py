@@ -87,31 +87,53 @@ def prefill_graphs(
     return NodeGraphs(PrefillExtend(runner, spec, backend, wanted.poisoned, unbroken), decision)
 
 
-def draft_prefill_graphs(
-    draft: DraftRunner | MultiLayerRunner | ModelRunner,
-    config: DraftConfig,
-    target: ModelRunner,
-    wanted: PhaseSwitch,
-    chunk_tokens: int,
-) -> list[NodeGraphs[DraftPrefill | PrefillExtend]]:
-    """The draft's prompt forwards, not captured yet: of a head, of each module, or of a language model."""
-    decision = _decide(Phase.DRAFT_PREFILL, target.model.placement, wanted)
-    on = decision.backend != NONE
-    kind = decision.backend if on else BREAKABLE, target.model.placement.device
-    buckets, poisoned = prefill_token_buckets(chunk_tokens) if on else (), wanted.poisoned
-    if isinstance(draft, ModelRunner):
-        spec = extend_spec(buckets, CaptureHiddenMode.NULL, model="draft")
-        return [NodeGraphs(PrefillExtend(draft, spec, make_backend(*kind), poisoned), decision)]
-    page_size = target.pool.page_size
-    if isinstance(draft, DraftRunner):
-        spec = draft_prefill_spec(buckets)
-        forward = DraftPrefill(draft, config, page_size, spec, make_backend(*kind), poisoned)
-        return [NodeGraphs(forward, decision)]
-    modules = []
+@dataclass(frozen=True, slots=True)
+class DraftPrefillPlan:
+    """What all prompt forwards of a draft have in common."""
+
+    target: ModelRunner
+    wanted: PhaseSwitch
+    chunk_tokens: int
+
+    @property
+    def decision(self) -> Decision:
+        return _decide(Phase.DRAFT_PREFILL, self.target.model.placement, self.wanted)
+
+    def backend(self) -> Backend:
+        """With a memory pool of its own."""
+        name = self.decision.backend
+        return make_backend(name if name != NONE else BREAKABLE, self.target.model.placement.device)
+
+    def buckets(self, more: int = 0) -> tuple[int, ...]:
+        """Token buckets of chunks with up to `more` rows before them; (): always eager."""
+        return prefill_token_buckets(self.chunk_tokens, more) if self.decision.backend != NONE else ()
+
+
+def draft_model_graphs(draft: ModelRunner, plan: DraftPrefillPlan) -> NodeGraphs[PrefillExtend]:
+    """The prompt forward of a draft that is a language model, not captured yet."""
+    spec = extend_spec(plan.buckets(), CaptureHiddenMode.NULL, model="draft")
+    return NodeGraphs(PrefillExtend(draft, spec, plan.backend(), plan.wanted.poisoned), plan.decision)
+
+
+def draft_head_graphs(
+    draft: DraftRunner, config: DraftConfig, plan: DraftPrefillPlan
+) -> NodeGraphs[DraftPrefill]:
+    """The prompt forward of a head that reads the target's hidden states, not captured yet."""
+    spec, page_size = draft_prefill_spec(plan.buckets()), plan.target.pool.page_size
+    forward = DraftPrefill(draft, config, page_size, spec, plan.backend(), plan.wanted.poisoned)
+    return NodeGraphs(forward, plan.decision)
+
+
+def draft_module_graphs(
+    draft: MultiLayerRunner, config: DraftConfig, plan: DraftPrefillPlan
+) -> list[NodeGraphs[DraftPrefill]]:
+    """The prompt forward of each module, not captured yet."""
+    page_size, modules = plan.target.pool.page_size, []
     for step, module in enumerate(draft.modules):
-        spec = draft_prefill_spec(prefill_token_buckets(chunk_tokens, step) if on else (), f"draft-{step}")
-        modules.append(DraftPrefill(module, config, page_size, spec, make_backend(*kind), poisoned))
-    return [NodeGraphs(module, decision) for module in modules]
+        spec = draft_prefill_spec(plan.buckets(step), f"draft-{step}")
+        forward = DraftPrefill(module, config, page_size, spec, plan.backend(), plan.wanted.poisoned)
+        modules.append(NodeGraphs(forward, plan.decision))
+    return modules
 
 
 def encoder_graphs(

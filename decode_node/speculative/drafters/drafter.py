@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from common.draft_config import DraftConfig
 from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode
 from decode_node.request import DecodeRequest
-from decode_node.speculative.rounds import Round, RoundCall, RoundPhase
+from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
 
@@ -24,6 +25,19 @@ class Look:
 
     drafted: Sequence[int]  # [R] nodes that are real drafts: the others only fill the shape
     drafts: Sequence[Sequence[int]] | None = None  # [R, n] drafts of the host
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSetup:
+    """What a drafter is made from."""
+
+    runner: object  # what LoadedDraft.runner gave; None: the algorithm has no draft model
+    config: DraftConfig | None
+    rounds: Rounds
+    steps: int  # drafts in a row
+    topk: int  # branches of a tree; 1: a chain
+    nodes: int  # of a tree, the root included
+    max_running: int
 
 
 class Drafter(Protocol):

@@ -18,7 +18,8 @@ from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import Look
+from decode_node.speculative.drafters.drafter import DrafterSetup, Look
+from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
@@ -127,3 +128,14 @@ class EagleDrafter:
         forward = before.window(walk.ids, chain.depth, chain.mask, select)
         self._relay.write_draft(batch.rows, self._runner.extend(forward, walk.hidden.flatten(0, 1)))
         return Nothing()
+
+
+def make_drafter(setup: DrafterSetup) -> EagleDrafter:
+    """`steps` drafts in a row, or a tree of `nodes`."""
+    draft = setup.runner
+    assert isinstance(draft, DraftRunner)
+    assert setup.config is not None
+    growth: Growth = ChainGrowth(draft, setup.steps)
+    if setup.topk > 1:
+        growth = TreeGrowth(draft, setup.steps, setup.topk, setup.nodes)
+    return EagleDrafter(draft, setup.rounds, growth, EagleDraftExtendInput.hidden_size_for(setup.config))

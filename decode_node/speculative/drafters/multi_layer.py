@@ -21,7 +21,7 @@ from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleVerif
 from common.engine.mtp_runner import MultiLayerRunner
 from common.engine.ops.keep_hidden import keep_hidden
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import Look
+from decode_node.speculative.drafters.drafter import DrafterSetup, Look
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
@@ -128,3 +128,9 @@ def _opened(kept: Tensor, hidden: Tensor, long_enough: Tensor) -> Tensor:
     before = torch.cat((kept[:, None], hidden), dim=1)
     behind = torch.cat((hidden, kept[:, None]), dim=1)
     return torch.where(long_enough[:, None, None], before, behind)
+
+
+def make_drafter(setup: DrafterSetup) -> MultiLayerDrafter:
+    assert isinstance(setup.runner, MultiLayerRunner)
+    assert setup.config is not None
+    return MultiLayerDrafter(setup.runner, setup.rounds, EagleDraftExtendInput.hidden_size_for(setup.config))

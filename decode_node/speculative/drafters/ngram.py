@@ -16,7 +16,7 @@ from common.engine.cuda_graph.slots import Fill, Inputs, Slot
 from common.engine.cuda_graph.spec import Axis
 from common.engine.forward.batch import CaptureHiddenMode
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import Look
+from decode_node.speculative.drafters.drafter import DrafterSetup, Look
 from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
@@ -146,3 +146,7 @@ class NgramDrafter:
         index.extend(request.output[len(index.text) - prompt :])
         self._shared.learn(index.text, max(known, prompt))  # answers, not prompts: those are the clients' own
         return index
+
+
+def make_drafter(setup: DrafterSetup) -> NgramDrafter:
+    return NgramDrafter(setup.rounds, setup.steps, max_texts=2 * setup.max_running)

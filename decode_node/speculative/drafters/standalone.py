@@ -12,7 +12,7 @@ from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.model_runner import ModelRunner
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import Look
+from decode_node.speculative.drafters.drafter import DrafterSetup, Look
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
@@ -53,3 +53,8 @@ class StandaloneDrafter:
         self._runner(replace(last, input_ids=drafts[-1], logits_rows=last.logits_rows[:0]))
         self.state.tree.first(batch.count).tokens.copy_(torch.stack(drafts, dim=1))
         return Nothing()
+
+
+def make_drafter(setup: DrafterSetup) -> StandaloneDrafter:
+    assert isinstance(setup.runner, ModelRunner)
+    return StandaloneDrafter(setup.runner, setup.rounds, setup.steps)

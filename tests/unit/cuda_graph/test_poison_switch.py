@@ -18,6 +18,8 @@ from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
 from decode_node.speculative.rounds import NOTHING, Nothing, Rounds
+from prefill_node.draft import DraftSetup
+from prefill_node.draft_table import make_draft
 from tests.fakes.draft_models import DraftModel, StandaloneModel
 from tests.fakes.mtp_models import MtpModel
 from tests.fakes.pools import plain_pool
@@ -32,9 +34,15 @@ def prompt_forwards(runner: ModelRunner, wanted: PhaseSwitch) -> list[node_graph
     made: list[node_graphs.NodeGraphs[Any]] = [
         node_graphs.prefill_graphs(runner, wanted, 4, 1, CaptureHiddenMode.NULL)
     ]
-    for draft, layers in ((DraftModel("eagle3"), 1), (MtpModel("mtp", 2), 2), (StandaloneModel(), 2)):
+    plan = node_graphs.DraftPrefillPlan(runner, wanted, 4)
+    drafts = (
+        ("eagle3", DraftModel("eagle3"), 1),
+        ("mtp", MtpModel("mtp", 2), 2),
+        ("standalone", StandaloneModel(), 2),
+    )
+    for algorithm, draft, layers in drafts:
         pool = plain_pool(layers, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, 2, PLACEMENT.dtype, CPU)
-        made += node_graphs.draft_prefill_graphs(draft.runner(pool), draft.config, runner, wanted, 4)
+        made += make_draft(algorithm, DraftSetup(draft.runner(pool), draft.config, plan)).graphs
     return made
 
 

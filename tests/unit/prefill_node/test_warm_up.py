@@ -10,6 +10,8 @@ from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.model_runner import ModelRunner
+from prefill_node.draft import EaglePrefill
+from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.warm_up import warm_up
 from tests.fakes.draft_models import DRAFTS, DraftModel
 from tests.fakes.mtp_models import MtpModel
@@ -30,7 +32,8 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
     runner = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))
     target = node_graphs.prefill_graphs(runner, PhaseSwitch(wanted), 8, 2, CaptureHiddenMode.FULL)
     head = draft.runner(draft_pool)
-    (drafting,) = node_graphs.draft_prefill_graphs(head, DRAFTS["eagle3"], runner, PhaseSwitch(wanted), 8)
+    plan = node_graphs.DraftPrefillPlan(runner, PhaseSwitch(wanted), 8)
+    drafting = node_graphs.draft_head_graphs(head, DRAFTS["eagle3"], plan)
     for each in (target, drafting):
         each.forward.graphs.capture()
     rows = []
@@ -41,7 +44,7 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
         )
     planes = [pool.key(0), pool.value(1), draft_pool.key(0), draft_pool.value(0)]
     before = [plane.fill_(7).clone() for plane in planes]
-    warm_up(target.forward, [drafting.forward], CaptureHiddenMode.FULL, PAGE, PLACEMENT.device)
+    warm_up(target.forward, EaglePrefill(drafting.forward), PAGE, PLACEMENT.device)
     assert rows == [1, 1]
     assert all(
         torch.equal(plane[1:], old[1:]) for plane, old in zip(planes, before, strict=True)
@@ -55,7 +58,8 @@ def test_every_module_of_a_multi_layer_draft_runs() -> None:
     runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
     off = PhaseSwitch("none")
     target = node_graphs.prefill_graphs(runner, off, 8, 2, CaptureHiddenMode.FULL)
-    drafting = node_graphs.draft_prefill_graphs(draft.runner(draft_pool), draft.config, runner, off, 8)
+    plan = node_graphs.DraftPrefillPlan(runner, off, 8)
+    drafting = node_graphs.draft_module_graphs(draft.runner(draft_pool), draft.config, plan)
     forwards = [each.forward for each in drafting]
-    warm_up(target.forward, forwards, CaptureHiddenMode.FULL, PAGE, PLACEMENT.device)
+    warm_up(target.forward, MultiLayerPrefill(forwards, PAGE), PAGE, PLACEMENT.device)
     assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]

@@ -18,7 +18,7 @@ from common.engine.cuda_graph.node_graphs import PhasePlan
 from common.engine.cuda_graph.rules import Decision, Phase
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardOutput
-from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
+from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.kv_cache.relay_state import DraftShape, RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
@@ -26,14 +26,9 @@ from common.engine.model_runner import ModelRunner
 from common.engine.mtp_runner import MultiLayerRunner
 from common.engine.sampler import SampleOutput
 from common.engine.sampling_plan import sampling_variant
-from common.engine.serving_draft import AnyDraftRunner
 from common.messages.generation import SamplingParams
-from decode_node.speculative.drafters.drafter import Drafter
-from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter
-from decode_node.speculative.drafters.eagle_tree import TreeGrowth
-from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
-from decode_node.speculative.drafters.ngram import NgramDrafter
-from decode_node.speculative.drafters.standalone import StandaloneDrafter
+from decode_node.speculative.drafters.drafter import Drafter, DrafterSetup
+from decode_node.speculative.drafters.table import make_drafter
 from decode_node.speculative.rounds import RoundCall, Rounds
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Emitted, Verify
@@ -206,7 +201,7 @@ class RoundRig:
             assert self.table.take_row() == index + 1
             self.table.append(index + 1, 0, driver.pages[index])
 
-    def _place_draft(self, page_size: int) -> AnyDraftRunner | None:
+    def _place_draft(self, page_size: int) -> object:
         """The draft's KV of the prompts, and the relay rows that a hand-over would bring."""
         if self.kind.name in FORMATS:
             return self._place_modules(page_size)
@@ -273,20 +268,15 @@ class RoundRig:
         self.relay.write_draft(torch.arange(1, len(self.prompts) + 1, device=self.device), started)
         return runner
 
-    def _drafter(self, draft: AnyDraftRunner | None) -> Drafter:
-        kind = self.kind
-        if draft is None:
-            return NgramDrafter(self.rounds, kind.steps, max_texts=4)
-        if isinstance(draft, ModelRunner):
-            return StandaloneDrafter(draft, self.rounds, kind.steps)
-        if isinstance(draft, MultiLayerRunner):
+    def _drafter(self, draft: object) -> Drafter:
+        kind, config = self.kind, DRAFTS.get(self.kind.name)
+        if kind.name in FORMATS:
             config = mtp_config(kind.name, kind.steps)
-            return MultiLayerDrafter(draft, self.rounds, EagleDraftExtendInput.hidden_size_for(config))
-        growth = ChainGrowth(draft, kind.steps)
-        if kind.topk > 1:
-            growth = TreeGrowth(draft, kind.steps, kind.topk, kind.nodes)
-        width = EagleDraftExtendInput.hidden_size_for(DRAFTS[kind.name])
-        return EagleDrafter(draft, self.rounds, growth, width)
+        made = {"ngram": "ngram", "standalone": "standalone"}.get(
+            kind.name, "mtp" if kind.name in FORMATS else "eagle"
+        )
+        setup = DrafterSetup(draft, config, self.rounds, kind.steps, kind.topk, kind.nodes, 2)
+        return make_drafter(made, setup)
 
 
 @dataclass(frozen=True, slots=True)

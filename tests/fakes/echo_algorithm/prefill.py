@@ -1,0 +1,9 @@
+"""What a prefill node runs for it: nothing, since the drafts need no state."""
+
+from __future__ import annotations
+
+from prefill_node.draft import BuiltDraft, DraftSetup, NoDraft
+
+
+def no_draft(setup: DraftSetup) -> BuiltDraft:
+    return BuiltDraft(NoDraft())
