@@ -315,7 +315,9 @@ def run(
 
 def main() -> None:
     """The program behind deploy/eval."""
-    typer.run(run)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
+    app(prog_name="deploy/eval")
 
 
 if __name__ == "__main__":

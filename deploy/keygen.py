@@ -39,5 +39,5 @@ def main(
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
+    app.command(context_settings={"help_option_names": ["-h", "--help"]})(main)
+    app(prog_name="deploy/keygen")

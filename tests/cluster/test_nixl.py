@@ -30,7 +30,7 @@ def installed() -> bool:
     return True
 
 
-@pytest.mark.skipif(not installed(), reason="nixl is not installed (pip install 'tandem[nixl]')")
+@pytest.mark.skipif(not installed(), reason="nixl is not installed (pip install -e '.[nixl]')")
 async def test_tokens_are_right_and_a_killed_prefill_node_leaves_no_page(
     prompts: list[list[int]], reference: Reference, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def installed() -> bool:
 
 
 pytestmark = [
-    pytest.mark.skipif(not installed(), reason="nixl is not installed (pip install 'tandem[nixl]')"),
+    pytest.mark.skipif(not installed(), reason="nixl is not installed (pip install -e '.[nixl]')"),
     pytest.mark.filterwarnings("default"),
 ]
 ONE = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device")]

@@ -1,6 +1,6 @@
 """Handwritten digits of 8 by 8 pixels: scikit-learn's bundled set, kept beside this file: no download, no package.
 
-    python3 -m deploy.tiny_models.vision.digits      makes digits.png again (pip install tandem[models])
+    python3 -m deploy.tiny_models.vision.digits      makes digits.png again (pip install -e '.[models]' in the checkout)
 
 Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, CC BY 4.0.
 """

@@ -74,8 +74,8 @@ def load_library() -> Any:
             found.append(str(error))
     raise ConfigError(
         "transfer.transport",
-        "nixl is not installed here: pip install 'tandem[nixl]' on every host of a node (nixl-cu12 for a torch "
-        f"with CUDA 12), or write another transport ({'; '.join(found)})",
+        "nixl is not installed here: run `pip install -e '.[nixl]'` in the checkout on every host of a node, with the "
+        f"pip of its .venv (nixl-cu12 for a torch with CUDA 12), or write another transport ({'; '.join(found)})",
     )
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tests.architecture.source_tree import ROOT
 
+PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router", "deploy", "tests")
 APART = {"torch"}  # deploy/setup says why
 
 
@@ -34,7 +38,7 @@ def wanted() -> list[Requirement]:
     return [Requirement(each) for each in names]
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 def test_every_requirement_is_pinned_to_a_version_that_fits(python: str) -> None:
     environment = {"python_version": python, "python_full_version": f"{python}.0"}
     found = {
@@ -59,3 +63,53 @@ def test_every_pin_has_hashes_and_torch_is_not_among_them() -> None:
     assert len(pins()) > 60
     kept_out = re.compile(r"torch|nvidia-.*|cuda-.*")
     assert [pin.name for pin, _ in pins() if kept_out.fullmatch(pin.name)] == []
+
+
+def test_the_supported_versions_of_python_are_one_statement() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {each.rpartition(" ")[2] for each in project["classifiers"] if "Python :: 3" in each}
+    supported = SpecifierSet(project["requires-python"])
+    assert named == {f"3.{minor}" for minor in range(8, 20) if supported.contains(f"3.{minor}")}
+    assert "(3, 11) <= sys.version_info[:2] <= (3, 14)" in (ROOT / "deploy" / "setup").read_text()
+
+
+def test_the_name_is_not_the_strangers_package() -> None:
+    """`tandem` on PyPI is somebody else's: nothing in the tree may advise to install it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "tandem-serving"
+    files = [
+        path
+        for pattern in ("*.md", "docs/*.md", "deploy/**/*.yaml", "*/**/*.py", "deploy/*")
+        for path in ROOT.glob(pattern)
+        if path.is_file() and path != Path(__file__)
+    ]
+    advice = re.compile(r"install [^\n`]*['\" ]tandem\b")
+    found = [str(path) for path in files if advice.search(path.read_text(errors="replace"))]
+    assert len(files) > 300
+    assert found == []
+
+
+@pytest.mark.parametrize("minor", [11, 12, 13, 14])
+def test_every_file_fits_the_grammar_of_every_version(minor: int) -> None:
+    """Parsed with this interpreter's parser, held to the grammar of 3.11: later versions add to it and remove nothing.
+
+    Names that 3.13 and 3.14 removed from the standard library are looked for, too.
+    """
+    removed = {
+        "cgi",
+        "crypt",
+        "imghdr",
+        "pipes",
+        "telnetlib",
+        "nntplib",
+        "distutils",
+        "imp",
+        "asyncore",
+        "asynchat",
+    }
+    for path in (each for top in PACKAGES for each in (ROOT / top).rglob("*.py")):
+        tree = ast.parse(path.read_text(), str(path), feature_version=(3, min(minor, 11)))
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.partition(".")[0] for name in names} & removed, path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_an_environment_of_another_checkout_is_left_alone(tmp_path: Path, there:
     packages = environment / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
     other = tmp_path / "other"
-    (packages / "_editable_impl_tandem.pth").write_text(f"{other}\n{other}")
+    (packages / "_editable_impl_tandem_serving.pth").write_text(f"{other}\n{other}")
     (deploy.parent / ".venv").symlink_to(environment)
     if there:
         other.mkdir()
@@ -95,3 +96,109 @@ def _run(script: Path, **named: str) -> list[str]:
         timeout=PATIENCE,
     )
     return ran.stdout.splitlines()
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize(
+    "script", ["setup", "check", "lock", "launch_router", "launch_prefill", "launch_decode"]
+)
+def test_help_speaks_of_the_script_and_runs_nothing(tmp_path: Path, script: str, flag: str) -> None:
+    """In a copy where nothing else is: what is run would fail."""
+    (tmp_path / "deploy").mkdir()
+    shutil.copy2(DEPLOY / script, tmp_path / "deploy" / script)
+    shown = subprocess.run(
+        [tmp_path / "deploy" / script, flag], capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
+    assert shown.stdout.startswith(f"usage: deploy/{script} ")
+    assert shown.stderr == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["deploy"]
+
+
+@pytest.mark.parametrize("module", ["keygen", "api_key", "eval_cli"])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_of_python_commands_speaks_of_the_script(module: str, flag: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", f"deploy.{module}", flag],
+        cwd=DEPLOY.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
+    )
+    assert f"Usage: deploy/{module.removesuffix('_cli')} [OPTIONS]" in shown.stdout
+
+
+# -- deploy/setup ------------------------------------------------------------------------------------------------
+
+
+class Fresh:
+    """A checkout without .venv, on a PATH with one Python and, if asked for, uv; both only write down what is asked."""
+
+    def __init__(self, tmp_path: Path, uv: bool, answers: bool) -> None:
+        self.root, self.bin, self.asked = tmp_path / "checkout", tmp_path / "bin", tmp_path / "asked"
+        (self.root / "deploy").mkdir(parents=True)
+        shutil.copy2(DEPLOY / "setup", self.root / "deploy" / "setup")
+        for name in ("pyproject.toml", "requirements.lock"):
+            (self.root / name).touch()
+        note = f'echo "$(basename "$0") $*" >> "{self.asked}"'
+        fake = f"""{note}
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    "venv "*) mkdir -p "${{@: -1}}/bin"; cp "{self.bin}/python3.12" "${{@: -1}}/bin/python" ;;
+    *urlopen*) exit {0 if answers else 1} ;;
+    *importlib.metadata*) echo 2.13.0+cpu ;;
+esac"""
+        _script(self.bin / "python3.12", fake)
+        if uv:
+            _script(self.bin / "uv", fake)
+
+    def run(self, **named: str) -> tuple[str, list[str]]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("TANDEM_", "UV_"))}
+        path = f"{self.bin}:/usr/bin:/bin"
+        ran = subprocess.run(
+            [self.root / "deploy" / "setup"],
+            env={**kept, "PATH": path, **named},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PATIENCE,
+        )
+        return ran.stderr, self.asked.read_text().splitlines() if self.asked.exists() else []
+
+
+NO_GPU = pytest.mark.skipif(
+    any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists(),
+    reason="this machine has an NVIDIA GPU",
+)
+
+
+def torch_line(asked: list[str]) -> str:
+    return next(line for line in asked if "install" in line and line.endswith("torch==2.13.0"))
+
+
+@NO_GPU
+@pytest.mark.parametrize("uv", [False, True])
+def test_without_a_gpu_the_cpu_build_is_taken_and_said(tmp_path: Path, uv: bool) -> None:
+    fresh = Fresh(tmp_path, uv, answers=True)
+    said, asked = fresh.run()
+    assert "no NVIDIA GPU here: torch is the CPU build from https://download.pytorch.org/whl/cpu" in said
+    assert "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0" in torch_line(asked)
+    assert torch_line(asked).startswith("uv pip install" if uv else "python -m pip install")
+    assert (fresh.root / ".venv" / ".tandem").exists()
+    fresh.asked.unlink()
+    assert fresh.run() == ("", [])  # up to date
+
+
+@NO_GPU
+def test_where_its_index_does_not_answer_the_default_build_is_taken_and_said(tmp_path: Path) -> None:
+    said, asked = Fresh(tmp_path, uv=False, answers=False).run()
+    assert "does not answer: torch is the default build" in said
+    assert "--index-url" not in torch_line(asked)
+
+
+@pytest.mark.parametrize("index", ["", "https://example.test/simple"])
+def test_an_index_that_is_named_is_taken(tmp_path: Path, index: str) -> None:
+    said, asked = Fresh(tmp_path, uv=False, answers=True).run(TANDEM_TORCH_INDEX=index)
+    assert "NVIDIA" not in said
+    assert ("--index-url" in torch_line(asked)) is bool(index)
+    assert index in torch_line(asked)

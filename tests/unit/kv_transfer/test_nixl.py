@@ -424,7 +424,7 @@ def test_start_up_refuses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_load_cu13", missing("nixl_cu13"))
     monkeypatch.setattr(nixl_agent, "_load_cu12", missing("nixl_cu12"))
     with pytest.raises(
-        ConfigError, match=r"nixl is not installed here: pip install 'tandem\[nixl\]'.*nixl_cu12"
+        ConfigError, match=r"nixl is not installed here: run `pip install -e '.\[nixl\]'.*nixl_cu12"
     ):
         NixlSender("0a" * 16, "lo", LIMITS)
     with pytest.raises(ConfigError, match="nixl is not installed here"):
