@@ -18,10 +18,10 @@ import pytest
 from tests.chaos import namespaces
 from tests.cluster.harness import ROOT
 
-SMALL = ["--prefill", "1", "--decode", "1", "--no-images", "--no-batches", "--seed", "3", "--give-up", "30"]
+SMALL = ["--prefill", "1", "--decode", "1", "--no-images", "--no-batches", "--seed", "3"]
 DIRECTED = {
-    "R1": ["--kinds", "restart", "--faults", "3", "--minutes", "0.4", "--clients", "1"],
-    "R2": ["--kinds", "reset,cut,swallow", "--links", "peer", "--faults", "40", "--minutes", "0.5"],
+    "R1": ["--kinds", "restart", "--faults", "3", "--minutes", "0.3", "--clients", "1"],
+    "R2": ["--kinds", "reset,cut,swallow", "--links", "peer", "--faults", "30", "--minutes", "0.4"],
 }
 
 pytestmark = pytest.mark.timeout(900)
@@ -43,9 +43,10 @@ def run(directory: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
 
 @pytest.mark.parametrize("mend", DIRECTED)
 def test_without_a_mend_requests_hang(mend: str, tmp_path: Path) -> None:
-    status, result, said = run(tmp_path, *DIRECTED[mend], "--undo", mend)
+    status, result, said = run(tmp_path, *DIRECTED[mend], "--undo", mend, "--give-up", "20")
     assert status == 1, said
-    assert result["violations"].get("I4"), said
+    # a hang, or an answer that had not ended when its client left: a busy machine's delays are no hangs
+    assert {"I3", "I4"} & set(result["violations"]), said
 
 
 @pytest.mark.parametrize("mend", DIRECTED)
