@@ -151,7 +151,7 @@ class Injector:
         await asyncio.to_thread(cluster.processes[name].wait)
         launched = time.monotonic()
         cluster.launch(name)
-        await self._returned(name, START_SECONDS)
+        await self._returned(name, START_SECONDS, fault)
         self.restarts.append(time.monotonic() - launched)
         cluster.timeline.end(fault.name)
 
@@ -169,7 +169,7 @@ class Injector:
             await asyncio.to_thread(cluster.processes[name].wait)
             cluster.launch(name)
             group.create_task(self.load.burst(BURST_SECONDS, BURST_INTERVAL))
-            await self._returned(name, START_SECONDS)
+            await self._returned(name, START_SECONDS, fault)
             cluster.timeline.end(fault.name)
             self._reserved.discard(name)
             for number in range(RESETS):
@@ -205,7 +205,7 @@ class Injector:
             cluster.not_recovered.append(f"{fault.target} ended with {status} after SIGTERM, not with 0")
         await asyncio.sleep(fault.seconds)
         cluster.launch(fault.target)
-        await self._returned(fault.target, START_SECONDS)
+        await self._returned(fault.target, START_SECONDS, fault)
         cluster.timeline.end(fault.name)
 
     async def _after_stop(self, fault: Fault, pid: int, since: float) -> None:
@@ -215,20 +215,25 @@ class Injector:
         await asyncio.sleep(max(0.0, since + fault.seconds - time.monotonic()))
         cluster.signal(name, signal.SIGCONT)
         await asyncio.sleep(0.3)  # what it last said of itself must not count as recovery
-        await self._returned(name, ABSENT_SECONDS)
+        await self._returned(name, ABSENT_SECONDS, fault)
         cluster.timeline.end(fault.name)
 
-    async def _returned(self, name: str, seconds: float) -> None:
-        """Until the router lists the process. One that does not come back by itself is noted and started again."""
-        cluster = self.cluster
+    async def _returned(self, name: str, seconds: float, fault: Fault) -> None:
+        """Until the router lists the process. One that does not come back by itself is noted and started again.
+
+        Neither the time while another fault holds what it needs counts, nor that in which the machine ran others.
+        """
+        cluster, since = self.cluster, time.monotonic()
         while True:
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(1.0):
                     await cluster.wait_up(name)
                 return
             except TimeoutError:
                 pass
-            if cluster.timeline.impaired & {"router", link_name("router", name)}:
+            if cluster.timeline.held_by_others(fault.name) & {"router", name, link_name("router", name)}:
+                since = time.monotonic()
+            if time.monotonic() - since - cluster.timeline.starved_since(since) < seconds:
                 continue
             pid = cluster.processes[name].pid
             cluster.not_recovered.append(
@@ -238,7 +243,7 @@ class Injector:
             cluster.end_process(name)
             await asyncio.to_thread(cluster.processes[name].wait)
             cluster.launch(name)
-            seconds = START_SECONDS
+            since, seconds = time.monotonic(), START_SECONDS
 
     async def _detected(self, fault: Fault, pid: int, since: float) -> None:
         """Note how long the router listed the node; longer than any bound is left to the checker."""
@@ -267,7 +272,7 @@ class Injector:
         self.cluster.timeline.end(fault.name)
         if link.kind == "control":
             self._reserved.discard(fault.target)
-            await self._returned(fault.target.removeprefix("router-"), ABSENT_SECONDS)
+            await self._returned(fault.target.removeprefix("router-"), ABSENT_SECONDS, fault)
 
     async def _last(self, fault: Fault, conditions: Sequence[Conditions]) -> None:
         until = time.monotonic() + fault.seconds

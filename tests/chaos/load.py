@@ -66,6 +66,7 @@ class Load:
         self._cases = cases
         self._seed = seed
         self._clients = clients
+        self._timeouts: dict[str, asyncio.Timeout] = {}
         self._rng = random.Random(f"{seed}/bursts")
         self._numbered = 0
         self._stopping = False
@@ -176,15 +177,24 @@ class Load:
                         self._complete(exchange, await response.json())
         except TimeoutError:
             exchange.left = exchange.behaviour == "leaves"
-            exchange.broken = "" if exchange.left else f"no end after {self._give_up:g} s"
+            exchange.broken = "" if exchange.left else f"nothing for {self._give_up:g} s"
         except (aiohttp.ClientError, OSError, json.JSONDecodeError) as error:
             exchange.broken = repr(error)
         exchange.ended = time.monotonic()
         del self.open[exchange.request_id]
+        self._timeouts.pop(exchange.request_id, None)
         self.observe(exchange)
+
+    def _patience(self, exchange: Exchange) -> float:
+        """Seconds until the client leaves: without anything, or in all where it hears of the whole answer only."""
+        if exchange.streamed:
+            return self._give_up
+        return exchange.leaves_after if exchange.behaviour == "leaves" else 2 * self._give_up
 
     def _progress(self, exchange: Exchange) -> None:
         exchange.progress.append(time.monotonic())
+        if exchange.streamed and exchange.request_id in self._timeouts:
+            self._timeouts[exchange.request_id].reschedule(asyncio.get_running_loop().time() + self._give_up)
         self.observe(exchange)
 
     def _refused(self, exchange: Exchange, text: str) -> None:

@@ -28,6 +28,15 @@ class Timeline:
         del self._open[fault]
         self.note("end", fault=fault, **fields)
 
+    def held_by_others(self, fault: str) -> set[str]:
+        """Parts that some other fault holds now."""
+        return {part for name, parts in self._open.items() if name != fault for part in parts}
+
+    def starved_since(self, since: float) -> float:
+        """Seconds from then on in which the machine did not run what was ready."""
+        notes = [note for note in self.notes if note["event"] == "starved" and note["since"] >= since]
+        return float(sum(note["seconds"] for note in notes))
+
     @property
     def impaired(self) -> set[str]:
         """Parts that some fault holds now."""
