@@ -161,12 +161,8 @@ class Load:
             body = {**case.body, "stream": exchange.streamed}
             body["max_tokens"] = exchange.limit or body["max_tokens"]
             headers = {"X-Request-Id": exchange.request_id}
-            limit = (
-                self._give_up
-                if exchange.streamed or exchange.behaviour != "leaves"
-                else exchange.leaves_after
-            )
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(self._patience(exchange)) as timeout:
+                self._timeouts[exchange.request_id] = timeout
                 async with client.session.post(f"/v1/{case.path}", json=body, headers=headers) as response:
                     exchange.status = response.status
                     if response.status != 200:
