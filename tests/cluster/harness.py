@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -12,7 +13,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,17 @@ ENV = {
 }
 
 PATIENT_TRANSFER = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_timeout": 600.0}
+
+
+def with_children(process: Path) -> Iterator[Path]:
+    """Yield a process's directory in /proc, and those of its descendants."""
+    yield process
+    children: list[str] = []
+    for each in process.glob("task/*/children"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            children += each.read_text().split()
+    for child in children:
+        yield from with_children(process.with_name(child))
 
 
 def hold_port() -> socket.socket:
@@ -163,9 +175,14 @@ class RunningCluster:
             )
 
     def listens_at(self, name: str) -> set[tuple[str, int]]:
-        """(address, port) of every TCP socket of the process that takes connections, as the kernel says."""
+        """(address, port) of every TCP socket of the process and its children that takes connections."""
         directory = Path(f"/proc/{self.processes[name].pid}")
-        inodes = {os.readlink(each) for each in (directory / "fd").iterdir() if each.is_symlink()}
+        inodes = {
+            os.readlink(each)
+            for process in with_children(directory)
+            for each in (process / "fd").iterdir()
+            if each.is_symlink()
+        }
         found = set()
         for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
             for line in (directory / "net" / table).read_text().splitlines()[1:]:

@@ -31,8 +31,8 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(3, 700) for _ in range(length)]
 
 
-async def first_event(response: aiohttp.ClientResponse) -> None:
-    """Read until the first token's event."""
+async def next_event(response: aiohttp.ClientResponse) -> None:
+    """Read the next event: a token."""
     async for line in response.content:
         if line.startswith(b"data: "):
             return
@@ -71,10 +71,10 @@ async def test_killed_node_is_replaced_by_another(victim: str, tmp_path: Path, r
 async def _drain(
     cluster: RunningCluster, client: Client, name: str, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """Rows 26 and 27 of RELIABILITY.md: a node that is told to end under load fails no request and ends well."""
+    """A node that is told to end under load fails no request and ends well."""
     running = [asyncio.create_task(client.complete(prompt, 60)) for prompt in prompts]
     async with client.session.post("/v1/completions", json=streaming(prompts[0], 400)) as response:
-        await first_event(response)
+        await next_event(response)
         cluster.kill(name, signal.SIGTERM)
         assert "[DONE]" in await response.text()
     running += [asyncio.create_task(client.complete(prompt, 60)) for prompt in prompts]
@@ -86,11 +86,14 @@ async def _drain(
 
 
 async def test_last_node_of_a_role_killed_gives_an_error_at_once(tmp_path: Path) -> None:
-    """Nothing to continue on: an SSE error without [DONE] for streams, 503 with Retry-After for new requests."""
+    """Nothing to continue on: an SSE error without [DONE] for streams, 503 with Retry-After for new requests.
+
+    No decode node computes prompts where the prefill node is missing: answers that have left it go on.
+    """
     config = {"router": {"placement_wait": 0.5}}
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
         async with client.session.post("/v1/completions", json=streaming(prompt_of(50, 1), 4000)) as response:
-            await first_event(response)
+            await next_event(response)
             cluster.kill("decode-0")
             rest = await response.text()
         assert "[DONE]" not in rest
@@ -105,7 +108,21 @@ async def test_last_node_of_a_role_killed_gives_an_error_at_once(tmp_path: Path)
         await client.wait_idle()
         cluster.launch("decode-0")
         await cluster.wait_nodes()
-        await client.complete(prompt_of(50, 1), 5)
+        async with client.session.post("/v1/completions", json=streaming(prompt_of(50, 1), 300)) as response:
+            for _ in range(3):
+                await next_event(response)  # the third one comes from the decode node
+            cluster.kill("prefill-0")
+            await client.gone("prefill-0")
+            assert "[DONE]" in await response.text()
+        async with client.session.post("/v1/completions", json=streaming([5, 6])) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"]
+        async with client.session.get("/ready") as response:
+            assert response.status == 503
+            assert "no prefill node" in (await response.json())["reason"]
+        async with client.session.get("/metrics") as response:
+            refused = 'tandem_requests_refused_without_node_total{role="prefill"} '
+            assert refused in await response.text()
         await client.wait_idle()
 
 
@@ -115,7 +132,7 @@ async def test_killed_router_frees_the_nodes_and_a_new_one_finds_them(tmp_path: 
             async with client.session.post(
                 "/v1/completions", json=streaming(prompt_of(300, 2), 3700)
             ) as response:
-                await first_event(response)
+                await next_event(response)
                 cluster.kill("router")
                 with pytest.raises(aiohttp.ClientError):
                     await response.text()
