@@ -13,7 +13,8 @@ import torch
 import zmq
 
 from common.config import Cluster, DecodeNode, Resolved
-from common.config.run_directory import event_directory
+from common.config.node_plan import node_plan
+from common.config.run_directory import control_address, event_directory
 from common.config.schema import Speculation
 from common.config.transport_choice import choose_transport
 from common.engine import graph_start
@@ -29,7 +30,7 @@ from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
 from common.engine.rotary_places import rotary_places
 from common.engine.serving_link import serving_link
-from common.engine.serving_model import ServingModel, load_serving_model, page_space, pool_wish
+from common.engine.serving_model import ServingModel, load_serving_model, page_space
 from common.engine.stopwatch import stopwatch_for
 from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
@@ -56,7 +57,7 @@ from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAccept
 from decode_node.speculative.verify import Verify
 from decode_node.speculative.width_policy import WidthPolicy, batches_of, slots_up_to
 from decode_node.step import AutoregressiveStep, DecodeStep
-from kv_transfer.from_config import transfer_limits
+from kv_transfer.from_plan import transfer_limits
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region
@@ -102,23 +103,16 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     cluster = resolved.cluster
     section, own = cluster.decode, cluster.decode_node(name)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
-    served = load_serving_model(
-        resolved.model_path,
-        cluster,
-        own.device,
-        pool_wish("decode", section, own.device),
-        section.max_running,
-        reporter,
-        log,
-        resolved.draft_path,
-    )
+    address = control_address(resolved)
+    plan = node_plan(cluster, "decode", name, resolved.model_path, resolved.draft_path, address)
+    served = load_serving_model(plan, reporter, log)
     reporter.report("allocating")
     device, carried = served.placement.device, served.draft_shape
     relay = RelayState.allocate(section.max_running, served.config.vocab_size, device, carried)
     trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
     served = graph_start.sized(served, lambda: _forwards(cluster, served, relay, trial).graphs)
     incarnation = new_incarnation()
-    limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
+    limits = transfer_limits(plan, served.max_model_len, carried.topk, carried.hidden_bytes)
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved, name)
     endpoint = _endpoint(cluster, own, device, incarnation, limits, security)
@@ -129,17 +123,16 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     record_slots = 2 * section.max_transferring  # on the way, and as many again in quarantine
     receiver = Receiver(incarnation, name, endpoint, layout, time.monotonic, limits, record_slots)
     poller = zmq.Poller()
-    space = page_space(cluster, served, section.prefix_cache)
+    space = page_space(served, section.prefix_cache)
     reporter.report("capturing")
     graph_start.capture(served, forwards.graphs, log)
     link = serving_link(
         context,
-        resolved,
+        plan,
         NodeRef(name=name, role="decode", incarnation=incarnation),
         new_incarnation(),
         served,
         layout.total_bytes,
-        section.max_running,
         forwards.graphs,
         decode_inbox.codec,
         security,

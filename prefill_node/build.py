@@ -12,6 +12,7 @@ import torch
 import zmq
 
 from common.config import Cluster, Resolved
+from common.config.node_plan import node_plan
 from common.config.run_directory import control_address, event_directory, peer_address
 from common.config.schema import PrefillSection
 from common.config.transport_choice import choose_layers, choose_transport
@@ -32,7 +33,7 @@ from common.engine.ops.triton_kernel import report_compilations
 from common.engine.overlap import completion_for
 from common.engine.rotary_places import rotary_places
 from common.engine.serving_link import serving_link
-from common.engine.serving_model import ServingModel, load_serving_model, page_space, pool_wish
+from common.engine.serving_model import ServingModel, load_serving_model, page_space
 from common.errors import ConfigError
 from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind
 from common.ipc.from_config import link_security
@@ -44,7 +45,7 @@ from common.model_manifest import check_manifests
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
-from kv_transfer.from_config import transfer_limits
+from kv_transfer.from_plan import transfer_limits
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderSetup
 from kv_transfer.transport.cuda.pool_memory import as_memory
@@ -108,16 +109,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     security = link_security(context, resolved, name)
     check_bind(address, f"prefill.nodes[{name}].peer_address", security)
     bodies = _bodies(section, own.device)
-    served = load_serving_model(
-        resolved.model_path,
-        cluster,
-        own.device,
-        pool_wish("prefill", section, own.device),
-        section.max_batch,
-        reporter,
-        log,
-        resolved.draft_path,
-    )
+    router = control_address(resolved)
+    plan = node_plan(cluster, "prefill", name, resolved.model_path, resolved.draft_path, router)
+    served = load_serving_model(plan, reporter, log)
     incarnation = new_incarnation()
     link_secret = new_incarnation()
     images = control_link_id(name, incarnation, link_secret, image_inbox.LINK).encode()
@@ -125,7 +119,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         resolved.model_path,
         served.model,
         served.placement,
-        lambda: Dealer(context, control_address(resolved), images, ROUTER_NAME, security, IMAGES_QUEUED),
+        lambda: Dealer(context, router, images, ROUTER_NAME, security, IMAGES_QUEUED),
         section.image_bytes,
         cluster.router.images.max_pixels,
         log,
@@ -136,7 +130,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     forwards = _forwards(cluster, served, sight, bodies)
     seeing = forwards.seeing
     layout, carried = forwards.layout, served.draft_shape
-    limits = transfer_limits(cluster, served.max_model_len, carried.topk, carried.hidden_bytes)
+    limits = transfer_limits(plan, served.max_model_len, carried.topk, carried.hidden_bytes)
     kind = choose_transport(cluster)
     endpoint = make_sender(kind.sender, SenderSetup(incarnation, kind.read(cluster.transfer), limits))
     endpoint.register(layout, as_memory(forwards.runner.pool.storage))
@@ -163,12 +157,11 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     link = serving_link(
         context,
-        resolved,
+        plan,
         NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address),
         link_secret,
         served,
         layout.total_bytes,
-        section.max_batch,
         forwards.graphs,
         prefill_inbox.codec,
         security,
@@ -184,7 +177,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         link,
         peers,
         sender,
-        page_space(cluster, served, section.prefix_cache),
+        page_space(served, section.prefix_cache),
         step,
         _sending(forwards.signalled, sender, peers, cluster.kv.page_size),
         seeing.images,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import ConfigError
+from common.node_plan import PoolWish
 from common.safetensors_header import FLOATS, WeightFile
 
 GIB = 1 << 30
@@ -43,21 +44,6 @@ class MemoryPlan:
             + (f" + cache of images {_gib(self.images)}" if self.images else "")
             + f" = {_gib(self.total)}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PoolWish:
-    """How large a node's KV pool is to be: so many tokens, or what the node's share of its GPU leaves (None)."""
-
-    tokens: int | None
-    fraction: float
-    section: str  # of the config: prefill or decode
-    sees: bool = False  # where the model has a vision part, this node runs it
-    image_bytes: int = 0  # for a cache of what comes out of it
-
-    @property
-    def key(self) -> str:
-        return f"{self.section}.{'memory_fraction' if self.tokens is None else 'pool_tokens'}"
 
 
 def plan_pool(total: int, plan: MemoryPlan, wish: PoolWish, page_bytes: int) -> int:

@@ -8,9 +8,6 @@ from typing import Any, TypeVar
 
 import zmq
 
-from common.config import Resolved
-from common.config.run_directory import control_address
-from common.config.transport_choice import choose_layers, choose_transport
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.serving_model import ServingModel
@@ -19,6 +16,7 @@ from common.ipc.router_link import RouterLink
 from common.messages.identity import NodeRef
 from common.messages.router_inbox import Register
 from common.messages.wire import InboxCodec
+from common.node_plan import NodePlan
 from common.observability.logs import Log
 
 M = TypeVar("M")
@@ -26,12 +24,11 @@ M = TypeVar("M")
 
 def serving_link(
     context: zmq.Context[zmq.Socket[bytes]],
-    resolved: Resolved,
+    plan: NodePlan,
     node: NodeRef,
     link_secret: str,
     served: ServingModel,
     pool_bytes: int,
-    max_requests: int,
     graphs: Sequence[NodeGraphs[Any]],
     codec: InboxCodec[M],
     security: LinkSecurity,
@@ -42,10 +39,8 @@ def serving_link(
     Args:
         link_secret: random; see control_link_id.
         pool_bytes: of KV, target and draft.
-        max_requests: rows of sampling state.
         codec: the inbox of the node's role.
     """
-    cluster = resolved.cluster
     register = Register(
         node=node,
         link_secret=link_secret,
@@ -53,21 +48,21 @@ def serving_link(
         pid=os.getpid(),
         model_fingerprint=served.fingerprint,
         max_model_len=served.max_model_len,
-        page_size=cluster.kv.page_size,
+        page_size=plan.page_size,
         total_pages=served.num_pages - 1,
         effective_config={
-            **served.describe(pool_bytes, choose_transport(cluster).name, max_requests),
-            "transfer_layers": choose_layers(cluster),
+            **served.describe(pool_bytes, plan.transfer.transport, plan.max_rows),
+            "transfer_layers": plan.transfer.layers,
         },
         graphs=tuple(node_graphs.report(each) for each in graphs),
     )
     return RouterLink(
         context,
-        control_address(resolved),
+        plan.router.address,
         register,
         codec,
-        cluster.health.heartbeat_interval,
-        cluster.health.router_timeout,
+        plan.router.heartbeat_interval,
+        plan.router.timeout,
         log,
         security=security,
     )

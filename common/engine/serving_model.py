@@ -7,9 +7,6 @@ from pathlib import Path
 
 import torch
 
-from common.config import Cluster
-from common.config.schema import DecodeSection, PrefillSection
-from common.config.transport_choice import choose_layers
 from common.draft_config import DraftConfig, lookahead_for, with_steps
 from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.encoder_memory import encoder_bytes
@@ -19,7 +16,6 @@ from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import adjustment_bytes
 from common.engine.memory import (
     MemoryPlan,
-    PoolWish,
     check_host_pool,
     check_memory,
     check_share,
@@ -38,6 +34,7 @@ from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.messages.router_inbox import ConfigValue
 from common.model_config import ModelConfig, model_fingerprint
 from common.model_files import read_weight_files
+from common.node_plan import NodePlan, PoolWish
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.speculation.directory import load_draft_config
@@ -131,49 +128,34 @@ class ServingModel:
         }
 
 
-def load_serving_model(
-    path: Path,
-    cluster: Cluster,
-    device_name: str,
-    wish: PoolWish,
-    max_rows: int,
-    reporter: StartupReporter,
-    log: Log,
-    draft_path: Path | None = None,
-) -> ServingModel:
+def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> ServingModel:
     """Load weights with progress. Raises ModelError, or ConfigError where the config does not fit the model.
 
     On a GPU with a pool for a trial of the graphs; `graph_start.sized` gives it the one it serves with.
-
-    Args:
-        max_rows: requests in one step of this node, for what sampling keeps of each.
     """
-    choose_layers(cluster)  # raises where these nodes cannot give each other pages, or not in this way
-    device = _device(device_name)
-    draft_config = _draft_config(cluster, draft_path, path)
-    spec = _pool_spec(path, cluster, device, draft_config)
-    plan, others = _check_memory(
-        path, cluster, device, wish, max_rows, spec, draft_path if draft_config else None
-    )
-    if device.type == "cpu" and cluster.process.threads:
-        torch.set_num_threads(cluster.process.threads)
+    path, device, wish = Path(plan.model.path), _device(plan.device), plan.pool
+    draft_config = _draft_config(plan)
+    spec = _pool_spec(plan, device, draft_config)
+    memory, others = _check_memory(plan, device, spec)
+    if device.type == "cpu" and plan.threads:
+        torch.set_num_threads(plan.threads)
     fingerprint = model_fingerprint(path)
     reporter.report("loading", 0, 1)
     model, config = load_model(
         path,
-        cluster.model.dtype,
+        plan.model.dtype,
         device,
         lambda done, total: reporter.report("loading", done, total),
         () if draft_config is None else draft_config.aux_layers,
     )
-    placement = Placement(resolve_dtype(cluster.model.dtype, config.dtype, device), device)
-    wanted = cluster.model.max_model_len
+    placement = Placement(resolve_dtype(plan.model.dtype, config.dtype, device), device)
+    wanted = plan.model.max_model_len
     if wanted is not None and wanted > config.max_position_embeddings:
         raise ConfigError(
             "model.max_model_len",
             f"{wanted} is more than the model's {config.max_position_embeddings} positions",
         )
-    page_size, longest = cluster.kv.page_size, wanted or config.max_position_embeddings
+    page_size, longest = plan.page_size, wanted or config.max_position_embeddings
     num_pages = TRIAL_PAGES
     if wish.tokens is not None:
         if device.type == "cpu":
@@ -182,49 +164,43 @@ def load_serving_model(
         if not longest:
             raise ConfigError(wish.key, f"{wish.tokens} tokens are less than one page of {page_size}")
     draft = None
-    if draft_config is not None and draft_path is not None:
+    speculation = plan.speculation
+    if draft_config is not None and speculation.draft_path is not None:
+        draft_path = Path(speculation.draft_path)
         draft = load_serving_draft(
-            draft_path, draft_config, cluster.speculation.steps, cluster.speculation.topk, model, placement
+            draft_path, draft_config, speculation.steps, speculation.topk, model, placement
         )
         log.info("draft loaded", path=str(draft_path), **draft.describe())
     served = ServingModel(
-        model, config, placement, fingerprint, spec, num_pages, longest, wish, plan, draft, others
+        model, config, placement, fingerprint, spec, num_pages, longest, wish, memory, draft, others
     )
     if device.type == "cpu":
         check_host_pool(num_pages * spec.page_bytes, spec.token_bytes, wish.key)
     return served
 
 
-def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolWish:
-    """What `section`, called `name`, asks for on a device."""
-    tokens: int | None = None
-    if section.pool_tokens != "auto":
-        tokens = section.pool_tokens
-    elif device_name == "cpu":
-        tokens = section.CPU_POOL_TOKENS
-    return PoolWish(tokens, section.memory_fraction, name, section.sees, section.image_bytes)
-
-
-def page_space(cluster: Cluster, served: ServingModel, prefix_cache: bool) -> PageSpace:
+def page_space(served: ServingModel, prefix_cache: bool) -> PageSpace:
     """Page bookkeeping; prefix caching off is a cache that never matches."""
-    size = cluster.kv.page_size
+    size = served.page_size
     cache = RadixCache(size) if prefix_cache else NoPrefixCache()
     lookahead = 0 if served.draft is None else lookahead_for(served.draft.config)
     return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead))
 
 
-def _draft_config(cluster: Cluster, draft_path: Path | None, target: Path) -> DraftConfig | None:
-    if draft_path is None:
+def _draft_config(plan: NodePlan) -> DraftConfig | None:
+    speculation = plan.speculation
+    if speculation.draft_path is None:
         return None
-    draft = load_draft_config(draft_path, cluster.speculation.algorithm, ModelConfig.load(target))
-    return with_steps(draft, cluster.speculation.steps)
+    target = ModelConfig.load(plan.model.path)
+    draft = load_draft_config(speculation.draft_path, speculation.algorithm, target)
+    return with_steps(draft, speculation.steps)
 
 
-def _pool_spec(path: Path, cluster: Cluster, device: torch.device, draft: DraftConfig | None) -> PoolSpec:
+def _pool_spec(plan: NodePlan, device: torch.device, draft: DraftConfig | None) -> PoolSpec:
     """What the models keep, by their configs alone: memory is checked before weights are loaded."""
-    config = ModelConfig.load(path)
-    dtype = str(resolve_dtype(cluster.model.dtype, config.dtype, device)).removeprefix("torch.")
-    return pool_spec(config, None if draft is None else draft.model, cluster.kv.page_size, dtype)
+    config = ModelConfig.load(plan.model.path)
+    dtype = str(resolve_dtype(plan.model.dtype, config.dtype, device)).removeprefix("torch.")
+    return pool_spec(config, None if draft is None else draft.model, plan.page_size, dtype)
 
 
 def _device(name: str) -> torch.device:
@@ -254,55 +230,40 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _check_memory(
-    path: Path,
-    cluster: Cluster,
-    device: torch.device,
-    wish: PoolWish,
-    max_rows: int,
-    spec: PoolSpec,
-    draft: Path | None,
-) -> tuple[MemoryPlan, int]:
+def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple[MemoryPlan, int]:
     """What the node takes of its GPU beside pool and graphs, and bytes that other nodes take there; 0 on a CPU.
 
     Raises ConfigError where this node, or all nodes of the cluster on this GPU, do not fit on it.
     """
     if device.type != "cuda":
         return MemoryPlan(0, 0, 0), 0
+    path, wish, draft = Path(plan.model.path), plan.pool, plan.speculation.draft_path
     config = ModelConfig.load(path)
-    dtype = resolve_dtype(cluster.model.dtype, config.dtype, device)
+    dtype = resolve_dtype(plan.model.dtype, config.dtype, device)
     layout = checkpoint_layout(config, path)
-    files = [read_weight_files(each) for each in {path, draft or path}]
+    files = [read_weight_files(each) for each in {path, Path(draft or path)}]
     names = (str(device), "cuda") if device.index == 0 else (str(device),)
 
     def taken(wished: PoolWish, rows: int) -> tuple[MemoryPlan, int]:
         """(the plan with an empty pool, bytes in all)"""
         without = () if wished.sees else layout.vision_prefixes
-        plan = MemoryPlan(
+        memory = MemoryPlan(
             weights=sum(weight_bytes(each, dtype, without) for each in files),
             pool=0,
             sampling=adjustment_bytes(rows, config.vocab_size),
         )
         if config.vision is not None and wished.sees:
             encoder = encoder_bytes(config.vision, config.hidden_size, dtype)
-            plan = replace(plan, images=wished.image_bytes, encoder=encoder)
+            memory = replace(memory, images=wished.image_bytes, encoder=encoder)
         if wished.tokens is None:
-            return plan, int(torch.cuda.mem_get_info(device)[1] * wished.fraction)
-        return plan, plan.total + (wished.tokens + spec.page_size) * spec.token_bytes
+            return memory, int(torch.cuda.mem_get_info(device)[1] * wished.fraction)
+        return memory, memory.total + (wished.tokens + spec.page_size) * spec.token_bytes
 
-    there = [
-        taken(pool_wish(name, section, node.device), rows)[1]
-        for name, section, rows in (
-            ("prefill", cluster.prefill, cluster.prefill.max_batch),
-            ("decode", cluster.decode, cluster.decode.max_running),
-        )
-        for node in section.nodes
-        if node.device in names
-    ]
-    plan, own = taken(wish, max_rows)
+    there = [taken(each.pool, each.max_rows)[1] for each in plan.shares if each.device in names]
+    memory, own = taken(wish, plan.max_rows)
     beside = sum(there) - own
     if wish.tokens is None:
-        check_share(device, plan, beside, wish, spec.page_bytes)
+        check_share(device, memory, beside, wish, spec.page_bytes)
     else:
-        check_memory(device, replace(plan, pool=own - plan.total), beside, wish.key, spec.token_bytes)
-    return plan, beside
+        check_memory(device, replace(memory, pool=own - memory.total), beside, wish.key, spec.token_bytes)
+    return memory, beside

@@ -321,7 +321,7 @@ def test_only_build_and_main_see_the_config() -> None:
     allowed = re.compile(
         r"^(common/config/|deploy/|[a-z_]+/(build|__main__|app|from_config)\.py$"
         r"|kv_transfer/transport/[a-z_]+/kind\.py$"  # declares the transport's own keys
-        r"|common/(process|ipc/from_config|engine/serving_(model|link))\.py$)"
+        r"|common/(process|ipc/from_config)\.py$)"
     )
     wrong = [
         f"{module.place}:{each.line} imports {each.target}"

@@ -30,7 +30,7 @@ from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.loaded_draft import HeadDraft
 from common.engine.logit_adjustments import AdjustmentRows
-from common.engine.memory import MemoryPlan, PoolWish
+from common.engine.memory import MemoryPlan
 from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.eagle import D2T, Eagle3Head
 from common.engine.models.llama import LlamaForCausalLM
@@ -46,6 +46,7 @@ from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from common.model_config import ModelConfig
+from common.node_plan import PoolWish
 from common.observability.logs import Log
 from common.speculation.directory import load_draft_config
 from decode_node import build

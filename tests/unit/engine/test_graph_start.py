@@ -18,10 +18,11 @@ from common.engine.cuda_graph.report import node_table
 from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.layers.placement import Placement
-from common.engine.memory import GIB, MemoryPlan, PoolWish
+from common.engine.memory import GIB, MemoryPlan
 from common.engine.serving_model import TRIAL_PAGES, ServingModel
 from common.errors import ConfigError
 from common.kv_cache.pool_spec import pool_spec
+from common.node_plan import PoolWish
 from common.observability.logs import Log
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, tiny_model
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences

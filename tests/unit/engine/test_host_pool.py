@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.config.load import load_cluster
-from common.engine.serving_model import load_serving_model, pool_wish
+from common.config.node_plan import node_plan
+from common.engine.serving_model import load_serving_model
 from common.errors import ConfigError
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -15,17 +16,8 @@ from tests.architecture.source_tree import ROOT
 def test_a_pool_larger_than_the_machine_is_refused_by_its_key() -> None:
     overrides = ["decode.pool_tokens=1000000000000000"]
     resolved = load_cluster(ROOT / "deploy" / "clusters" / "local-plain.yaml", overrides, environ={})
-    section, log = resolved.cluster.decode, Log("test")
-    wish = pool_wish("decode", section, "cpu")
+    plan, log = node_plan(resolved.cluster, "decode", "decode-0", resolved.model_path), Log("test")
     with pytest.raises(
         ConfigError, match=r"decode\.pool_tokens: a KV pool of .* GiB is more than the .* tokens"
     ):
-        load_serving_model(
-            resolved.model_path,
-            resolved.cluster,
-            "cpu",
-            wish,
-            section.max_running,
-            StartupReporter(None, log),
-            log,
-        )
+        load_serving_model(plan, StartupReporter(None, log), log)

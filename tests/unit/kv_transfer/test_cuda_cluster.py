@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from common.config import load_cluster
+from common.config.node_plan import node_plan, pool_wish
 from common.config.schema import (
     Cluster,
     DecodeNode,
@@ -24,13 +26,13 @@ from common.engine import memory, serving_model
 from common.engine.encoder_memory import encoder_bytes
 from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import adjustment_bytes
-from common.engine.memory import GIB, MemoryPlan, PoolWish, check_memory, check_share, plan_pool
+from common.engine.memory import GIB, MemoryPlan, check_memory, check_share, plan_pool
 from common.engine.model_runner import load_model
 from common.engine.models.llava import load_llava
-from common.engine.serving_model import pool_wish
 from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout
 from common.model_config import ModelConfig
+from common.node_plan import PoolWish
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 
@@ -109,16 +111,9 @@ def test_what_cannot_work_is_refused(refused: Cluster, says: str) -> None:
         load(refused)
 
 
-def load(given: Cluster, device: str = "cpu") -> serving_model.ServingModel:
-    return serving_model.load_serving_model(
-        MODEL,
-        given,
-        device,
-        pool_wish("decode", given.decode, device),
-        given.decode.max_running,
-        StartupReporter(None, Log("test")),
-        Log("test"),
-    )
+def load(given: Cluster) -> serving_model.ServingModel:
+    plan = node_plan(given, "decode", "d", MODEL)
+    return serving_model.load_serving_model(plan, StartupReporter(None, Log("test")), Log("test"))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +136,7 @@ def test_devices_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, device: st
 def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="'cuda:0': torch finds no CUDA device on this machine"):
-        load(cluster("cuda:0", "cuda:0"), "cuda:0")
+        load(cluster("cuda:0", "cuda:0"))
 
 
 def test_cuda_is_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +192,9 @@ def test_memory_of_a_killed_predecessor_is_waited_for(monkeypatch: pytest.Monkey
 
 def check_node(path: Path, given: Cluster, device: torch.device, wish: PoolWish) -> None:
     """As a node with 64 rows checks its memory before it loads weights, without a draft."""
-    spec = serving_model._pool_spec(path, given, device, None)
-    serving_model._check_memory(path, given, device, wish, 64, spec, None)
+    plan = node_plan(given, "decode", "d", path)
+    plan = msgspec.structs.replace(plan, pool=wish, max_rows=64)
+    serving_model._check_memory(plan, device, serving_model._pool_spec(plan, device, None))
 
 
 def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common.aux_layers import AuxLayers
 from common.config import Cluster
+from common.config.node_plan import node_plan
 from common.config.schema import Model, Speculation
 from common.draft_config import DraftConfig, draft_fingerprint, hidden_size_for, target_width
 from common.engine.draft_runner import load_draft
@@ -27,7 +28,7 @@ from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.eagle import EMBEDDING, Eagle3Head
-from common.engine.serving_model import load_serving_model, pool_wish
+from common.engine.serving_model import load_serving_model
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
@@ -145,9 +146,9 @@ def test_the_aux_layers_stand_in_the_log_and_in_server_info(
     path = copy_of(tmp_path, "tiny-eagle3", aux_layer_convention="auto")
     speculation = Speculation(algorithm="eagle3", draft_model_path=str(path))
     cluster = Cluster(model=Model(path=str(TARGET)), speculation=speculation)
-    wish, log = pool_wish("decode", cluster.decode, "cpu"), Log("test")
+    plan, log = node_plan(cluster, "decode", "decode-0", TARGET, path), Log("test")
     with caplog.at_level("INFO", "tandem.test"):
-        served = load_serving_model(TARGET, cluster, "cpu", wish, 4, StartupReporter(None, log), log, path)
+        served = load_serving_model(plan, StartupReporter(None, log), log)
     told = {
         "draft": "eagle3",
         "draft_aux_layers": "2, 4, 7",

@@ -1,0 +1,87 @@
+"""From the cluster file to the plan of one node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.config.schema import Cluster, DecodeSection, PrefillSection
+from common.config.transport_choice import choose_layers, choose_transport
+from common.node_plan import (
+    ModelPlan,
+    NodePlan,
+    NodeShare,
+    PoolWish,
+    RouterPlan,
+    SpeculationPlan,
+    TransferPlan,
+)
+
+
+def node_plan(
+    cluster: Cluster, role: str, name: str, model: Path, draft: Path | None = None, router: str = ""
+) -> NodePlan:
+    """Plan the node `name`. Raises ConfigError where these nodes cannot give each other pages, or not in this way.
+
+    Args:
+        role: prefill or decode.
+        model: directory of the checkpoint.
+        draft: directory of the draft model; None: the algorithm has none.
+        router: its control address.
+    """
+    transfer, health, speculation = cluster.transfer, cluster.health, cluster.speculation
+    shares = {each: share for each, share in _shares(cluster)}
+    own = shares[role, name]
+    return NodePlan(
+        role=role,
+        name=name,
+        device=own.device,
+        threads=cluster.process.threads,
+        page_size=cluster.kv.page_size,
+        pool=own.pool,
+        max_rows=own.max_rows,
+        shares=tuple(shares.values()),
+        model=ModelPlan(
+            path=str(model), dtype=cluster.model.dtype, max_model_len=cluster.model.max_model_len
+        ),
+        speculation=SpeculationPlan(
+            algorithm=speculation.algorithm,
+            draft_path=None if draft is None else str(draft),
+            steps=speculation.steps,
+            topk=speculation.topk,
+        ),
+        transfer=TransferPlan(
+            transport=choose_transport(cluster).name,
+            layers=choose_layers(cluster),
+            verify_checksums=transfer.verify_checksums,
+            slots_timeout=transfer.slots_timeout,
+            first_page_timeout=transfer.first_page_timeout,
+            stall_timeout=transfer.stall_timeout,
+        ),
+        router=RouterPlan(
+            address=router,
+            heartbeat_interval=health.heartbeat_interval,
+            timeout=health.router_timeout,
+        ),
+    )
+
+
+def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolWish:
+    """What `section`, called `name`, asks for on a device."""
+    tokens: int | None = None
+    if section.pool_tokens != "auto":
+        tokens = section.pool_tokens
+    elif device_name == "cpu":
+        tokens = section.CPU_POOL_TOKENS
+    return PoolWish(tokens, section.memory_fraction, name, section.sees, section.image_bytes)
+
+
+def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
+    """((role, name), share) of every node."""
+    return [
+        ((role, node.name), NodeShare(node.device, pool_wish(role, section, node.device), rows))
+        for role, section, rows in (
+            ("prefill", cluster.prefill, cluster.prefill.max_batch),
+            ("decode", cluster.decode, cluster.decode.max_running),
+        )
+        for node in section.nodes
+    ]

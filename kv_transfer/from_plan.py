@@ -1,0 +1,23 @@
+"""The transfer's limits from the node's plan: equal on both ends by construction."""
+
+from __future__ import annotations
+
+from common.node_plan import NodePlan
+from kv_transfer.handoff_record import record_bytes
+from kv_transfer.limits import TransferLimits
+
+MAX_LOGPROBS = 20  # top logprobs of the first token, as the API allows
+
+
+def transfer_limits(
+    plan: NodePlan, max_model_len: int, draft_topk: int = 0, hidden_bytes: int = 0
+) -> TransferLimits:
+    """`max_model_len` bounds the pages, and with them the record, of one request; so does its draft state."""
+    transfer, pages = plan.transfer, -(-max_model_len // plan.page_size)
+    return TransferLimits(
+        slots_timeout=transfer.slots_timeout,
+        first_page_timeout=transfer.first_page_timeout,
+        stall_timeout=transfer.stall_timeout,
+        record_bytes=record_bytes(pages, MAX_LOGPROBS, draft_topk, hidden_bytes),
+        verify_checksums=transfer.verify_checksums,
+    )

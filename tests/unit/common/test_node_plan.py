@@ -1,0 +1,41 @@
+"""The plan of a node: everything that it is built from, as values that another process can be sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.config import load_cluster
+from common.config.node_plan import node_plan
+from common.config.transport_choice import choose_layers, choose_transport
+from common.node_plan import NodePlan
+
+CLUSTERS = sorted((Path(__file__).parents[3] / "deploy" / "clusters").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)
+def test_every_node_of_the_shipped_clusters_has_a_plan_that_can_be_sent(file: Path) -> None:
+    resolved = load_cluster(file, environ={})
+    cluster, nodes = resolved.cluster, 0
+    for role, section, rows in (
+        ("prefill", cluster.prefill, cluster.prefill.max_batch),
+        ("decode", cluster.decode, cluster.decode.max_running),
+    ):
+        for node in section.nodes:
+            plan = node_plan(
+                cluster, role, node.name, resolved.model_path, resolved.draft_path, "ipc:///run/router.sock"
+            )
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=NodePlan) == plan
+            assert (plan.role, plan.name, plan.device, plan.max_rows) == (role, node.name, node.device, rows)
+            assert (plan.pool.section, plan.pool.sees) == (role, role == "prefill")
+            assert (plan.model.path, plan.page_size) == (str(resolved.model_path), cluster.kv.page_size)
+            assert plan.speculation.algorithm == cluster.speculation.algorithm
+            assert (plan.speculation.draft_path is None) == (resolved.draft_path is None)
+            assert plan.transfer.transport == choose_transport(cluster).name
+            assert plan.transfer.layers == choose_layers(cluster)
+            assert plan.router.address == "ipc:///run/router.sock"
+            nodes += 1
+            assert len(plan.shares) == len(cluster.prefill.nodes) + len(cluster.decode.nodes)
+    assert nodes
