@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from common.engine.ops.top_tokens import top_tokens
 from common.engine.weights import load_weights
 from common.errors import ModelError
 from common.model_files import read_weight_files
+
+Head = TypeVar("Head", Eagle3Head, EagleHead)
 
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # older names of fc_norm.0, 1, 2
 
@@ -65,31 +68,47 @@ class DraftRunner:
         return EagleDraftInput(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
 
 
-def load_draft(
-    path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement
-) -> Eagle3Head | EagleHead:
-    """Build a draft that shares what it does not have with the target, and fill it.
+def load_eagle(path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> EagleHead:
+    """Build a head that shares the target's embedding and LM head, and fill it. `ModelError` says what does not fit."""
+    names = _tensor_names(path)
+    check_draft_size(path, draft)
+    _check_shared(path, draft, target, ())
+    head = EagleHead(draft, target, placement, _own_parts(names))
+    _fill(path, head, names, (EMBEDDING, LM_HEAD))  # some files have copies of the target's
+    return _checked(head.eval(), draft, placement, path)
+
+
+def load_eagle3(path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> Eagle3Head:
+    """Build a head that shares what it does not have with the target, and fill it.
 
     `ModelError` says what does not fit.
     """
-    names = {name for file in read_weight_files(path) for name in file.tensors}
-    own = {part for part in (EMBEDDING, LM_HEAD, FC_BIAS, D2T) if _published(part, names) in names}
+    names = _tensor_names(path)
+    own = _own_parts(names)
     check_draft_size(path, draft)
     _check_shared(path, draft, target, own)
-    if draft.algorithm == "eagle":
-        head: Eagle3Head | EagleHead = EagleHead(draft, target, placement, own)
-        unused: tuple[str, ...] = (EMBEDDING, LM_HEAD)  # some files have copies of the target's
-    else:
-        head, unused = Eagle3Head(draft, target, placement, own), ()
-        if draft.draft_vocab not in (None, draft.model.vocab_size) and D2T not in own:
-            raise ModelError(f"{path}: draft_vocab_size is set, but the checkpoint has no d2t")
+    head = Eagle3Head(draft, target, placement, own)
+    if draft.draft_vocab not in (None, draft.model.vocab_size) and D2T not in own:
+        raise ModelError(f"{path}: draft_vocab_size is set, but the checkpoint has no d2t")
+    _fill(path, head, names)
+    _check_d2t(path, head.d2t, draft)
+    return _checked(head.eval(), draft, placement, path)
+
+
+def _tensor_names(path: Path) -> set[str]:
+    return {name for file in read_weight_files(path) for name in file.tensors}
+
+
+def _own_parts(names: Collection[str]) -> set[str]:
+    """Parts that a head may have of its own or share."""
+    return {part for part in (EMBEDDING, LM_HEAD, FC_BIAS, D2T) if _published(part, names) in names}
+
+
+def _fill(
+    path: Path, head: Eagle3Head | EagleHead, names: Collection[str], unused: tuple[str, ...] = ()
+) -> None:
     pieces = (piece._replace(name=_published(piece.name, names)) for piece in head.pieces())
     load_weights(path, pieces, ignore=(D2T, "t2d", *unused))
-    if isinstance(head, Eagle3Head):
-        _check_d2t(path, head.d2t, draft)
-    head = head.eval()
-    _probe(head, draft, placement, path)
-    return head
 
 
 def _published(name: str, found: Collection[str]) -> str:
@@ -103,17 +122,20 @@ def _published(name: str, found: Collection[str]) -> str:
 
 
 def _check_shared(path: Path, draft: DraftConfig, target: LlamaForCausalLM, own: Collection[str]) -> None:
-    """Widths of what is shared are one, and behind images the embedding is."""
+    """Raises ModelError unless shared parts have one width, and a target that reads images shares its embedding.
+
+    own: parts that the head has of its own.
+    """
     ours, theirs = draft.model.hidden_size, target.config.hidden_size
     own_head = draft.draft_vocab is not None or LM_HEAD in own
     parts = (("embedding", EMBEDDING in own), ("LM head", own_head))
     for part, is_own in parts:
-        if ours != theirs and (draft.algorithm == "eagle" or not is_own):
+        if ours != theirs and not is_own:
             raise ModelError(
                 f"{path}: a hidden_size of {ours} cannot share the target's {part} of {theirs}, and this draft "
                 "has none of its own"
             )
-    if target.config.vision is not None and draft.algorithm == "eagle3" and EMBEDDING in own:
+    if target.config.vision is not None and EMBEDDING in own:
         raise ModelError(
             f"{path}: it has an embedding of its own, so it cannot read the images that the target embeds; use a "
             "head that shares the target's"
@@ -128,7 +150,7 @@ def _check_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
 
 
 @torch.inference_mode()
-def _probe(head: Eagle3Head | EagleHead, draft: DraftConfig, placement: Placement, path: Path) -> None:
+def _checked(head: Head, draft: DraftConfig, placement: Placement, path: Path) -> Head:
     """Real widths against the width functions: a draft that does not fit must not start."""
     extend, wanted = EagleDraftExtendInput, EagleDraftInput.hidden_size_for(draft)
     given = torch.zeros(
@@ -137,3 +159,4 @@ def _probe(head: Eagle3Head | EagleHead, draft: DraftConfig, placement: Placemen
     width = head.project(given).shape[-1]
     if width != wanted:
         raise ModelError(f"{path}: a draft step reads {width} values, config.json says {wanted}")
+    return head

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from common.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
-from common.engine.draft_runner import DraftRunner, load_draft
+from common.engine.draft_runner import DraftRunner, load_eagle, load_eagle3
 from common.engine.kv_cache.pool import KvPool
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner, load_model
@@ -68,8 +68,12 @@ class ModelDraft:
         return ModelRunner(self.model, pool, attention)
 
 
-def load_head(parts: DraftParts) -> HeadDraft:
-    return HeadDraft(load_draft(parts.path, parts.config, parts.target, parts.placement), parts.topk)
+def load_eagle_head(parts: DraftParts) -> HeadDraft:
+    return HeadDraft(load_eagle(parts.path, parts.config, parts.target, parts.placement), parts.topk)
+
+
+def load_eagle3_head(parts: DraftParts) -> HeadDraft:
+    return HeadDraft(load_eagle3(parts.path, parts.config, parts.target, parts.placement), parts.topk)
 
 
 def load_modules(parts: DraftParts) -> ModulesDraft:

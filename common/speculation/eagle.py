@@ -21,7 +21,7 @@ EAGLE = Algorithm(
     directory=DraftDirectory(
         architectures=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
         read=_read,
-        model="common.engine.loaded_draft:load_head",
+        model="common.engine.loaded_draft:load_eagle_head",
         takes_embeds=True,
     ),
     trees=True,

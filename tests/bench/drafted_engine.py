@@ -22,7 +22,7 @@ from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.rules import PhaseSwitch
-from common.engine.draft_runner import DraftRunner, load_draft
+from common.engine.draft_runner import DraftRunner, load_eagle3
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow, DraftShape, RelayState, draft_rows
 from common.engine.kv_cache.request_table import RequestTable
@@ -109,7 +109,7 @@ def loaded(target: Path, draft: Path, device: torch.device) -> Pair:
     """From Hugging Face directories."""
     described = load_draft_config(draft, "eagle3", ModelConfig.load(target))
     model, _ = load_model(target, "auto", device, aux_layers=described.aux_layers)
-    head = load_draft(draft, described, model, model.placement)
+    head = load_eagle3(draft, described, model, model.placement)
     assert isinstance(head, Eagle3Head)
     return Pair(model, head, described, 8)
 

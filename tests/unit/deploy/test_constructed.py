@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.engine.draft_runner import load_draft
+from common.engine.draft_runner import load_eagle3
 from common.engine.model_runner import load_model
 from common.model_config import ModelConfig
 from common.speculation.directory import load_draft_config
@@ -69,7 +69,7 @@ def test_the_head_is_a_directory_that_drafts_as_chosen(tmp_path: Path) -> None:
     write_head(tmp_path / "draft", SMALL, Drafting(0.75, 0.5), seed=1, device=CPU)
     draft = load_draft_config(tmp_path / "draft", "eagle3", ModelConfig.load(tmp_path / "target"))
     model, _ = load_model(tmp_path / "target", "float32", CPU, aux_layers=draft.aux_layers)
-    head = load_draft(tmp_path / "draft", draft, model, model.placement)
+    head = load_eagle3(tmp_path / "draft", draft, model, model.placement)
     ids, succ = draft_ids(SMALL, 1), successor(SMALL, 1)
     assert torch.equal(head.target_ids(torch.arange(len(ids))), ids)
     wrong = ids[wrong_tokens(SMALL, Drafting(0.75, 0.5), 1)]

@@ -23,7 +23,7 @@ from common.config import Cluster
 from common.config.node_plan import node_plan
 from common.config.schema import Model, Speculation
 from common.draft_config import DraftConfig, draft_fingerprint, hidden_size_for, target_width
-from common.engine.draft_runner import load_draft
+from common.engine.draft_runner import load_eagle, load_eagle3
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
@@ -169,18 +169,18 @@ def target() -> Any:
 def test_weights_that_do_not_fit(target: Any, tmp_path: Path) -> None:
     path = copy_of(tmp_path, "tiny-eagle3")
     config, tensors = config_of(path), load_file(path / "model.safetensors")
-    load_draft(path, config, target, PLACEMENT)
+    load_eagle3(path, config, target, PLACEMENT)
     save_file({**tensors, "d2t": tensors["d2t"] + 700}, path / "model.safetensors")
     with pytest.raises(ModelError, match="d2t does not map 256 drafts into the target's vocabulary"):
-        load_draft(path, config, target, PLACEMENT)
+        load_eagle3(path, config, target, PLACEMENT)
     save_file({name: value for name, value in tensors.items() if name != "d2t"}, path / "model.safetensors")
     with pytest.raises(ModelError, match="the checkpoint has no d2t"):
-        load_draft(path, config, target, PLACEMENT)
+        load_eagle3(path, config, target, PLACEMENT)
     save_file(
         {**tensors, "fc.weight": tensors["fc.weight"][:, :512].contiguous()}, path / "model.safetensors"
     )
     with pytest.raises(ModelError, match="wrongly shaped tensors"):
-        load_draft(path, config, target, PLACEMENT)
+        load_eagle3(path, config, target, PLACEMENT)
 
 
 def save_parts(path: Path, tensors: dict[str, Tensor], rename: Callable[[str], str] = str) -> None:
@@ -195,7 +195,7 @@ def test_parts_of_its_own_and_those_of_the_target(target: Any, tmp_path: Path) -
     tensors = load_file(path / "model.safetensors")
     del tensors["lm_head.weight"], tensors["d2t"]
     save_parts(path, tensors)
-    shared = load_draft(path, config_of(path), target, PLACEMENT)
+    shared = load_eagle3(path, config_of(path), target, PLACEMENT)
     assert shared.embed_tokens is target.embed_tokens
     assert shared.lm_head is target.lm_head
     own = {
@@ -203,7 +203,7 @@ def test_parts_of_its_own_and_those_of_the_target(target: Any, tmp_path: Path) -
         "lm_head.weight": torch.randn(704, 256),
     }
     save_parts(path, {**tensors, **own}, lambda name: f"model.{name}")  # with the prefix of some files
-    head = load_draft(path, config_of(path), target, PLACEMENT)
+    head = load_eagle3(path, config_of(path), target, PLACEMENT)
     assert torch.equal(head.embed_tokens.weight, own["embed_tokens.weight"])
     assert torch.equal(head.lm_head.dense(), own["lm_head.weight"])
     ids = torch.tensor([5, 700])
@@ -221,9 +221,9 @@ def test_a_narrower_head_needs_parts_of_its_own(target: Any, tmp_path: Path) -> 
     tensors["d2t"] = load_file(MODELS / "tiny-eagle3" / "model.safetensors")["d2t"]
     save_parts(path, {name: value for name, value in tensors.items() if name != EMBEDDING})
     with pytest.raises(ModelError, match="hidden_size of 128 cannot share the target's embedding of 256"):
-        load_draft(path, config, target, PLACEMENT)
+        load_eagle3(path, config, target, PLACEMENT)
     save_parts(path, tensors)
-    loaded = load_draft(path, config, target, PLACEMENT)
+    loaded = load_eagle3(path, config, target, PLACEMENT)
     assert loaded.project(torch.randn(3, 768)).shape == (3, 128)
     assert loaded.embed(torch.tensor([7])).shape == (1, 128)
 
@@ -232,10 +232,10 @@ def test_an_embedding_of_its_own_reads_no_images(target: Any, tmp_path: Path) ->
     """Row C4: image rows come embedded by the target."""
     path = copy_of(tmp_path, "tiny-eagle3")
     save_parts(path, {**load_file(path / "model.safetensors"), EMBEDDING: torch.randn(704, 256)})
-    load_draft(path, config_of(path), target, PLACEMENT)
+    load_eagle3(path, config_of(path), target, PLACEMENT)
     seeing = SimpleNamespace(config=SimpleNamespace(hidden_size=256, vision=object()))
     with pytest.raises(ModelError, match="cannot read the images that the target embeds"):
-        load_draft(path, config_of(path), seeing, PLACEMENT)  # type: ignore[arg-type]
+        load_eagle3(path, config_of(path), seeing, PLACEMENT)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_norms_before_fc(switch: str, names: list[str], target: Any, tmp_path: P
     width = 768 // len(names)
     norms = {name: torch.rand(width) + 0.5 for name in names}
     save_parts(path, {**tensors, **norms})
-    head = load_draft(path, config_of(path), target, PLACEMENT)
+    head = load_eagle3(path, config_of(path), target, PLACEMENT)
     given = torch.randn(5, 768) * torch.tensor([1.0, 5.0, 20.0]).repeat_interleave(256)
     parts = given.split(width, dim=-1)
     eps = config_of(path).model.rms_norm_eps
@@ -262,7 +262,7 @@ def test_norms_before_fc(switch: str, names: list[str], target: Any, tmp_path: P
     torch.testing.assert_close(head.project(given), expected, atol=1e-4, rtol=1e-4)
     save_parts(path, tensors)
     with pytest.raises(ModelError, match="missing tensors"):
-        load_draft(path, config_of(path), target, PLACEMENT)
+        load_eagle3(path, config_of(path), target, PLACEMENT)
 
 
 def test_copies_and_a_bias_in_an_eagle_file(target: Any, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_copies_and_a_bias_in_an_eagle_file(target: Any, tmp_path: Path) -> None
     bias = torch.randn(256)
     copies = {"embed_tokens.weight": torch.zeros(704, 256), "lm_head.weight": torch.zeros(704, 256)}
     save_parts(path, {**tensors, **copies, "fc.bias": bias})
-    head = load_draft(path, config_of(path, "eagle"), target, PLACEMENT)
+    head = load_eagle(path, config_of(path, "eagle"), target, PLACEMENT)
     assert head.embed_tokens is target.embed_tokens
     assert head.lm_head is target.lm_head
     assert torch.equal(head.fc.bias, bias)
@@ -304,7 +304,7 @@ def test_the_form_of_the_speculators_library(target: Any, tmp_path: Path) -> Non
     del form["transformer_layer_config"]["architectures"]
     (path / "config.json").write_text(json.dumps(form))
     assert config_of(path) == config_of(MODELS / "tiny-eagle3")
-    load_draft(path, config_of(path), target, PLACEMENT)
+    load_eagle3(path, config_of(path), target, PLACEMENT)
     for changes, sentence in (
         ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; eagle3 is supported"),
         ({"transformer_layer_config": 3}, "with a transformer_layer_config"),
@@ -321,10 +321,10 @@ def test_the_form_of_the_speculators_library(target: Any, tmp_path: Path) -> Non
 def test_both_names_of_the_layer(target: Any, tmp_path: Path) -> None:
     path = copy_of(tmp_path, "tiny-eagle3")
     tensors = load_file(path / "model.safetensors")
-    named = load_draft(path, config_of(path), target, PLACEMENT)
+    named = load_eagle3(path, config_of(path), target, PLACEMENT)
     renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     save_file(renamed, path / "model.safetensors")
-    other = load_draft(path, config_of(path), target, PLACEMENT)
+    other = load_eagle3(path, config_of(path), target, PLACEMENT)
     for one, two in zip(named.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(one, two)
 
