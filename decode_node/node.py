@@ -269,7 +269,7 @@ class DecodeNode:
         try:
             generation = self._receiver.open(
                 request.room,
-                request.prefill.incarnation,
+                (request.prefill.incarnation,),
                 lease.pages[lease.cached_pages :],
                 lease.cached_pages,
                 request.deadline,

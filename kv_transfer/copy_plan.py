@@ -1,11 +1,11 @@
-"""Which bytes go where: pages to runs, and runs to copies."""
+"""Which bytes go where: pages to runs, and runs to copies of one or of many rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from common.kv_cache.pool_layout import PoolLayout
+from kv_transfer.pair_plan import PairPlan, Part
 
 
 class Run(NamedTuple):
@@ -17,11 +17,21 @@ class Run(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Bytes [src, src + length) of the source region go to [dst, dst + length) of the destination region."""
+    """`rows` rows of `length` bytes: from `src` of the source region to `dst` of the destination region.
+
+    Rows begin `src_stride` and `dst_stride` bytes apart; both are 0 for a single row.
+    """
 
     src: int
     dst: int
     length: int
+    rows: int = 1
+    src_stride: int = 0
+    dst_stride: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.rows
 
 
 def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[Run]:
@@ -40,18 +50,36 @@ def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[Run]:
     return found
 
 
-def copies(
-    src: PoolLayout, dst: PoolLayout, page_runs: Iterable[Run], planes: slice = slice(None)
-) -> list[Copy]:
-    """Every copy that moves these runs, plane by plane: one per run and plane."""
-    page_runs = list(page_runs)
+def copies(plan: PairPlan, page_runs: Sequence[Run], planes: slice = slice(None)) -> list[Copy]:
+    """Every copy that moves these runs, plane by plane: one per run and part of a plane."""
+    if not plan.whole:
+        return [_copy(part, run) for parts in plan.planes[planes] for part in parts for run in page_runs]
     return [
-        Copy(a.offset + run.src * a.page_bytes, b.offset + run.dst * b.page_bytes, run.pages * a.page_bytes)
-        for a, b in zip(src.planes[planes], dst.planes[planes], strict=True)
+        Copy(src.offset + run.src * src.item, dst.offset + run.dst * dst.item, run.pages * src.item)
+        for ((src, dst),) in plan.planes[planes]
         for run in page_runs
     ]
 
 
-def sole_pair(src: PoolLayout, dst: PoolLayout) -> bool:
-    """True when this prefill rank serves this decode rank and no other: one Sender, one Receiver suffice."""
-    return src.tp_size == dst.tp_size and src.tp_rank == dst.tp_rank
+def state_copies(plan: PairPlan, src_slot: int, dst_slot: int) -> list[Copy]:
+    """Every copy that moves the state of one request."""
+    return [_copy(part, Run(src_slot, dst_slot, 1)) for part in plan.state]
+
+
+def single_rows(plan: Iterable[Copy]) -> Iterator[Copy]:
+    """The same bytes in copies of one row each, for transports that have no strided copy."""
+    for copy in plan:
+        for row in range(copy.rows):
+            yield Copy(copy.src + row * copy.src_stride, copy.dst + row * copy.dst_stride, copy.length)
+
+
+def _copy(part: Part, run: Run) -> Copy:
+    src, dst = part
+    at = src.offset + run.src * src.item, dst.offset + run.dst * dst.item
+    if src.length == src.item == dst.item:
+        return Copy(*at, run.pages * src.length)
+    rows = run.pages * src.rows
+    if rows == 1:
+        return Copy(*at, src.length)
+    # the rows of an item fill it, so those of consecutive items are equally far apart
+    return Copy(*at, src.length, rows, src.item // src.rows, dst.item // dst.rows)

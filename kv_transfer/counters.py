@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from common.errors import ChecksumFailed, TransferFailed
+
 
 @dataclass(slots=True)
 class SenderCounters:
@@ -46,3 +48,11 @@ class ReceiverCounters:
     quarantined: int = 0  # rooms that ever entered quarantine
     abort_retries: int = 0
     unsent: int = 0
+
+    def record_failed(self, cause: str) -> str:
+        """Count a record that did not verify; returns the error code of its room."""
+        if cause == "checksum":
+            self.checksum_failures += 1
+            return ChecksumFailed.code
+        self.record_failures[cause] += 1
+        return TransferFailed.code

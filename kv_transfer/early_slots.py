@@ -19,21 +19,29 @@ class Early:
 
 
 class EarlySlots:
-    """Room -> Early. A peer that floods fills its own share and no more."""
+    """(room, decode incarnation) -> Early. A peer that floods fills its own share and no more."""
 
     def __init__(self, limits: TransferLimits, clock: Callable[[], float]) -> None:
-        self._entries: ExpiringMap[int, Early] = ExpiringMap(limits.early_slots, limits.early_ttl, clock)
+        self._entries: ExpiringMap[tuple[int, str], Early] = ExpiringMap(
+            limits.early_slots, limits.early_ttl, clock
+        )
+        self._decodes: dict[int, set[str]] = {}  # room -> incarnations that have an entry
         self._per_peer = limits.early_slots_per_peer
         self._clock = clock
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, room: int) -> Early | None:
-        return self._entries.get(room)
+    def get(self, room: int, decode: str) -> Early | None:
+        return self._entries.get((room, decode))
 
-    def take(self, room: int) -> Early | None:
-        early = self._entries.pop(room)
+    def take_all(self, room: int) -> list[Early]:
+        """The entries of a room, whichever decode nodes they came from."""
+        taken = [self.take(room, decode) for decode in list(self._decodes.get(room, ()))]
+        return [early for early in taken if early is not None]
+
+    def take(self, room: int, decode: str) -> Early | None:
+        early = self._entries.pop((room, decode))
         if early is not None:
             self._left([early])
         return early
@@ -47,18 +55,24 @@ class EarlySlots:
         """Returns the oldest entries, where they had to make room."""
         peer.early += 1
         peer.early_pages += len(slots.pages)
-        return self._left(self._entries.put(slots.room, Early(peer, slots, self._clock())))
+        self._decodes.setdefault(slots.room, set()).add(peer.incarnation)
+        return self._left(
+            self._entries.put((slots.room, peer.incarnation), Early(peer, slots, self._clock()))
+        )
 
     def expire(self) -> list[Early]:
         """Returns the entries whose prompt did not come in time."""
         return self._left(self._entries.expire())
 
     def forget(self, peer: Peer) -> None:
-        self._entries.remove_where(lambda early: early.peer is peer)
-        peer.early = peer.early_pages = 0
+        self._left(self._entries.remove_where(lambda early: early.peer is peer))
 
     def _left(self, entries: list[Early]) -> list[Early]:
         for early in entries:
             early.peer.early -= 1
             early.peer.early_pages -= len(early.slots.pages)
+            decodes = self._decodes[early.slots.room]
+            decodes.discard(early.peer.incarnation)
+            if not decodes:
+                del self._decodes[early.slots.room]
         return entries

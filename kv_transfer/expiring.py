@@ -53,6 +53,7 @@ class ExpiringMap(Generic[K, V]):
             gone.append(value)
         return gone
 
-    def remove_where(self, doomed: Callable[[V], bool]) -> None:
-        for key in [key for key, (_, value) in self._entries.items() if doomed(value)]:
-            del self._entries[key]
+    def remove_where(self, doomed: Callable[[V], bool]) -> list[V]:
+        """Returns the values that were removed."""
+        keys = [key for key, (_, value) in self._entries.items() if doomed(value)]
+        return [self._entries.pop(key)[1] for key in keys]

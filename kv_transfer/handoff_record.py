@@ -18,7 +18,7 @@ from common.errors import RecordError
 from common.messages.generation import TokenLogprob
 
 MAGIC: Final = b"TNDMREC\0"
-VERSION: Final = 1
+VERSION: Final = 2
 SLOT_ALIGN: Final = 64  # bytes
 
 _HEADER: Final = struct.Struct("<8sIIQQ")  # magic, version, payload length, room, generation
@@ -37,7 +37,9 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     first_logprob: TokenLogprob | None = None
     num_tokens: Count  # prompt tokens whose KV the decode node now has
     cached_tokens: Count = 0  # of those, found in the prefill node's prefix cache
-    page_checksums: bytes = b""  # u64 little-endian, one per page sent; filled in by Sender
+    checksums: bytes = (
+        b""  # u64 little-endian, one per page sent, one of the state if any; filled in by Sender
+    )
     draft_topk_p: tuple[float, ...] = ()  # [topk or topk * steps]
     draft_topk_ids: tuple[int, ...] = ()  # same length
     draft_hidden: bytes = b""  # [hidden width] of draft_hidden_dtype
@@ -48,8 +50,8 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             raise ValueError(
                 f"{len(self.draft_topk_p)} draft probabilities, {len(self.draft_topk_ids)} tokens"
             )
-        if len(self.page_checksums) % 8:
-            raise ValueError(f"{len(self.page_checksums)} bytes are no whole number of page checksums")
+        if len(self.checksums) % 8:
+            raise ValueError(f"{len(self.checksums)} bytes are no whole number of checksums")
         if bool(self.draft_hidden) != bool(self.draft_hidden_dtype):
             raise ValueError("draft_hidden and draft_hidden_dtype come together")
 
@@ -70,7 +72,7 @@ def record_bytes(max_pages: int, max_logprobs: int = 20, draft_topk: int = 0, hi
     """Size of a record slot that holds every record within these limits: bytes, a multiple of SLOT_ALIGN."""
     scalar = 9  # the largest msgpack integer or float
     pairs = max_logprobs + draft_topk  # (id, value)
-    payload = 96 + 6 * scalar + 8 * max_pages + 2 * scalar * pairs + hidden_bytes
+    payload = 96 + 6 * scalar + 8 * (max_pages + 1) + 2 * scalar * pairs + hidden_bytes
     return -(-(OVERHEAD + payload) // SLOT_ALIGN) * SLOT_ALIGN
 
 

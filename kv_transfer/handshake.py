@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from common.errors import HandshakeRefused
 from kv_transfer.compatible import compatible
-from kv_transfer.copy_plan import sole_pair
+from kv_transfer.cuts import sources
 from kv_transfer.expiring import ExpiringMap
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Hello, Slots
+from kv_transfer.pair_plan import PairPlan, pair_plan
 from kv_transfer.transport.base import PeerMemory, SenderEndpoint, Target
 from kv_transfer.transport.description import from_wire
 
@@ -30,6 +31,7 @@ class Peer:
     incarnation: str
     hello: Hello
     memory: PeerMemory
+    plan: PairPlan  # what this rank sends to that one
     early: int = 0  # entries of the early-slots map that are its own
     early_pages: int = 0  # pages in them
     busy_until: float = 0.0  # its loop may be silent so long
@@ -43,6 +45,8 @@ class Peer:
             return f"a page outside of the pool of {self.hello.layout.num_pages}"
         if len(set(slots.pages)) != len(slots.pages):
             return "a page named twice"
+        if self.plan.state and not 0 < slots.state_slot < self.hello.layout.num_slots:
+            return f"state slot {slots.state_slot} of {self.hello.layout.num_slots}"
         return None
 
 
@@ -92,12 +96,13 @@ class PeerTable:
         sentence = compatible(ours, hello.layout)
         if sentence is not None:
             raise Refusal("layout", f"decode node {hello.node}: {sentence}")
-        if not sole_pair(ours, hello.layout):
+        theirs = hello.layout
+        needed = sources(ours.spec, ours.tp_size, theirs.tp_rank, theirs.tp_size)
+        if ours.tp_rank not in needed:
             raise Refusal(
                 "tensor_parallel",
-                f"decode node {hello.node} is rank {hello.layout.tp_rank} of {hello.layout.tp_size}, this "
-                f"prefill node is rank {ours.tp_rank} of {ours.tp_size}; set the same tensor-parallel "
-                "size on both",
+                f"rank {theirs.tp_rank} of {theirs.tp_size} of decode node {hello.node} needs nothing of this prefill "
+                f"rank, {ours.tp_rank} of {ours.tp_size}; connect it to ranks {sorted(needed)}",
             )
 
     def admit(self, identity: bytes, incarnation: str, hello: Hello) -> Peer:
@@ -120,7 +125,8 @@ class PeerTable:
             )
         except HandshakeRefused as error:
             raise Refusal("transport", f"decode node {hello.node}: {error}") from None
-        peer = Peer(identity, incarnation, hello, memory)
+        plan = pair_plan(self._endpoint.layout, hello.layout)
+        peer = Peer(identity, incarnation, hello, memory, plan)
         self._peers[identity] = peer
         return peer
 

@@ -1,4 +1,4 @@
-"""One room, and one prefill node, as the receiving side sees them."""
+"""What one room takes from one prefill rank, and that rank, as the receiving side sees them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from common.errors import DeadlineExceeded, RecordError, TransferFailed
+from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import handoff_record
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
-from kv_transfer.messages import Slots
+from kv_transfer.messages import Abort, Slots, Welcome
+from kv_transfer.pair_plan import Side, pair_plan
 from kv_transfer.state import ReceiveState, receive_step
 from kv_transfer.transport.base import ReceiverEndpoint, Window
 
@@ -31,11 +35,19 @@ class Link:
     state: LinkState = LinkState.GREETING
     node: str = ""
     busy_until: float = 0.0  # its loop may be silent so long
+    ranks: tuple[int, int] = (0, 1)  # its tensor-parallel rank, of how many; once it is READY
+    side: Side | None = None  # what it writes here; once it is READY
+
+    def welcomed(self, welcome: Welcome, layout: PoolLayout) -> None:
+        """It is READY to write into `layout`. ValueError where planes cannot be divided among that many ranks."""
+        theirs = msgspec.structs.replace(layout, tp_rank=welcome.tp_rank, tp_size=welcome.tp_size)
+        self.ranks, self.side = (welcome.tp_rank, welcome.tp_size), pair_plan(theirs, layout).dst
+        self.state, self.node = LinkState.READY, welcome.node
 
 
 @dataclass(slots=True, eq=False)
 class Inbound:
-    """State of one room and the clockwork of its deadlines."""
+    """State of one room and one prefill rank, and the clockwork of its deadlines."""
 
     room: int
     generation: int
@@ -47,11 +59,15 @@ class Inbound:
     state: ReceiveState = ReceiveState.QUEUED
     next_page: int = 0  # logical; those below have landed or were held
     moved_at: float = 0.0  # of the latest progress or sign of life, or of the latest Abort in quarantine
+    state_slot: int = 0
+    record: HandoffRecord | None = None  # once it has arrived
     aborted_for: tuple[str, str] = ("", "")  # code, reason: said again while quarantined
 
     @property
     def window(self) -> Window:
-        return Window(self.generation, self.link.incarnation, frozenset(self.pages), self.record_slot)
+        return Window(
+            self.generation, self.link.incarnation, frozenset(self.pages), self.record_slot, self.state_slot
+        )
 
     @property
     def active(self) -> bool:
@@ -64,7 +80,14 @@ class Inbound:
     def slots(self, now: float) -> Slots:
         """The message that lets the sender write."""
         left = None if self.deadline is None else max(0, int((self.deadline - now) * 1000))
-        return Slots(self.room, self.generation, self.pages, self.record_slot, self.held_pages, left)
+        return Slots(
+            self.room, self.generation, self.pages, self.record_slot, self.held_pages, left, self.state_slot
+        )
+
+    def abort(self) -> Abort:
+        """The message that asks the sender to stop."""
+        code, reason = self.aborted_for
+        return Abort(self.room, self.generation, code[:64], reason[:4096])
 
     def overdue(self, now: float, limits: TransferLimits) -> tuple[str, str, str] | None:
         """(cause, code, reason) once the room has waited too long; measured by progress, not in total."""
@@ -79,21 +102,27 @@ class Inbound:
             return "stall", TransferFailed.code, reason
         return None
 
-    def verified_record(self, endpoint: ReceiverEndpoint, length: int, checksums: bool) -> HandoffRecord:
-        """The record, if it and the pages are whole. Raises RecordError; cause "checksum" is about pages."""
+    def verify(self, endpoint: ReceiverEndpoint, length: int, checksums: bool) -> None:
+        """Take the record over. RecordError unless it is whole; with cause "checksum" where pages or state are not."""
         data = endpoint.record(self.record_slot)[:length]
         record = handoff_record.decode(data, self.room, self.generation)
-        if not checksums:
-            return record
-        expected = handoff_record.unpack_checksums(record.page_checksums)
-        if len(expected) != len(self.pages):
+        if checksums:
+            self._check_sums(endpoint, record)
+        self.record = record
+
+    def _check_sums(self, endpoint: ReceiverEndpoint, record: HandoffRecord) -> None:
+        side = self.link.side
+        assert side is not None
+        expected = handoff_record.unpack_checksums(record.checksums)
+        if len(expected) != len(self.pages) + bool(side.state):
             raise RecordError(
                 "pages",
-                f"record of room {self.room} has checksums of {len(expected)} pages of {len(self.pages)}; "
+                f"record of room {self.room} has {len(expected)} checksums of {len(self.pages)} pages; "
                 "set the same verify_checksums on both nodes",
             )
-        for index, (want, got) in enumerate(zip(expected, endpoint.digests(self.pages), strict=True)):
+        for index, (want, got) in enumerate(zip(expected, endpoint.page_digests(side, self.pages))):
             if want != got:
                 page = self.held_pages + index
                 raise RecordError("checksum", f"page {page} of room {self.room} differs from what was sent")
-        return record
+        if side.state and endpoint.state_digest(side, self.state_slot) != expected[-1]:
+            raise RecordError("checksum", f"the state of room {self.room} differs from what was sent")

@@ -35,7 +35,7 @@ class LayerSend:
     def __init__(
         self,
         endpoint: LayerEndpoint,
-        find: Callable[[int], Outbound | None],
+        find: Callable[[int], Sequence[Outbound]],
         checksums: bool,
         clock: Callable[[], float],
     ) -> None:
@@ -49,15 +49,14 @@ class LayerSend:
         """As `Sender.send_pages`, for pages that the forward completes. At any layer: those before follow at once."""
         peers: dict[str, tuple[Peer, list[PageList], list[Posted]]] = {}
         for each in pages:
-            outbound = self._find(each.room)
-            begun = outbound and outbound.follow(each.src_pages, each.first, self._clock())
-            if outbound and outbound.peer and begun:
-                _, lists, posted = peers.setdefault(outbound.peer.incarnation, (outbound.peer, [], []))
-                lists.append(begun[0])
-                posted.append(begun[1])
+            for outbound in self._find(each.room):
+                begun = outbound.follow(each.src_pages, each.first, self._clock())
+                if outbound.peer is not None and begun is not None:
+                    _, lists, posted = peers.setdefault(outbound.peer.incarnation, (outbound.peer, [], []))
+                    lists.append(begun[0])
+                    posted.append(begun[1])
         for peer, lists, posted in peers.values():
-            layout = peer.hello.layout
-            write = self._endpoint.write_layers(peer.memory, layout, lists, self._checksums)
+            write = self._endpoint.write_layers(peer.memory, peer.plan, lists, self._checksums)
             for number, one in enumerate(posted):
                 one.rest = partial(write.rest, number)
             self._groups.append(_Group(write, posted))

@@ -18,7 +18,7 @@ import msgspec
 
 from common.errors import HandshakeRefused, ProtocolError
 from common.kv_cache.plane import HeadGroup, Plane
-from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.pool_layout import PoolLayout, Ranks
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.schema_hash import schema_hash
 from kv_transfer.transport.description import WireDescription
@@ -61,6 +61,7 @@ class Slots(msgspec.Struct, frozen=True, tag="slots"):
     record_slot: U32
     held_pages: U32  # logical pages that the decode node already has
     deadline_ms: U63 | None = None  # what is left of the request's time when this was sent
+    state_slot: U32 = 0  # of the planes that are kept per request; 0 where there are none
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -83,10 +84,12 @@ class Queued(msgspec.Struct, frozen=True, tag="queued"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """prefill -> decode: the handshake is accepted; the process that will write."""
+    """prefill -> decode: the handshake is accepted; the process that will write, and its tensor-parallel rank."""
 
     node: Name
     process: ProcessIdentity
+    tp_rank: U32 = 0
+    tp_size: Ranks = 1
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

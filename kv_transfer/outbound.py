@@ -1,4 +1,4 @@
-"""One room on the sending side: its writes, its record, its end."""
+"""What one room sends to one decode rank: its writes, its record, its end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Posted:
     """A write that is not known to have settled."""
 
     first: int  # logical page
-    count: int  # pages; 0 for the record
+    count: int  # pages; 0 for the state and for the record
     tickets: list[Ticket] = field(default_factory=list)
     nbytes: int = 0
     digests: Sequence[int] = ()  # to be read once it has landed
     rest: Callable[[], PageWrite] | None = None  # of pages whose layers leave while a forward computes them
     layered: bool = False  # some of their layers have left so
+    record: bool = False
     launching: bool = False  # the forward's: layers may leave whose tickets are not here yet
 
     def add(self, write: PageWrite) -> None:
@@ -40,7 +41,7 @@ class Posted:
 
 @dataclass(slots=True, eq=False)
 class Outbound:
-    """State of one room. `advance` moves it on and returns what the decode node has to be told."""
+    """State of one room and one decode rank. `advance` moves it on and returns what that rank has to be told."""
 
     room: int
     endpoint: SenderEndpoint
@@ -107,7 +108,7 @@ class Outbound:
             return
         write = self.endpoint.write_pages(
             self.peer.memory,
-            self.peer.hello.layout,
+            self.peer.plan,
             pages.src_pages,
             pages.dst_pages,
             pages.generation,
@@ -162,8 +163,8 @@ class Outbound:
         self.next_page += len(src_pages)
         return PageList(src_pages, dst_pages, slots.generation)
 
-    def finish(self, record: HandoffRecord) -> None:
-        """The record goes behind all page writes; every granted page must have been sent."""
+    def finish(self, record: HandoffRecord, state_slot: int, now: float) -> None:
+        """Post the state, if there is any. The record follows all writes; every granted page must have been sent."""
         if self.state is SendState.DRAINING:
             return
         if self.slots is None or self.next_page != self.slots.held_pages + len(self.slots.pages):
@@ -172,6 +173,29 @@ class Outbound:
             raise InternalError(f"room {self.room}: finished before its forwards were complete")
         self._go(SendState.FINISHING)
         self._record = record
+        self._post_state(state_slot, now)
+
+    def _post_state(self, state_slot: int, now: float) -> None:
+        assert self.peer is not None
+        assert self.slots is not None
+        plan = self.peer.plan
+        if not plan.state:
+            return
+        if not 0 < state_slot < plan.src.layout.num_slots:
+            raise InternalError(
+                f"room {self.room}: state slot {state_slot} of {plan.src.layout.num_slots} was given to be sent"
+            )
+        posted = Posted(0, 0)
+        posted.add(
+            self.endpoint.write_state(
+                self.peer.memory,
+                plan,
+                (state_slot, self.slots.state_slot),
+                self.slots.generation,
+                self.limits.verify_checksums,
+            )
+        )
+        self._post(posted, now)
 
     def give_up(self, code: str, reason: str) -> None:
         """Post nothing more; outstanding writes drain. Idempotent: the first cause stays."""
@@ -214,18 +238,20 @@ class Outbound:
                 return
             self._moved_at = now
             self.counters.bytes_written += head.nbytes
-            said.append(self._landed(head))
+            said.extend(self._landed(head))
 
-    def _landed(self, write: Posted) -> ReceiverInbox:
+    def _landed(self, write: Posted) -> list[ReceiverInbox]:
         assert self.slots is not None
-        if write.count:
-            self.counters.pages_written += write.count
-            self.counters.pages_by_layer += write.count if write.layered else 0
-            self._checksums.append(write.digests)
-            return PagesWritten(self.room, self.slots.generation, write.first, write.count)
-        self.counters.records_written += 1
-        self._go(SendState.DELIVERED)
-        return RecordWritten(self.room, self.slots.generation, write.nbytes)
+        if write.record:
+            self.counters.records_written += 1
+            self._go(SendState.DELIVERED)
+            return [RecordWritten(self.room, self.slots.generation, write.nbytes)]
+        self._checksums.append(write.digests)
+        if not write.count:  # the state, which the record speaks of
+            return []
+        self.counters.pages_written += write.count
+        self.counters.pages_by_layer += write.count if write.layered else 0
+        return [PagesWritten(self.room, self.slots.generation, write.first, write.count)]
 
     def _post_record(self, now: float) -> None:
         assert self.slots is not None
@@ -233,7 +259,7 @@ class Outbound:
         assert self._record is not None
         slot_bytes = self.peer.hello.record_bytes
         packed = handoff_record.pack_checksums(list(chain.from_iterable(self._checksums)))
-        record = msgspec.structs.replace(self._record, page_checksums=packed)
+        record = msgspec.structs.replace(self._record, checksums=packed)
         try:
             data = handoff_record.encode(record, self.room, self.slots.generation, slot_bytes)
         except RecordError as error:
@@ -242,7 +268,7 @@ class Outbound:
         self._go(SendState.RECORDING)
         offset = self.slots.record_slot * slot_bytes
         ticket = self.endpoint.write_record(self.peer.memory, offset, data, self.slots.generation)
-        self._post(Posted(0, 0, [ticket], len(data)), now)
+        self._post(Posted(0, 0, [ticket], len(data), record=True), now)
 
     def _outcome(self, write: Posted) -> WriteState:
         states = {self.endpoint.poll(ticket) for ticket in write.tickets}

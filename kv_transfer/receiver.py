@@ -7,10 +7,9 @@ quarantine; no timeout ends a quarantine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from common.errors import (
-    ChecksumFailed,
     HandshakeRefused,
     InternalError,
     InvalidRequest,
@@ -26,9 +25,9 @@ from kv_transfer import messages
 from kv_transfer.counters import ReceiverCounters
 from kv_transfer.events import Arrived, Failed, PagesFree, PeerRefused, ReceiverEvent
 from kv_transfer.inbound import Inbound, Link, LinkState
+from kv_transfer.inbound_room import InboundRoom, InboundRooms
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import (
-    Abort,
     AbortAck,
     Hello,
     PagesWritten,
@@ -73,22 +72,19 @@ class Receiver:
         self._clock = clock
         self._limits = limits
         self._record_slots = record_slots
-        self._free_slots = list(range(record_slots))
         self._links: dict[str, Link] = {}
-        self._rooms: dict[int, Inbound] = {}
-        self._held: set[int] = set()  # pages of rooms that have neither arrived nor been freed
-        self._generation = 0
+        self._rooms = InboundRooms(layout, record_slots)
         self.signs = ReceiverSigns(self._links, self._rooms, self._say, clock)
         self._events: list[ReceiverEvent] = []
 
     @property
     def active(self) -> int:
-        """Rooms that hold a record slot: waiting, arrived and not closed, or quarantined."""
+        """Rooms that hold record slots: waiting, arrived and not closed, or quarantined."""
         return len(self._rooms)
 
     @property
     def quarantined_pages(self) -> int:
-        return sum(len(room.pages) for room in self._rooms.values() if room.state is ReceiveState.QUARANTINED)
+        return sum(len(room.pages) for room in self._rooms if room.quarantined)
 
     # ---- what the decode node wants
 
@@ -106,44 +102,38 @@ class Receiver:
         if link is None:
             link = self._links[peer_incarnation] = Link(peer_incarnation, send, self._clock())
         link.send, link.greeted_at, link.state = send, self._clock(), LinkState.GREETING
-        described = to_wire(self._endpoint.describe(peer_incarnation))
-        records = self._record_slots, self._limits.record_bytes
-        self._say(link, Hello(self._node, self._layout, described, *records))
+        where = to_wire(self._endpoint.describe(peer_incarnation))
+        self._say(link, Hello(self._node, self._layout, where, self._record_slots, self._limits.record_bytes))
 
     def open(
         self,
         room: int,
-        peer_incarnation: str,
+        peers: Sequence[str],
         pages: Sequence[int],
         held_pages: int,
         deadline: float | None = None,
+        state_slot: int = 0,
     ) -> int:
-        """Let the peer write logical pages held_pages.. of this room into `pages`; returns the generation.
+        """Let the peers write logical pages held_pages.. of this room into `pages`; returns the last generation.
 
-        The pages are the receiver's until Arrived or PagesFree. Raises InvalidRequest (room is active),
-        Overloaded (no record slot), Unavailable (the peer is not connected).
+        `peers` are the incarnations of every prefill rank that this rank needs something of. Pages and state slot are
+        the receiver's until Arrived or PagesFree. Raises InvalidRequest (room is active), Overloaded (too few record
+        slots), Unavailable (a peer is not connected).
         """
         if room in self._rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
-        link = self._links.get(peer_incarnation)
+        links = [self._connected(each) for each in peers]
+        whole = self._rooms.open(room, links, pages, held_pages, deadline, state_slot, self._clock())
+        for inbound in whole.parts:
+            if inbound.link.state is LinkState.READY and inbound.state is ReceiveState.QUEUED:
+                self._send_slots(inbound)
+        return whole.parts[-1].generation
+
+    def _connected(self, peer: str) -> Link:
+        link = self._links.get(peer)
         if link is None or link.state is LinkState.LOST:
-            raise Unavailable(f"prefill node {peer_incarnation} is not connected")
-        if not self._free_slots:
-            raise Overloaded(f"all {self._record_slots} record slots are in use")
-        if len(set(pages)) != len(pages) or not self._held.isdisjoint(pages):
-            raise InternalError(f"room {room}: a page is given twice, or is in the hands of another room")
-        if pages and not 0 <= min(pages) <= max(pages) < self._layout.num_pages:
-            raise InternalError(f"room {room}: a page is outside of the pool of {self._layout.num_pages}")
-        self._generation += 1
-        inbound = Inbound(
-            room, self._generation, link, tuple(pages), held_pages, self._free_slots.pop(), deadline
-        )
-        inbound.next_page, inbound.moved_at = held_pages, max(self._clock(), link.busy_until)
-        self._rooms[room] = inbound
-        self._held.update(pages)
-        if link.state is LinkState.READY:
-            self._send_slots(inbound)
-        return inbound.generation
+            raise Unavailable(f"prefill node {peer} is not connected")
+        return link
 
     def abort(self, room: int, reason: str, code: str = TransferFailed.code) -> None:
         """The node gives the room up: exactly one PagesFree follows, once nothing can be written any more.
@@ -151,25 +141,24 @@ class Receiver:
         Also takes back a room that has arrived and is not closed. Unknown rooms are ignored, and so are
         rooms that failed before: their PagesFree comes anyway.
         """
-        inbound = self._rooms.get(room)
-        if inbound is None or inbound.state is ReceiveState.QUARANTINED:
+        whole = self._rooms.get(room)
+        if whole is None or whole.given_up:
             return
         self.counters.aborted += 1
-        if inbound.state is ReceiveState.ARRIVED:
+        if whole.arrived:
             self._events = [e for e in self._events if not (isinstance(e, Arrived) and e.room == room)]
-            self._free(inbound)
-        else:
-            self._let_go(inbound, code, reason)
+        self._give_up(whole, code, reason)
 
     def close(self, room: int) -> None:
-        """Arrived was consumed: the record slot is free for another room. Unknown rooms are ignored."""
-        inbound = self._rooms.get(room)
-        if inbound is None:
+        """Arrived was consumed: the record slots are free for other rooms. Unknown rooms are ignored."""
+        whole = self._rooms.get(room)
+        if whole is None:
             return
-        if inbound.state is not ReceiveState.ARRIVED:
-            raise InternalError(f"room {room} closed while {inbound.state.value}; abort it instead")
-        inbound.go(ReceiveState.CLOSED)
-        self._remove(inbound)
+        if not whole.arrived:
+            raise InternalError(f"room {room} closed while {whole.parts[0].state.value}; abort it instead")
+        for inbound in whole.parts:
+            inbound.go(ReceiveState.CLOSED)
+        self._rooms.remove(whole)
 
     def peer_lost(self, incarnation: str) -> None:
         """This prefill node counts as dead; its pages wait until that is proved or it answers."""
@@ -181,8 +170,9 @@ class Receiver:
         """The way to this prefill node is broken, and the node may well live: its rooms may be placed elsewhere."""
         link = self._links.get(incarnation)
         if link is not None:
-            reason = f"the link to prefill node {link.node or incarnation} is broken"
-            self._lose(link, TransferFailed.code, reason)
+            self._lose(
+                link, TransferFailed.code, f"the link to prefill node {link.node or incarnation} is broken"
+            )
 
     def link_works(self, incarnation: str) -> None:
         """Its process is connected. If it does not answer Hello its loop is busy; whether it hangs the router sees."""
@@ -197,7 +187,7 @@ class Receiver:
     def poll(self) -> list[ReceiverEvent]:
         """Look at every deadline and every quarantine; what happened since the last call."""
         now = self._clock()
-        waiting = {room.link.incarnation for room in self._rooms.values()}
+        waiting = {part.link.incarnation for part in self._rooms.parts()}
         for link in list(self._links.values()):
             timeout = self._limits.handshake_timeout
             if link.state is LinkState.GREETING and now - link.greeted_at >= timeout:
@@ -208,7 +198,7 @@ class Receiver:
             elif link.state is LinkState.LOST and link.incarnation not in waiting:
                 del self._links[link.incarnation]
                 self._endpoint.forget(link.incarnation)
-        for inbound in list(self._rooms.values()):
+        for inbound in self._rooms.parts():
             self._watch(inbound, now)
         events, self._events = self._events, []
         return events
@@ -248,17 +238,18 @@ class Receiver:
             return
         try:
             self._endpoint.admit(link.incarnation, welcome.process)
-        except HandshakeRefused as error:
+            link.welcomed(welcome, self._layout)
+        except (HandshakeRefused, ValueError) as error:
             self._refused(link, str(error))
             return
-        link.state, link.node = LinkState.READY, welcome.node
-        for inbound in self._of(link):
+        for inbound in self._rooms.parts(link):
             if inbound.state is ReceiveState.QUEUED:
                 self._send_slots(inbound)
 
     def _told(self, link: Link, told: PagesWritten | RecordWritten | SenderFailed | AbortAck) -> None:
-        inbound = self._rooms.get(told.room)
-        if inbound is None or inbound.link is not link:
+        whole = self._rooms.get(told.room)
+        inbound = None if whole is None else whole.part_of(link)
+        if inbound is None:
             if not isinstance(told, AbortAck):  # an abort of fenced pages is not waited for
                 self.counters.unknown_room += 1
         elif told.generation != inbound.generation:
@@ -266,8 +257,10 @@ class Receiver:
         elif inbound.state is ReceiveState.QUARANTINED:
             if not isinstance(told, PagesWritten):  # all others say that no write is outstanding
                 self._free(inbound)
-        elif inbound.state is ReceiveState.ARRIVED:
-            self.counters.duplicates += 1
+        elif inbound.state in (ReceiveState.ARRIVED, ReceiveState.FREED):
+            self.counters.duplicates += inbound.state is ReceiveState.ARRIVED or not isinstance(
+                told, AbortAck
+            )
         elif inbound.state is ReceiveState.QUEUED:
             self.counters.unknown_room += 1  # nobody was told of this generation
         elif isinstance(told, PagesWritten):
@@ -275,8 +268,7 @@ class Receiver:
         elif isinstance(told, RecordWritten):
             self._verify(inbound, told)
         elif isinstance(told, SenderFailed):
-            self._fail(inbound, told.code, told.reason)
-            self._free(inbound)
+            self._free(inbound, told.code, told.reason)
         else:
             self.counters.duplicates += 1
 
@@ -294,22 +286,18 @@ class Receiver:
         # the sender is done: whatever comes now is not of this transfer
         self._endpoint.revoke(inbound.generation)
         try:
-            record = inbound.verified_record(self._endpoint, told.length, self._limits.verify_checksums)
+            inbound.verify(self._endpoint, told.length, self._limits.verify_checksums)
         except RecordError as error:
-            code = TransferFailed.code
-            if error.cause == "checksum":
-                code = ChecksumFailed.code
-                self.counters.checksum_failures += 1
-            else:
-                self.counters.record_failures[error.cause] += 1
-            self._fail(inbound, code, str(error))
-            self._free(inbound)
+            code = self.counters.record_failed(error.cause)
+            self._free(inbound, code, str(error))
             return
         inbound.go(ReceiveState.ARRIVED)
-        self._held.difference_update(inbound.pages)
-        self.counters.arrived += 1
-        self.counters.pages_received += len(inbound.pages)
-        self._events.append(Arrived(inbound.room, record))
+        whole = self._rooms.of(inbound)
+        if whole.arrived:
+            self._rooms.release_memory(whole)
+            self.counters.arrived += 1
+            self.counters.pages_received += len(whole.pages)
+            self._events.append(Arrived(whole.room, whole.record))
 
     # ---- ends
 
@@ -320,7 +308,6 @@ class Receiver:
                 cause, code, reason = overdue
                 self.counters.timeouts[cause] += 1
                 self._fail(inbound, code, reason)
-                self._let_go(inbound, code, reason)
         elif inbound.state is ReceiveState.QUARANTINED:
             if self._endpoint.proves_dead(inbound.link.incarnation):
                 self._free(inbound)
@@ -329,11 +316,24 @@ class Receiver:
                 self._say_abort(inbound)
 
     def _fail(self, inbound: Inbound, code: str, reason: str) -> None:
-        self.counters.failed += 1
-        self._events.append(Failed(inbound.room, code, reason))
+        """The whole room is lost."""
+        whole = self._rooms.of(inbound)
+        if not whole.given_up:
+            self.counters.failed += 1
+            self._events.append(Failed(whole.room, code, reason))
+            self._give_up(whole, code, reason)
+
+    def _give_up(self, whole: InboundRoom, code: str, reason: str) -> None:
+        """Free every part that no sender writes any more; the others are freed, or quarantined, one by one."""
+        whole.given_up = True
+        for inbound in whole.parts:
+            if inbound.state is ReceiveState.ARRIVED:
+                self._free(inbound)
+            elif inbound.active:
+                self._let_go(inbound, code, reason)
 
     def _let_go(self, inbound: Inbound, code: str, reason: str) -> None:
-        """Give the room up while its sender may be writing: free the pages if that is safe, else wait."""
+        """Give a part up while its sender may be writing: free it if that is safe, else wait."""
         if inbound.state is ReceiveState.QUEUED:
             self._free(inbound)
             return
@@ -347,17 +347,18 @@ class Receiver:
                 return
         self._free(inbound)
 
-    def _free(self, inbound: Inbound) -> None:
+    def _free(self, inbound: Inbound, code: str = "", reason: str = "") -> None:
+        """No write of this part is outstanding. With a code the room fails, unless it has before."""
+        whole = self._rooms.of(inbound)
         if inbound.state is not ReceiveState.QUEUED:
             self._endpoint.revoke(inbound.generation)
         inbound.go(ReceiveState.FREED)
-        self._remove(inbound)
-        self._held.difference_update(inbound.pages)
-        self._events.append(PagesFree(inbound.room, inbound.pages))
-
-    def _remove(self, inbound: Inbound) -> None:
-        del self._rooms[inbound.room]
-        self._free_slots.append(inbound.record_slot)
+        if code:
+            self._fail(inbound, code, reason)
+        if whole.freed and self._rooms.get(whole.room) is whole:
+            self._rooms.remove(whole)
+            self._rooms.release_memory(whole)
+            self._events.append(PagesFree(whole.room, whole.pages))
 
     def _refused(self, link: Link, reason: str) -> None:
         if link.state is LinkState.LOST:
@@ -372,14 +373,18 @@ class Receiver:
             return
         link.state = LinkState.LOST
         self._endpoint.expel(link.incarnation)
-        for inbound in self._of(link):
+        for inbound in self._rooms.parts(link):
             if inbound.active:
                 self._fail(inbound, code, reason)
-                self._let_go(inbound, code, reason)
 
     # ---- the way out
 
     def _send_slots(self, inbound: Inbound) -> None:
+        """Tell a peer that is ready where to write, unless the room lacks one of the ranks that it needs."""
+        missing = self._rooms.of(inbound).missing(self._layout)
+        if missing is not None:
+            self._fail(inbound, TransferFailed.code, missing)
+            return
         inbound.go(ReceiveState.AWAITING)
         inbound.moved_at = max(self._clock(), inbound.link.busy_until)
         self._endpoint.announce(inbound.window)
@@ -387,12 +392,8 @@ class Receiver:
 
     def _say_abort(self, inbound: Inbound) -> None:
         inbound.moved_at = self._clock()
-        code, reason = inbound.aborted_for
-        self._say(inbound.link, Abort(inbound.room, inbound.generation, code[:64], reason[:4096]))
+        self._say(inbound.link, inbound.abort())
 
     def _say(self, link: Link, message: SenderInbox) -> None:
         if link.send(messages.encode(message, self._incarnation)) is False:
             self.counters.unsent += 1
-
-    def _of(self, link: Link) -> Iterable[Inbound]:
-        return [room for room in self._rooms.values() if room.link is link]

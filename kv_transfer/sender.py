@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from common.errors import (
     HandshakeRefused,
@@ -27,23 +26,13 @@ from kv_transfer.layer_send import LayerSend
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Abort, AbortAck, Hello, ReceiverInbox, Refused, SenderFailed, Slots, Welcome
 from kv_transfer.outbound import Outbound
+from kv_transfer.outbound_room import GrantedSlots, OutboundRoom
 from kv_transfer.signs import SenderSigns
-from kv_transfer.state import SendState
 from kv_transfer.transport.base import SenderEndpoint
 from kv_transfer.transport.layers import LayerEndpoint
 from kv_transfer.transport.one_host import process
 
 __all__ = ["Delivered", "GrantedSlots", "Sender", "SenderEvent", "SlotsGranted", "TransferLost"]
-
-
-@dataclass(frozen=True, slots=True)
-class GrantedSlots:
-    """What the decode node set aside. Logical pages held_pages .. held_pages+num_pages-1 are to be sent."""
-
-    held_pages: int
-    num_pages: int
-    generation: int
-    incarnation: str  # of the decode node
 
 
 class Sender:
@@ -73,15 +62,17 @@ class Sender:
         self._clock = clock
         self._limits = limits
         self._process = process.current()
-        self._rooms: dict[int, Outbound] = {}
-        self._busy: dict[int, Outbound] = {}  # those of _rooms that every poll looks at
+        self._rooms: dict[int, OutboundRoom] = {}
+        self._busy: dict[int, OutboundRoom] = {}  # those of _rooms that every poll looks at
         self._alarms: list[tuple[float, int]] = []  # heap of (when, room): the others are looked at then
         self._events: list[SenderEvent] = []
         self._early = EarlySlots(limits, clock)
         self._ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(
             limits.early_slots, limits.early_ttl, clock
         )
-        self._aborted: ExpiringMap[int, Abort] = ExpiringMap(limits.early_slots, limits.early_ttl, clock)
+        self._aborted: ExpiringMap[int, tuple[str, Abort]] = ExpiringMap(  # with who said so
+            limits.early_slots, limits.early_ttl, clock
+        )
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
         self.peers = PeerTable(endpoint, limits, self._retired)
         self.signs = SenderSigns(self._rooms, self.peers.all, self._say, clock)
@@ -99,44 +90,37 @@ class Sender:
     @property
     def draining(self) -> int:
         """Rooms that ended but whose writes have not settled; one that stays here is poisoned."""
-        return sum(room.state is SendState.DRAINING for room in self._busy.values())
+        return sum(room.draining for room in self._busy.values())
 
     # ---- what the prefill node wants
 
-    def expect(self, room: int, deadline: float | None = None, decode: str = "") -> None:
+    def expect(self, room: int, deadline: float | None = None, decodes: Sequence[str] = ("",)) -> None:
         """The prompt of this room is here.
 
-        `deadline` is on the sender's clock. `decode` is the incarnation that may grant slots, "" for any;
-        when it is lost the room is lost. Raises InvalidRequest if the room is active.
+        `deadline` is on the sender's clock. `decodes` are the incarnations that grant slots, one per decode rank that
+        this rank sends to, "" for any; when one is lost the room is lost. InvalidRequest if the room is active.
         """
         if room in self._rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
+        expected = OutboundRoom(room, [self._part(room, deadline, decode) for decode in decodes])
+        self._rooms[room] = expected
+        self._ended.pop(room)
+        aborted = self._aborted.get(room)
+        for early in self._early.take_all(room):
+            self._grant(expected, early.peer, early.slots, early.received_at)
+        if aborted is not None and expected.granted is None:
+            expected.give_up(aborted[1].code, aborted[1].reason)
+        self._watch(expected)
+
+    def _part(self, room: int, deadline: float | None, decode: str) -> Outbound:
         peer = self.peers.find(decode)
         since = self._clock() if peer is None else max(self._clock(), peer.busy_until)
-        outbound = Outbound(room, self._endpoint, self._limits, self.counters, since, deadline, decode)
-        self._rooms[room] = outbound
-        self._ended.pop(room)
-        early = self._early.take(room)
-        aborted = self._aborted.get(room)
-        if early is not None and outbound.accepts(early.peer):
-            self._grant(outbound, early.peer, early.slots, early.received_at)
-        elif early is not None:
-            self._decline(
-                early.peer, early.slots, TransferFailed.code, "the room belongs to another decode node"
-            )
-        elif aborted is not None:
-            outbound.give_up(aborted.code, aborted.reason)
-        self._watch(outbound)
+        return Outbound(room, self._endpoint, self._limits, self.counters, since, deadline, decode)
 
     def slots(self, room: int) -> GrantedSlots | None:
-        """None while the decode node has not granted, and for rooms that are lost."""
-        outbound = self._rooms.get(room)
-        if outbound is None or outbound.failure is not None:
-            return None
-        peer, slots = outbound.peer, outbound.slots
-        if peer is None or slots is None:
-            return None
-        return GrantedSlots(slots.held_pages, len(slots.pages), slots.generation, peer.incarnation)
+        """None while a decode rank has not granted, and for rooms that are lost."""
+        expected = self._rooms.get(room)
+        return None if expected is None else expected.granted
 
     def send_pages(self, room: int, src_pages: Sequence[int], first: int) -> None:
         """Write own pages as logical pages first.. of the request: each once, in order, from held_pages on.
@@ -144,10 +128,9 @@ class Sender:
         The source must be complete and must not change until Delivered or TransferLost. Does nothing for a
         room that was lost a moment ago; InternalError for misuse.
         """
-        outbound = self._room(room)
-        if outbound is not None:
-            outbound.send_pages(src_pages, first, self._clock())
-            self._advance(outbound)
+        for part in self._parts(room):
+            part.send_pages(src_pages, first, self._clock())
+        self._advance(room)
 
     def follow(self) -> LayerSend:
         """For a forward that is about to write pages of rooms; behind it, `complete` is to be told of each.
@@ -156,51 +139,50 @@ class Sender:
         """
         if not isinstance(self._endpoint, LayerEndpoint):
             raise InternalError(f"{type(self._endpoint).__name__} takes whole pages alone")
-        return LayerSend(self._endpoint, self._room, self._limits.verify_checksums, self._clock)
+        return LayerSend(self._endpoint, self._parts, self._limits.verify_checksums, self._clock)
 
     def complete(self, room: int, end: int) -> None:
         """Logical pages below `end` are complete: write the planes of followed ones that have not left."""
-        outbound = self._room(room)
-        if outbound is not None:
-            outbound.complete(end, self._clock())
-            self._advance(outbound)
+        for part in self._parts(room):
+            part.complete(end, self._clock())
+        self._advance(room)
 
-    def finish(self, room: int, record: HandoffRecord) -> None:
-        """Every page was sent: write the record once all have landed. Page checksums are filled in here."""
-        outbound = self._room(room)
-        if outbound is not None:
-            outbound.finish(record)
-            self._advance(outbound)
+    def finish(self, room: int, record: HandoffRecord, state_slot: int = 0) -> None:
+        """Every page was sent: write the state of `state_slot` (0: none), and the record once all has landed."""
+        for part in self._parts(room):
+            part.finish(record, state_slot, self._clock())
+        self._advance(room)
 
     def cancel(self, room: int, code: str, reason: str) -> None:
         """The request ended here: settle what is outstanding, tell the decode node, then TransferLost.
 
         Slots that come later are answered in the same way. Unknown and ended rooms are ignored.
         """
-        outbound = self._rooms.get(room)
-        if outbound is not None:
-            outbound.give_up(code, reason)
-            self._advance(outbound)
+        expected = self._rooms.get(room)
+        if expected is not None:
+            expected.give_up(code, reason)
+            self._advance(room)
 
     def peer_lost(self, incarnation: str) -> None:
         """This decode node is gone: its rooms are lost, its memory is let go of."""
         peer = self.peers.find(incarnation)
         if peer is not None:
             self._drop(peer, f"decode node {peer.hello.node} is gone")
-        for outbound in [each for each in self._rooms.values() if each.decode == incarnation]:
-            outbound.give_up(NodeLost.code, "the decode node is gone")
-            self._advance(outbound)
+        for room in list(self._rooms.values()):
+            if any(part.decode == incarnation for part in room.parts):
+                room.give_up(NodeLost.code, "the decode node is gone")
+                self._advance(room.room)
 
     def poll(self) -> list[SenderEvent]:
         """Advance the rooms that have something to do; what happened since the last call."""
         self.signs.tell()
-        for outbound in list(self._busy.values()):
-            self._advance(outbound)
+        for room in list(self._busy):
+            self._advance(room)
         now = self._clock()
         while self._alarms and self._alarms[0][0] <= now:
             due = self._rooms.get(heapq.heappop(self._alarms)[1])
             if due is not None:
-                self._advance(due)
+                self._advance(due.room)
                 self._watch(due)
         for early in self._early.expire():
             self.counters.early_evicted += 1
@@ -262,38 +244,33 @@ class Sender:
             self._refuse(identity, error)
             return
         self.counters.handshakes += 1
-        self._say(identity, Welcome(self._node, self._process))
+        layout = self._endpoint.layout
+        self._say(identity, Welcome(self._node, self._process, layout.tp_rank, layout.tp_size))
 
     def _slots(self, peer: Peer, slots: Slots) -> None:
         """Grant, keep for a prompt that has not come yet, or answer at once that nothing will be written."""
         room = slots.room
-        outbound = self._rooms.get(room)
-        aborted = self._aborted.get(room)
+        expected = self._rooms.get(room)
+        who, aborted = self._aborted.get(room) or ("", None)
         rejected = peer.rejects(slots)
         if rejected is not None:
             self.counters.invalid_slots += 1
             self._decline(peer, slots, TransferFailed.code, f"slots refused: {rejected}")
-        elif aborted is not None and aborted.generation >= slots.generation:
+        elif aborted is not None and who == peer.incarnation and aborted.generation >= slots.generation:
             self._say(peer.identity, AbortAck(room, slots.generation))
-        elif outbound is None:
+        elif expected is not None:
+            self._grant(expected, peer, slots, self._clock())
+        else:
             ended = self._ended.get(room)
             if ended is not None:
                 self._decline(peer, slots, *ended)
             else:
                 self._keep(peer, slots)
-        elif outbound.slots is not None:
-            self._again(peer, slots, outbound.peer, outbound.slots)
-        elif outbound.failure is not None:
-            self._decline(peer, slots, *outbound.failure)
-        elif not outbound.accepts(peer):
-            self._decline(peer, slots, TransferFailed.code, "the room belongs to another decode node")
-        else:
-            self._grant(outbound, peer, slots, self._clock())
 
     def _keep(self, peer: Peer, slots: Slots) -> None:
-        kept = self._early.get(slots.room)
+        kept = self._early.get(slots.room, peer.incarnation)
         if kept is not None:
-            self._again(peer, slots, kept.peer, kept.slots)
+            self._again(peer, slots, kept.slots)
         elif self._early.full(peer, slots):
             self.counters.early_evicted += 1
             self._decline(peer, slots, Overloaded.code, "too many slots without a prompt")
@@ -303,81 +280,104 @@ class Sender:
                 self.counters.early_evicted += 1
                 self._decline(early.peer, early.slots, Overloaded.code, "too many slots without a prompt")
 
-    def _again(self, peer: Peer, slots: Slots, first_peer: Peer | None, first: Slots) -> None:
-        """Slots for a room that has some: a repetition is ignored, another grant declined."""
+    def _again(self, peer: Peer, slots: Slots, first: Slots | None) -> None:
+        """Slots for a room that has some: a repetition of `first` is ignored, another grant declined."""
         self.counters.duplicate_slots += 1
-        if peer is not first_peer or slots.generation != first.generation:
+        if first is None or slots.generation != first.generation:
             self._decline(peer, slots, TransferFailed.code, "this room was granted slots before")
 
     def _abort(self, identity: bytes, incarnation: str, peer: Peer | None, abort: Abort) -> None:
         """Acknowledge once nothing of that generation is outstanding: at once, unless its room has writes."""
-        outbound = self._rooms.get(abort.room)
-        if outbound is not None and outbound.is_of(peer, abort.generation):
-            outbound.abort_asked = True
-            outbound.give_up(abort.code, abort.reason)
-            self._advance(outbound)
+        expected = self._rooms.get(abort.room)
+        part = None if expected is None or peer is None else expected.part_of(peer)
+        if expected is not None and part is not None and part.is_of(peer, abort.generation):
+            part.abort_asked = True
+            expected.give_up(abort.code, abort.reason)
+            self._advance(abort.room)
             return
         if peer is not None:
-            early = self._early.get(abort.room)
-            if early is not None and early.peer is peer and early.slots.generation <= abort.generation:
-                self._early.take(abort.room)
-            self._aborted.put(abort.room, abort)
-            if outbound is not None and outbound.slots is None and outbound.accepts(peer):
-                outbound.give_up(abort.code, abort.reason)  # the abort came without its slots
-                self._advance(outbound)
+            early = self._early.get(abort.room, incarnation)
+            if early is not None and early.slots.generation <= abort.generation:
+                self._early.take(abort.room, incarnation)
+            self._aborted.put(abort.room, (incarnation, abort))
+            if expected is not None and part is not None and part.slots is None:
+                expected.give_up(abort.code, abort.reason)  # the abort came without its slots
+                self._advance(abort.room)
         if self._endpoint.quiet(incarnation):  # else it asks again
             self._say(identity, AbortAck(abort.room, abort.generation))
 
     # ---- the way out
 
-    def _grant(self, outbound: Outbound, peer: Peer, slots: Slots, received_at: float) -> None:
-        outbound.grant(peer, slots, received_at)
-        self._watch(outbound)
-        self._events.append(SlotsGranted(outbound.room))
+    def _grant(self, expected: OutboundRoom, peer: Peer, slots: Slots, received_at: float) -> None:
+        """Take the slots for the part of this decode rank, or say why not."""
+        part = expected.part_of(peer)
+        if part is None and all(each.slots is None for each in expected.parts):
+            self._decline(peer, slots, TransferFailed.code, "the room belongs to another decode node")
+        elif part is None or part.slots is not None:
+            self._again(peer, slots, None if part is None else part.slots)
+        elif expected.failure is not None:
+            self._decline(peer, slots, *expected.failure)
+        elif not expected.fits(slots.held_pages, len(slots.pages)):
+            self._decline(peer, slots, TransferFailed.code, "another decode rank has granted other pages")
+        else:
+            part.grant(peer, slots, received_at)
+            self._watch(expected)
+            if expected.granted is not None:
+                self._events.append(SlotsGranted(expected.room))
 
-    def _advance(self, outbound: Outbound) -> None:
-        if outbound.ended:
+    def _advance(self, number: int) -> None:
+        """Move a room on and tell its decode ranks; once a part has failed, all are given up."""
+        room = self._rooms.get(number)
+        if room is None:
             return
-        for message in outbound.advance(self._clock()):
-            if outbound.peer is not None and not outbound.peer.lost:
-                self._say(outbound.peer.identity, message)
-        if not outbound.ended:
-            if outbound.busy:
-                self._busy[outbound.room] = outbound
+        self._advance_parts(room)
+        failure = room.failure
+        if failure is not None and not room.ended:
+            room.give_up(*failure)
+            self._advance_parts(room)
+        if not room.ended:
+            if room.busy:
+                self._busy[number] = room
             else:
-                self._busy.pop(outbound.room, None)
+                self._busy.pop(number, None)
             return
-        del self._rooms[outbound.room]
-        self._busy.pop(outbound.room, None)
-        if outbound.failure is None:
+        del self._rooms[number]
+        self._busy.pop(number, None)
+        if failure is None:
             self.counters.delivered += 1
-            self._events.append(Delivered(outbound.room))
+            self._events.append(Delivered(number))
         else:
             self.counters.lost += 1
-            self._ended.put(outbound.room, outbound.failure)
-            self._events.append(TransferLost(outbound.room, *outbound.failure))
+            self._ended.put(number, failure)
+            self._events.append(TransferLost(number, *failure))
 
-    def _watch(self, outbound: Outbound) -> None:
+    def _advance_parts(self, room: OutboundRoom) -> None:
+        for part in room.parts:
+            for message in part.advance(self._clock()):
+                if part.peer is not None and not part.peer.lost:
+                    self._say(part.peer.identity, message)
+
+    def _watch(self, room: OutboundRoom) -> None:
         """Look at the room in every poll, or else when its time is over."""
-        if outbound.ended:
+        if room.ended:
             return
-        if outbound.busy:
-            self._busy[outbound.room] = outbound
-        elif outbound.alarm < float("inf"):
-            heapq.heappush(self._alarms, (outbound.alarm, outbound.room))
+        if room.busy:
+            self._busy[room.room] = room
+        elif room.alarm < float("inf"):
+            heapq.heappush(self._alarms, (room.alarm, room.room))
             if len(self._alarms) > 4 * len(self._rooms) + 64:  # alarms of rooms that ended in time
-                alive = [(room.alarm, room.room) for room in self._rooms.values()]
+                alive = [(each.alarm, each.room) for each in self._rooms.values()]
                 self._alarms = [alarm for alarm in alive if alarm[0] < float("inf")]
                 heapq.heapify(self._alarms)
 
     def _drop(self, peer: Peer, reason: str) -> None:
-        rooms = [room for room in self._rooms.values() if room.peer is peer]
-        for outbound in rooms:
-            outbound.give_up(NodeLost.code, reason)
+        rooms = [room for room in self._rooms.values() if any(part.peer is peer for part in room.parts)]
+        for room in rooms:
+            room.give_up(NodeLost.code, reason)
         self._early.forget(peer)
         self.peers.drop(peer)
-        for outbound in rooms:
-            self._advance(outbound)
+        for room in rooms:
+            self._advance(room.room)
 
     def _decline(self, peer: Peer, slots: Slots, code: str, reason: str) -> None:
         """Nothing was written for this generation and nothing will be."""
@@ -392,9 +392,9 @@ class Sender:
         if self._send(identity, messages.encode(message, self._incarnation)) is False:
             self.counters.unsent += 1
 
-    def _room(self, room: int) -> Outbound | None:
+    def _parts(self, room: int) -> Sequence[Outbound]:
         """None for a room that was lost a moment ago. Raises InternalError for one that never was."""
-        outbound = self._rooms.get(room)
-        if outbound is None and room not in self._ended:
+        expected = self._rooms.get(room)
+        if expected is None and room not in self._ended:
             raise InternalError(f"room {room} is not expected here")
-        return outbound
+        return [] if expected is None else expected.parts

@@ -6,12 +6,14 @@ that wait for pages (Queued). Either announces work that may keep its loop busy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from kv_transfer.handshake import Peer
-from kv_transfer.inbound import Inbound, Link, LinkState
+from kv_transfer.inbound import Link, LinkState
+from kv_transfer.inbound_room import InboundRooms
 from kv_transfer.messages import MAX_BUSY_MS, MAX_ROOMS, Queued, Working
 from kv_transfer.outbound import Outbound
+from kv_transfer.outbound_room import OutboundRoom
 
 SIGN_SECONDS = 0.5  # between two signs of one end
 LONG_SECONDS = 2.0  # of announced work: then the peers are told before it begins
@@ -47,7 +49,7 @@ class SenderSigns(_Signs):
 
     def __init__(
         self,
-        rooms: Mapping[int, Outbound],
+        rooms: Mapping[int, OutboundRoom],
         peers: Callable[[], Iterable[Peer]],
         say: Callable[[bytes, Working], None],
         clock: Callable[[], float],
@@ -76,16 +78,19 @@ class SenderSigns(_Signs):
             return
         peer.busy_until = self._clock() + queued.busy_ms / 1000
         named = set(queued.rooms)
-        for outbound in self._rooms.values():
+        for outbound in self._parts():
             if outbound.decode == peer.incarnation and (outbound.room in named or queued.busy_ms):
                 outbound.expected_at = max(outbound.expected_at, peer.busy_until)
+
+    def _parts(self) -> Iterator[Outbound]:
+        return (part for room in self._rooms.values() for part in room.parts)
 
     def _tell(self) -> None:
         """Name rooms that have been here for a while, but none that ended with writes on the way: its decode node is
         to give it up."""
         rooms: dict[Peer, list[int]] = {}
         before = self._clock() - SIGN_SECONDS
-        for outbound in self._rooms.values():
+        for outbound in self._parts():
             in_hand = outbound.failure is None and outbound.expected_at <= before
             if in_hand and outbound.peer is not None and not outbound.peer.lost:
                 rooms.setdefault(outbound.peer, []).append(outbound.room)
@@ -99,7 +104,7 @@ class ReceiverSigns(_Signs):
     def __init__(
         self,
         links: Mapping[str, Link],
-        rooms: Mapping[int, Inbound],
+        rooms: InboundRooms,
         say: Callable[[Link, Queued], None],
         clock: Callable[[], float],
     ) -> None:
@@ -132,6 +137,6 @@ class ReceiverSigns(_Signs):
         """A prefill node named rooms that it works on, or is about to be busy."""
         link.busy_until = self._clock() + working.busy_ms / 1000
         named = set(working.rooms)
-        for inbound in self._rooms.values():
-            if inbound.link is link and inbound.active and (inbound.room in named or working.busy_ms):
+        for inbound in self._rooms.parts(link):
+            if inbound.active and (inbound.room in named or working.busy_ms):
                 inbound.moved_at = max(inbound.moved_at, link.busy_until)

@@ -181,7 +181,7 @@ class PrefillNode:
             keys = self._check(message)
             images = self._images.expect(message.images, self._waiting_images() if message.images else ())
             with_images(keys, message.images)  # spans that do not fit are refused here
-            self._sender.expect(message.room, now + message.deadline_ms / 1000, message.decode)
+            self._sender.expect(message.room, now + message.deadline_ms / 1000, (message.decode,))
         except RequestError as error:
             self._link.send(Failed.of(message.room, error))
             return

@@ -20,7 +20,10 @@ from common.kv_cache.pool_spec import PoolSpec
 
 PLANE_ALIGN: Final = 4096  # bytes; planes start on memory pages, which every transport can register
 
+MAX_RANKS: Final = 64  # of one node
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 
 
 def head_range(heads: int, rank: int, ranks: int) -> range:
@@ -52,7 +55,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_pages: Size
     num_slots: Count = 0  # of per-request state; 0 where the spec has no such planes
     tp_rank: Count = 0
-    tp_size: Size = 1
+    tp_size: Ranks = 1
 
     def __post_init__(self) -> None:
         """ValueError (which msgspec turns into a decode error) unless the planes can be divided among the ranks."""

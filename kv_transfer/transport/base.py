@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from common.kv_cache.pool_layout import PoolLayout
-from kv_transfer.copy_plan import Copy, copies, runs
+from kv_transfer.copy_plan import Copy, copies, runs, state_copies
 from kv_transfer.limits import TransferLimits
+from kv_transfer.pair_plan import PairPlan, Side
 from kv_transfer.transport.description import Description
 from kv_transfer.transport.one_host.process import ProcessIdentity
-from kv_transfer.transport.page_digest import page_digests
+from kv_transfer.transport.page_digest import block_digests
 
 
 class Region(enum.StrEnum):
@@ -50,12 +51,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one generation may write: the whole of these pages and one record slot."""
+    """What one generation may write: these pages, one state slot (0: none) and one record slot."""
 
     generation: int
     incarnation: str  # of the only peer that may use it
     pages: frozenset[int]
     record_slot: int
+    state_slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +109,11 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """A posted write of whole pages."""
+    """A posted write of pages, or of the state of one request."""
 
     ticket: Ticket
     nbytes: int
-    digests: Sequence[int] = ()  # checksums of the source pages; not to be read before the ticket is DONE
+    digests: Sequence[int] = ()  # checksums of what it reads; not to be read before the ticket is DONE
 
 
 class SenderEndpoint(ABC):
@@ -130,9 +132,13 @@ class SenderEndpoint(ABC):
         self.layout = layout
         self.kv = kv.cast("B") if kv.format != "B" else kv
 
-    def digests(self, pages: Sequence[int]) -> list[int]:
+    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
         """Checksums of pages of the own pool."""
-        return page_digests(self.kv, self.layout, pages)
+        return block_digests(self.kv, side.pages, pages)
+
+    def state_digest(self, side: Side, slot: int) -> int:
+        """The checksum of one state slot of the own pool."""
+        return block_digests(self.kv, side.state, [slot])[0]
 
     @abstractmethod
     def attach(self, target: Target) -> PeerMemory:
@@ -145,17 +151,24 @@ class SenderEndpoint(ABC):
     def write_pages(
         self,
         peer: PeerMemory,
-        dst: PoolLayout,
+        plan: PairPlan,
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
         generation: int,
         checksums: bool,
     ) -> PageWrite:
-        """`write` of whole pages, over all planes: src_pages[i] of the own pool to dst_pages[i] of `dst`."""
-        plan = copies(self.layout, dst, runs(src_pages, dst_pages))
-        digests = self.digests(src_pages) if checksums else ()
-        ticket = self.write(peer, plan, generation)
-        return PageWrite(ticket, sum(copy.length for copy in plan), digests)
+        """`write` of pages, over all planes: src_pages[i] of the own pool to dst_pages[i] of the peer's."""
+        digests = self.page_digests(plan.src, src_pages) if checksums else ()
+        ticket = self.write(peer, copies(plan, runs(src_pages, dst_pages)), generation)
+        return PageWrite(ticket, len(src_pages) * plan.page_bytes, digests)
+
+    def write_state(
+        self, peer: PeerMemory, plan: PairPlan, slots: tuple[int, int], generation: int, checksums: bool
+    ) -> PageWrite:
+        """`write` of the state of one request, over all planes: from the first slot to the peer's second one."""
+        digests = [self.state_digest(plan.src, slots[0])] if checksums else ()
+        ticket = self.write(peer, state_copies(plan, *slots), generation)
+        return PageWrite(ticket, plan.state_bytes, digests)
 
     @abstractmethod
     def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:
@@ -213,11 +226,19 @@ class ReceiverEndpoint(ABC):
         self.layout = layout
         self.record_bytes = record_bytes
 
-    def digests(self, pages: Sequence[int]) -> list[int]:
+    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
         """Checksums of pages of the own pool."""
+        return block_digests(self._host_kv, side.pages, pages)
+
+    def state_digest(self, side: Side, slot: int) -> int:
+        """The checksum of one state slot of the own pool."""
+        return block_digests(self._host_kv, side.state, [slot])[0]
+
+    @property
+    def _host_kv(self) -> memoryview:
         if not isinstance(self.kv, memoryview):
             raise TypeError(f"{type(self).__name__} must read its pages from the GPU")
-        return page_digests(self.kv, self.layout, pages)
+        return self.kv
 
     def record(self, slot: int) -> bytes:
         """A copy of a record slot: what is checked cannot change afterwards."""

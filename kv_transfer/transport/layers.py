@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import copies, runs
+from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import PageWrite, PeerMemory, SenderEndpoint, Ticket
 
 
@@ -48,7 +48,7 @@ class LayerEndpoint(SenderEndpoint):
 
     @abstractmethod
     def write_layers(
-        self, peer: PeerMemory, dst: PoolLayout, lists: Sequence[PageList], checksums: bool
+        self, peer: PeerMemory, plan: PairPlan, lists: Sequence[PageList], checksums: bool
     ) -> LayerWrite:
         """Copies nothing yet. A fault is a FAILED ticket of `close` or `rest`."""
 
@@ -57,9 +57,9 @@ class HostEndpoint(LayerEndpoint):
     """Copies from host memory by `write`: what a forward on the CPU has stored is there."""
 
     def write_layers(
-        self, peer: PeerMemory, dst: PoolLayout, lists: Sequence[PageList], checksums: bool
+        self, peer: PeerMemory, plan: PairPlan, lists: Sequence[PageList], checksums: bool
     ) -> LayerWrite:
-        return _HostLayers(self, peer, dst, lists, checksums)
+        return _HostLayers(self, peer, plan, lists, checksums)
 
 
 class _HostLayers(LayerWrite):
@@ -67,13 +67,13 @@ class _HostLayers(LayerWrite):
         self,
         endpoint: SenderEndpoint,
         peer: PeerMemory,
-        dst: PoolLayout,
+        plan: PairPlan,
         lists: Sequence[PageList],
         checksums: bool,
     ) -> None:
         self._endpoint = endpoint
         self._peer = peer
-        self._dst = dst
+        self._plan = plan
         self._lists = lists
         self._checksums = checksums
         self._runs = [runs(each.src_pages, each.dst_pages) for each in lists]
@@ -91,10 +91,11 @@ class _HostLayers(LayerWrite):
 
     def rest(self, number: int) -> PageWrite:
         ticket = self._write(number, slice(self._sent, None))
-        digests = self._endpoint.digests(self._lists[number].src_pages) if self._checksums else ()
+        pages = self._lists[number].src_pages
+        digests = self._endpoint.page_digests(self._plan.src, pages) if self._checksums else ()
         return PageWrite(ticket, self._nbytes[number], digests)
 
     def _write(self, number: int, planes: slice) -> Ticket:
-        plan = copies(self._endpoint.layout, self._dst, self._runs[number], planes)
-        self._nbytes[number] += sum(copy.length for copy in plan)
-        return self._endpoint.write(self._peer, plan, self._lists[number].generation)
+        found = copies(self._plan, self._runs[number], planes)
+        self._nbytes[number] += sum(copy.nbytes for copy in found)
+        return self._endpoint.write(self._peer, found, self._lists[number].generation)

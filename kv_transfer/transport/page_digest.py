@@ -1,7 +1,7 @@
-"""The checksum of a page in host memory: xxh3_64 over its slice of every plane, in plane order.
+"""The checksum of a page or of a state slot in host memory: xxh3_64 over what the pair of ranks exchanges of it.
 
-Pages on a GPU have another one, see cuda_pages: the two ends of a transfer use the same transport and so the
-same checksum.
+Planes go in order. Pages on a GPU have another one, see cuda.pages: the two ends of a transfer use the same transport
+and so the same checksum.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from common.kv_cache.pool_layout import PoolLayout
+from kv_transfer.pair_plan import Block
+from kv_transfer.transport.host_rows import gather
 
 
-def page_digests(memory: memoryview, layout: PoolLayout, pages: Sequence[int]) -> list[int]:
-    """One u64 per page, read from `memory` (flat bytes, at least layout.total_bytes)."""
+def block_digests(memory: memoryview, blocks: Sequence[Block], items: Sequence[int]) -> list[int]:
+    """One u64 per item (page or slot), read from `memory` (flat bytes of the whole pool)."""
     digests: list[int] = []
-    for page in pages:
+    for item in items:
         digest = xxhash.xxh3_64()
-        for plane in layout.planes:
-            start = plane.offset + page * plane.page_bytes
-            digest.update(memory[start : start + plane.page_bytes])
+        for offset, size, length, rows, stride in blocks:
+            start = offset + item * size
+            if rows == 1:
+                digest.update(memory[start : start + length])
+            else:
+                digest.update(gather(memory, start, length, rows, stride))
         digests.append(digest.intdigest())
     return digests
 

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from kv_transfer.pair_plan import pair_plan
 from kv_transfer.transport.base import Window
 from tests.bench.environment import describe
 from tests.fakes.transfer_rig import Rig
@@ -58,10 +59,10 @@ def measure(rig: Rig, tokens: int, checksums: bool, rng: random.Random) -> dict[
     rig.endpoint.announce(Window(0, rig.config["sender"], frozenset(range(rig.dst.num_pages)), 0))
     rig.ask("burst", lists=lists[:2], checksums=checksums)
     burst = rig.ask("burst", lists=lists, checksums=checksums)
-    sums = []
+    sums, side = [], pair_plan(rig.src, rig.dst).dst
     for _, dst in lists if checksums else ():
         began = time.perf_counter()
-        rig.endpoint.digests(dst)
+        rig.endpoint.page_digests(side, dst)
         sums.append(time.perf_counter() - began)
     rooms = [rig.send_room(src, dst) for src, dst in lists]
     assert not any(room["lost"] for room in rooms)

@@ -8,11 +8,11 @@ from unittest import mock
 
 import numpy as np
 
-from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy
+from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import PageWrite, PeerMemory, Ticket, WriteState
+from kv_transfer.transport.loopback import endpoints as loopback
 from kv_transfer.transport.loopback.endpoints import Fabric, Fault, LoopbackSender
-from kv_transfer.transport.loopback.endpoints import endpoints as loopback
 from tests.fakes.node_cluster import NodeCluster, Shape
 
 
@@ -31,7 +31,7 @@ class MarkingSender(LoopbackSender):
     def write_pages(
         self,
         peer: PeerMemory,
-        dst: PoolLayout,
+        plan: PairPlan,
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
         generation: int,
@@ -39,7 +39,7 @@ class MarkingSender(LoopbackSender):
     ) -> PageWrite:
         for plane in range(len(self.layout.planes)):
             self._mark(plane, src_pages)
-        return super().write_pages(peer, dst, src_pages, dst_pages, generation, checksums)
+        return super().write_pages(peer, plan, src_pages, dst_pages, generation, checksums)
 
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
         given = [(plane, page) for copy in copies for plane, pages in self._pages(copy) for page in pages]

@@ -22,6 +22,7 @@ from kv_transfer.events import Delivered, SlotsGranted, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.layer_send import RoomPages
 from kv_transfer.limits import TransferLimits
+from kv_transfer.pair_plan import pair_plan
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region, SenderEndpoint, WriteState
 from kv_transfer.transport.cuda.pool_memory import as_memory
@@ -172,9 +173,7 @@ class SenderChild:
             pages = [PageList(src, dst, 0)]
             began = time.perf_counter()
             assert isinstance(self.endpoint, LayerEndpoint)
-            write = self.endpoint.write_layers(
-                peer.memory, peer.hello.layout, pages, self.limits.verify_checksums
-            )
+            write = self.endpoint.write_layers(peer.memory, peer.plan, pages, self.limits.verify_checksums)
             forward.run((lambda layer: None) if command["by"] == "chunk" else _sends(write))
             (tickets,) = write.close()
             launched.append(time.perf_counter() - began)
@@ -195,14 +194,14 @@ class SenderChild:
         single, host = [], []
         for src, dst in lists:
             began = time.perf_counter()
-            write = self.endpoint.write_pages(peer.memory, peer.hello.layout, src, dst, 0, sums)
+            write = self.endpoint.write_pages(peer.memory, peer.plan, src, dst, 0, sums)
             host.append(time.perf_counter() - began)
             while self.endpoint.poll(write.ticket) is WriteState.PENDING:
                 time.sleep(0)  # tcp has a thread of its own
             single.append(time.perf_counter() - began)
         began, tickets = time.perf_counter(), []
         for src, dst in lists:
-            write = self.endpoint.write_pages(peer.memory, peer.hello.layout, src, dst, 0, sums)
+            write = self.endpoint.write_pages(peer.memory, peer.plan, src, dst, 0, sums)
             tickets.append(write.ticket)
         done = [self.endpoint.poll(ticket) for ticket in tickets]
         while WriteState.PENDING in done:
@@ -221,9 +220,7 @@ class SenderChild:
         parent = os.getppid()
         self._reply({"flooding": True})
         while os.getppid() == parent:
-            self.endpoint.write_pages(
-                peer.memory, peer.hello.layout, command["src"], command["dst"], 0, False
-            )
+            self.endpoint.write_pages(peer.memory, peer.plan, command["src"], command["dst"], 0, False)
 
     def _reply(self, reply: dict[str, Any]) -> None:
         self.commands.send(json.dumps(reply).encode())
@@ -237,9 +234,10 @@ def receive(config: dict[str, Any]) -> None:
     endpoint.allocate(Region.KV, layout.total_bytes)
     endpoint.allocate(Region.RECORDS, 4096)
     endpoint.open(layout, 1024)
+    side = pair_plan(layout, layout).dst
     print(msgspec.json.encode(endpoint.describe("p")).decode(), flush=True)
     for line in sys.stdin:
-        print(json.dumps(endpoint.digests(json.loads(line))), flush=True)
+        print(json.dumps(endpoint.page_digests(side, json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ class Rig:
         `told`: layers of which the child tells while it computes these pages.
         """
         room, self.next_room = self.next_room, self.next_room + 1
-        self.receiver.open(room, self.config["sender"], dst, 0)
+        self.receiver.open(room, (self.config["sender"],), dst, 0)
         found = self.ask("room", room=room, src=list(src), **how)
         until = time.monotonic() + 30
         while room not in self.arrived and time.monotonic() < until and not found["lost"]:

@@ -80,7 +80,7 @@ RESERVE = decode_inbox.Reserve(
     room=5, request_id="q", token_ids=[], emitted=0, sampling=SAMPLING, prefill=NODE, deadline_ms=500
 )
 FAILED = router_inbox.Failed(room=1, code="transfer_failed", message="no")
-RECORD = handoff_record.HandoffRecord(first_token=3, num_tokens=40, page_checksums=b"\0" * 24)
+RECORD = handoff_record.HandoffRecord(first_token=3, num_tokens=40, checksums=b"\0" * 24)
 FRAME = tcp_frames.pack(tcp_frames.Frame(Region.KV, 3, 64, 128))
 
 TARGETS = {

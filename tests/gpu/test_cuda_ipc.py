@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kv_transfer.events import Arrived, Failed, PagesFree
+from kv_transfer.pair_plan import pair_plan
 from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
 from kv_transfer.transport.cuda import pages as cuda_pages
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
@@ -55,7 +56,7 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(rig: Rig) -> None:
     reply = rig.send_room(src, dst)
     assert reply["lost"] == ""
     (arrived,) = [event for event in rig.events if isinstance(event, Arrived)]
-    assert len(arrived.record.page_checksums) == 8 * len(src)
+    assert len(arrived.record.checksums) == 8 * len(src)
     torch.cuda.synchronize()
     for a, b in zip(src, dst, strict=True):
         assert torch.equal(pages_of(rig.storage, rig.dst, b), pages_of(source, rig.src, a))
@@ -98,7 +99,7 @@ def test_a_page_overwritten_on_arrival_is_found(rig: Rig) -> None:
         return digests(pages)
 
     rig.endpoint.digests = damaged  # type: ignore[assignment,method-assign]
-    rig.receiver.open(1, rig.config["sender"], [4, 9, 6], 0)
+    rig.receiver.open(1, (rig.config["sender"],), [4, 9, 6], 0)
     rig.ask("room", room=1, src=[1, 2, 3])
     until = time.monotonic() + 10
     while len(rig.events) < 2 and time.monotonic() < until:
@@ -115,13 +116,13 @@ def test_the_sums_of_both_gpus_and_the_reference_agree(rig: Rig) -> None:
     sums = torch.zeros(3, dtype=torch.int64)
     source = PagedMemory(rig.src, pattern(rig.src.total_bytes, SEED, "cpu"), cpu)
     move_pages(source, None, page_list([1, 2, 3], device=cpu), sums, range(len(rig.src.planes)), 8)
-    assert rig.endpoint.digests([4, 5, 6]) == as_digests(sums.tolist())
+    assert rig.endpoint.page_digests(pair_plan(rig.src, rig.dst).dst, [4, 5, 6]) == as_digests(sums.tolist())
 
 
 def test_an_abort_frees_pages_after_the_senders_word(rig: Rig) -> None:
     rig.send_room([1], [1])
     rig.events.clear()
-    rig.receiver.open(1, rig.config["sender"], [4, 9], 0)
+    rig.receiver.open(1, (rig.config["sender"],), [4, 9], 0)
     rig.turn()
     rig.receiver.abort(1, "the client went away")
     assert rig.receiver.quarantined_pages == 2
@@ -138,7 +139,7 @@ def test_a_killed_sender_is_proved_dead_and_writes_no_more(devices: tuple[str, s
     try:
         many = list(range(1, 513))
         rig.send_room([1], [1])
-        rig.receiver.open(7, rig.config["sender"], [3, 4], 0)
+        rig.receiver.open(7, (rig.config["sender"],), [3, 4], 0)
         rig.turn()
         rig.ask("flood", src=many, dst=many)
         time.sleep(0.3)
@@ -187,21 +188,22 @@ def test_a_killed_receiver_leaves_the_sender_alive(devices: tuple[str, str]) -> 
         described = msgspec.json.decode(child.stdout.readline(), type=CudaIpcDescription)
         torch.cuda.set_device(devices[0])
         layout, dst = build_layout(config, 64), build_layout(config, 96)
+        plan = pair_plan(layout, dst)
         storage = pattern(layout.total_bytes, SEED, devices[0])
         sender = CudaIpcSender()
         sender.register(layout, as_memory(storage))
         peer = sender.attach(Target(config["receiver"], described, dst.total_bytes, 4096))
-        write = sender.write_pages(peer, dst, [1, 2], [5, 6], 1, checksums=True)
+        write = sender.write_pages(peer, plan, [1, 2], [5, 6], 1, checksums=True)
         while sender.poll(write.ticket) is WriteState.PENDING:
             pass
         assert sender.poll(write.ticket) is WriteState.DONE
         child.stdin.write("[5, 6]\n")
         child.stdin.flush()
         assert json.loads(child.stdout.readline()) == list(write.digests)
-        tickets = [sender.write_pages(peer, dst, range(1, 60), range(1, 60), 1, False) for _ in range(200)]
+        tickets = [sender.write_pages(peer, plan, range(1, 60), range(1, 60), 1, False) for _ in range(200)]
         child.kill()
         child.wait()
-        tickets += [sender.write_pages(peer, dst, [1, 2], [5, 6], 1, False) for _ in range(20)]
+        tickets += [sender.write_pages(peer, plan, [1, 2], [5, 6], 1, False) for _ in range(20)]
         until = time.monotonic() + 20
         states = {sender.poll(each.ticket) for each in tickets}
         while WriteState.PENDING in states and time.monotonic() < until:
@@ -210,7 +212,7 @@ def test_a_killed_receiver_leaves_the_sender_alive(devices: tuple[str, str]) -> 
         assert WriteState.PENDING not in states
         sender.detach(peer)
         assert int(torch.ones(100, device=devices[0]).sum().item()) == 100
-        assert sender.digests([1]) == list(write.digests)[:1]
+        assert sender.page_digests(plan.src, [1]) == list(write.digests)[:1]
     finally:
         child.kill()
         child.communicate()

@@ -66,7 +66,7 @@ def test_from_first_bytes_to_the_death_of_the_sender(rig: Rig) -> None:
     src, dst = [5, 6, 7, 63, 1, 30], [90, 91, 95, 2, 40, 3]
     assert rig.send_room(src, dst)["lost"] == ""
     (arrived,) = [event for event in rig.events if isinstance(event, Arrived)]
-    assert len(arrived.record.page_checksums) == 8 * len(src)
+    assert len(arrived.record.checksums) == 8 * len(src)
     for a, b in zip(src, dst, strict=True):
         assert torch.equal(pages_of(rig.storage, rig.dst, b), pages_of(source, rig.src, a))
     for page in set(range(rig.dst.num_pages)) - set(dst):
@@ -88,7 +88,7 @@ def test_from_first_bytes_to_the_death_of_the_sender(rig: Rig) -> None:
     rig.endpoint.digests = damaged  # type: ignore[assignment,method-assign]
     rig.events.clear()
     room, rig.next_room = rig.next_room, rig.next_room + 1
-    rig.receiver.open(room, rig.config["sender"], [4, 9, 6], 0)
+    rig.receiver.open(room, (rig.config["sender"],), [4, 9, 6], 0)
     rig.ask("room", room=room, src=[1, 2, 3])
     until(rig, lambda: len(rig.events) >= 2)
     failed, free = rig.events
@@ -100,7 +100,7 @@ def test_from_first_bytes_to_the_death_of_the_sender(rig: Rig) -> None:
     # its pages wait while it is stopped, and are free soon after it was killed
     rig.events.clear()
     sender = rig.config["sender"]
-    rig.receiver.open(rig.next_room, sender, [3, 4], 0)
+    rig.receiver.open(rig.next_room, (sender,), [3, 4], 0)
     rig.turn()
     rig.child.send_signal(signal.SIGSTOP)
     rig.receiver.abort(rig.next_room, "given up")

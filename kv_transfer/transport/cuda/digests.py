@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from common.kv_cache.pool_layout import PoolLayout
+from kv_transfer.pair_plan import Block, Side
 from kv_transfer.transport.base import DeviceMemory
+from kv_transfer.transport.cuda.blocks import add_sums
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
@@ -49,26 +51,42 @@ class GpuDigests:
     """Of one pool."""
 
     def __init__(self, cuda: CudaRuntime, memory: DeviceMemory, layout: PoolLayout) -> None:
-        words = cuda.tensor(memory.address, memory.nbytes)
+        self._memory = cuda.tensor(memory.address, memory.nbytes)
         self._lane = cuda.lane(memory.device)
         self._planes = range(len(layout.planes))
         with self._lane.entered():
-            self._pages = PagedMemory(layout, words, words.device)
-        self.now([0])  # compiles the kernel now rather than in the first request
+            self._pages = PagedMemory(layout, self._memory, self._memory.device)
+            self._whole(
+                page_list([0], device=self._memory.device)
+            ).cpu()  # compiles the kernel before the first request
 
-    def start(self, pages: Sequence[int]) -> tuple[LaterDigests, Mark]:
+    def start(self, side: Side, pages: Sequence[int]) -> tuple[LaterDigests, Mark]:
         """The checksums, and when they can be read. Raises RuntimeError once the GPU has failed."""
         with self._lane.entered():
-            sums = to_host(self._launch(pages))
+            sums = to_host(self._launch(side, pages))
         return LaterDigests(sums), self._lane.mark()
 
-    def now(self, pages: Sequence[int]) -> list[int]:
+    def now(self, side: Side, pages: Sequence[int]) -> list[int]:
         """Waits for the GPU: for a moment, since this lane goes ahead of the model's."""
         with self._lane.entered():
-            return as_digests(self._launch(pages).cpu().tolist())
+            return as_digests(self._launch(side, pages).cpu().tolist())
 
-    def _launch(self, pages: Sequence[int]) -> Tensor:
-        device = self._pages.words.device
-        sums = torch.zeros(len(pages), dtype=torch.int64, device=device)
-        move_pages(self._pages, None, page_list(pages, device=device), sums, self._planes, _BLOCKS)
+    def state(self, side: Side, slot: int) -> int:
+        """The checksum of one state slot; waits as `now`."""
+        with self._lane.entered():
+            index = page_list([slot], device=self._memory.device)
+            return as_digests(self._parts(side.state, index).cpu().tolist())[0]
+
+    def _launch(self, side: Side, pages: Sequence[int]) -> Tensor:
+        index = page_list(pages, device=self._memory.device)
+        return self._whole(index) if side.whole else self._parts(side.pages, index)
+
+    def _whole(self, index: Tensor) -> Tensor:
+        sums = torch.zeros(index.size(1), dtype=torch.int64, device=self._memory.device)
+        move_pages(self._pages, None, index, sums, self._planes, _BLOCKS)
+        return sums
+
+    def _parts(self, blocks: Sequence[Block], index: Tensor) -> Tensor:
+        sums = torch.zeros(index.size(1), dtype=torch.int64, device=self._memory.device)
+        add_sums(self._memory, blocks, index[0], sums)
         return sums

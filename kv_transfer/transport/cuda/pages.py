@@ -33,7 +33,7 @@ POSITION: Final = 0x1E3779B97F4A7C15
 MIX: Final = 0x2545F4914F6CDD1D
 _UNIT: Final = 16  # bytes: plane offsets are given in it, so that the compiler sees wide accesses
 _MAX_BLOCK: Final = 2048  # words per block
-_WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PagedMemory:
         """`memory` is flat uint8; `device` is the one whose kernels work on it."""
         sizes = [plane.page_bytes for plane in layout.planes]
         self.word_bytes = math.gcd(8, *sizes)
-        self.words = memory[: layout.total_bytes].view(_WORDS[self.word_bytes])
+        self.words = memory[: layout.total_bytes].view(WORDS[self.word_bytes])
         first = [0, *accumulate(size // self.word_bytes for size in sizes)]
         self.groups: list[PlaneGroup] = []
         start = 0
@@ -139,8 +139,12 @@ def _reference(
         if dst is not None:
             dst[dst_offsets[plane] * unit + pages[1].long()[:, None] * words + inside] = data
         if sums is not None:
-            mixed = _fold(data.long() ^ ((group.positions[plane] + inside) * POSITION)) * MIX
-            sums += _fold(mixed).sum(1)
+            sums += mixed_words(data, group.positions[plane] + inside).sum(1)
+
+
+def mixed_words(data: Tensor, numbers: Tensor) -> Tensor:
+    """The terms of the checksum: words [n, w], and the number of each [w] within its page."""
+    return _fold(_fold(data.long() ^ (numbers * POSITION)) * MIX)
 
 
 def _fold(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from common.kv_cache.pool_layout import PoolLayout
+from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import PageWrite, Ticket, WriteState
 from kv_transfer.transport.cuda.cudart import Mark
 from kv_transfer.transport.cuda.digests import LaterDigests, to_host
@@ -24,11 +24,11 @@ class CudaLayers(LayerWrite):
     """All rooms of one peer in one launch per layer; the checksums of a page add up over its planes."""
 
     def __init__(
-        self, writer: PageWriter, peer: Mapped, dst: PoolLayout, lists: Sequence[PageList], checksums: bool
+        self, writer: PageWriter, peer: Mapped, plan: PairPlan, lists: Sequence[PageList], checksums: bool
     ) -> None:
         self._writer = writer
         self._peer = peer
-        self._dst = dst
+        self._plan = plan
         self._lists = lists
         self._checksums = checksums
         self._bounds = list(accumulate((len(each.src_pages) for each in lists), initial=0))
@@ -55,9 +55,11 @@ class CudaLayers(LayerWrite):
                     self._all[1].extend(chain.from_iterable(each.dst_pages for each in self._lists))
                     self._index = writer.page_list(*self._all)
                     self._sums = writer.no_sums(self._bounds[-1]) if self._checksums else None
-                    writer.view(peer, self._dst)  # made further down it would wait for the forward
+                    writer.view(
+                        peer, self._plan.dst.layout
+                    )  # made further down it would wait for the forward
                 peer.layers.wait_for(stored)
-                writer.launch(peer, peer.layers, self._dst, self._all, self._index, self._sums, planes)
+                writer.launch(peer, peer.layers, self._plan, self._all, self._index, self._sums, planes)
         except RuntimeError as error:
             self._trouble = str(error)
             return
@@ -79,7 +81,7 @@ class CudaLayers(LayerWrite):
         """One kernel, or none; returns when it is launched."""
         peer, writer, each = self._peer, self._writer, self._lists[number]
         planes = range(self._sent, len(writer.layout.planes))
-        nbytes = len(each.src_pages) * writer.layout.page_bytes
+        nbytes = len(each.src_pages) * self._plan.page_bytes
         left = len(each.src_pages) * self._page_bytes(planes)
         if not peer.attached or self._trouble:
             return PageWrite(LaneTicket.settled(peer, left, WriteState.FAILED), nbytes)
@@ -90,7 +92,7 @@ class CudaLayers(LayerWrite):
             with peer.lane.entered():
                 sums = self._sums_of(number)
                 if planes:
-                    writer.launch(peer, peer.lane, self._dst, pages, writer.page_list(*pages), sums, planes)
+                    writer.launch(peer, peer.lane, self._plan, pages, writer.page_list(*pages), sums, planes)
                 sums = None if sums is None else to_host(sums)
             ticket = LaneTicket.on(peer, peer.lane, left, keep=self._sums)
         except RuntimeError as error:
@@ -107,4 +109,5 @@ class CudaLayers(LayerWrite):
         return self._sums[self._bounds[number] : self._bounds[number + 1]].clone()
 
     def _page_bytes(self, planes: range) -> int:
-        return sum(self._writer.layout.planes[plane].page_bytes for plane in planes)
+        parts = (part for plane in planes for part in self._plan.planes[plane])
+        return sum(part.src.rows * part.src.length for part in parts)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout
+from kv_transfer.pair_plan import Side
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
@@ -63,9 +64,13 @@ class CudaIpcReceiver(ReceiverEndpoint):
         super().open(layout, record_bytes)
         self._digests = GpuDigests(self._cuda, self.kv, layout)
 
-    def digests(self, pages: Sequence[int]) -> list[int]:
+    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
         """Waits for the GPU: for a moment."""
-        return self._digests.now(pages)
+        return self._digests.now(side, pages)
+
+    def state_digest(self, side: Side, slot: int) -> int:
+        """Waits for the GPU: for a moment."""
+        return self._digests.state(side, slot)
 
     def describe(self, incarnation: str) -> CudaIpcDescription:
         return CudaIpcDescription(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from common.errors import HandshakeRefused
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy
+from kv_transfer.pair_plan import PairPlan, Side
 from kv_transfer.transport.base import (
     DeviceMemory,
     Memory,
@@ -19,6 +20,7 @@ from kv_transfer.transport.base import (
     WriteState,
 )
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
+from kv_transfer.transport.cuda.digests import GpuDigests, LaterDigests
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages
 from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription, CudaIpcOptions
 from kv_transfer.transport.cuda_ipc.layers import CudaLayers
@@ -26,7 +28,6 @@ from kv_transfer.transport.cuda_ipc.writes import LaneTicket, Mapped, PageWriter
 from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
-from kv_transfer.transport.page_digest import as_digests
 
 LOCAL_BLOCKS = 264  # same GPU, two per multiprocessor: more gain nothing (tests/bench/transfer.py)
 REMOTE_BLOCKS = 128  # another GPU: three times what NVLink takes; the rest of the GPU computes
@@ -58,18 +59,20 @@ class CudaIpcSender(LayerEndpoint):
         self._lane = self._cuda.lane(kv.device)
         with self._lane.entered():
             source = PagedMemory(layout, words, words.device)
-            self.writer = PageWriter(self._cuda, layout, kv, source, *self._blocks)
+            self.writer = PageWriter(self._cuda, layout, kv, words, source, *self._blocks)
             padding, sums = self.writer.page_list([0], [0]), self.writer.no_sums(1)
             for each in (None, sums):  # page 0 onto itself: compiles now rather than in the first request
                 move_pages(source, source, padding, each, range(len(layout.planes)), 1)
         self._lane.mark().wait()
+        self._digests = GpuDigests(self._cuda, kv, layout)
 
-    def digests(self, pages: Sequence[int]) -> list[int]:
+    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
         """Waits for the GPU; `write_pages` does not."""
-        with self._lane.entered():
-            sums = self.writer.no_sums(len(pages))
-            self.writer.sum_up(self.writer.page_list(pages), sums)
-            return as_digests(sums.cpu().tolist())
+        return self._digests.now(side, pages)
+
+    def state_digest(self, side: Side, slot: int) -> int:
+        """Waits for the GPU; `write_state` does not."""
+        return self._digests.state(side, slot)
 
     # ---- peers
 
@@ -146,32 +149,45 @@ class CudaIpcSender(LayerEndpoint):
     def write_pages(
         self,
         peer: PeerMemory,
-        dst: PoolLayout,
+        plan: PairPlan,
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
         generation: int,
         checksums: bool,
     ) -> PageWrite:
         """One kernel; returns when it is launched. The source is complete: nothing waits for the computing stream."""
-        return self.write_layers(peer, dst, [PageList(src_pages, dst_pages, generation)], checksums).rest(0)
+        return self.write_layers(peer, plan, [PageList(src_pages, dst_pages, generation)], checksums).rest(0)
 
     def write_layers(
-        self, peer: PeerMemory, dst: PoolLayout, lists: Sequence[PageList], checksums: bool
+        self, peer: PeerMemory, plan: PairPlan, lists: Sequence[PageList], checksums: bool
     ) -> LayerWrite:
         assert isinstance(peer, Mapped)
-        return CudaLayers(self.writer, peer, dst, lists, checksums)
+        return CudaLayers(self.writer, peer, plan, lists, checksums)
+
+    def write_state(
+        self, peer: PeerMemory, plan: PairPlan, slots: tuple[int, int], generation: int, checksums: bool
+    ) -> PageWrite:
+        """Returns when it is launched."""
+        assert isinstance(peer, Mapped)
+        if not peer.attached:
+            return PageWrite(LaneTicket.settled(peer, plan.state_bytes, WriteState.FAILED), plan.state_bytes)
+        try:
+            with peer.lane.entered():
+                sums = self.writer.write_state(peer, plan, slots, checksums)
+            ticket = LaneTicket.on(peer, peer.lane, plan.state_bytes)
+        except RuntimeError as error:
+            failed = LaneTicket.failed(peer, peer.lane, plan.state_bytes, str(error))
+            return PageWrite(failed, plan.state_bytes)
+        return PageWrite(ticket, plan.state_bytes, () if sums is None else LaterDigests(sums))
 
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
-        """Copies of any shape, one call of the driver for each: `write_pages` is the fast way."""
+        """Copies of any shape, one call of the driver for each row: `write_pages` is the fast way."""
         assert isinstance(peer, Mapped)
-        nbytes = sum(copy.length for copy in copies)
+        nbytes = sum(copy.nbytes for copy in copies)
         if not peer.attached:
             return LaneTicket.settled(peer, nbytes, WriteState.FAILED)
         try:
-            for copy in copies:
-                self._cuda.copy(
-                    peer.address + copy.dst, self._pool.address + copy.src, copy.length, peer.lane
-                )
+            self.writer.copy(peer, peer.lane, copies)
             return LaneTicket.on(peer, peer.lane, nbytes)
         except RuntimeError as error:
             return LaneTicket.failed(peer, peer.lane, nbytes, str(error))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from common.kv_cache.pool_layout import PoolLayout
-from kv_transfer.copy_plan import copies, runs
+from kv_transfer.copy_plan import Copy, copies, runs, single_rows, state_copies
+from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Target, Ticket, WriteState
+from kv_transfer.transport.cuda.blocks import add_sums, copy_parts, words
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Lane, Mark
+from kv_transfer.transport.cuda.digests import to_host
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 
 
@@ -108,6 +111,7 @@ class PageWriter:
     cuda: CudaRuntime
     layout: PoolLayout
     pool: DeviceMemory
+    memory: Tensor  # the own pool as flat uint8
     source: PagedMemory
     local_blocks: int
     remote_blocks: int
@@ -123,35 +127,74 @@ class PageWriter:
         """[count] int64, to add checksums to."""
         return torch.zeros(count, dtype=torch.int64, device=self.device)
 
-    def sum_up(self, index: Tensor, sums: Tensor) -> None:
-        """On the current stream, over all planes."""
-        move_pages(self.source, None, index, sums, range(len(self.layout.planes)), self.local_blocks)
-
     def launch(
         self,
         peer: Mapped,
         lane: Lane,
-        dst: PoolLayout,
+        plan: PairPlan,
         pages: tuple[Sequence[int], Sequence[int]],
         index: Tensor,
         sums: Tensor | None,
         planes: range,
     ) -> None:
         """On this lane, which is entered. `index`: `pages` by `page_list`; `sums` are added to."""
-        into = self.view(peer, dst)
+        if not plan.whole:
+            self._launch_parts(peer, lane, plan, pages, index, sums, planes)
+            return
+        into = self.view(peer, plan.dst.layout)
         if into is not None:
             blocks = self.remote_blocks if peer.remote else self.local_blocks
             move_pages(self.source, into, index, sums, planes, blocks)
             return
         if sums is not None:
             move_pages(self.source, None, index, sums, planes, self.local_blocks)
-        for copy in copies(self.layout, dst, runs(*pages), slice(planes.start, planes.stop)):
-            self.cuda.copy(peer.address + copy.dst, self.pool.address + copy.src, copy.length, lane)
+        self.copy(peer, lane, copies(plan, runs(*pages), slice(planes.start, planes.stop)))
+
+    def copy(self, peer: Mapped, lane: Lane, wanted: Iterable[Copy]) -> None:
+        """Copies of any shape, one call of the driver for each row."""
+        for row in single_rows(wanted):
+            self.cuda.copy(peer.address + row.dst, self.pool.address + row.src, row.length, lane)
+
+    @torch.inference_mode()
+    def write_state(
+        self, peer: Mapped, plan: PairPlan, slots: tuple[int, int], checksums: bool
+    ) -> Tensor | None:
+        """The state of one request on the peer's lane, which is entered; [1] its checksum, on its way to the host."""
+        index = self.page_list([slots[0]], [slots[1]])
+        if peer.memory is not None:
+            copy_parts(self.memory, peer.memory, plan.state, index)
+        else:
+            self.copy(peer, peer.lane, state_copies(plan, *slots))
+        if not checksums:
+            return None
+        sums = self.no_sums(1)
+        add_sums(self.memory, plan.src.state, index[0], sums)
+        return to_host(sums)
+
+    def _launch_parts(
+        self,
+        peer: Mapped,
+        lane: Lane,
+        plan: PairPlan,
+        pages: tuple[Sequence[int], Sequence[int]],
+        index: Tensor,
+        sums: Tensor | None,
+        planes: range,
+    ) -> None:
+        """As `launch`, where the two ranks hold different heads."""
+        parts = [part for plane in plan.planes[planes.start : planes.stop] for part in plane]
+        before = [part.src for plane in plan.planes[: planes.start] for part in plane]
+        if sums is not None:
+            add_sums(self.memory, [part.src for part in parts], index[0], sums, words(before))
+        if peer.memory is not None:
+            copy_parts(self.memory, peer.memory, parts, index)
+        else:
+            self.copy(peer, lane, copies(plan, runs(*pages), slice(planes.start, planes.stop)))
 
     def view(self, peer: Mapped, dst: PoolLayout) -> PagedMemory | None:
         """The peer's pool by its layout; made once, which waits for the current stream. None: the driver copies."""
         if peer.memory is None:
             return None
-        if peer.pages is None or peer.pages[0] != dst:
+        if peer.pages is None or peer.pages[0] is not dst:
             peer.pages = (dst, PagedMemory(dst, peer.memory, self.device))
         return peer.pages[1]

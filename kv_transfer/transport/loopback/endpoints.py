@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.errors import HandshakeRefused
-from kv_transfer.copy_plan import Copy
+from kv_transfer.copy_plan import Copy, single_rows
 from kv_transfer.transport.base import (
     PeerMemory,
     ReceiverEndpoint,
@@ -154,7 +154,7 @@ class LoopbackSender(HostEndpoint):
         return memory
 
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
-        pieces = [(copy.dst, bytes(self.kv[copy.src : copy.src + copy.length])) for copy in copies]
+        pieces = [(row.dst, bytes(self.kv[row.src : row.src + row.length])) for row in single_rows(copies)]
         return self._post(peer, Region.KV, pieces, generation)
 
     def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:

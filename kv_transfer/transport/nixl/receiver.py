@@ -8,6 +8,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout
+from kv_transfer.pair_plan import Side
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
@@ -77,8 +78,11 @@ class NixlReceiver(ReceiverEndpoint):
             )
         self._progress = Progress(self._agent.progress, self._device)
 
-    def digests(self, pages: Sequence[int]) -> list[int]:
-        return super().digests(pages) if self._gpu is None else self._gpu.now(pages)
+    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
+        return super().page_digests(side, pages) if self._gpu is None else self._gpu.now(side, pages)
+
+    def state_digest(self, side: Side, slot: int) -> int:
+        return super().state_digest(side, slot) if self._gpu is None else self._gpu.state(side, slot)
 
     def record(self, slot: int) -> bytes:
         """The pages are looked at after this: what the network card wrote becomes visible here."""

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError, HandshakeRefused
 from common.kv_cache.pool_layout import PoolLayout
-from kv_transfer.copy_plan import Copy
+from kv_transfer.copy_plan import Copy, single_rows
 from kv_transfer.limits import MIB, TransferLimits
+from kv_transfer.pair_plan import PairPlan, Side
 from kv_transfer.transport.base import (
     Memory,
     PageWrite,
@@ -88,8 +89,11 @@ class NixlSender(SenderEndpoint):
         self._staging.give_back(self._staging.take())
         self._progress = Progress(self._agent.progress, device)
 
-    def digests(self, pages: Sequence[int]) -> list[int]:
-        return super().digests(pages) if self._gpu is None else self._gpu.now(pages)
+    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
+        return super().page_digests(side, pages) if self._gpu is None else self._gpu.now(side, pages)
+
+    def state_digest(self, side: Side, slot: int) -> int:
+        return super().state_digest(side, slot) if self._gpu is None else self._gpu.state(side, slot)
 
     # ---- peers
 
@@ -169,31 +173,33 @@ class NixlSender(SenderEndpoint):
     def write_pages(
         self,
         peer: PeerMemory,
-        dst: PoolLayout,
+        plan: PairPlan,
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
         generation: int,
         checksums: bool,
     ) -> PageWrite:
         assert isinstance(peer, Remote)
-        sizes = [plane.page_bytes for plane in self.layout.planes]
-        nbytes = len(src_pages) * sum(sizes)
+        if not plan.whole:
+            return super().write_pages(peer, plan, src_pages, dst_pages, generation, checksums)
+        dst, nbytes = plan.dst.layout, len(src_pages) * plan.page_bytes
         if not src_pages:
             return PageWrite(Write(peer, nothing, state=WriteState.DONE), 0)
         mark: Mark | None = None
         digests: Sequence[int] = ()
         try:
             self._use(peer)
-            if peer.pages is None or peer.pages[0] != dst:
+            if peer.pages is None or peer.pages[0] is not dst:
                 name = peer.target.incarnation
                 peer.pages = (dst, self._agent.prepare(name, planes(dst, peer.kv), peer.kv))
             if checksums and self._gpu is not None:
-                digests, mark = self._gpu.start(src_pages)
+                digests, mark = self._gpu.start(plan.src, src_pages)
             elif checksums:
-                digests = self.digests(src_pages)
+                digests = self.page_digests(plan.src, src_pages)
         except (NixlError, HandshakeRefused, RuntimeError) as error:
             return PageWrite(failed(peer, error), nbytes)
         ours, theirs = numbers(self.layout, src_pages), numbers(dst, dst_pages)
+        sizes = [plane.page_bytes for plane in self.layout.planes]
         lengths = np.repeat(np.array(sizes, dtype=np.int64), len(src_pages))
         write = self._post(peer, (self._own, ours), (peer.pages[1], theirs), lengths, nothing, mark)
         return PageWrite(write, nbytes, digests)
@@ -201,7 +207,7 @@ class NixlSender(SenderEndpoint):
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
         """Copies of any shape: `write_pages` is the fast way."""
         assert isinstance(peer, Remote)
-        return self._write(peer, self._block, peer.kv, copies, nothing)
+        return self._write(peer, self._block, peer.kv, list(single_rows(copies)), nothing)
 
     def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:
         assert isinstance(peer, Remote)

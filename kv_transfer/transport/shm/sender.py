@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from common.errors import HandshakeRefused
 from kv_transfer.copy_plan import Copy
 from kv_transfer.transport.base import PeerMemory, SenderSetup, Target, Ticket, WriteState
+from kv_transfer.transport.host_rows import copy_rows
 from kv_transfer.transport.layers import HostEndpoint
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
@@ -76,8 +77,8 @@ class ShmSender(HostEndpoint):
             return _FAILED
         source, target = self.kv, peer.kv
         for copy in copies:
-            target[copy.dst : copy.dst + copy.length] = source[copy.src : copy.src + copy.length]
-            peer.moved += copy.length
+            copy_rows(source, target, copy)
+            peer.moved += copy.nbytes
         return _DONE
 
     def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:

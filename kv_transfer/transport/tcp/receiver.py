@@ -17,6 +17,7 @@ import msgspec
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, Window
+from kv_transfer.transport.host_rows import scatter
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.frames import Frame, Violation
 from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
@@ -39,6 +40,7 @@ class _Connection:
         self.have = 0  # bytes of the proof or header in `inbox`
         self.frame: Frame | None = None
         self.landed = 0  # payload bytes of `frame` read
+        self.rows = bytearray()  # payload of a frame of several rows, until it is complete
         self.discard = False  # its window was shut
         self.outbox = bytearray(tcp_frames.CHALLENGE.pack(tcp_frames.CHALLENGE_MAGIC, self.nonce))
 
@@ -195,7 +197,7 @@ class TcpReceiver(ReceiverEndpoint):
                 raise Violation(cause, "the peer closed the connection")
             connection.moved_at = self._clock()
             if connection.frame is not None:
-                if connection.landed == connection.frame.length:
+                if connection.landed == connection.frame.nbytes:
                     self._acknowledge(connection, connection.frame)
             elif connection.have == need:
                 data = bytes(connection.inbox[:need])
@@ -211,9 +213,13 @@ class TcpReceiver(ReceiverEndpoint):
         frame = tcp_frames.unpack(header, self._limits.max_frame_bytes)
         connection.discard = not self._windows.admits(frame, connection.incarnation)
         connection.frame, connection.landed = frame, 0
+        if frame.rows > 1 and not connection.discard:
+            connection.rows = bytearray(frame.nbytes)
 
     def _read_payload(self, connection: _Connection, frame: Frame) -> int:
-        left = min(frame.length - connection.landed, _STEP_BYTES)
+        left = min(frame.nbytes - connection.landed, _STEP_BYTES)
+        if frame.rows > 1 and not connection.discard:
+            return self._read_rows(connection, frame, left)
         if not connection.discard:
             region = self.kv if frame.region is Region.KV else self.records
             start = frame.offset + connection.landed
@@ -227,9 +233,25 @@ class TcpReceiver(ReceiverEndpoint):
         connection.landed += got
         return got
 
+    def _read_rows(self, connection: _Connection, frame: Frame, left: int) -> int:
+        """Rows land together once the last of them has come."""
+        view = memoryview(connection.rows)[connection.landed : connection.landed + left]
+        got = connection.sock.recv_into(view)
+        connection.landed += got
+        if connection.landed == frame.nbytes:
+            region = self.kv if frame.region is Region.KV else self.records
+            rows, connection.rows = connection.rows, bytearray()
+
+            def land() -> int:
+                scatter(region, frame.offset, frame.length, frame.rows, frame.stride, rows)
+                return got
+
+            connection.discard = self._windows.land(frame.generation, land) is None
+        return got
+
     def _acknowledge(self, connection: _Connection, frame: Frame) -> None:
         status = tcp_frames.REVOKED if connection.discard else tcp_frames.LANDED
-        connection.outbox += tcp_frames.ACK.pack(tcp_frames.ACK_MAGIC, status, frame.length)
+        connection.outbox += tcp_frames.ACK.pack(tcp_frames.ACK_MAGIC, status, frame.nbytes)
         connection.frame = None
         if len(connection.outbox) > _MAX_UNSENT_ACKS:
             raise Violation("acks_unread", "the peer does not read its acks")

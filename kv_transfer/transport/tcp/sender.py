@@ -25,6 +25,7 @@ from kv_transfer.transport.base import (
     Ticket,
     WriteState,
 )
+from kv_transfer.transport.host_rows import gather
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
 
@@ -188,18 +189,20 @@ class TcpPeer(PeerMemory):
                     self._queue.popleft()
                     continue
                 piece = write.pieces[0]
-                if self._inflight and self._flying + piece.length > self._limits.max_inflight_bytes:
+                if self._inflight and self._flying + piece.nbytes > self._limits.max_inflight_bytes:
                     return
                 write.pieces.popleft()
                 header = tcp_frames.pack(
-                    tcp_frames.Frame(write.region, write.generation, piece.dst, piece.length)
+                    tcp_frames.Frame(
+                        write.region, write.generation, piece.dst, piece.length, piece.rows, piece.dst_stride
+                    )
                 )
                 out.append(memoryview(header))
-                out.append(write.source[piece.src : piece.src + piece.length])
+                out.append(gather(write.source, piece.src, piece.length, piece.rows, piece.src_stride))
                 write.unacked += 1
-                self._inflight.append((write, piece.length))
-                self._flying += piece.length
-                batch += piece.length
+                self._inflight.append((write, piece.nbytes))
+                self._flying += piece.nbytes
+                batch += piece.nbytes
 
     @staticmethod
     def _send(sock: socket.socket, out: deque[memoryview]) -> int:

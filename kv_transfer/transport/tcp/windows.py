@@ -6,6 +6,7 @@ import bisect
 import threading
 from collections.abc import Callable
 
+from common.kv_cache.plane import Kept
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.base import Region, Window
 from kv_transfer.transport.tcp.frames import Frame, Violation
@@ -28,7 +29,7 @@ class Windows:
     def use(self, layout: PoolLayout, record_bytes: int) -> None:
         self._layout = layout
         self._record_bytes = record_bytes
-        self._starts = [plane.offset for plane in layout.planes]
+        self._starts = [plane.offset for plane in layout.placed]
 
     def announce(self, window: Window) -> None:
         with self._lock:
@@ -64,9 +65,13 @@ class Windows:
     def _inside(self, frame: Frame, window: Window) -> bool:
         if frame.region is Region.RECORDS:
             start = window.record_slot * self._record_bytes
-            return start <= frame.offset and frame.offset + frame.length <= start + self._record_bytes
+            return start <= frame.offset and frame.end <= start + self._record_bytes
         index = bisect.bisect_right(self._starts, frame.offset) - 1
-        plane = self._layout.planes[index]
-        first = (frame.offset - plane.offset) // plane.page_bytes
-        last = (frame.offset + frame.length - 1 - plane.offset) // plane.page_bytes
-        return last < self._layout.num_pages and all(page in window.pages for page in range(first, last + 1))
+        placed = self._layout.placed[index]
+        first = (frame.offset - placed.offset) // placed.page_bytes
+        last = (frame.end - 1 - placed.offset) // placed.page_bytes
+        if last >= placed.items:
+            return False
+        if placed.plane.kept is Kept.PER_REQUEST:
+            return window.state_slot > 0 and first == last == window.state_slot
+        return all(page in window.pages for page in range(first, last + 1))

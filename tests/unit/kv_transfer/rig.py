@@ -58,15 +58,19 @@ class Prefill:
         limits: TransferLimits = LIMITS,
         seed: int = 1,
         incarnation: str = "",
+        *,
+        shape: PoolLayout | None = None,
+        kv: memoryview | None = None,
+        node: str = "prefill-0",
     ) -> None:
         self.incarnation = incarnation or secrets.token_hex(16)
-        self.layout = layout()
-        self.kv = memoryview(noise(self.layout.total_bytes, seed))
+        self.layout = shape or layout()
+        self.kv = memoryview(noise(self.layout.total_bytes, seed)) if kv is None else kv
         self.endpoint = endpoint
         endpoint.register(self.layout, self.kv)
         self.decodes: dict[bytes, Decode] = {}
         self.sent: list[tuple[bytes, bytes]] = []  # every frame ever
-        self.sender = Sender(self.incarnation, "prefill-0", endpoint, self.layout, self._send, clock, limits)
+        self.sender = Sender(self.incarnation, node, endpoint, self.layout, self._send, clock, limits)
 
     def _send(self, peer: bytes, frame: bytes) -> bool:
         self.sent.append((peer, frame))

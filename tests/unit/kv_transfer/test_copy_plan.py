@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.copy_plan import Copy, copies, runs, sole_pair
+from kv_transfer.copy_plan import Copy, copies, runs
+from kv_transfer.pair_plan import pair_plan
 from tests.fakes.pools import layers_layout
 
 Pages = st.lists(st.integers(0, 30), max_size=40)
@@ -33,16 +34,9 @@ def test_one_copy_per_run_and_plane() -> None:
     dst = layers_layout("m", "float32", 2, 100, [(2, 4)])
     k, v = dst.planes
     page = src.planes[0].page_bytes
-    assert copies(src, dst, runs([1, 2, 5], [7, 8, 9])) == [
+    assert copies(pair_plan(src, dst), runs([1, 2, 5], [7, 8, 9])) == [
         Copy(page, k.offset + 7 * page, 2 * page),
         Copy(5 * page, k.offset + 9 * page, page),
         Copy(src.planes[1].offset + page, v.offset + 7 * page, 2 * page),
         Copy(src.planes[1].offset + 5 * page, v.offset + 9 * page, page),
     ]
-
-
-def test_equal_ranks_are_a_sole_pair() -> None:
-    whole = layers_layout("m", "float32", 2, 6, [(8, 4)])
-    half = layers_layout("m", "float32", 2, 6, [(8, 4)], 1, 2)
-    assert sole_pair(half, half)
-    assert not sole_pair(whole, half)

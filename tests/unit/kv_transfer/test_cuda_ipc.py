@@ -11,6 +11,7 @@ import torch
 from common.errors import ConfigError, HandshakeRefused
 from kv_transfer import messages
 from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, SlotsGranted, TransferLost
+from kv_transfer.pair_plan import pair_plan
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
@@ -31,6 +32,7 @@ from tests.fakes.pools import layers_layout
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, layout, noise, page_bytes
 
 SRC, DST = layout(num_pages=8), layout(num_pages=12)
+PLAN = pair_plan(SRC, DST)
 ELSEWHERE = ProcessIdentity(process.current().host, 1, 1)
 
 
@@ -88,7 +90,7 @@ class Pair:
 
     def start(self, room: int, src: list[int], dst: list[int]) -> None:
         self.sender.expect(room)
-        self.receiver.open(room, self.own, dst, 0)
+        self.receiver.open(room, (self.own,), dst, 0)
         assert self.sender.poll()[-1:] == [SlotsGranted(room)]
         self.sender.send_pages(room, src, 0)
 
@@ -218,7 +220,7 @@ def test_a_room_arrives(
     pair.pump()
     (arrived,) = pair.receiver.poll()
     assert isinstance(arrived, Arrived)
-    assert len(arrived.record.page_checksums) == 3 * 8
+    assert len(arrived.record.checksums) == 3 * 8
     assert all(pair.equal(a, b) for a, b in zip([3, 5, 6], [9, 2, 3], strict=True))
     assert (pair.cuda.copies > 0) is not peer_access
     assert pair.sender.counters.bytes_written > 3 * SRC.page_bytes
@@ -306,18 +308,19 @@ def test_tickets_of_a_detached_peer_fail_and_bytes_are_counted_once(pair: Pair) 
     peer = pair.sending.attach(pair.target())
     lane = pair.cuda.lanes[-2]
     lane.held = True
-    write = pair.sending.write_pages(peer, DST, [1, 2], [3, 4], 1, checksums=True)
+    write = pair.sending.write_pages(peer, PLAN, [1, 2], [3, 4], 1, checksums=True)
     assert write.nbytes == 2 * SRC.page_bytes
     assert pair.sending.progress(peer) == 0
     lane.held = False
     assert pair.sending.progress(peer) == write.nbytes
     assert pair.sending.poll(write.ticket) is WriteState.DONE
     assert pair.sending.progress(peer) == write.nbytes
-    assert list(write.digests) == pair.sending.digests([1, 2]) == pair.receiving.digests([3, 4])
+    assert list(write.digests) == pair.sending.page_digests(PLAN.src, [1, 2])
+    assert list(write.digests) == pair.receiving.page_digests(PLAN.dst, [3, 4])
     assert (write.digests[0], len(write.digests)) == (next(iter(write.digests)), 2)
     pair.sending.detach(peer)
     for ticket in (
-        pair.sending.write_pages(peer, DST, [1], [3], 1, checksums=False).ticket,
+        pair.sending.write_pages(peer, PLAN, [1], [3], 1, checksums=False).ticket,
         pair.sending.write(peer, [], 1),
         pair.sending.write_record(peer, 0, b"x", 1),
     ):
@@ -352,7 +355,9 @@ def test_layouts_with_pages_of_several_sizes(monkeypatch: pytest.MonkeyPatch) ->
     pair = Pair(monkeypatch)
     peer = pair.sending.attach(pair.target())
     other = layers_layout("tiny", "float32", 2, 6, [(2, 4), (2, 4)])
-    write = pair.sending.write_pages(peer, other, [1], [5], 1, checksums=False)  # a smaller pool's offsets
+    write = pair.sending.write_pages(
+        peer, pair_plan(SRC, other), [1], [5], 1, checksums=False
+    )  # a smaller pool's offsets
     assert pair.sending.poll(write.ticket) is WriteState.DONE
     assert len(write.digests) == 0
     assert page_bytes(pair.pool.numpy().data, other, 5) == page_bytes(pair.source.numpy().data, SRC, 1)

@@ -12,7 +12,7 @@ from kv_transfer.transport.base import WriteState
 from kv_transfer.transport.cuda_ipc.layers import CudaLayers
 from kv_transfer.transport.cuda_ipc.writes import Mapped
 from kv_transfer.transport.layers import PageList
-from tests.unit.kv_transfer.test_cuda_ipc import DST, SRC, Pair
+from tests.unit.kv_transfer.test_cuda_ipc import DST, PLAN, SRC, Pair
 
 LISTS = [PageList([1, 2], [3, 9], 1), PageList([5], [4], 2)]  # of two rooms
 
@@ -27,7 +27,7 @@ def test_layers_leave_behind_events(
     peer = pair.sending.attach(pair.target())
     lane, layers = pair.cuda.lanes[-2:]
     with torch.inference_mode():  # as in a forward
-        write = pair.sending.write_layers(peer, DST, LISTS, checksums)
+        write = pair.sending.write_layers(peer, PLAN, LISTS, checksums)
         assert layers.events == []
         write.send(range(2))
     assert layers.events == [1]
@@ -41,7 +41,9 @@ def test_layers_leave_behind_events(
         assert pair.sending.poll(rest.ticket) is WriteState.DONE
         assert all(pair.equal(src, dst) for src, dst in zip(pages.src_pages, pages.dst_pages))
         assert rest.nbytes == len(pages.src_pages) * SRC.page_bytes
-        assert list(rest.digests) == (pair.sending.digests(pages.src_pages) if checksums else [])
+        assert list(rest.digests) == (
+            pair.sending.page_digests(PLAN.src, pages.src_pages) if checksums else []
+        )
     assert layers.events == [1], "the forward has ended: nothing waits for the stream of the next one"
     assert [event.lane for event in lane.events] == [layers] * (2 if checksums else 0), "for the sums"
     assert pair.sending.progress(peer) == 3 * SRC.page_bytes
@@ -67,14 +69,14 @@ def test_where_all_layers_have_left_nothing_is_launched(pair: Pair) -> None:
     peer = pair.sending.attach(pair.target())
     lane = pair.cuda.lanes[-2]
     for checksums in (False, True):
-        write = pair.sending.write_layers(peer, DST, LISTS, checksums)
+        write = pair.sending.write_layers(peer, PLAN, LISTS, checksums)
         for layer in range(2):
             write.send(range(2 * layer, 2 * layer + 2))
         write.close()
         lane.launch_fault = "" if checksums else "nothing may be launched"
         rest = write.rest(1)
         assert pair.sending.poll(rest.ticket) is WriteState.DONE
-        assert list(rest.digests) == (pair.sending.digests([5]) if checksums else [])
+        assert list(rest.digests) == (pair.sending.page_digests(PLAN.src, [5]) if checksums else [])
         lane.launch_fault = ""
 
 
@@ -82,7 +84,7 @@ def test_a_launch_that_fails_between_two_layers(pair: Pair) -> None:
     """The forward goes on, nothing more is launched, and the rooms fail once what was launched has settled."""
     peer = pair.sending.attach(pair.target())
     lane = pair.cuda.lanes[-1]  # of layers
-    write = pair.sending.write_layers(peer, DST, LISTS, True)
+    write = pair.sending.write_layers(peer, PLAN, LISTS, True)
     write.send(range(2))
     lane.held, lane.launch_fault = True, "CUDA error: unspecified launch failure"
     write.send(range(2, 4))
@@ -102,14 +104,14 @@ def test_pages_that_are_complete_do_not_stand_behind_the_next_forward(pair: Pair
     """Forward 2 is launched, and then what forward 1 has left is sent: its room need not wait for forward 2."""
     peer = pair.sending.attach(pair.target())
     layers = pair.cuda.lanes[-1]
-    first, second = (pair.sending.write_layers(peer, DST, [pages], True) for pages in LISTS)
+    first, second = (pair.sending.write_layers(peer, PLAN, [pages], True) for pages in LISTS)
     first.send(range(2))
     ((done,),) = first.close()
     assert pair.sending.poll(done) is WriteState.DONE
     layers.held = True
     second.send(range(4))
     ((pending,),) = second.close()
-    whole = pair.sending.write_pages(peer, DST, [7], [7], 1, True)
+    whole = pair.sending.write_pages(peer, PLAN, [7], [7], 1, True)
     for write in (first.rest(0), whole):
         assert pair.sending.poll(write.ticket) is WriteState.DONE
     assert pair.sending.poll(pending) is WriteState.PENDING
@@ -123,7 +125,7 @@ def test_a_first_layer_does_not_wait_for_the_forward(pair: Pair, monkeypatch: py
     assert isinstance(peer, Mapped)
     made: list[bool] = []
     monkeypatch.setattr(pair.cuda.lanes[-1], "wait_for", lambda _: made.append(peer.pages is not None))
-    pair.sending.write_layers(peer, DST, LISTS, True).send(range(2))
+    pair.sending.write_layers(peer, PLAN, LISTS, True).send(range(2))
     assert made == [True]
 
 
@@ -131,7 +133,7 @@ def test_a_peer_that_is_let_go_of_during_a_launch(pair: Pair) -> None:
     """Copies without a ticket end before the memory is unmapped, and nothing is copied behind that."""
     peer = pair.sending.attach(pair.target())
     layers = pair.cuda.lanes[-1]
-    write = pair.sending.write_layers(peer, DST, LISTS, False)
+    write = pair.sending.write_layers(peer, PLAN, LISTS, False)
     write.send(range(2))
     layers.held = True
     pair.sending.detach(peer)
@@ -147,7 +149,7 @@ def test_sums_of_layers_live_until_the_other_lane_has_read_them(pair: Pair) -> N
     """A write is let go of with its room; the allocator must not hand its sums to a forward before they are read."""
     peer = pair.sending.attach(pair.target())
     lane = pair.cuda.lanes[-2]
-    write = pair.sending.write_layers(peer, DST, LISTS, True)
+    write = pair.sending.write_layers(peer, PLAN, LISTS, True)
     write.send(range(2))
     write.close()
     assert isinstance(write, CudaLayers)

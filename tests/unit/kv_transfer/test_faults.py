@@ -67,7 +67,7 @@ class Rig:
         self.decode.connect(self.prefill, deliver)
 
     def begin(self, room: int = 1, pages: tuple[int, ...] = (4, 5), deadline: float | None = None) -> int:
-        generation = self.receiver.open(room, self.prefill.incarnation, pages, 0, deadline)
+        generation = self.receiver.open(room, (self.prefill.incarnation,), pages, 0, deadline)
         self.sender.expect(room)
         assert SlotsGranted(room) in self.prefill.poll()
         return generation
@@ -86,8 +86,7 @@ class Rig:
 
     def assert_idle(self) -> None:
         assert (self.sender.active, self.receiver.active, self.receiver.quarantined_pages) == (0, 0, 0)
-        assert not self.receiver._held
-        assert len(self.receiver._free_slots) == self.receiver._record_slots
+        assert self.receiver._rooms.holds_nothing
 
 
 # ---- aborts by the decode node
@@ -234,16 +233,16 @@ def test_pages_in_the_hands_of_a_room_cannot_be_given_again() -> None:
     rig.sender.send_pages(1, [1], 0)
     rig.receiver.abort(1, "x")
     with pytest.raises(InternalError, match="in the hands of another room"):
-        rig.receiver.open(2, rig.prefill.incarnation, [5], 0)
+        rig.receiver.open(2, (rig.prefill.incarnation,), [5], 0)
     with pytest.raises(InternalError, match="outside of the pool"):
-        rig.receiver.open(2, rig.prefill.incarnation, [99], 0)
+        rig.receiver.open(2, (rig.prefill.incarnation,), [99], 0)
     with pytest.raises(InternalError, match="given twice"):
-        rig.receiver.open(2, rig.prefill.incarnation, [1, 1], 0)
+        rig.receiver.open(2, (rig.prefill.incarnation,), [1, 1], 0)
 
 
 def test_an_abort_that_overtakes_the_prompt_and_one_without_slots() -> None:
     rig = Rig()
-    rig.receiver.open(1, rig.prefill.incarnation, [1], 0)
+    rig.receiver.open(1, (rig.prefill.incarnation,), [1], 0)
     rig.receiver.abort(1, "gone", "client_gone")
     assert rig.decode.poll() == [PagesFree(1, (1,))]
     rig.sender.expect(1)
@@ -284,7 +283,7 @@ def test_cancel_before_and_after_the_slots_came() -> None:
     rig.sender.expect(2)
     rig.sender.cancel(2, "finished", "eos")
     assert rig.prefill.poll() == [TransferLost(2, "finished", "eos")]
-    rig.receiver.open(2, rig.prefill.incarnation, [4], 0)
+    rig.receiver.open(2, (rig.prefill.incarnation,), [4], 0)
     assert rig.decode.poll() == [Failed(2, "finished", "eos"), PagesFree(2, (4,))]
     rig.assert_idle()
 
@@ -470,7 +469,7 @@ def test_slots_are_checked_and_granted_once() -> None:
     granted = rig.sender.slots(2)
     assert granted is not None
     assert granted.generation == 5
-    rig.sender.expect(3, decode=secrets.token_hex(16))
+    rig.sender.expect(3, decodes=(secrets.token_hex(16),))
     rig.ask(Slots(3, 7, (3,), 2, 0))
     (answer,) = rig.answers()
     assert isinstance(answer, SenderFailed)
@@ -483,9 +482,9 @@ def test_misuse_by_the_own_node_is_named() -> None:
     with pytest.raises(InvalidRequest, match="active already"):
         rig.sender.expect(1)
     with pytest.raises(InvalidRequest, match="active already"):
-        rig.receiver.open(1, rig.prefill.incarnation, [1], 0)
+        rig.receiver.open(1, (rig.prefill.incarnation,), [1], 0)
     with pytest.raises(Overloaded, match="record slots"):
-        rig.receiver.open(2, rig.prefill.incarnation, [1], 0)
+        rig.receiver.open(2, (rig.prefill.incarnation,), [1], 0)
     with pytest.raises(InternalError, match="0 is next"):
         rig.sender.send_pages(1, [1], 1)
     with pytest.raises(InternalError, match="slots are for 2"):
@@ -618,7 +617,7 @@ def test_a_busy_prefill_node_says_so_first() -> None:
     rig.decode.pump()
     rig.clock.now += 5 * LIMITS.first_page_timeout - 1
     assert rig.decode.poll() == []
-    rig.receiver.open(2, rig.prefill.incarnation, [7], 0)
+    rig.receiver.open(2, (rig.prefill.incarnation,), [7], 0)
     rig.clock.now += LIMITS.first_page_timeout
     assert rig.decode.poll() == []
     rig.clock.now += 1
@@ -631,7 +630,7 @@ def test_long_work_is_announced_for_rooms_that_are_new_or_come_meanwhile() -> No
     rig.begin(1)
     rig.sender.signs.announce(5 * LIMITS.first_page_timeout)
     rig.decode.pump()
-    rig.receiver.open(2, rig.prefill.incarnation, [7], 0)
+    rig.receiver.open(2, (rig.prefill.incarnation,), [7], 0)
     rig.clock.now += 5 * LIMITS.first_page_timeout - 1
     assert rig.decode.poll() == []
 
@@ -640,8 +639,8 @@ def test_requests_that_wait_for_pages_over_there_are_not_lost() -> None:
     rig = Rig()
     rig.begin(9)
     rig.decode.pump()
-    rig.sender.expect(1, decode=rig.decode.incarnation)
-    rig.sender.expect(2, decode=rig.decode.incarnation)
+    rig.sender.expect(1, decodes=(rig.decode.incarnation,))
+    rig.sender.expect(2, decodes=(rig.decode.incarnation,))
     for _ in range(20):
         rig.clock.now += LIMITS.slots_timeout - 1
         rig.receiver.signs.tell([(rig.prefill.incarnation, 1)])
@@ -671,7 +670,7 @@ def test_a_full_socket_is_counted_and_the_room_ends_by_its_deadline() -> None:
 
 def test_a_flood_of_unknown_rooms_is_bounded_and_answered() -> None:
     rig = Rig(limits=msgspec.structs.replace(LIMITS, early_slots=64, early_slots_per_peer=32))
-    rig.receiver.open(9, rig.prefill.incarnation, [1], 0)
+    rig.receiver.open(9, (rig.prefill.incarnation,), [1], 0)
     for room in range(100_000, 110_000):
         rig.ask(Slots(room, room, (), 1, 0))
         rig.ask(Abort(room + 10**6, 1, "c", "r"))

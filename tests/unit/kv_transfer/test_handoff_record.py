@@ -36,7 +36,7 @@ def records(draw: st.DrawFn) -> HandoffRecord:
         first_logprob=draw(logprobs),
         num_tokens=draw(u63),
         cached_tokens=draw(u63),
-        page_checksums=hr.pack_checksums(draw(st.lists(st.integers(0, 2**64 - 1), max_size=10))),
+        checksums=hr.pack_checksums(draw(st.lists(st.integers(0, 2**64 - 1), max_size=10))),
         draft_topk_p=tuple(draw(st.lists(f, min_size=topk, max_size=topk))),
         draft_topk_ids=tuple(draw(st.lists(u63, min_size=topk, max_size=topk))),
         draft_hidden=hidden,
@@ -49,7 +49,7 @@ def test_round_trip_in_a_larger_slot(record: HandoffRecord, room: int, generatio
     data = hr.encode(record, room, generation, SLOT)
     assert hr.decode(data, room, generation) == record
     assert hr.decode(data.ljust(SLOT, b"\xff"), room, generation) == record
-    assert hr.pack_checksums(hr.unpack_checksums(record.page_checksums)) == record.page_checksums
+    assert hr.pack_checksums(hr.unpack_checksums(record.checksums)) == record.checksums
 
 
 @given(records(), st.data())
@@ -106,7 +106,7 @@ def test_too_large_is_refused_at_encode_and_record_bytes_is_enough() -> None:
         first_logprob=TokenLogprob(-0.1, (2**62,) * 20, (-1.5,) * 20),
         num_tokens=2**63 - 1,
         cached_tokens=2**63 - 1,
-        page_checksums=bytes(8 * 300),
+        checksums=bytes(8 * 300),
         draft_topk_p=(0.3,) * 16,
         draft_topk_ids=(2**62,) * 16,
         draft_hidden=hidden,
@@ -126,4 +126,4 @@ def test_a_record_must_agree_with_itself() -> None:
     with pytest.raises(ValueError, match="come together"):
         HandoffRecord(first_token=1, num_tokens=1, draft_hidden=b"ab")
     with pytest.raises(ValueError, match="whole number"):
-        HandoffRecord(first_token=1, num_tokens=1, page_checksums=b"abc")
+        HandoffRecord(first_token=1, num_tokens=1, checksums=b"abc")

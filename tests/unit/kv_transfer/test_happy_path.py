@@ -103,7 +103,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 def test_pages_and_record_arrive_as_they_were(ends: Ends) -> None:
     prefill, decode = ends.prefill, ends.decode
     decode.connect(prefill)
-    generation = decode.receiver.open(5, prefill.incarnation, [9, 3, 4], held_pages=2)
+    generation = decode.receiver.open(5, (prefill.incarnation,), [9, 3, 4], held_pages=2)
     prefill.sender.expect(5)
     ends.until(lambda: SlotsGranted(5) in ends.sent)
     granted = prefill.sender.slots(5)
@@ -125,8 +125,8 @@ def test_pages_and_record_arrive_as_they_were(ends: Ends) -> None:
     prefill.sender.finish(5, record)
     ends.until(lambda: Delivered(5) in ends.sent and any(isinstance(e, Arrived) for e in ends.got))
     (arrived,) = [event for event in ends.got if isinstance(event, Arrived)]
-    assert msgspec.structs.replace(arrived.record, page_checksums=b"") == record
-    assert len(unpack_checksums(arrived.record.page_checksums)) == 3
+    assert msgspec.structs.replace(arrived.record, checksums=b"") == record
+    assert len(unpack_checksums(arrived.record.checksums)) == 3
     assert same_pages(prefill, [1, 2, 8], decode, [9, 3, 4])
     decode.receiver.close(5)
     assert (prefill.sender.active, decode.receiver.active, decode.receiver.quarantined_pages) == (0, 0, 0)
@@ -142,7 +142,7 @@ def test_several_rooms_at_once_slots_before_and_after_their_prompt(ends: Ends) -
     source = {1: [4, 5, 6], 2: [6, 7], 3: []}
     prefill.sender.expect(1)
     for room in pages:
-        decode.receiver.open(room, prefill.incarnation, pages[room], held_pages=3)
+        decode.receiver.open(room, (prefill.incarnation,), pages[room], held_pages=3)
     ends.until(lambda: SlotsGranted(1) in ends.sent)
     prefill.sender.expect(2)
     prefill.sender.expect(3)

@@ -17,6 +17,7 @@ from kv_transfer.copy_plan import copies, runs
 from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.layer_send import LayerSend, RoomPages
+from kv_transfer.pair_plan import pair_plan
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.layers import LayerEndpoint
@@ -86,7 +87,7 @@ def test_shared_memory_takes_layers() -> None:
     decode = Decode(clock, ShmReceiver(incarnation), incarnation=incarnation)
     decode.connect(prefill)
     decode.pump()
-    decode.receiver.open(1, prefill.incarnation, [3, 9], 0)
+    decode.receiver.open(1, (prefill.incarnation,), [3, 9], 0)
     prefill.sender.expect(1)
     send = prefill.sender.follow()
     send.add([RoomPages(1, [5, 6], 0)])
@@ -247,7 +248,7 @@ def test_every_plane_of_every_page_exactly_once(data: st.DataObject) -> None:
             landed.update([(start, length)]) if region is Region.KV and length else None
         )
     )
-    rig.receiver.open(1, rig.prefill.incarnation, dst, held)
+    rig.receiver.open(1, (rig.prefill.incarnation,), dst, held)
     rig.sender.expect(1)
     rig.prefill.poll()
     done, under_way = held, list[int]()
@@ -273,7 +274,8 @@ def test_every_plane_of_every_page_exactly_once(data: st.DataObject) -> None:
     rig.sender.finish(1, HandoffRecord(first_token=7, num_tokens=2 * total))
     assert any(isinstance(event, Arrived) for event in said(rig))
     assert same_pages(rig.prefill, src[held:], rig.decode, dst)
-    wanted = copies(rig.prefill.layout, rig.decode.layout, runs(range(len(dst)), dst))
+    plan = pair_plan(rig.prefill.layout, rig.decode.layout)
+    wanted = copies(plan, runs(range(len(dst)), dst))
     written = Counter[int]()
     for (start, length), times in landed.items():
         written.update(dict.fromkeys(range(start, start + length), times))

@@ -16,6 +16,7 @@ from kv_transfer import messages
 from kv_transfer.copy_plan import Copy
 from kv_transfer.events import Arrived, Failed, PagesFree, SlotsGranted, TransferLost
 from kv_transfer.messages import AbortAck
+from kv_transfer.pair_plan import pair_plan
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Region, Target, WriteState
 from kv_transfer.transport.nixl import agent as nixl_agent
 from kv_transfer.transport.nixl.kind import NixlDescription
@@ -31,6 +32,7 @@ from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, noise, pa
 
 LAYOUT = layers_layout("m", "float32", 2, 8, [(2, 4), (1, 4)])  # planes of two sizes
 OTHER = layers_layout("m", "float32", 2, 12, [(2, 4), (1, 4)])  # another pool size, so other offsets
+PLAN = pair_plan(LAYOUT, OTHER)
 SMALL = msgspec.structs.replace(LIMITS, max_frame_bytes=64, max_inflight_bytes=200)
 DECODE = "0b" * 16
 
@@ -81,13 +83,13 @@ def ends() -> Iterator[Ends]:
 def test_pages_land_in_pieces_that_show_progress(ends: Ends) -> None:
     """Pools of different sizes; each transfer has at most max_inflight_bytes; lists are made once and given back."""
     peer = ends.attach()
-    write = ends.sender.write_pages(peer, OTHER, [1, 5, 2], [11, 3, 4], 1, True)
+    write = ends.sender.write_pages(peer, PLAN, [1, 5, 2], [11, 3, 4], 1, True)
     assert ends.sender.poll(write.ticket) is WriteState.DONE
     for a, b in ((1, 11), (5, 3), (2, 4)):
         assert ends.landed(b) == page_bytes(ends.kv, LAYOUT, a)
     assert not any(ends.landed(5))
     assert write.nbytes == ends.sender.progress(peer) == 3 * LAYOUT.page_bytes
-    assert list(write.digests) == ends.receiver.digests([11, 3, 4])
+    assert list(write.digests) == ends.receiver.page_digests(PLAN.dst, [11, 3, 4])
     sizes = [sum(nbytes for _, _, nbytes in each.pieces) for each in ends.net.transfers]
     assert max(sizes) <= 200
     assert sum(sizes) == write.nbytes
@@ -109,13 +111,13 @@ def test_copies_of_any_shape(ends: Ends) -> None:
     assert ends.receiver.kv[1000:1005] == ends.kv[3:8]
     assert ends.receiver.kv[7:307] == ends.kv[100:400]
     assert ends.sender.poll(ends.sender.write(peer, [], 1)) is WriteState.DONE
-    assert ends.sender.poll(ends.sender.write_pages(peer, OTHER, [], [], 1, True).ticket) is WriteState.DONE
+    assert ends.sender.poll(ends.sender.write_pages(peer, PLAN, [], [], 1, True).ticket) is WriteState.DONE
 
 
 def test_a_write_is_pending_until_its_last_transfer_has_landed(ends: Ends) -> None:
     peer = ends.attach()
     ends.net.held = True
-    write = ends.sender.write_pages(peer, OTHER, [1, 2, 3], [1, 2, 3], 1, False)
+    write = ends.sender.write_pages(peer, PLAN, [1, 2, 3], [1, 2, 3], 1, False)
     assert ends.sender.poll(write.ticket) is WriteState.PENDING
     assert ends.sender.progress(peer) == 0
     ends.net.held = False
@@ -126,7 +128,7 @@ def test_a_fault_settles_only_when_what_was_posted_must_have_landed(ends: Ends) 
     """NIXL reports an error while other pieces may be on their way; meanwhile nothing new is posted."""
     peer = ends.attach()
     ends.net.held = True
-    write = ends.sender.write_pages(peer, OTHER, [1, 2, 3], [1, 2, 3], 1, False)
+    write = ends.sender.write_pages(peer, PLAN, [1, 2, 3], [1, 2, 3], 1, False)
     ends.net.fault, ends.net.held = "NIXL_ERR_REMOTE_DISCONNECT", False
     assert ends.sender.poll(write.ticket) is WriteState.PENDING
     posted = len(ends.net.transfers)
@@ -140,7 +142,7 @@ def test_a_fault_settles_only_when_what_was_posted_must_have_landed(ends: Ends) 
     assert ends.sender.trouble(peer) == "NIXL_ERR_REMOTE_DISCONNECT"
     assert not ends.net.under_way
     ends.net.fault = ""  # the next write joins the peer anew
-    write = ends.sender.write_pages(peer, OTHER, [4], [4], 2, False)
+    write = ends.sender.write_pages(peer, PLAN, [4], [4], 2, False)
     assert ends.sender.poll(write.ticket) is WriteState.DONE
     assert ends.landed(4) == page_bytes(ends.kv, LAYOUT, 4)
 
@@ -148,11 +150,11 @@ def test_a_fault_settles_only_when_what_was_posted_must_have_landed(ends: Ends) 
 def test_a_transfer_that_nixl_refuses_fails_and_is_never_raised(ends: Ends) -> None:
     peer = ends.attach()
     ends.net.refuse = "NIXL_ERR_INVALID_PARAM"
-    write = ends.sender.write_pages(peer, OTHER, [1], [1], 1, True)
+    write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, True)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     assert ends.sender.trouble(peer) == "NIXL_ERR_INVALID_PARAM"
     del ends.net.agents[DECODE]  # it cannot be joined again either
-    write = ends.sender.write_pages(peer, OTHER, [1], [1], 1, True)
+    write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, True)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     too_long = ends.sender.write_record(peer, 0, bytes(LIMITS.record_bytes + 1), 1)
     assert ends.sender.poll(too_long) is WriteState.FAILED
@@ -161,7 +163,7 @@ def test_a_transfer_that_nixl_refuses_fails_and_is_never_raised(ends: Ends) -> N
 def test_what_detach_could_not_stop_keeps_the_peer_out_until_it_has_ended(ends: Ends) -> None:
     peer = ends.attach()
     ends.net.held = True
-    write = ends.sender.write_pages(peer, OTHER, [1], [1], 1, False)
+    write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
     ends.sender.detach(peer)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     assert not ends.sender.quiet(DECODE)
@@ -172,7 +174,7 @@ def test_what_detach_could_not_stop_keeps_the_peer_out_until_it_has_ended(ends: 
     assert ends.sender.quiet(DECODE)
     assert not ends.net.under_way
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
-    late = ends.sender.write_pages(peer, OTHER, [1], [1], 1, False)
+    late = ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
     assert ends.sender.poll(late.ticket) is WriteState.FAILED
     ends.sender.detach(peer)
     ends.attach()
@@ -193,7 +195,7 @@ def test_close_with_a_stuck_transfer_leaves_the_lifeline_to_the_process(
 
     until(lambda: dead() or keeper._lines["p"].sock)
     ends.net.held = True
-    ends.sender.write_pages(peer, OTHER, [1], [1], 1, False)
+    ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
     ends.sender.close()
     assert not dead()
     assert keeper._lines["p"].sock is not None
@@ -226,7 +228,7 @@ def test_metadata_of_another_peer_does_not_cut_that_one_off(ends: Ends) -> None:
     liar = Target("0c" * 16, ends.receiver.describe("q"), OTHER.total_bytes, 256)
     with pytest.raises(HandshakeRefused, match="agent '0b0b"):
         ends.sender.attach(liar)
-    write = ends.sender.write_pages(peer, OTHER, [1], [1], 1, False)
+    write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
     assert ends.sender.poll(write.ticket) is WriteState.DONE
 
 
@@ -246,7 +248,7 @@ def test_progress_is_made_often_only_while_something_is_under_way(ends: Ends) ->
     agents = [ends.net.agents["0a" * 16], ends.net.agents[DECODE]]
     peer = ends.attach()
     ends.net.held = True
-    ends.sender.write_pages(peer, OTHER, [1], [1], 1, False)
+    ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
     assert ends.sender._progress is not None
     assert ends.sender._progress._busy.is_set()
     ends.net.held = False
@@ -306,18 +308,20 @@ def test_pools_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     peer = sender.attach(target)
     for lane in cuda.lanes:
         lane.held = True
-    write = sender.write_pages(peer, LAYOUT, [1, 2], [5, 6], 1, True)
+    plan = pair_plan(LAYOUT, LAYOUT)
+    write = sender.write_pages(peer, plan, [1, 2], [5, 6], 1, True)
     assert sender.poll(write.ticket) is WriteState.PENDING  # landed, but nobody could read the checksums
     for lane in cuda.lanes:
         lane.held = False
     assert sender.poll(write.ticket) is WriteState.DONE
-    assert list(write.digests) == sender.digests([1, 2]) == receiver.digests([5, 6])
+    assert list(write.digests) == sender.page_digests(plan.src, [1, 2])
+    assert list(write.digests) == receiver.page_digests(plan.dst, [5, 6])
     record = sender.write_record(peer, 0, b"r", 1)
     assert sender.poll(record) is WriteState.DONE
     assert receiver.record(0)[:1] == b"r"
     assert cuda.flushed == [1]
     cuda.lanes[-1].fault = "CUDA error: an illegal memory access"
-    write = sender.write_pages(peer, LAYOUT, [1], [5], 1, True)
+    write = sender.write_pages(peer, plan, [1], [5], 1, True)
     assert sender.poll(write.ticket) is WriteState.FAILED
     assert "illegal memory access" in sender.trouble(peer)
     cuda.lanes[-1].fault = ""
@@ -356,7 +360,7 @@ def pair(clock: Clock) -> tuple[FakeNixl, Prefill, Decode]:
 
 
 def granted(prefill: Prefill, decode: Decode, room: int, pages: list[int]) -> None:
-    decode.receiver.open(room, prefill.incarnation, pages, 0)
+    decode.receiver.open(room, (prefill.incarnation,), pages, 0)
     prefill.sender.expect(room)
     assert SlotsGranted(room) in prefill.poll()
 

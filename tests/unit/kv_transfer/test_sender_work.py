@@ -42,7 +42,7 @@ def test_a_thousand_waiting_prompts_cost_nothing(looked_at: Counter[int]) -> Non
     clock, prefill, decode = ends()
     for room in range(1, 1001):
         prefill.sender.expect(room, clock.now + 60)
-    decode.receiver.open(7, prefill.incarnation, [3, 4], 0, clock.now + 60)
+    decode.receiver.open(7, (prefill.incarnation,), [3, 4], 0, clock.now + 60)
     for _ in range(20):
         prefill.poll()
         decode.poll()
@@ -70,7 +70,7 @@ def test_alarms_of_rooms_that_ended_in_time_are_forgotten() -> None:
     clock, prefill, decode = ends()
     for room in range(1, 501):
         prefill.sender.expect(room, clock.now + 600)
-        decode.receiver.open(room, prefill.incarnation, [1], 0, clock.now + 600)
+        decode.receiver.open(room, (prefill.incarnation,), [1], 0, clock.now + 600)
         while prefill.sender.slots(room) is None:
             prefill.poll()
             decode.poll()

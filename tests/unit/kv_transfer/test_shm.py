@@ -281,7 +281,7 @@ def test_the_receiver_frees_pages_of_a_killed_sender_and_keeps_those_of_a_stoppe
     decode.receiver.connect(peer, said.append)
     welcome = messages.encode(messages.Welcome("prefill-0", sender.identity), peer)
     decode.receiver.handle(peer, welcome)
-    decode.receiver.open(1, peer, [1, 2], 0)
+    decode.receiver.open(1, (peer,), [1, 2], 0)
     os.kill(sender.popen.pid, signal.SIGSTOP)
     decode.receiver.peer_lost(peer)
     (failed,) = decode.poll()
@@ -297,7 +297,7 @@ def test_the_receiver_frees_pages_of_a_killed_sender_and_keeps_those_of_a_stoppe
     peer = secrets.token_hex(16)
     decode.receiver.connect(peer, said.append)
     decode.receiver.handle(peer, messages.encode(messages.Welcome("prefill-1", second.identity), peer))
-    decode.receiver.open(2, peer, [1, 2], 0)
+    decode.receiver.open(2, (peer,), [1, 2], 0)
     assert decode.poll() == []
     second.end()
     failed, free = decode.poll()

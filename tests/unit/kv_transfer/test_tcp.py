@@ -123,6 +123,11 @@ def frame(offset: int, data: bytes, generation: int = 1, region: Region = Region
     return tcp_frames.pack(Frame(region, generation, offset, len(data))) + data
 
 
+def rows(offset: int, rows: int, length: int, stride: int) -> bytes:
+    """A frame of several rows, all of their bytes 0x55."""
+    return tcp_frames.pack(Frame(Region.KV, 1, offset, length, rows, stride)) + b"\x55" * (rows * length)
+
+
 def announce(
     receiver: TcpReceiver, *pages: int, generation: int = 1, peer: str = PEER, slot: int = 0
 ) -> None:
@@ -173,6 +178,32 @@ def test_after_revoke_not_one_byte_of_a_frame_under_way_lands(
     assert receiver.kv[PAGE : 2 * PAGE] == bytes(PAGE)
 
 
+def test_rows_land_apart_all_at_once_and_not_after_a_revocation(
+    receiver: TcpReceiver, raw: Callable[..., Raw]
+) -> None:
+    announce(receiver, 1, generation=1)
+    connection = proved(raw, receiver)
+    data = rows(PAGE, 3, 4, 16)
+    connection.sock.sendall(data)
+    magic, status, length = tcp_frames.ACK.unpack(connection.read(tcp_frames.ACK.size))
+    assert (magic, status, length) == (tcp_frames.ACK_MAGIC, tcp_frames.LANDED, 12)
+    page = (b"\x55" * 4 + bytes(12)) * 3 + bytes(PAGE - 48)
+    assert bytes(receiver.kv[: 3 * PAGE]) == bytes(PAGE) + page + bytes(PAGE)
+    receiver.kv[PAGE : 2 * PAGE] = bytes(PAGE)
+    connection.sock.sendall(data[:-1])
+    receiver.revoke(1)
+    connection.sock.sendall(data[-1:])
+    assert tcp_frames.ACK.unpack(connection.read(tcp_frames.ACK.size))[1] == tcp_frames.REVOKED
+    assert not any(receiver.kv)
+
+
+@pytest.mark.parametrize(("length", "count", "stride"), [(8, 0, 0), (8, 1, 8), (8, 2, 4), (0, 2, 8)])
+def test_rows_that_overlap_or_hold_nothing_are_no_header(length: int, count: int, stride: int) -> None:
+    header = tcp_frames.pack(Frame(Region.KV, 1, 0, length, count, stride))
+    with pytest.raises(tcp_frames.Violation, match=f"{count} rows of {length} bytes, {stride} apart"):
+        tcp_frames.unpack(header, 1 << 16)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -185,6 +216,9 @@ def test_after_revoke_not_one_byte_of_a_frame_under_way_lands(
         frame(PAGE, b"x", generation=2),  # of another peer
         frame(0, b"x", region=Region.RECORDS),  # another slot
         frame(64, b"x" * 65, region=Region.RECORDS),
+        rows(PAGE, 2, 8, PAGE),  # the second row lies in page 2
+        rows(PAGE - 8, 2, 8, 8),  # the first row lies in page 0
+        rows(PAGE, 2, 8, 1 << 40),
     ],
 )
 def test_what_was_not_announced_is_refused(
@@ -205,16 +239,17 @@ def test_damaged_headers_and_truncated_frames_drop_the_connection(
 ) -> None:
     announce(receiver, 1)
     good = frame(PAGE, b"x" * PAGE)
-    for at in (0, 4, 9, 30, 39):
+    header = tcp_frames.HEADER_BYTES
+    for at in (0, 4, 9, 30, header - 1):
         connection = proved(raw, receiver)
-        connection.sock.sendall(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 : 40])
+        connection.sock.sendall(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 : header])
         assert connection.closed
     too_long = Frame(Region.KV, 1, PAGE, SMALL.max_frame_bytes + 1)
     connection = proved(raw, receiver)
     connection.sock.sendall(tcp_frames.pack(too_long))
     assert connection.closed
     assert receiver.dropped["header"] == 6
-    for cut in (20, 40, 41, len(good) - 1):
+    for cut in (20, header, header + 1, len(good) - 1):
         connection = proved(raw, receiver)
         connection.sock.sendall(good[:cut])
         connection.sock.shutdown(socket.SHUT_WR)
@@ -245,7 +280,7 @@ def test_silent_and_stuck_peers_are_dropped_and_idle_ones_kept(
     silent = raw()
     stuck = proved(raw, receiver)  # replaces `idle`: one connection per key
     assert idle.closed
-    stuck.sock.sendall(frame(PAGE, b"x" * PAGE)[:50])
+    stuck.sock.sendall(frame(PAGE, b"x" * PAGE)[: tcp_frames.HEADER_BYTES + 10])
     until(lambda: receiver.kv[PAGE + 9] == ord("x"))
     until(lambda: passed(clock, SMALL.stall_timeout) and receiver.dropped["stalled"])
     assert silent.closed

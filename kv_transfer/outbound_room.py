@@ -1,0 +1,82 @@
+"""One request on the sending side: a part for each decode rank that this prefill rank sends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.handshake import Peer
+from kv_transfer.outbound import Outbound
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedSlots:
+    """What the decode node set aside. Logical pages held_pages .. held_pages+num_pages-1 are to be sent."""
+
+    held_pages: int
+    num_pages: int
+    generation: int
+    incarnation: str  # of the decode node
+
+
+@dataclass(slots=True, eq=False)
+class OutboundRoom:
+    """The parts are granted, delivered and lost together: the room is as far as the last of them."""
+
+    room: int
+    parts: list[Outbound]
+
+    @property
+    def failure(self) -> tuple[str, str] | None:
+        """Code and reason of the part that failed first."""
+        return next((part.failure for part in self.parts if part.failure is not None), None)
+
+    @property
+    def ended(self) -> bool:
+        return all(part.ended for part in self.parts)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a part may find something to do that neither a message nor `alarm` tells of."""
+        return any(part.busy for part in self.parts)
+
+    @property
+    def alarm(self) -> float:
+        """When a part has waited for too long, if nothing happens."""
+        return min(part.alarm for part in self.parts)
+
+    @property
+    def settled(self) -> bool:
+        return all(part.settled for part in self.parts)
+
+    @property
+    def draining(self) -> bool:
+        """It failed, and writes of it may be outstanding."""
+        return self.failure is not None
+
+    @property
+    def granted(self) -> GrantedSlots | None:
+        """None until every decode rank has granted, and for a room that is lost."""
+        first = self.parts[0]
+        if self.failure is not None or any(part.slots is None for part in self.parts):
+            return None
+        assert first.slots is not None
+        assert first.peer is not None
+        held, count = first.slots.held_pages, len(first.slots.pages)
+        return GrantedSlots(held, count, first.slots.generation, first.peer.incarnation)
+
+    def part_of(self, peer: Peer) -> Outbound | None:
+        """The part that this peer has granted, or may grant; None if the room belongs to other decode nodes."""
+        return next(
+            (part for part in self.parts if part.peer is peer),
+            next((part for part in self.parts if part.peer is None and part.accepts(peer)), None),
+        )
+
+    def fits(self, held_pages: int, num_pages: int) -> bool:
+        """Whether these are the pages that the other decode ranks have granted."""
+        granted = [part.slots for part in self.parts if part.slots is not None]
+        return all((each.held_pages, len(each.pages)) == (held_pages, num_pages) for each in granted)
+
+    def give_up(self, code: str, reason: str) -> None:
+        """Send nothing more to any of the decode ranks."""
+        for part in self.parts:
+            part.give_up(code, reason)

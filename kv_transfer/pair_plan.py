@@ -1,0 +1,108 @@
+"""PairPlan: which bytes of each page and each state slot one prefill rank sends to one decode rank.
+
+Made once for each pair of ranks that meet; a write then only adds page ids to it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.kv_cache.plane import Kept
+from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
+from kv_transfer.cuts import Cut, Ranks, cuts
+
+
+class Block(NamedTuple):
+    """Rows of equal length in every item (page or slot) of one plane, all in bytes."""
+
+    offset: int  # of the first row of item 0
+    item: int  # from one item to the next
+    length: int  # of a row
+    rows: int  # in each item
+    stride: int  # from one row to the next
+
+
+class Part(NamedTuple):
+    """The same values on both sides: equally long rows, and equally many."""
+
+    src: Block
+    dst: Block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """The blocks of one of the two ranks: what it computes checksums of."""
+
+    layout: PoolLayout
+    pages: tuple[Block, ...]
+    state: tuple[Block, ...]
+    whole: bool  # pages are sent as they are
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairPlan:
+    """`planes` has the parts of each paged plane, `state` those of all planes that are kept per request."""
+
+    src: Side
+    dst: Side
+    planes: tuple[tuple[Part, ...], ...]
+    state: tuple[Part, ...]
+    page_bytes: int  # that one page sends over all planes
+    state_bytes: int  # that one request's state sends
+
+    @property
+    def whole(self) -> bool:
+        """Every page of the one is a page of the other: one copy per run of pages and plane."""
+        return self.src.whole
+
+    @property
+    def empty(self) -> bool:
+        """The one rank holds nothing that the other needs of it."""
+        return not self.state and not any(self.planes)
+
+
+def pair_plan(src: PoolLayout, dst: PoolLayout) -> PairPlan:
+    """The plan for two layouts that are `compatible`."""
+    ranks = Ranks(src.tp_rank, src.tp_size, dst.tp_rank, dst.tp_size)
+    planes: list[tuple[Part, ...]] = []
+    state: list[Part] = []
+    for a, b in zip(src.placed, dst.placed, strict=True):
+        parts = tuple(_part(src, a, b, cut) for cut in cuts(a.plane, ranks))
+        if a.plane.kept is Kept.PAGED:
+            planes.append(parts)
+        else:
+            state.extend(parts)
+    pages = [part for parts in planes for part in parts]
+    whole = all(len(parts) == 1 and _is_whole(parts[0]) for parts in planes)
+    return PairPlan(
+        Side(src, tuple(part.src for part in pages), tuple(part.src for part in state), whole),
+        Side(dst, tuple(part.dst for part in pages), tuple(part.dst for part in state), whole),
+        tuple(planes),
+        tuple(state),
+        sum(part.src.rows * part.src.length for part in pages),
+        sum(part.src.rows * part.src.length for part in state),
+    )
+
+
+def _part(src: PoolLayout, a: PlacedPlane, b: PlacedPlane, cut: Cut) -> Part:
+    """Rows run along the sharded axis; where they are contiguous on both sides, an item is one row."""
+    plane = a.plane
+    tokens = src.page_size if plane.kept is Kept.PAGED else 1
+    rows = tokens * math.prod(plane.entry[: plane.axis])
+    value = math.prod(plane.entry[plane.axis + 1 :]) * plane.item_bytes  # one index of the axis
+    stride_a, stride_b = a.entry[plane.axis] * value, b.entry[plane.axis] * value
+    length = cut.length * value
+    src_at, dst_at = a.offset + cut.src * value, b.offset + cut.dst * value
+    if rows == 1 or (length == stride_a == stride_b):
+        rows, length = 1, rows * length
+        stride_a = stride_b = length
+    return Part(
+        Block(src_at, a.page_bytes, length, rows, stride_a),
+        Block(dst_at, b.page_bytes, length, rows, stride_b),
+    )
+
+
+def _is_whole(part: Part) -> bool:
+    return part.src.length == part.src.item == part.dst.item
