@@ -36,7 +36,7 @@ from deploy.children import Child
 from deploy.disk import disk_problem
 from deploy.prepare import cluster_file_of, prepare
 from deploy.process_table import read_table
-from deploy.status_view import show_status
+from deploy.status_view import how_to_end, show_launched, show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
@@ -144,6 +144,9 @@ def down(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
     resolved = _load(cluster, overrides)
     table = read_table(_run_dir(cluster, resolved))
     if table is None:
+        info = _server_info(resolved)
+        if info is not None:
+            _fail(f"this cluster runs without a supervisor, from the launch scripts. {how_to_end(info)}")
         _say("not running")
         return
     with contextlib.suppress(ProcessLookupError):  # it was just leaving
@@ -168,6 +171,9 @@ def status(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
     run_dir = _run_dir(cluster, resolved)
     table = read_table(run_dir)
     if table is None:
+        info = _server_info(resolved)
+        if info is not None:
+            raise typer.Exit(show_launched(info, _output()))
         _say("not running")
         raise typer.Exit(EXIT_NOT_RUNNING)
     raise typer.Exit(show_status(table, disk_problem(run_dir), _server_info(resolved), _output()))

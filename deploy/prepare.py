@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.chat_template_file import find_chat_template
 from common.config import load_cluster
 from common.config.run_directory import run_directory
 from common.errors import ConfigError, ModelError
@@ -44,6 +45,10 @@ def prepare(text: str, draft: str | None, revision: str | None, overrides: Seque
     if not gpus and driver_present():
         say(
             "there is an NVIDIA GPU, but this torch cannot use it: serving on the CPU (see deploy/setup --help)"
+        )
+    if find_chat_template(directory) is None:
+        say(
+            f"{directory} has no chat template: only /v1/completions is served; model.chat_template names one"
         )
     machine = Machine.of_this_host(gpus)
     write_cluster_file(

@@ -33,7 +33,7 @@ def show_status(table: Table, disk: str | None, info: dict[str, Any] | None, out
             str(record.restarts),
             str(load.get("running", "")),
             str(load.get("queued", "")),
-            f"{load['free_pages'] + load['cached_pages']} / {load['total_pages']}" if load else "",
+            _pages(load),
         )
     degraded = bool(problems) or any(state != "up" for state in states.values())
     ready = info is not None and bool(info.get("ready"))
@@ -49,6 +49,44 @@ def show_status(table: Table, disk: str | None, info: dict[str, Any] | None, out
     if not ready:
         return NOT_READY
     return DEGRADED if degraded else UP
+
+
+def show_launched(info: dict[str, Any], out: Console) -> int:
+    """As `show_status`, of a cluster that the launch scripts started: by the word of its router."""
+    nodes = info.get("nodes", [])
+    ready = bool(info.get("ready"))
+    degraded = any(node.get("state", "up") != "up" for node in nodes)
+    state = "not ready" if not ready else "degraded" if degraded else "ready"
+    out.print(f"{state}; started by the launch scripts, without a supervisor")
+    view = RichTable("process", "host", "pid", "state", "running", "queued", "pages free / all")
+    view.add_row("router", "", "", "up", "", "", "")
+    for node in nodes:
+        load = node.get("load", {})
+        view.add_row(
+            escape(str(node["name"])),
+            escape(str(node.get("host", ""))),
+            str(node.get("pid", "")),
+            escape(str(node.get("state", "up"))),
+            str(load.get("running", "")),
+            str(load.get("queued", "")),
+            _pages(load),
+        )
+    out.print(view)
+    if not ready:
+        return NOT_READY
+    return DEGRADED if degraded else UP
+
+
+def how_to_end(info: dict[str, Any]) -> str:
+    """What a person does to end a cluster that no supervisor holds."""
+    nodes = [
+        f"{node['name']} (pid {node.get('pid')} on {node.get('host')})" for node in info.get("nodes", [])
+    ]
+    return f"End each process with Ctrl-C or SIGTERM where it was started: first the router, then {', '.join(nodes)}"
+
+
+def _pages(load: dict[str, Any]) -> str:
+    return f"{load['free_pages'] + load['cached_pages']} / {load['total_pages']}" if load else ""
 
 
 def _state(name: str, record: ProcessRecord, nodes: dict[str, Any], info: dict[str, Any] | None) -> str:

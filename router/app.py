@@ -10,6 +10,7 @@ from typing import Any
 import zmq
 from aiohttp import web
 
+from common.chat_template_file import find_chat_template
 from common.config import Resolved
 from common.config.run_directory import control_address, event_directory
 from common.config.schema import Router
@@ -242,7 +243,13 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         events,
     )
     images, body_bytes = _images(cluster.router, config.vision)
-    text_pool = TextPool(path, body_bytes, log, dict(resolved.manifests).get(path))
+    template = resolved.chat_template_path
+    if find_chat_template(path, template) is None:
+        log.warning(
+            "this model has no chat template: /v1/chat/completions is refused; model.chat_template may name a file",
+            model=str(path),
+        )
+    text_pool = TextPool(path, body_bytes, log, dict(resolved.manifests).get(path), template)
     texts = TextService(text_pool, tokenizer)
     router = RouterApp(
         resolved,

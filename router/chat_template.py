@@ -9,8 +9,9 @@ from typing import Any
 
 import jinja2
 
+from common.chat_template_file import find_chat_template
 from common.errors import InvalidRequest, ModelError
-from common.model_directory import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_CONFIG_BYTES, read_text
+from common.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.model_files import read_json
 from router.content_form import Content, ContentForms, text_part
 from router.openai_schema import Message, image_parts
@@ -21,26 +22,34 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class ChatTemplate:
-    """chat_template.jinja of the directory, else `chat_template` of chat_template.json or tokenizer_config.json."""
+    """A model's own template, or one that the cluster file names in its place."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, given: Path | None = None) -> None:
         """Raises ModelError when the template cannot be compiled. A model without one serves no chat."""
         config = _read_config(path / "tokenizer_config.json")
-        source = _source(path, _read_config(path / "chat_template.json"), config)
+        source = find_chat_template(path, given)
         # a token that the model does not have stays undefined: templates test for it, and print it as ""
         self._variables = {
             name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None
         }
         self._sandbox = TemplateSandbox()
         try:
-            self._template = self._sandbox.from_string(source) if source is not None else None
+            self._template = self._sandbox.from_string(source.text) if source is not None else None
         except (jinja2.TemplateError, RecursionError) as error:
-            raise ModelError(f"the chat template of {path} cannot be compiled: {error}") from error
+            assert source is not None
+            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ModelError(
+                f"{source.file}: the chat template cannot be compiled: {error}{line}; mend it, or name another file in "
+                "model.chat_template"
+            ) from error
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt, generation prompt included. Raises InvalidRequest("messages"). May run on any thread."""
         if self._template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions, or set model.chat_template",
+                param="messages",
+            )
         plain = [self._plain(message) for message in messages]
         try:
             return self.render_plain(plain)
@@ -83,21 +92,6 @@ class ChatTemplate:
         if message.name is not None:
             plain["name"] = message.name
         return plain
-
-
-def _source(path: Path, *configs: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return read_text(file, MAX_TEMPLATE_BYTES)
-    template = next((each["chat_template"] for each in configs if "chat_template" in each), None)
-    if isinstance(template, list):  # named templates
-        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = named.get("default")
-    if isinstance(template, str) and len(template) > MAX_TEMPLATE_BYTES:
-        raise ModelError(
-            f"{path}: chat_template has {len(template)} characters; at most {MAX_TEMPLATE_BYTES} are read"
-        )
-    return template if isinstance(template, str) else None
 
 
 def _read_config(file: Path) -> dict[str, Any]:

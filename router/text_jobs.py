@@ -18,6 +18,7 @@ class Settings(msgspec.Struct, frozen=True, array_like=True):
     max_answer_bytes: int
     nice: int = 0  # how far other processes go first
     manifest: str | None = None  # of the model directory: checked again by each worker, before it reads
+    chat_template: str | None = None  # file of a template in place of the model's own
 
 
 class ReadChat(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -158,10 +158,23 @@ class Lane:
 class TextPool:
     """Runs jobs in worker processes of one model."""
 
-    def __init__(self, path: Path, max_body_bytes: int, log: Log, manifest: Path | None = None) -> None:
-        """`manifest` lists the sums of the files in `path`, if they are to be checked."""
+    def __init__(
+        self,
+        path: Path,
+        max_body_bytes: int,
+        log: Log,
+        manifest: Path | None = None,
+        template: Path | None = None,
+    ) -> None:
+        """Prepare the workers; none is started.
+
+        Args:
+            manifest: list of the sums of the files in `path`, if they are to be checked.
+            template: file with a chat template in place of the model's own.
+        """
         listed = None if manifest is None else str(manifest)
-        small = Settings(str(path), max_body_bytes + MAX_ANSWER_BYTES, manifest=listed)
+        given = None if template is None else str(template)
+        small = Settings(str(path), max_body_bytes + MAX_ANSWER_BYTES, manifest=listed, chat_template=given)
         large = msgspec.structs.replace(small, nice=LARGE_NICE)
         self._small = Lane(partial(start_worker, small), SMALL_SECONDS, log)
         self._large = Lane(partial(start_worker, large), LARGE_SECONDS, log)

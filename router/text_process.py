@@ -51,7 +51,8 @@ def serve(channel: socket.socket) -> None:
         path = Path(settings.model_path)
         if settings.manifest is not None:
             check_manifests([(path, Path(settings.manifest))], weights=False)
-        work = TextWork.load(path, limit_cpu)
+        template = None if settings.chat_template is None else Path(settings.chat_template)
+        work = TextWork.load(path, limit_cpu, template)
     except ModelError as error:
         _send(channel, Answer(error="model", message=str(error)), b"")
         return

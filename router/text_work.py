@@ -77,9 +77,11 @@ class TextWork:
         self._limit = limit
 
     @classmethod
-    def load(cls, path: Path, limit: Callable[[float], None] = lambda _: None) -> TextWork:
-        """Raises ModelError."""
-        return cls(Tokenizer(path), ChatTemplate(path), limit)
+    def load(
+        cls, path: Path, limit: Callable[[float], None] = lambda _: None, template: Path | None = None
+    ) -> TextWork:
+        """`template` is a file with a chat template in place of the model's own. Raises ModelError."""
+        return cls(Tokenizer(path), ChatTemplate(path, template), limit)
 
     def do(self, job: Job, payload: Payload) -> Done:
         """Never raises for what a client sent: refusals are answers, too."""

@@ -57,6 +57,12 @@ class Resolved:
         return tuple((path, self.relative(text)) for path, text in given if path is not None and text)
 
     @property
+    def chat_template_path(self) -> Path | None:
+        """File of a chat template in place of the model's own; None: the model's."""
+        template = self.cluster.model.chat_template
+        return None if template is None else self.relative(template)
+
+    @property
     def keys_path(self) -> Path | None:
         """Directory of the link keys; None: loopback only, with keys that the run directory holds."""
         keys = self.cluster.security.keys
@@ -119,6 +125,7 @@ def load_cluster(
     _check_names(cluster)
     _check_places(cluster)
     refuse_unread(unread_keys(cluster), origins)
+    _check_lengths(cluster)
     _check_health(cluster)
     _check_speculation(cluster)
     _check_image_hosts(cluster)
@@ -189,6 +196,24 @@ def _check_places(cluster: Cluster) -> None:
                 path,
                 f"{address!r} is not an address; write auto, ipc://PATH or tcp://HOST:PORT, with the port that the "
                 "others connect to",
+            )
+
+
+def _check_lengths(cluster: Cluster) -> None:
+    """A pool whose size is known has to hold a request of the length that the file asks for."""
+    wanted, page = cluster.model.max_model_len, cluster.kv.page_size
+    for role, section in (("prefill", cluster.prefill), ("decode", cluster.decode)):
+        tokens, auto = section.pool_tokens, ""
+        if tokens == "auto":
+            if any(node.device != "cpu" for node in section.nodes):
+                continue
+            tokens, auto = section.CPU_POOL_TOKENS, "auto is "
+        if wanted is not None and tokens // page * page < wanted:
+            raise ConfigError(
+                f"{role}.pool_tokens",
+                f"{auto}{tokens} tokens in pages of {page} hold no request of model.max_model_len, {wanted}: "
+                f"write at least {-(-wanted // page) * page}, or set model.max_model_len to at most "
+                f"{tokens // page * page}",
             )
 
 

@@ -38,6 +38,9 @@ class Model(Section, frozen=True, kw_only=True):
     max_model_len: Annotated[int, Meta(ge=2)] | None = (
         None  # tokens per request in all; default: the model's maximum
     )
+    chat_template: str | None = (
+        None  # Jinja file in place of the model's own template; relative to the cluster file
+    )
     manifest: str | None = None  # list of SHA-256 sums that the files of `path` are held against at start
     # directories that model and draft must lie in once links are followed; (): anywhere
     allowed_roots: tuple[str, ...] = ()

@@ -371,6 +371,36 @@ def test_a_wrong_value_names_the_variable_that_it_came_from(tmp_path: Path) -> N
     assert "--set" in str(refusal(tmp_path, overrides=["kv.page_size=x"]))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "path", "said"),
+    [
+        (["decode.pool_tokens=2048"], "decode.pool_tokens", "2048 tokens in pages of 16 hold no request"),
+        (["prefill.pool_tokens=4000"], "prefill.pool_tokens", "write at least 4096"),
+        (["decode.pool_tokens=4096", "kv.page_size=1000"], "decode.pool_tokens", "to at most 4000"),
+        (["model.max_model_len=40000"], "prefill.pool_tokens", "auto is 32768 tokens"),
+    ],
+)
+def test_a_pool_that_holds_no_request_of_the_given_length_is_refused(
+    tmp_path: Path, overrides: list[str], path: str, said: str
+) -> None:
+    error = refusal(tmp_path, overrides=["model.max_model_len=4096", *overrides])
+    assert error.path == path
+    assert said in str(error)
+
+
+def test_a_length_that_nobody_asked_for_follows_the_pool(tmp_path: Path) -> None:
+    load(tmp_path, overrides=["decode.pool_tokens=2048"])
+    load(tmp_path, overrides=["decode.pool_tokens=4096", "model.max_model_len=4096"])
+    on_gpu = ["prefill.nodes=[{name: p, device: cuda}]", "decode.nodes=[{name: d, device: cuda}]"]
+    load(tmp_path, overrides=[*on_gpu, "model.max_model_len=1000000"])
+
+
+def test_a_chat_template_is_relative_to_the_file(tmp_path: Path) -> None:
+    assert load(tmp_path).chat_template_path is None
+    found = load(tmp_path, "model: {path: m, chat_template: t.jinja}\n")
+    assert found.chat_template_path == tmp_path.resolve() / "t.jinja"
+
+
 def test_an_empty_section_is_said_to_be_empty(tmp_path: Path) -> None:
     """What remains when all keys of a section are commented out."""
     error = refusal(tmp_path, MINIMAL + "router:\n  # port: 1\n")

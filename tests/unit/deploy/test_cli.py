@@ -288,6 +288,27 @@ def test_status_of_a_router_that_does_not_answer(directory: Path) -> None:
     assert "does not answer" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("ready", "state", "code", "shown"),
+    [(True, "up", 0, "ready; "), (True, "draining", 4, "degraded; "), (False, "up", 1, "not ready; ")],
+)
+def test_status_of_a_cluster_from_the_launch_scripts(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, ready: bool, state: str, code: int, shown: str
+) -> None:
+    """No supervisor wrote a table; the router answers on its admin socket."""
+    monkeypatch.setattr(cli, "ANSWER_SECONDS", PATIENCE)
+    nodes = [{**NODES[0], "state": state, "pid": 7, "host": "[there]"}]
+    with Server(directory, json.dumps({"ready": ready, "nodes": nodes}).encode()):
+        result = run("status", str(directory / "c.yaml"))
+        down = run("down", str(directory / "c.yaml"))
+    assert result.exit_code == code
+    assert result.stdout.startswith(f"{shown}started by the launch scripts")
+    assert "8 / 9" in next(line for line in result.stdout.splitlines() if "prefill-0" in line)
+    assert down.exit_code == 1
+    assert "from the launch scripts" in flat(down)
+    assert "first the router, then prefill-0 (pid 7 on [there])" in flat(down)
+
+
 def test_down_of_a_supervisor_that_was_just_leaving(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_table(directory, "http://127.0.0.1:9")
 

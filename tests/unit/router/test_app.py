@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -256,6 +258,23 @@ async def test_a_port_that_is_taken_is_named(cluster: Path, monkeypatch: pytest.
     await app.drain()
     server.close()
     await server.wait_closed()
+
+
+@pytest.mark.parametrize("has_one", [False, True])
+async def test_a_model_without_a_chat_template_is_announced(
+    cluster: Path, tmp_path: Path, has_one: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    model = tmp_path / "bare"
+    shutil.copytree(load_cluster(cluster).model_path, model)
+    if not has_one:
+        (model / "chat_template.jinja").unlink()
+    app = build(load_cluster(cluster, [f"model.path={model}"]), Log("test"))
+    try:
+        said = [record for record in caplog.records if "no chat template" in record.getMessage()]
+        assert bool(said) is not has_one
+    finally:
+        await app.drain()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])

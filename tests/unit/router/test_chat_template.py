@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from common.chat_template_file import TemplateSource, find_chat_template
 from common.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
 from router.openai_schema import ContentPart, Message
@@ -220,8 +221,10 @@ def test_any_failure_of_a_template_is_a_refusal(tmp_path: Path) -> None:
 
 
 def test_bad_files_are_refused_at_start_up(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be compiled"):
-        made(tmp_path, "{% for %}")
+    with pytest.raises(
+        ModelError, match=r"/tokenizer_config\.json: the chat template cannot be compiled: .*line 2"
+    ):
+        made(tmp_path, "\n{% for %}")
     with pytest.raises(ModelError, match="cannot be compiled"):
         made(tmp_path, "{{ x|no_such_filter }}")
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xff")
@@ -232,6 +235,35 @@ def test_bad_files_are_refused_at_start_up(tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_bytes(raw)
         with pytest.raises(ModelError, match=r"tokenizer_config\.json (is|holds) "):
             ChatTemplate(tmp_path)
+
+
+def test_a_file_takes_the_place_of_the_models_own_template(tmp_path: Path) -> None:
+    made(tmp_path, "own: {{ messages[0].content }}")
+    given = tmp_path / "elsewhere" / "mine.jinja"
+    given.parent.mkdir()
+    given.write_text("mine: {{ messages[0].content }}")
+    link = tmp_path / "link.jinja"
+    link.symlink_to(given)
+    for file in (given, link):
+        assert ChatTemplate(tmp_path, file).render(HI).startswith("mine: ")
+    given.write_text("{% for %}")
+    with pytest.raises(ModelError, match=f"{given}: the chat template cannot be compiled"):
+        ChatTemplate(tmp_path, given)
+    with pytest.raises(ModelError, match="cannot read"):
+        ChatTemplate(tmp_path, tmp_path / "none.jinja")
+
+
+def test_a_model_without_a_template_is_found_out_without_compiling(tmp_path: Path) -> None:
+    assert find_chat_template(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "tools", "template": "x"}]}')
+    assert find_chat_template(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": [{"name": "default", "template": "{% for %}"}]}'
+    )
+    found = find_chat_template(tmp_path)
+    assert found == TemplateSource("{% for %}", tmp_path / "tokenizer_config.json")
+    (tmp_path / "chat_template.jinja").write_text("own")
+    assert find_chat_template(tmp_path) == TemplateSource("own", tmp_path / "chat_template.jinja")
 
 
 def test_images_reach_the_template_as_parts(tmp_path: Path) -> None:

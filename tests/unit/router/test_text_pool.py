@@ -276,6 +276,14 @@ async def test_models_that_no_worker_can_read_are_refused_at_the_start(tmp_path:
     assert not pool._large._all
 
 
+async def test_workers_take_the_template_that_is_given(tmp_path: Path) -> None:
+    given = tmp_path / "mine.jinja"
+    given.write_text("{% for %}")
+    pool = TextPool(TINY, 1 << 20, Log("test"), template=given)
+    with pytest.raises(ModelError, match=f"{given}: the chat template cannot be compiled"):
+        await pool.start()
+
+
 async def test_each_worker_checks_the_manifest_again(tmp_path: Path) -> None:
     """Also one that takes the place of another: a file was swapped after the router's own check."""
     folder = tmp_path / "model"
