@@ -22,6 +22,7 @@ from tests.chaos.faults import (
     WEIGHTS,
     Fault,
     Kind,
+    minimums,
 )
 from tests.chaos.stations import STATIONS, Station
 
@@ -54,6 +55,7 @@ class Drawer:
     def draw(self, reserved: set[str]) -> Fault | None:
         """None where nothing that was drawn is allowed now. `reserved`: targets of faults that wait."""
         possible = [kind for kind in self.kinds if self._possible(kind)]
+        possible = self._owed(possible) or possible
         weights = [WEIGHTS[kind] for kind in possible]
         for kind in (*self._behind(possible), *self.rng.choices(possible, weights, k=TRIES)):
             for _ in range(TRIES if kind in PROCESSES else 1):
@@ -73,6 +75,20 @@ class Drawer:
         if kind in LINKS:
             return bool(self.cluster.links)
         return kind != DISK or self.cluster.disk.can_be_filled
+
+    def _owed(self, possible: Sequence[Kind]) -> list[Kind]:
+        """Kinds that all faults to come are needed for; others have to wait until these are allowed."""
+        owed = {
+            kind: least - self.drawn[kind]
+            for kind, least in minimums(self.faults).items()
+            if kind in possible
+        }
+        owed = {kind: count for kind, count in owed.items() if count > 0}
+        return (
+            [kind for kind in possible if kind in owed]
+            if sum(owed.values()) >= self.faults - self._total
+            else []
+        )
 
     def _behind(self, possible: Sequence[Kind]) -> list[Kind]:
         """Kinds that have had less than their share so far, the furthest behind first."""

@@ -63,6 +63,19 @@ def test_every_kind_is_drawn_and_none_too_rarely() -> None:
         assert counts[name] >= least, name
 
 
+def test_kills_that_were_not_possible_are_made_up_for() -> None:
+    """While both prefill nodes are away nothing may be killed; the last faults are kept for that."""
+    made = cluster()
+    drawer = Drawer(made, random.Random(1), 100, kinds=("kill", "stop", "disk-full"))
+    made.timeline.begin("0", ["prefill-0", "prefill-1"], kind="kill", target="prefill-0")
+    found = sum(drawer.draw(set()) is not None for _ in range(1000))
+    assert drawer.drawn["kill"] == drawer.drawn["stop"] == 0
+    assert found == 100 - minimums(100)["kill"] - minimums(100)["stop"]
+    made.timeline.end("0")
+    kinds = [fault.kind for fault in (drawer.draw(set()) for _ in range(100 - found)) if fault is not None]
+    assert sorted(kinds) == ["kill"] * 6 + ["stop"] * 6
+
+
 def test_only_what_was_asked_for() -> None:
     made = drawn(50, kinds=("reset", "cut"), links="peer")
     assert {fault.kind for fault in made} == {"reset", "cut"}
