@@ -78,17 +78,9 @@ class Drawer:
 
     def _owed(self, possible: Sequence[Kind]) -> list[Kind]:
         """Kinds that all faults to come are needed for; others have to wait until these are allowed."""
-        owed = {
-            kind: least - self.drawn[kind]
-            for kind, least in minimums(self.faults).items()
-            if kind in possible
-        }
-        owed = {kind: count for kind, count in owed.items() if count > 0}
-        return (
-            [kind for kind in possible if kind in owed]
-            if sum(owed.values()) >= self.faults - self._total
-            else []
-        )
+        least = {**dict.fromkeys(possible, 1), **minimums(self.faults)}
+        owed = {kind: least[kind] - self.drawn[kind] for kind in possible if least[kind] > self.drawn[kind]}
+        return list(owed) if sum(owed.values()) >= self.faults - self._total else []
 
     def _behind(self, possible: Sequence[Kind]) -> list[Kind]:
         """Kinds that have had less than their share so far, the furthest behind first."""
