@@ -52,7 +52,12 @@ def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
             f"this draft has {draft.modules} modules, one for each step: set speculation.steps to at most "
             f"{draft.modules}, not {steps}"
         )
-    model = replace(draft.model, num_layers=steps, sliding_windows=draft.model.sliding_windows[:steps])
+    model = replace(
+        draft.model,
+        num_layers=steps,
+        sliding_windows=draft.model.sliding_windows[:steps],
+        layer_kinds=draft.model.layer_kinds[:steps],
+    )
     return replace(draft, model=model)
 
 

@@ -3,14 +3,15 @@
 The router reads limits, eos ids and sampling defaults here; the engine reads shapes. Nothing in a checkpoint
 is run: `auto_map` is ignored, and an architecture that is not listed in `FAMILIES` is refused by name.
 
-To add a model family that the decoder of `common/engine/models/` can compute: add its row to `FAMILIES`, its
-builder to `common/engine/models/registry.py` and its config to `tests/unit/engine/families.py`.
+To add a model family: its row in `FAMILIES`, and its config in `tests/unit/engine/families.py`, which holds it against
+transformers. `common/engine/models/decoder.py` computes it where its layers are a mixer and a feed-forward of
+`common/layer_kinds.py`; any other model is a `CausalLM` of its own, named in the row.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,14 @@ class Family:
     head_dim: int | None = None  # where config.json has none; None: hidden / heads
     window: int | None = None  # `sliding_window` where config.json has no such key
     windows_by_layer: bool = False  # use_sliding_window, max_window_layers, layer_types (Qwen)
+    # (config.json, layers, where it stands) -> their blocks; None: attention and a dense feed-forward in each
+    layer_kinds: Callable[[Raw, int, str], tuple[LayerKind, ...]] | None = None
+    engine: str = "common.engine.models.decoder:Decoder"  # "module:attribute" of its CausalLM
 
 
+LLAMA = "LlamaForCausalLM"
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family("attention_bias", "attention_bias", "mlp_bias"),
+    LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
     "MistralForCausalLM": Family(window=4096),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
     "Qwen3ForCausalLM": Family(
@@ -80,8 +85,16 @@ class DefaultSampling:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Which blocks one decoder layer has: keys of the tables in `common/layer_kinds.py`."""
+
+    mixer: str = "attention"
+    feed_forward: str = "dense"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One dense decoder: shapes, options of its layers, and what the directory says about generation."""
+    """One decoder: shapes, options of its layers, and what the directory says about generation."""
 
     architecture: str
     hidden_size: int
@@ -107,6 +120,11 @@ class ModelConfig:
     default_sampling: DefaultSampling = DefaultSampling()
     vision: VisionConfig | None = None  # the other part of a model that takes images; None: text alone
     weights: StoredWeights = DENSE  # how the checkpoint stores its products
+    layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; (): attention and a dense feed-forward in each
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The blocks of one layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else LayerKind()
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -198,6 +216,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         eos_token_ids=_eos_ids(raw, generation, vocab, where),
         default_sampling=_default_sampling(generation, str(directory / "generation_config.json")),
         weights=weights,
+        layer_kinds=() if family.layer_kinds is None else family.layer_kinds(raw, num_layers, where),
     )
 
 

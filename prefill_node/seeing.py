@@ -12,7 +12,7 @@ from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs
 from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.llava import LlavaPart, load_llava
 from common.engine.models.qwen_vl import QwenPart, load_qwen
 from common.ipc import Dealer
@@ -36,7 +36,7 @@ class Seeing:
 
 def load_seeing(
     path: Path,
-    model: LlamaForCausalLM,
+    model: CausalLM,
     placement: Placement,
     connect: Callable[[], Dealer],
     cache_bytes: int,

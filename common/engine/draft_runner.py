@@ -15,6 +15,7 @@ from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.layers.placement import Placement
 from common.engine.model_size import check_draft_size
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import (
     D2T,
     EMBEDDING,
@@ -25,7 +26,6 @@ from common.engine.models.eagle import (
     EagleHead,
     SplitHead,
 )
-from common.engine.models.llama import LlamaForCausalLM
 from common.engine.ops.top_tokens import top_tokens
 from common.engine.weights import load_weights
 from common.errors import ModelError
@@ -68,7 +68,7 @@ class DraftRunner:
         return EagleDraftInput(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
 
 
-def load_eagle(path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> EagleHead:
+def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> EagleHead:
     """Build a head that shares the target's embedding and LM head, and fill it. `ModelError` says what does not fit."""
     names = _tensor_names(path)
     check_draft_size(path, draft)
@@ -78,7 +78,7 @@ def load_eagle(path: Path, draft: DraftConfig, target: LlamaForCausalLM, placeme
     return _checked(head.eval(), draft, placement, path)
 
 
-def load_eagle3(path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> Eagle3Head:
+def load_eagle3(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> Eagle3Head:
     """Build a head that shares what it does not have with the target, and fill it.
 
     `ModelError` says what does not fit.
@@ -121,7 +121,7 @@ def _published(name: str, found: Collection[str]) -> str:
     return next((each for each in names if each in found), name)
 
 
-def _check_shared(path: Path, draft: DraftConfig, target: LlamaForCausalLM, own: Collection[str]) -> None:
+def _check_shared(path: Path, draft: DraftConfig, target: CausalLM, own: Collection[str]) -> None:
     """Raises ModelError unless shared parts have one width, and a target that reads images shares its embedding.
 
     own: parts that the head has of its own.

@@ -12,8 +12,8 @@ from common.engine.draft_runner import DraftRunner, load_eagle, load_eagle3
 from common.engine.kv_cache.pool import KvPool
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner, load_model
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import SplitHead
-from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.mtp import MtpModules
 from common.engine.mtp_runner import MultiLayerRunner, load_mtp
 
@@ -24,7 +24,7 @@ class DraftParts:
 
     path: Path
     config: DraftConfig
-    target: LlamaForCausalLM  # what the draft does not have of its own, it shares with the target
+    target: CausalLM  # what the draft does not have of its own, it shares with the target
     placement: Placement
     topk: int
 
@@ -62,7 +62,7 @@ class ModulesDraft:
 class ModelDraft:
     """A language model of its own."""
 
-    model: LlamaForCausalLM
+    model: CausalLM
 
     def runner(self, pool: KvPool, attention: AttentionBackend) -> ModelRunner:
         return ModelRunner(self.model, pool, attention)

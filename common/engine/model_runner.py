@@ -14,7 +14,7 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, Forward
 from common.engine.kv_cache.pool import KvPool
 from common.engine.layers.placement import Placement
 from common.engine.model_size import check_model_size
-from common.engine.models.llama import BodyOutput, LlamaForCausalLM
+from common.engine.models.causal_lm import BodyOutput, CausalLM
 from common.engine.models.registry import build_model
 from common.engine.weights import Progress, load_weights, resolve_dtype
 from common.model_config import ModelConfig
@@ -25,7 +25,7 @@ from common.mtp_format import module_prefixes
 class ModelRunner:
     """plan / run over one model. `pool` is the one that `attention` reads and writes."""
 
-    def __init__(self, model: LlamaForCausalLM, pool: KvPool, attention: AttentionBackend) -> None:
+    def __init__(self, model: CausalLM, pool: KvPool, attention: AttentionBackend) -> None:
         self.model = model
         self.pool = pool
         self.attention = attention
@@ -60,7 +60,7 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     aux_layers: Sequence[int] = (),
-) -> tuple[LlamaForCausalLM, ModelConfig]:
+) -> tuple[CausalLM, ModelConfig]:
     """Build the model of a Hugging Face directory and fill it. `ModelError` says what cannot be served."""
     config = ModelConfig.load(path)
     target = torch.device(device)

@@ -17,8 +17,8 @@ from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraft
 from common.engine.layers.activations import Activations
 from common.engine.layers.placement import Placement
 from common.engine.model_size import check_draft_size
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import DraftOutput, SplitHead
-from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.mtp import MtpModules, build_mtp
 from common.engine.weights import load_weights
 from common.errors import ModelError
@@ -44,7 +44,7 @@ class MultiLayerRunner:
         self.modules = tuple(DraftRunner(head, attention, topk=1) for head in heads)
 
 
-def load_mtp(path: Path, draft: DraftConfig, target: LlamaForCausalLM, placement: Placement) -> MtpModules:
+def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> MtpModules:
     """The modules that run, from a checkpoint that may hold more, or the target too. `ModelError`: it does not fit."""
     assert draft.mtp is not None
     names = frozenset(name for file in read_weight_files(path) for name in file.tensors)

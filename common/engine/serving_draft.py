@@ -12,7 +12,7 @@ from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import DraftShape
 from common.engine.layers.placement import Placement
 from common.engine.loaded_draft import DraftParts, LoadedDraft
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from common.errors import TakesNoEmbeddings
 from common.named import named
 from common.speculation.algorithm import DraftDirectory
@@ -43,7 +43,7 @@ def load_serving_draft(
     config: DraftConfig,
     steps: int,
     topk: int,
-    target: LlamaForCausalLM,
+    target: CausalLM,
     placement: Placement,
 ) -> ServingDraft:
     """Load the draft, share the target's embedding and head with it, and hold real widths against its config's."""
@@ -63,9 +63,7 @@ def draft_shape(config: DraftConfig, topk: int, placement: Placement) -> DraftSh
     return DraftShape(proposals_for(config, topk), *carried, config.model.vocab_size)
 
 
-def _check_takes_embeds(
-    path: Path, config: DraftConfig, directory: DraftDirectory, target: LlamaForCausalLM
-) -> None:
+def _check_takes_embeds(path: Path, config: DraftConfig, directory: DraftDirectory, target: CausalLM) -> None:
     """A draft for a target that reads images has to read their embeddings, too."""
     if target.config.vision is None or directory.takes_embeds:
         return

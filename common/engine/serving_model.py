@@ -23,7 +23,7 @@ from common.engine.memory import (
     weight_bytes,
 )
 from common.engine.model_runner import load_model
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from common.engine.serving_draft import ServingDraft, load_serving_draft
 from common.engine.weights import resolve_dtype
 from common.errors import ConfigError
@@ -50,7 +50,7 @@ TRIAL_PAGES = 2  # the padding page, where graphs are captured, and one more
 class ServingModel:
     """One loaded checkpoint."""
 
-    model: LlamaForCausalLM
+    model: CausalLM
     config: ModelConfig
     placement: Placement
     fingerprint: str

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from common.kv_cache.plane import Kept, Owner, Plane, Size, attention_planes
+from common.kv_cache.plane import Kept, Owner, Plane, Size
+from common.layer_kinds import mixer_record
 from common.model_config import ModelConfig
 
 
@@ -42,5 +43,9 @@ def pool_spec(target: ModelConfig, draft: ModelConfig | None, page_size: int, dt
 
 
 def model_planes(owner: Owner, config: ModelConfig, dtype: str) -> tuple[Plane, ...]:
-    """The planes of one model: the place where a family says what its layers keep."""
-    return attention_planes(owner, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    """The planes of one model, layer by layer: each kind of mixer says what it keeps."""
+    return tuple(
+        plane
+        for layer in range(config.num_layers)
+        for plane in mixer_record(config, layer).planes(owner, config, layer, dtype)
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from common.draft_config import check_same
 from common.errors import ModelError
 from common.json_fields import MAX_WIDTH, positive
-from common.model_config import ModelConfig
+from common.model_config import LLAMA, ModelConfig
 from common.rope_config import SECTIONS, split_sections, with_sections
 from common.speculation.algorithm import Json
 
@@ -19,7 +19,7 @@ def head_model(raw: Json, file: Path, target: ModelConfig) -> tuple[ModelConfig,
     Raises ModelError where positions, vocabulary or widths are not the target's.
     """
     plain, sections = split_sections(dict(raw), str(file))
-    model = ModelConfig.parse({**plain, "architectures": ["LlamaForCausalLM"]}, file.parent)
+    model = ModelConfig.parse({**plain, "architectures": [LLAMA]}, file.parent)
     model = replace(model, rope=with_sections(model.rope, sections, model.head_dim, str(file)))
     if sections != target.rope.sections:
         raise ModelError(

@@ -260,6 +260,17 @@ def test_only_formats_know_how_products_keep_their_weights() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_tables_name_a_language_model() -> None:
+    """Whoever uses one asks a `CausalLM`."""
+    wrong = [
+        f"{module.place}:{each.line} imports {each.target}"
+        for module in MODULES
+        for each in module.imports
+        if each.target == "common.engine.models.decoder.Decoder"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_files_stay_small() -> None:
     lines = {module.place: module.text.count("\n") for module in MODULES}
     long = [

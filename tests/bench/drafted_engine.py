@@ -32,8 +32,8 @@ from common.engine.loaded_draft import HeadDraft
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.memory import MemoryPlan
 from common.engine.model_runner import ModelRunner, load_model
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import D2T, Eagle3Head
-from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
 from common.engine.overlap import completion_for
 from common.engine.rotary_places import OneAxis
@@ -70,7 +70,7 @@ CHUNK = 8192
 class Pair:
     """A target and the EAGLE-3 head that drafts for it, on one device."""
 
-    model: LlamaForCausalLM
+    model: CausalLM
     head: Eagle3Head
     draft: DraftConfig
     first_id: int  # prompts are drawn from ids that are not below this

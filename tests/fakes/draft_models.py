@@ -24,8 +24,8 @@ from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraft
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import DraftShape
 from common.engine.model_runner import ModelRunner
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import EMBEDDING, LM_HEAD, Eagle3Head, EagleHead
-from common.engine.models.llama import LlamaForCausalLM
 from common.engine.models.registry import build_model
 from common.kv_cache.page_space import as_bigram_keys
 from common.kv_cache.radix_cache import Keys
@@ -153,7 +153,7 @@ class StandaloneModel(NoDraftModel):
 
 
 @functools.cache
-def standalone_model() -> LlamaForCausalLM:
+def standalone_model() -> CausalLM:
     model = build_model(StandaloneModel.config, PLACEMENT).eval()
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
 from common.engine.sampler import SamplingBatch, sample
 from common.engine.sampling_plan import finish_reason, read_tokens
@@ -59,7 +59,7 @@ def drawn(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 @functools.cache
-def tiny_model(seed: int = 0, aux: tuple[int, ...] = (), config: ModelConfig = CONFIG) -> LlamaForCausalLM:
+def tiny_model(seed: int = 0, aux: tuple[int, ...] = (), config: ModelConfig = CONFIG) -> CausalLM:
     """Every weight random, so that the text wanders; one instance for all tests of a process."""
     model = build_model(config, PLACEMENT, aux).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -29,7 +29,7 @@ class PagedAttention:
     def __init__(
         self, pool: KvPool, windows: Sequence[int | None], whole_prompt_tokens: Collection[int] = ()
     ) -> None:
-        if len(windows) != pool.num_layers:
+        if len(windows) < pool.num_layers:
             raise ValueError(f"{len(windows)} attention windows for a pool of {pool.num_layers} layers")
         self.pool = pool
         self._windows = tuple(windows)

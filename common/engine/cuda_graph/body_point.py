@@ -10,23 +10,21 @@ from typing import Protocol
 from torch import Tensor
 
 from common.engine.attention.backend import AttentionBackend
-from common.engine.models.llama import BodyOutput, LlamaForCausalLM
+from common.engine.models.causal_lm import BodyOutput, CausalLM
 
 
 class BodyHandler(Protocol):
     """Runs bodies in its own way."""
 
     def run_body(
-        self, model: LlamaForCausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
+        self, model: CausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> BodyOutput: ...
 
 
 _active: ContextVar[BodyHandler | None] = ContextVar("body_handler", default=None)
 
 
-def run_body(
-    model: LlamaForCausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
-) -> BodyOutput:
+def run_body(model: CausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend) -> BodyOutput:
     """`model.forward`, or inside `compiling` what the handler has made of it."""
     handler = _active.get()
     if handler is None:

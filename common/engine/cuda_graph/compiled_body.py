@@ -20,7 +20,7 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.cuda_graph.backends.base import CaptureError, Compilation
 from common.engine.cuda_graph.compiled_piece import CompiledPiece, form
 from common.engine.cuda_graph.split_body import LiveAttention, MarkedAttention, is_seam, split
-from common.engine.models.llama import BodyOutput, LlamaForCausalLM
+from common.engine.models.causal_lm import BodyOutput, CausalLM
 from common.engine.ops.triton_kernel import has_triton
 
 EAGER, INDUCTOR = "eager", "inductor"
@@ -64,7 +64,7 @@ class CompiledBodies:
         )
 
     def run_body(
-        self, model: LlamaForCausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
+        self, model: CausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> BodyOutput:
         """Raises CaptureError where the body cannot be compiled, or not for so many tokens."""
         if model not in self._bodies:
@@ -82,7 +82,7 @@ class _Given:
 class CompiledBody:
     """Called as the model is. The first call compiles; its number of tokens, the largest, is the compiler's hint."""
 
-    def __init__(self, model: LlamaForCausalLM, compiler: str) -> None:
+    def __init__(self, model: CausalLM, compiler: str) -> None:
         self._model = model
         self._compiler = compiler
         self._live = LiveAttention()

@@ -25,7 +25,7 @@ from common.engine.cuda_graph.spec import Axis, CaptureSpec, Feature, ShapeKey, 
 from common.engine.cuda_graph.static_extend import BROKEN, StaticExtend
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
 from common.engine.model_runner import ModelRunner
-from common.engine.models.llama import BodyOutput
+from common.engine.models.causal_lm import BodyOutput
 
 MAX_PADDING = 2.0  # beyond it eager is the cheaper one (spec 6.9)
 OUTPUTS = OutputSpec(BodyOutput, {"last": OutField(Axis.TOKEN), "aux": OutField(Axis.TOKEN)})

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.activations import Activations
+from common.engine.layers.blocks import Mixer
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.model_config import ModelConfig
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Multi-head attention between its two projections.
 
     Args:
-        name: what stands before the names of its tensors in the checkpoint.
-        layer: index of its planes in the KV pool.
+        in_features: of its input; None: the model's width.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         in_features: int | None = None,
     ) -> None:
         super().__init__()
-        self.layer = layer
+        name, self.layer = f"{name}.self_attn", layer
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
@@ -50,11 +50,6 @@ class Attention(nn.Module):
         angles: tuple[Tensor, Tensor],
         attention: AttentionBackend,
     ) -> tuple[Activations, Tensor]:
-        """Return (norm(y + stream), y + stream) of the block's output y; all [T, H].
-
-        Args:
-            angles: (cos, sin) of `layers/rotary`.
-        """
         qkv = self.qkv_proj.product(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         attention.store(self.layer, qkv, angles, *self._norm_weights())
         query, new = qkv[:, : self.heads], qkv[:, self.heads :]

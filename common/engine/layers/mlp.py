@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.engine.layers.activations import Activations
+from common.engine.layers.blocks import FeedForward
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
+from common.model_config import ModelConfig
 
 
-class Mlp(nn.Module):
-    """down(silu(gate(x)) * up(x)).
+class Mlp(FeedForward):
+    """down(silu(gate(x)) * up(x))."""
 
-    Args:
-        name: what stands before the names of its tensors in the checkpoint.
-    """
-
-    def __init__(
-        self, name: str, hidden_size: int, intermediate_size: int, bias: bool, weights: WeightFormat
-    ) -> None:
+    def __init__(self, name: str, config: ModelConfig, weights: WeightFormat) -> None:
         super().__init__()
-        parts = {f"{name}.gate_proj": intermediate_size, f"{name}.up_proj": intermediate_size}
-        self.gate_up_proj = weights.linear(hidden_size, parts, bias)
-        self.down_proj = weights.linear(intermediate_size, {f"{name}.down_proj": hidden_size}, bias)
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        parts = {f"{name}.mlp.gate_proj": inner, f"{name}.mlp.up_proj": inner}
+        self.gate_up_proj = weights.linear(size, parts, bias)
+        self.down_proj = weights.linear(inner, {f"{name}.mlp.down_proj": size}, bias)
         self.reads = self.gate_up_proj.reads
 
     def forward(self, x: Activations) -> Tensor:
-        """[T, H] -> [T, H]."""
         return self.down_proj.product(self._gated(x))
 
     def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
-        """Return (norm(y + stream), y + stream) of the block's output y; all [T, H]."""
         return self.down_proj.add_norm(self._gated(x), stream, norm)
 
     def pieces(self) -> Iterator[Piece]:

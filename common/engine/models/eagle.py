@@ -26,7 +26,8 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
-from common.engine.models.llama import DecoderLayer, LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
+from common.engine.models.decoder import DecoderLayer
 
 # What a checkpoint may have.
 EMBEDDING, LM_HEAD, FC_BIAS, D2T = "embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t"
@@ -115,8 +116,8 @@ class Eagle3Layer(nn.Module):
         size, norm = config.hidden_size, (config.hidden_size, config.rms_norm_eps, weights.placement)
         self.input_layernorm = RmsNorm(f"{name}.input_layernorm", *norm)
         self.hidden_norm = RmsNorm(f"{name}.hidden_norm", *norm)
-        self.self_attn = Attention(f"{name}.self_attn", config, 0, weights, in_features=2 * size)
-        mlp = Mlp(f"{name}.mlp", size, config.intermediate_size, config.mlp_bias, weights)
+        self.self_attn = Attention(name, config, 0, weights, in_features=2 * size)
+        mlp = Mlp(name, config, weights)
         self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", *norm, mlp.reads)
         self.mlp = mlp
         self._norm_before_residual = draft.norm_before_residual
@@ -156,7 +157,7 @@ class Eagle3Head(DraftModule):
     def __init__(
         self,
         draft: DraftConfig,
-        target: LlamaForCausalLM,
+        target: CausalLM,
         placement: Placement,
         own: Collection[str] = (),
     ) -> None:
@@ -233,9 +234,9 @@ class EagleLayer(nn.Module):
     def __init__(self, name: str, draft: DraftConfig, layer: int, weights: WeightFormat) -> None:
         super().__init__()
         config = draft.model
-        size, norm = config.hidden_size, (config.hidden_size, config.rms_norm_eps, weights.placement)
-        self.self_attn = Attention(f"{name}.self_attn", config, layer, weights)
-        mlp = Mlp(f"{name}.mlp", size, config.intermediate_size, config.mlp_bias, weights)
+        norm = (config.hidden_size, config.rms_norm_eps, weights.placement)
+        self.self_attn = Attention(name, config, layer, weights)
+        mlp = Mlp(name, config, weights)
         self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", *norm, mlp.reads)
         self.mlp = mlp
 
@@ -261,7 +262,7 @@ class EagleHead(DraftModule):
     def __init__(
         self,
         draft: DraftConfig,
-        target: LlamaForCausalLM,
+        target: CausalLM,
         placement: Placement,
         own: Collection[str] = (),
     ) -> None:

@@ -30,8 +30,9 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
+from common.engine.models.causal_lm import CausalLM
+from common.engine.models.decoder import DecoderLayer
 from common.engine.models.eagle import DraftModule, DraftOutput
-from common.engine.models.llama import DecoderLayer, LlamaForCausalLM
 from common.mtp_format import MtpFormat
 
 EMBEDDING, HEAD = "embed_tokens", "shared_head.head"  # in DeepSeek's form only
@@ -44,7 +45,7 @@ class MtpModule(DraftModule):
         self,
         draft: DraftConfig,
         index: int,
-        target: LlamaForCausalLM,
+        target: CausalLM,
         placement: Placement,
         own_embedding: bool = False,
         own_head: bool = False,
@@ -114,7 +115,7 @@ class MtpModules(nn.Module):
 
 
 def build_mtp(
-    draft: DraftConfig, target: LlamaForCausalLM, placement: Placement, names: frozenset[str] = frozenset()
+    draft: DraftConfig, target: CausalLM, placement: Placement, names: frozenset[str] = frozenset()
 ) -> MtpModules:
     """Uninitialised modules, those with weights of their own for which the checkpoint has `names`."""
     assert draft.mtp is not None

@@ -24,7 +24,7 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, Forward
 from common.engine.kv_cache.relay_state import RelayState
 from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
 from common.engine.sampler import SampleOutput
 from common.engine.sampling_plan import sampling_variant
@@ -43,7 +43,7 @@ BODIES = CompiledBodies()  # of `model`, which all tests of a process share
 
 
 @functools.cache
-def model(aux: tuple[int, ...] = (), seed: int = 0, device: torch.device = CPU) -> LlamaForCausalLM:
+def model(aux: tuple[int, ...] = (), seed: int = 0, device: torch.device = CPU) -> CausalLM:
     """Two layers, one with a sliding window, norms of queries and keys; every weight random."""
     config = replace(CONFIG, sliding_windows=(None, 11), qk_norm=True, head_dim=16)
     built = build_model(config, Placement(torch.float32, CPU), aux).eval()
@@ -71,7 +71,7 @@ def sequences(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
 class DeviceDriver(Driver):
     """A Driver whose batches lie on the model's device."""
 
-    def __init__(self, model: LlamaForCausalLM, sequences: Sequence[Tensor], page_size: int) -> None:
+    def __init__(self, model: CausalLM, sequences: Sequence[Tensor], page_size: int) -> None:
         super().__init__(model, [ids.to(model.placement.device) for ids in sequences], page_size)
 
     def batch(

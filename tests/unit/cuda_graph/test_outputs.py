@@ -12,7 +12,7 @@ from torch import Tensor
 from common.engine.cuda_graph import decode_graph, prefill_extend
 from common.engine.cuda_graph.outputs import OutField, OutputError, OutputSpec, map_tensors
 from common.engine.cuda_graph.spec import Axis, ShapeKey
-from common.engine.models.llama import BodyOutput
+from common.engine.models.causal_lm import BodyOutput
 
 
 @dataclass

@@ -30,7 +30,7 @@ from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
 from common.errors import ConfigError
 from tests.fakes.tiny_model import CONFIG
@@ -44,7 +44,7 @@ BUCKETS = (4, 8, 16, 32, 48)
 STEPS = [([0], [4]), ([0, 1], [20, 9]), ([2, 3], [6, 2]), ([1], [15]), ([0], [8]), ([0, 2], [20, 15])]
 
 
-def fresh(layers: int, change: Callable[[LlamaForCausalLM], None] = lambda model: None) -> LlamaForCausalLM:
+def fresh(layers: int, change: Callable[[CausalLM], None] = lambda model: None) -> CausalLM:
     """A model that no other test has compiled."""
     config = replace(CONFIG, num_layers=layers, sliding_windows=(None,) * layers)
     made = build_model(config, Placement(torch.float32, CPU)).eval()
@@ -57,7 +57,7 @@ def fresh(layers: int, change: Callable[[LlamaForCausalLM], None] = lambda model
 
 
 def drivers(
-    model: LlamaForCausalLM, bodies: CompiledBodies, attention: type[PagedAttention] = PagedAttention
+    model: CausalLM, bodies: CompiledBodies, attention: type[PagedAttention] = PagedAttention
 ) -> tuple[Driver, Driver, PrefillExtend]:
     """An eager one, and one under graphs, captured whatever becomes of it."""
     eager, driver = Driver(model, IDS, 4), Driver(model, IDS, 4)
@@ -138,7 +138,7 @@ class Choosy(nn.Module):
         return out + 0.0 if len(x) > 8 else out
 
 
-def choosy(model: LlamaForCausalLM) -> None:
+def choosy(model: CausalLM) -> None:
     model.layers[0].input_layernorm = Choosy(model.layers[0].input_layernorm)
 
 
@@ -160,7 +160,7 @@ class Asking(nn.Module):
         return x * 2 if x.sum() > 0 else x * 3
 
 
-def asking(model: LlamaForCausalLM) -> None:
+def asking(model: CausalLM) -> None:
     model.layers[0].input_layernorm = Asking()
 
 

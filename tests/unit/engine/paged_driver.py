@@ -11,7 +11,7 @@ from torch import Tensor
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
 from common.engine.model_runner import ModelRunner
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from tests.fakes.pools import model_pool
 
 BAD_PAGE = 2**31 - 1  # stands in every page table entry that must not be read
@@ -20,9 +20,7 @@ BAD_PAGE = 2**31 - 1  # stands in every page table entry that must not be read
 class Driver:
     """Sequences with known ids; `run` computes the next tokens of some of them in one batch."""
 
-    def __init__(
-        self, model: LlamaForCausalLM, sequences: Sequence[Tensor], page_size: int, seed: int = 0
-    ) -> None:
+    def __init__(self, model: CausalLM, sequences: Sequence[Tensor], page_size: int, seed: int = 0) -> None:
         self.sequences = list(sequences)
         self.page_size = page_size
         self.width = max(-(-len(ids) // page_size) for ids in sequences) + 2

@@ -9,7 +9,7 @@ import torch
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.model_runner import load_model
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import BUILDERS
 from common.model_config import FAMILIES as CONFIG_FAMILIES
 from tests.unit.engine import families
@@ -25,7 +25,7 @@ SEQUENCES = [
 @pytest.fixture(scope="module", params=families.FAMILIES)
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[LlamaForCausalLM, list[torch.Tensor], Path]:
+) -> tuple[CausalLM, list[torch.Tensor], Path]:
     """(our model, logits of transformers for SEQUENCES, the directory)."""
     model = families.build(request.param)
     path = families.save(model, tmp_path_factory.mktemp("model"))
@@ -35,7 +35,7 @@ def family(
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("chunk", [1, 7, None])
 def test_prompt_in_chunks_then_decode(
-    family: tuple[LlamaForCausalLM, list[torch.Tensor], Path], page_size: int, chunk: int | None
+    family: tuple[CausalLM, list[torch.Tensor], Path], page_size: int, chunk: int | None
 ) -> None:
     model, expected, _ = family
     actual = Driver(model, SEQUENCES, page_size, seed=page_size).run_all(chunk, PROMPTS)

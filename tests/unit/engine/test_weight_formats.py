@@ -78,7 +78,7 @@ def test_quantised_weights_are_loaded_as_they_are(path: Path) -> None:
     model, _ = load_model(path)
     name = "model.layers.1.self_attn"
     parts = [f"{name}.{part}_proj.weight" for part in "qkv"]
-    product = model.get_submodule("layers.1.self_attn.qkv_proj")
+    product = model.get_submodule("layers.1.mixer.qkv_proj")
     assert isinstance(product, Int8Linear)
     assert torch.equal(product.codes, torch.cat([stored[part] for part in parts]))
     assert torch.equal(product.scales, torch.cat([stored[f"{part}_scale"] for part in parts]))

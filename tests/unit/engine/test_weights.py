@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.engine.model_runner import load_model
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from common.engine.weights import resolve_dtype
 from common.errors import ModelError
 from tests.unit.engine import families
@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
     return families.save(families.build("qwen3-layer-types-bias"), tmp_path / "model")
 
 
-def tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
+def tensors(model: CausalLM) -> dict[str, Tensor]:
     return {piece.name: piece.into for piece in model.pieces()}
 
 
@@ -78,7 +78,7 @@ def test_dtype_auto() -> None:
 def test_merged_products_are_views_of_one_matrix(path: Path) -> None:
     model = load_model(path)[0]
     named = tensors(model)
-    qkv = model.layers[0].self_attn.qkv_proj.dense()  # type: ignore[union-attr]
+    qkv = model.layers[0].mixer.qkv_proj.dense()  # type: ignore[union-attr]
     parts = [named[f"model.layers.0.self_attn.{part}.weight"] for part in ("q_proj", "k_proj", "v_proj")]
     assert {part.untyped_storage().data_ptr() for part in parts} == {qkv.untyped_storage().data_ptr()}  # type: ignore[union-attr]
     assert torch.equal(torch.cat(parts), qkv)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
-from common.engine.models.llama import LlamaForCausalLM
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.mtp import MtpModules
 from common.engine.mtp_runner import load_mtp
 from common.engine.serving_draft import draft_shape
@@ -49,7 +49,7 @@ def config_of(path: Path = MTP, steps: int = 3) -> DraftConfig:
 
 
 @pytest.fixture(scope="module")
-def target() -> LlamaForCausalLM:
+def target() -> CausalLM:
     return load_model(TARGET)[0]
 
 
@@ -94,7 +94,7 @@ class OneRow:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_widths(steps: int, target: LlamaForCausalLM) -> None:
+def test_widths(steps: int, target: CausalLM) -> None:
     """D3, D5-D7: a multi-layer draft answers the same width functions, and its proposals are packed: topk x steps."""
     config = config_of(steps=steps)
     assert (config.modules, config.aux_layers) == (steps, ())
@@ -134,14 +134,14 @@ def test_more_steps_than_modules_are_refused() -> None:
         config_of(steps=4)
 
 
-def test_embedding_and_head_are_shared(target: LlamaForCausalLM) -> None:
+def test_embedding_and_head_are_shared(target: CausalLM) -> None:
     model = load_mtp(MTP, config_of(), target, PLACEMENT)
     for head in model.heads:
         assert head.embed_tokens is target.embed_tokens
         assert head.lm_head is target.lm_head
 
 
-def test_a_checkpoint_with_its_own(target: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_a_checkpoint_with_its_own(target: CausalLM, tmp_path: Path) -> None:
     """DeepSeek's checkpoints repeat embedding and head in the module; tensors of other layers are the target's."""
     tensors = shipped()
     embedding, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
@@ -157,7 +157,7 @@ def test_a_checkpoint_with_its_own(target: LlamaForCausalLM, tmp_path: Path) -> 
     assert model.heads[0].lm_head is target.lm_head
 
 
-def test_modules_in_the_target_s_own_checkpoint(target: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_modules_in_the_target_s_own_checkpoint(target: CausalLM, tmp_path: Path) -> None:
     """As they are published: one directory is the model and the draft, and neither minds the other's tensors."""
     tensors = {**load_file(TARGET / "model.safetensors"), **shipped()}
     path = checkpoint(tmp_path, tensors, architectures=["LlamaForCausalLM"])
@@ -176,7 +176,7 @@ def test_modules_in_the_target_s_own_checkpoint(target: LlamaForCausalLM, tmp_pa
         )
 
 
-def test_weights_that_do_not_fit(target: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit(target: CausalLM, tmp_path: Path) -> None:
     tensors = shipped()
     narrow = {
         **tensors,
@@ -194,7 +194,7 @@ def test_weights_that_do_not_fit(target: LlamaForCausalLM, tmp_path: Path) -> No
     load_mtp(path, config_of(steps=2), target, PLACEMENT)
 
 
-def test_mimo_form(target: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_mimo_form(target: CausalLM, tmp_path: Path) -> None:
     """Other names, Qwen2's biases, the projection's inputs the other way round, and no chain unless said (D8)."""
     renamed = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "shared_head.norm": "final_layernorm"}
     mimo: dict[str, torch.Tensor] = {}

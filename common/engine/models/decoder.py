@@ -1,13 +1,11 @@
-"""The dense pre-norm decoder of Llama, Mistral, Qwen2 and Qwen3; they differ by `ModelConfig` options alone.
+"""Pre-norm decoders: Llama, Mistral, Qwen2, Qwen3, and those that differ in options or blocks.
 
-Three parts that a caller may run apart: `embed`, the body (`forward`), `compute_logits`. Graphs capture the
-body only; attention is its single operation that knows requests.
+A layer is a mixer and a feed-forward of the kinds that the config names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +13,16 @@ from torch import Tensor, nn
 from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.registry import weight_format
 from common.engine.layers.activations import Activations
-from common.engine.layers.attention import Attention
+from common.engine.layers.blocks import FeedForward, Mixer
 from common.engine.layers.linear import Embedding, WeightFormat, logits
-from common.engine.layers.mlp import Mlp
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
+from common.engine.models.causal_lm import BodyOutput, CausalLM
+from common.layer_kinds import FEED_FORWARDS, mixer_record
 from common.model_config import ModelConfig
-
-
-class BodyOutput(NamedTuple):
-    """What the body returns; every field is per token."""
-
-    last: Tensor  # [T, H] after the final norm: what the LM head takes
-    aux: (
-        Tensor | None
-    )  # [T, k * H] residual streams entering the k aux layers, side by side; None without any
+from common.named import named
 
 
 class DecoderLayer(nn.Module):
@@ -45,12 +36,14 @@ class DecoderLayer(nn.Module):
     def __init__(self, name: str, config: ModelConfig, layer: int, weights: WeightFormat) -> None:
         super().__init__()
         norm = (config.hidden_size, config.rms_norm_eps, weights.placement)
-        attention = Attention(f"{name}.self_attn", config, layer, weights)
-        mlp = Mlp(f"{name}.mlp", config.hidden_size, config.intermediate_size, config.mlp_bias, weights)
-        self.input_layernorm = RmsNorm(f"{name}.input_layernorm", *norm, attention.reads)
-        self.self_attn = attention
-        self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", *norm, mlp.reads)
-        self.mlp = mlp
+        mixer: Mixer = named(mixer_record(config, layer).engine)(name, config, layer, weights)
+        feed_forward: FeedForward = named(FEED_FORWARDS[config.kind_of(layer).feed_forward])(
+            name, config, weights
+        )
+        self.input_layernorm = RmsNorm(f"{name}.input_layernorm", *norm, mixer.reads)
+        self.mixer = mixer
+        self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", *norm, feed_forward.reads)
+        self.feed_forward = feed_forward
 
     def forward(
         self,
@@ -71,23 +64,18 @@ class DecoderLayer(nn.Module):
             The stream past the layer normed by `following`, and the stream: a product, what it is added to and the norm
             of the sum are one operation.
         """
-        x, stream = self.self_attn.add_norm(x, stream, self.post_attention_layernorm, angles, attention)
-        return self.mlp.add_norm(x, stream, following)
+        x, stream = self.mixer.add_norm(x, stream, self.post_attention_layernorm, angles, attention)
+        return self.feed_forward.add_norm(x, stream, following)
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.input_layernorm.pieces()
-        yield from self.self_attn.pieces()
+        yield from self.mixer.pieces()
         yield from self.post_attention_layernorm.pieces()
-        yield from self.mlp.pieces()
+        yield from self.feed_forward.pieces()
 
 
-class LlamaForCausalLM(nn.Module):
-    """A decoder with embedding and LM head; parameters are uninitialised until `weights.load_weights`.
-
-    Args:
-        aux_layers: layer boundaries, ascending, 0 .. num_layers: i is the residual stream entering layer i,
-            num_layers the one behind the last layer, before the final norm.
-    """
+class Decoder(CausalLM):
+    """Embedding, decoder layers, a final norm and an LM head."""
 
     def __init__(self, config: ModelConfig, placement: Placement, aux_layers: Sequence[int] = ()) -> None:
         super().__init__()
@@ -112,13 +100,7 @@ class LlamaForCausalLM(nn.Module):
         else:
             self.lm_head = weights.linear(size, {"lm_head": config.vocab_size}, bias=False)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, H]."""
-        embeds: Tensor = self.embed_tokens(ids)
-        return embeds
-
     def forward(self, embeds: Tensor, positions: Tensor, attention: AttentionBackend) -> BodyOutput:
-        """The body: embeds [T, H], positions as in ForwardBatch. `attention` has planned the batch."""
         angles = self.rotary(positions)
         norms = [each.input_layernorm for each in self.layers if isinstance(each, DecoderLayer)] + [self.norm]
         stream, x = embeds, Activations(norms[0](embeds))
@@ -132,7 +114,6 @@ class LlamaForCausalLM(nn.Module):
         return BodyOutput(x.tensor(), torch.cat(aux, dim=-1) if aux else None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Rows of `BodyOutput.last` [R, H] -> [R, V] float32."""
         return logits(hidden, self.lm_head)
 
     def pieces(self) -> Iterator[Piece]:

@@ -1,0 +1,118 @@
+"""Decoder layers by the kinds that their config names: a mixer and a feed-forward added by a row each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common.engine.cuda_graph.compiled_body import CompiledBodies
+from common.engine.layers.attention import Attention
+from common.engine.layers.mlp import Mlp
+from common.engine.layers.placement import Placement
+from common.engine.model_runner import load_model
+from common.engine.models.causal_lm import CausalLM
+from common.engine.models.registry import build_model
+from common.kv_cache.pool_spec import pool_spec
+from common.layer_kinds import FEED_FORWARDS, MIXERS
+from common.model_config import FAMILIES, LayerKind, ModelConfig
+from tests.fakes.toy_blocks import FAMILY, Experts, LocalMixer
+from tests.unit.engine.paged_driver import Driver
+
+PLACEMENT = Placement(torch.float32, torch.device("cpu"))
+RAW: dict[str, Any] = {
+    "architectures": ["ToyForCausalLM"],
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 16,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+    "blocks": [["attention", "experts"], ["local", "dense"]],
+}
+IDS = torch.arange(17) * 7 % 40
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A random checkpoint of a family with both blocks, in the rows that make it known."""
+    monkeypatch.setitem(FAMILIES, "ToyForCausalLM", FAMILY)  # type: ignore[arg-type]
+    monkeypatch.setitem(MIXERS, "local", "tests.fakes.toy_blocks:LOCAL")
+    monkeypatch.setitem(FEED_FORWARDS, "experts", "tests.fakes.toy_blocks:Experts")
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    generator = torch.Generator().manual_seed(0)
+    model = build_model(ModelConfig.parse(RAW, tmp_path), PLACEMENT)
+    tensors = {piece.name: torch.randn(piece.whole, generator=generator) * 0.3 for piece in model.pieces()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def logits(model: CausalLM, chunk: int | None = None) -> torch.Tensor:
+    return Driver(model, [IDS], page_size=4).run_all(chunk, [12])[0]
+
+
+def test_layers_have_the_blocks_that_the_config_names(path: Path) -> None:
+    model, config = load_model(path)
+    assert config.layer_kinds == (LayerKind("attention", "experts"), LayerKind("local", "dense"))
+    kinds = [
+        type(model.get_submodule(f"layers.{i}.{block}"))
+        for i in (0, 1)
+        for block in ("mixer", "feed_forward")
+    ]
+    assert kinds == [Attention, Experts, LocalMixer, Mlp]
+
+
+def test_a_family_without_kinds_has_attention_and_dense_layers(path: Path) -> None:
+    model = build_model(ModelConfig.parse({**RAW, "architectures": ["LlamaForCausalLM"]}, path), PLACEMENT)
+    for layer in (0, 1):
+        assert type(model.get_submodule(f"layers.{layer}.mixer")) is Attention
+        assert type(model.get_submodule(f"layers.{layer}.feed_forward")) is Mlp
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_every_way_of_cutting_gives_the_same_logits(chunk: int, path: Path) -> None:
+    model, _ = load_model(path)
+    torch.testing.assert_close(logits(model, chunk), logits(model))
+
+
+@pytest.mark.parametrize("block", ["up", "down", "inward", "outward"])
+def test_every_weight_counts(block: str, path: Path) -> None:
+    model, _ = load_model(path)
+    before = logits(model)
+    (owner,) = (each for each in model.modules() if hasattr(each, block))
+    part = getattr(owner, block)
+    for parameter in [part] if isinstance(part, torch.nn.Parameter) else part.parameters():
+        parameter.mul_(1.5)
+    assert not torch.allclose(logits(model), before, atol=1e-3)
+
+
+def test_the_pool_holds_what_each_mixer_keeps(path: Path) -> None:
+    """Known from the config: the local mixer keeps nothing."""
+    spec = pool_spec(ModelConfig.load(path), None, page_size=4, dtype="float32")
+    assert [(plane.layer, plane.name, plane.entry) for plane in spec.planes] == [
+        (0, "k", (2, 6)),
+        (0, "v", (2, 6)),
+    ]
+
+
+def test_the_body_is_compiled_with_other_blocks(path: Path) -> None:
+    """A layer without attention leaves no seam: its operations belong to the piece around it."""
+    model, _ = load_model(path)
+    driver = Driver(model, [IDS], page_size=4)
+    batch = driver.batch([0], [12])
+    driver.runner.attention.plan(batch)
+    bodies = CompiledBodies()
+    with torch.inference_mode():
+        embeds = model.embed(batch.input_ids)
+        found = bodies.run_body(model, embeds, batch.positions, driver.runner.attention)
+        expected = model(embeds, batch.positions, driver.runner.attention)
+    torch.testing.assert_close(found.last, expected.last)
+    assert bodies.compilation.pieces == 2
