@@ -477,7 +477,7 @@ class NodeCluster:
 
     def _layout(self, pool_tokens: int) -> PoolLayout:
         pages = pool_tokens // self.shape.page_size + 1
-        spec = pool_spec(CONFIG, self.shape.draft.model, self.shape.page_size, "float32")
+        spec = pool_spec(self.shape.model, self.shape.draft.model, self.shape.page_size, "float32")
         return PoolLayout(fingerprint="tiny", spec=spec, num_pages=pages)
 
     def _incarnation(self) -> str:

@@ -1,7 +1,7 @@
 """LLaVA's vision part: a tower of transformers (CLIP or SigLIP) and the projector into the language model's width.
 
-Of the tower only the layers up to the deepest feature layer are built and run. The language model is one of
-`registry.BUILDERS`. transformers is imported where a tower is built: nodes that serve text alone start seconds sooner
+Of the tower only the layers up to the deepest feature layer are built and run. The language model is one of `FAMILIES`
+(common/model_config.py). transformers is imported where a tower is built: nodes that serve text start seconds sooner
 without it.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from common.engine.models.registry import build_model
 from common.kv_cache.pool_spec import pool_spec
 from common.layer_kinds import FEED_FORWARDS, MIXERS
 from common.model_config import FAMILIES, LayerKind, ModelConfig
+from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.fakes.tiny_model import CONFIG, VOCAB, tiny_model
 from tests.fakes.toy_blocks import FAMILY, Experts, LocalMixer
 from tests.unit.engine.paged_driver import Driver
 
@@ -39,14 +42,20 @@ RAW: dict[str, Any] = {
     "blocks": [["attention", "experts"], ["local", "dense"]],
 }
 IDS = torch.arange(17) * 7 % 40
+SERVED = replace(CONFIG, layer_kinds=(LayerKind("attention", "experts"), LayerKind("local", "dense")))
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A random checkpoint of a family with both blocks, in the rows that make it known."""
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that makes the blocks known, and a family that has them."""
     monkeypatch.setitem(FAMILIES, "ToyForCausalLM", FAMILY)  # type: ignore[arg-type]
     monkeypatch.setitem(MIXERS, "local", "tests.fakes.toy_blocks:LOCAL")
     monkeypatch.setitem(FEED_FORWARDS, "experts", "tests.fakes.toy_blocks:Experts")
+
+
+@pytest.fixture
+def path(rows: None, tmp_path: Path) -> Path:
+    """A random checkpoint of that family."""
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     generator = torch.Generator().manual_seed(0)
     model = build_model(ModelConfig.parse(RAW, tmp_path), PLACEMENT)
@@ -116,3 +125,26 @@ def test_the_body_is_compiled_with_other_blocks(path: Path) -> None:
         expected = model(embeds, batch.positions, driver.runner.attention)
     torch.testing.assert_close(found.last, expected.last)
     assert bodies.compilation.pieces == 2
+
+
+@torch.inference_mode()
+def eager(prompt: list[int], count: int) -> list[int]:
+    """A greedy continuation, everything again for each token."""
+    ids = list(prompt)
+    for _ in range(count):
+        driver = Driver(tiny_model(config=SERVED), [torch.tensor(ids)], page_size=16)
+        ids.append(int(driver.run([0], [len(ids)]).logits[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("graphs", ["breakable", "piecewise"])
+def test_both_nodes_serve_the_blocks(graphs: str, rows: None) -> None:
+    """Prompt graphs, the hand-over of the planes that there are, and decode steps: tokens of an eager forward."""
+    prompts = [[(7 * n + 3 * i) % VOCAB for i in range(n)] for n in (3, 20, 70)]
+    with NodeCluster(Shape(model=SERVED, prompt_graphs=graphs)) as cluster:
+        calls = [cluster.submit(prompt, 9) for prompt in prompts]
+        cluster.run()
+        found = [[token.id for token in call.output] for call in calls]
+        assert found == [eager(prompt, len(ids)) for prompt, ids in zip(prompts, found, strict=True)]
+        assert all(found)
+        cluster.settle()
