@@ -260,7 +260,11 @@ class ControlPlane:
         if message.link_id().encode() != speaker.routing_id:
             raise ProtocolError("a registration of another node than the one that sends it")
         try:
-            refusal = self._registry.register(self.rules.check(message, nbytes))
+            checked = self.rules.check(message, nbytes)
+            if self._registry.undecided(checked):
+                # without an answer the node asks again
+                return
+            refusal = self._registry.register(checked)
         except HandshakeRefused as error:
             refusal = str(error)
         answer = (

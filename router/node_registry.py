@@ -2,6 +2,9 @@
 
 A node that a message cannot be sent to is out of reach: it is not chosen until it says something again.
 
+A name belongs to one process. While it lives, another one that registers under its name is refused; once it is lost,
+the other one takes over. Until it is known which of the two holds, the other one gets no answer and asks again.
+
 (unknown) ──Register──> up ──Drain or heartbeat says so──> draining ──Goodbye──> gone
                          └──────── no heartbeat, hung loop, closed socket ──────> lost (forgotten)
 """
@@ -22,7 +25,10 @@ from router.return_watch import ReturnWatch
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 # How a node left: `closed` means that its socket closed, so most likely that its process died.
-LossCause = Literal["closed", "silent", "hung", "goodbye", "replaced", "cut_off"]
+LossCause = Literal["closed", "silent", "hung", "goodbye", "cut_off"]
+# A heartbeat that is read so many seconds after another process asked for the name was sent by a living process.
+SIGN_OF_LIFE = 0.5
+MAX_CONTENDERS = 8  # processes that ask for the name of one node
 
 
 @dataclass(slots=True)
@@ -41,6 +47,9 @@ class Node:
     rooms: dict[int, int] = field(default_factory=dict)  # room -> prompt tokens not computed yet
     reachable: bool = True  # False from a failed send to its next heartbeat or registration
     lost_by: LossCause | None = None  # set when it is lost
+    contenders: dict[str, float] = field(
+        default_factory=dict
+    )  # incarnation -> when it first asked for the name
 
     @property
     def name(self) -> str:
@@ -110,6 +119,20 @@ class NodeRegistry:
         """Nodes of both roles that take requests and can be sent to."""
         return [node for node in self._nodes.values() if node.eligible]
 
+    def undecided(self, message: Register) -> bool:
+        """Whether another process has the node's name and may be dead: its next heartbeat or its loss decides.
+
+        A node that drains gives its name away when it has ended.
+        """
+        holder = self._holder(message)
+        if holder is None:
+            return False
+        asked = holder.contenders
+        if len(asked) >= MAX_CONTENDERS and message.node.incarnation not in asked:
+            del asked[next(iter(asked))]
+        since = asked.setdefault(message.node.incarnation, self._clock())
+        return holder.state == "draining" or holder.seen < since + SIGN_OF_LIFE
+
     def register(self, message: Register) -> str | None:
         """Take a node in. Returns None, or a sentence that says why it is refused."""
         node = message.node
@@ -126,9 +149,13 @@ class NodeRegistry:
                     f"{node.name} has pages of {message.page_size} tokens, {other.name} of "
                     f"{other.register.page_size}: set kv.page_size alike"
                 )
-        for other in self:
-            if other.name == node.name and other.incarnation != node.incarnation:
-                self.lose(other, "a new process registered under its name", "replaced")
+        holder = self._holder(message)
+        if holder is not None:
+            where = holder.register
+            return (
+                f"{node.name} is running already, as process {where.pid} on {where.host}: stop that one first, or "
+                "start this one under another name of the cluster file"
+            )
         known = self._nodes.get(node.incarnation)
         if known is not None:
             self._heard(known)
@@ -219,6 +246,14 @@ class NodeRegistry:
     def count(self, role: Role) -> int:
         """Nodes of a role that take requests."""
         return sum(node.role == role and node.state == "up" for node in self)
+
+    def _holder(self, message: Register) -> Node | None:
+        """Another process that has the name."""
+        node = message.node
+        return next(
+            (other for other in self if other.name == node.name and other.incarnation != node.incarnation),
+            None,
+        )
 
     def _served(self, node: Node) -> None:
         """The node is about to leave or change its state: until now it took requests, or did not."""

@@ -77,16 +77,17 @@ class FakeNode:
     def say_raw(self, frame: bytes) -> None:
         assert self._dealer.send(frame)
 
-    async def register(self) -> Registered | Rejected:
-        """As a node does it: again where the router has forgotten the connection."""
+    def ask(self) -> None:
+        """Send one registration."""
         self.say(self._register)
+
+    async def register(self) -> Registered | Rejected:
+        """As a node does it: again until the router answers."""
         answer: msgspec.Struct | None = None
         while answer is None:
-            resets = self._dealer.resets
+            self.ask()
             with contextlib.suppress(TimeoutError):
                 answer = await self.expect((Registered, Rejected), 0.5)
-            if self._dealer.resets != resets:
-                self.say(self._register)
         assert isinstance(answer, Registered | Rejected)
         return answer
 

@@ -21,7 +21,7 @@ from common.messages.decode_inbox import Reserve
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad, routing_id
 from common.messages.image_inbox import LINK
-from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Rejected
+from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import (
     Failed,
     FirstToken,
@@ -36,6 +36,7 @@ from common.messages.wire import encode
 from common.observability import bounded_log
 from router import control_plane
 from router.generation import GenerationRequest, PromptImage
+from router.node_registry import SIGN_OF_LIFE
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import registration
 from tests.fakes.router_rig import Client, legs, router_rig
@@ -88,12 +89,45 @@ async def test_a_flood_of_strangers_costs_no_node_and_few_log_lines(
     assert [each.message for each in caplog.records].count("refused a node") == bounded_log.FIRST
 
 
-async def test_a_new_process_takes_over_a_name() -> None:
+async def test_a_second_process_under_a_name_is_refused_while_the_first_lives() -> None:
+    """Requests go on meanwhile, and the first process keeps the name."""
+    clock = Clock()
+    async with router_rig(clock) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client()
+        reserve, _ = await legs(prefill, decode)
+        second = rig.fake("decode", "decode-0")
+        second.ask()
+        assert await second.silence((Registered, Rejected), 0.2)
+        clock.now += SIGN_OF_LIFE
+        decode.beat()
+        await decode.echo()
+        answer = await second.register()
+        assert isinstance(answer, Rejected)
+        assert answer.reason.startswith(
+            "decode-0 is running already, as process 1 on host: stop that one first"
+        )
+        assert [node.incarnation for node in rig.registry if node.role == "decode"] == [
+            decode.ref.incarnation
+        ]
+        first = FirstToken(room=reserve.room, token=OutputToken(7), finish_reason=None, cached_tokens=0)
+        prefill.say(first)
+        decode.tokens(reserve.room, 1, [8], "stop")
+        await client.done()
+        assert (client.ids, client.finish) == ([7, 8], "stop")
+
+
+async def test_a_new_process_takes_over_the_name_of_a_dead_one() -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         client = rig.client()
         await legs(prefill, decode)
-        fresh = await rig.node("decode", "decode-0")
+        fresh = rig.fake("decode", "decode-0")
+        fresh.ask()
+        assert await fresh.silence((Registered, Rejected), 0.2)
+        rig.nodes.remove(decode)
+        decode.close()
+        assert isinstance(await fresh.register(), Registered)
         assert (await prefill.expect(PeerLost)).incarnation == decode.ref.incarnation
         again, _ = await legs(prefill, fresh)
         assert again.emitted == 0

@@ -9,7 +9,7 @@ from typing import Any
 from common.messages.identity import NodeCounters, NodeLoad, NodeRef, NodeState, Role
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
-from router.node_registry import Node, NodeRegistry
+from router.node_registry import MAX_CONTENDERS, SIGN_OF_LIFE, Node, NodeRegistry
 from router.return_watch import ReturnWatch
 from tests.fakes.clock import Clock
 
@@ -144,12 +144,71 @@ def test_refusals() -> None:
     assert not rig.lost
 
 
-def test_a_name_belongs_to_its_newest_process() -> None:
+def test_a_living_process_keeps_its_name() -> None:
+    """The other one is refused with a sentence as soon as the first has said something again."""
+    rig = Rig()
+    registry, newer = rig.registry, register("decode", "d", "newer", pid=7)
+    registry.register(register("decode", "d", host="near", pid=5))
+    rig.clock.now += 1.0
+    assert registry.undecided(newer)
+    rig.clock.now += SIGN_OF_LIFE
+    registry.heartbeat(beat("d"))
+    assert not registry.undecided(newer)
+    assert registry.register(newer) == (
+        "d is running already, as process 5 on near: stop that one first, or start this one under another name of "
+        "the cluster file"
+    )
+    assert not rig.lost
+    assert [node.incarnation for node in registry] == ["i-d"]
+
+
+def test_what_a_process_said_before_it_died_is_no_sign_of_life() -> None:
+    """Its last heartbeat may be read after its successor's first registration."""
+    rig = Rig()
+    newer = register("decode", "d", "newer")
+    rig.registry.register(register("decode", "d"))
+    rig.clock.now += 1.0
+    assert rig.registry.undecided(newer)
+    rig.clock.now += 0.1
+    rig.registry.heartbeat(beat("d"))
+    assert rig.registry.undecided(newer)
+
+
+def test_the_name_of_a_dead_process_passes_on() -> None:
+    rig = Rig()
+    newer = register("decode", "d", "newer")
+    rig.registry.register(register("decode", "d"))
+    for _ in range(4):
+        rig.clock.now += 1.0
+        assert rig.registry.undecided(newer)
+    rig.registry.sweep()
+    assert rig.lost == [("d", "no heartbeat for 4.0 s")]
+    assert not rig.registry.undecided(newer)
+    assert rig.registry.register(newer) is None
+    assert [node.incarnation for node in rig.registry] == ["newer"]
+
+
+def test_a_process_that_drains_gives_its_name_away_when_it_ends() -> None:
+    rig = Rig()
+    newer = register("decode", "d", "newer")
+    rig.registry.register(register("decode", "d"))
+    rig.registry.heartbeat(beat("d", "draining"))
+    for _ in range(3):
+        assert rig.registry.undecided(newer)
+        rig.clock.now += 1.0
+        rig.registry.heartbeat(beat("d", "draining"))
+    rig.registry.leave("i-d")
+    assert not rig.registry.undecided(newer)
+    assert rig.registry.register(newer) is None
+
+
+def test_processes_that_ask_for_a_name_are_bounded() -> None:
     rig = Rig()
     rig.registry.register(register("decode", "d"))
-    assert rig.registry.register(register("decode", "d", "newer", page_size=64)) is None
-    assert rig.lost == [("d", "a new process registered under its name")]
-    assert [node.incarnation for node in rig.registry] == ["newer"]
+    for number in range(100):
+        assert rig.registry.undecided(register("decode", "d", f"other-{number}"))
+    [node] = rig.registry
+    assert len(node.contenders) == MAX_CONTENDERS
 
 
 def test_a_node_out_of_reach_is_not_eligible_until_it_speaks() -> None:
