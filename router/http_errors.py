@@ -20,6 +20,7 @@ from common.errors import (
     Unauthorized,
 )
 from common.observability.logs import Log
+from router.unknown_route import not_allowed, not_found
 
 REQUEST_ID = "X-Request-Id"
 MAX_REQUEST_ID = 128
@@ -27,7 +28,6 @@ MAX_MESSAGE = 1000  # characters of an error message; what a client sent is not 
 SHOULD_RETRY = "x-should-retry"
 RETRY_AFTER_SECONDS = 1
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=-]")
-_HTTP_TEXT = {404: "there is no such route", 405: "this method is not allowed here"}
 request_id_key: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
@@ -93,6 +93,14 @@ def request_id(request: web.Request) -> str:
     return given or secrets.token_hex(12)
 
 
+def _http_text(request: web.Request, error: web.HTTPException) -> str:
+    if isinstance(error, web.HTTPNotFound):
+        return not_found(request)
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return not_allowed(request, error.headers.get("Allow", ""))
+    return error.reason
+
+
 def error_middleware(log: Log) -> Middleware:
     """Gives each request its id and turns what handlers raise into answers."""
 
@@ -105,7 +113,7 @@ def error_middleware(log: Log) -> Middleware:
         except RequestError as error:
             response = response_of(error)
         except web.HTTPException as error:
-            text = _HTTP_TEXT.get(error.status, error.reason)
+            text = _http_text(request, error)
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
             headers = {SHOULD_RETRY: "false", **allow}

@@ -16,6 +16,8 @@ from common.messages.generation import OutputToken
 from router.tokenizer import Tokenizer
 
 FINGERPRINT = "tandem"
+CHAT_ID = "chatcmpl-"  # the id of an answer is this and the request's id
+COMPLETION_ID = "cmpl-"
 LOWEST_LOGPROB = -9999.0  # for minus infinity, which JSON cannot say
 _encode = msgspec.json.Encoder().encode
 

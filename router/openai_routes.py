@@ -20,6 +20,8 @@ from router.http_errors import body_of, defect, request_id_key
 from router.images import Images
 from router.json_answer import WRITE_TIMEOUT, send_json
 from router.openai_responses import (
+    CHAT_ID,
+    COMPLETION_ID,
     ChatFormat,
     CompletionFormat,
     Format,
@@ -120,7 +122,7 @@ class OpenAiRoutes:
             prompt, placed = place_images(prompt, images, model.vision, model.vocab_size, salt)
         check_prompt(prompt, model, "messages")
         choices = [self._choice(request, body, model, prompt, 0, max_field, logprobs, placed)]
-        identity = f"chatcmpl-{request[request_id_key]}"
+        identity = CHAT_ID + request[request_id_key]
         form = ChatFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
         with self._images.hold(images):
             return await self._answer(request, body, form, choices)
@@ -154,7 +156,7 @@ class OpenAiRoutes:
                 self._choice(request, body, model, list(ids), index, "max_tokens", logprobs, batch=batch)
             )
             await asyncio.sleep(0)  # many prompts: others get their turn in between
-        identity = f"cmpl-{request[request_id_key]}"
+        identity = COMPLETION_ID + request[request_id_key]
         form = CompletionFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
         return await self._answer(request, body, form, choices)
 

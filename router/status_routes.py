@@ -12,6 +12,7 @@ from common.errors import ModelNotFound
 from router.client import View, client_key
 from router.http_errors import error_body, json_response
 from router.json_answer import send_json
+from router.openai_responses import CHAT_ID, COMPLETION_ID
 from router.request_body import read_body
 from router.request_checks import ServedModel
 from router.text_service import TextService
@@ -108,11 +109,16 @@ class StatusRoutes:
         return json_response({"version": VERSION})
 
     async def timeline(self, request: web.Request) -> web.Response:
-        found, client = self._view.timeline(request.match_info["id"]), request[client_key]
+        """By the request's id, or by the id of its answer."""
+        found, client = self._timeline(request.match_info["id"]), request[client_key]
         if found is None or (client.view < View.CLUSTER and found["client"] != client.name):
             body = error_body("no recent request has this id", "invalid_request_error", "id", 404)
             return json_response(body, 404)
         return json_response(found)
+
+    def _timeline(self, identity: str) -> dict[str, Any] | None:
+        prefix = next((each for each in (CHAT_ID, COMPLETION_ID) if identity.startswith(each)), "")
+        return self._view.timeline(identity) or self._view.timeline(identity.removeprefix(prefix))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request)

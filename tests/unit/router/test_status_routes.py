@@ -85,9 +85,59 @@ async def test_facts(rig: Rig) -> None:
 
 async def test_timeline(rig: Rig) -> None:
     assert await get_json(rig, "/requests/known") == {"request_id": "known", "client": "team-a"}
-    status, body, _ = await get(rig, "/requests/other")
+    for identity in ("other", "cmpl-other", "cmpl-", "x-known", "cmpl-chatcmpl-known"):
+        status, body, _ = await get(rig, f"/requests/{identity}")
+        assert status == 404
+        assert b'"param":"id"' in body
+
+
+@pytest.mark.parametrize("prefix", ["cmpl-", "chatcmpl-"])
+async def test_timeline_by_the_id_of_the_answer(rig: Rig, prefix: str) -> None:
+    found = await get_json(rig, f"/requests/{prefix}known")
+    assert found == {"request_id": "known", "client": "team-a"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        (
+            "POST",
+            "/chat/completions",
+            "there is no route POST /chat/completions; did you mean /v1/chat/completions? "
+            "The base URL of OpenAI's clients ends with /v1",
+        ),
+        (
+            "GET",
+            "/models/x",
+            "there is no route GET /models/x; did you mean /v1/models/x? "
+            "The base URL of OpenAI's clients ends with /v1",
+        ),
+        (
+            "POST",
+            "/v1/v1/completions",
+            "there is no route POST /v1/v1/completions; did you mean /v1/completions?",
+        ),
+        (
+            "POST",
+            "/v1/completions/",
+            "there is no route POST /v1/completions/; did you mean /v1/completions?",
+        ),
+        ("GET", "/v1/metrics", "there is no route GET /v1/metrics; did you mean /metrics?"),
+        ("POST", "/v1/embeddings", "there is no route POST /v1/embeddings"),
+        ("GET", "/", "there is no route GET /"),
+        ("GET", "/" + "x" * 500, f"there is no route GET /{'x' * 199}..."),
+    ],
+)
+async def test_an_unknown_route_is_named(rig: Rig, method: str, path: str, message: str) -> None:
+    status, body, _ = await get(rig, path, method)
     assert status == 404
-    assert b'"param":"id"' in body
+    assert json.loads(body)["error"]["message"] == message
+
+
+async def test_a_method_that_a_route_does_not_take_is_named(rig: Rig) -> None:
+    status, body, _ = await get(rig, "/v1/chat/completions")
+    assert status == 405
+    assert json.loads(body)["error"]["message"] == "/v1/chat/completions takes POST, not GET"
 
 
 @pytest.mark.parametrize(
