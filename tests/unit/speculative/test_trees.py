@@ -107,7 +107,7 @@ def test_one_branch_is_the_chain_and_more_accept_more() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("steps", "topk", "nodes"), [(2, 2, 4), (3, 3, 9), (4, 2, 8)])
+@pytest.mark.parametrize(("steps", "topk", "nodes"), [(2, 2, 4), (3, 3, 9), (4, 2, 8), (4, 4, 5)])
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
 def test_trees_equal_an_eager_recompute(name: str, steps: int, topk: int, nodes: int, page_size: int) -> None:
     """Every tree of every round: the same paths as a search that runs the whole text again for each node."""
