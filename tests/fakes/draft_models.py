@@ -10,7 +10,7 @@ from dataclasses import replace as replace_fields
 import torch
 
 from common.aux_layers import AuxLayers
-from common.draft_config import DraftConfig
+from common.draft_config import DraftConfig, lookahead_for
 from common.engine.attention.paged import PagedAttention
 from common.engine.cuda_graph.backends.breakable import BreakableGraphs
 from common.engine.cuda_graph.backends.tape import TapeRecorder
@@ -27,7 +27,7 @@ from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import EMBEDDING, LM_HEAD, Eagle3Head, EagleHead
 from common.engine.models.registry import build_model
-from common.kv_cache.page_space import as_bigram_keys
+from common.kv_cache.page_space import keys_with_lookahead
 from common.kv_cache.radix_cache import Keys
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter, Look
@@ -118,9 +118,8 @@ class DraftModel(NoDraftModel):
     def layers(self) -> int:
         return self.config.model.num_layers
 
-    @staticmethod
-    def keys(token_ids: Sequence[int] | Keys) -> Keys:
-        return as_bigram_keys(token_ids)
+    def keys(self, token_ids: Sequence[int] | Keys) -> Keys:  # type: ignore[override]
+        return keys_with_lookahead(lookahead_for(self.config))(token_ids)
 
     def runner(self, pool: KvPool) -> DraftRunner:
         return DraftRunner(tiny_draft(self.name), PagedAttention(pool, (None,) * self.layers), self.topk)

@@ -1,0 +1,63 @@
+"""Which tokens a cached page stands for on a node, by its draft: KV of an EAGLE head depends on the next token too.
+
+Row C2's rule for every algorithm, with the nodes' own composition of page bookkeeping.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from common.config import Cluster
+from common.config.schema import Kv, Model, Speculation
+from common.draft_config import DraftAlgorithm, DraftConfig, lookahead_for, with_steps
+from common.engine.serving_model import ServingModel, page_space
+from common.model_config import ModelConfig
+from tests.unit.speculative.test_draft_config import MODELS, TARGET
+
+PAGE = 4
+# algorithm, shipped draft, tokens behind a position that its draft KV depends on
+DRAFTS: tuple[tuple[str, str, int], ...] = (
+    ("none", "", 0),
+    ("ngram", "", 0),
+    ("standalone", "tiny-standalone", 0),
+    ("eagle", "tiny-eagle", 1),
+    ("eagle3", "tiny-eagle3", 1),
+    ("mtp", "tiny-mtp", 2),
+)
+
+
+def draft_of(algorithm: str, name: str) -> DraftConfig | None:
+    if not name:
+        return None
+    made = DraftConfig.load(MODELS / name, cast(DraftAlgorithm, algorithm), ModelConfig.load(TARGET))
+    return with_steps(made, 2) if made.modules else made
+
+
+@pytest.mark.parametrize(("algorithm", "name", "lookahead"), DRAFTS)
+def test_how_far_draft_kv_looks_ahead(algorithm: str, name: str, lookahead: int) -> None:
+    draft = draft_of(algorithm, name)
+    assert (0 if draft is None else lookahead_for(draft)) == lookahead
+
+
+@pytest.mark.parametrize(("algorithm", "name", "lookahead"), DRAFTS)
+def test_a_page_is_found_only_where_all_its_tokens_agree(algorithm: str, name: str, lookahead: int) -> None:
+    """Two prompts that part inside or after the second page, at every place: hits end before KV that differs."""
+    draft = draft_of(algorithm, name)
+    served: Any = SimpleNamespace(
+        num_pages=33, draft=None if draft is None else SimpleNamespace(config=draft)
+    )
+    cluster = Cluster(model=Model(path=str(TARGET)), kv=Kv(page_size=PAGE), speculation=Speculation())
+    first = list(range(10, 10 + 3 * PAGE))
+    for shared in range(len(first) + 1):
+        space = page_space(cluster, cast(ServingModel, served), prefix_cache=True)
+        known = space.lease(space.keys(first), space.pages_for(len(first)), max_cached_tokens=len(first))
+        assert known is not None
+        known.commit(space.keys(first))
+        known.release()
+        other = first[:shared] + [99] * (len(first) + PAGE - shared)
+        found = space.lease(space.keys(other), space.pages_for(len(other)), max_cached_tokens=len(other))
+        assert found is not None
+        assert found.cached_tokens == max(shared - lookahead, 0) // PAGE * PAGE, shared
