@@ -220,6 +220,12 @@ def _device(name: str) -> torch.device:
         raise ConfigError(
             "device", f"{name!r}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}"
         )
+    if torch.version.hip is not None:
+        raise ConfigError(
+            "device",
+            f"{name!r}: this PyTorch is built for ROCm {torch.version.hip}; graphs and kernels need an NVIDIA GPU "
+            "and a CUDA build of PyTorch, or write cpu",
+        )
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) < OLDEST_GPU:
         raise ConfigError(

@@ -87,7 +87,7 @@ def test_the_gpu_says_what_the_cpu_says(name: str) -> None:
         assert torch.equal(one.trees.cpu(), other.trees)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle-tree", "ngram", "standalone"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle-tree", "ngram", "standalone", "mtp"])
 def test_from_32_requests_to_12_with_graphs_for_8(name: str) -> None:
     """Rows E1, E4: SGLang's EAGLE-3 draft graph read out of bounds here."""
     prompts, params = prompts_of([3 + n % 5 for n in range(32)]), [PARAMS[GREEDY]] * 32
@@ -159,10 +159,11 @@ def test_the_time_of_each_phase_is_measured_without_waiting() -> None:
     assert all(0 < seconds < 1 for seconds in watch.seconds())
 
 
-def test_idle_rounds() -> None:
+@pytest.mark.parametrize("name", ["eagle3-tree", "mtp"])
+def test_idle_rounds(name: str) -> None:
     """Row D6: no rows, replayed and eager."""
     for buckets in ((), (2,)):
-        idle, other = rig("eagle3-tree", buckets, ALL_GREEDY), rig("eagle3-tree", buckets, ALL_GREEDY)
+        idle, other = rig(name, buckets, ALL_GREEDY), rig(name, buckets, ALL_GREEDY)
         for chosen in ([0, 1], [], [1, 2][: 2 if not buckets else 1]):
             seen = idle.round(chosen)
             if chosen:

@@ -1,8 +1,8 @@
 """May this batch replay, and which graph? A pure function of spec and batch; the order is that of row B4.
 
 The settlements of the requirements stand in it: hidden modes are compared by order and narrowed afterwards (X6), given
-embeddings replay where the graph has a slot for them (X3), prompt logprobs where the LM head runs eagerly behind the
-graph, and a batch that would be padded above `max_padding` runs eagerly.
+embeddings replay where the graph has a slot for them (X3), and a batch that would be padded above `max_padding` runs
+eagerly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Admission:
 
 
 def admit(spec: CaptureSpec, facts: BatchFacts) -> Admission:
-    """(a) given embeddings (b) mode (c) hidden mode (d) replaced rows (e) prompt logprobs (f) size, padding."""
+    """(a) given embeddings (b) mode (c) hidden mode (f) size, padding.
+
+    No batch has replaced embedding rows (d) or prompt logprobs (e): requests that ask for them are refused.
+    """
     if not spec.shapes:
         return Admission(None, Fallback.NO_GRAPHS)
     missing = facts.features - spec.features
@@ -57,8 +60,6 @@ def admit(spec: CaptureSpec, facts: BatchFacts) -> Admission:
         (Feature.INPUT_EMBEDS in missing, Feature.INPUT_EMBEDS),
         (facts.mode is not spec.mode, Fallback.MODE),
         (facts.hidden > spec.hidden, Fallback.HIDDEN),
-        (Feature.REPLACE_EMBEDS in missing, Feature.REPLACE_EMBEDS),
-        (Feature.PROMPT_LOGPROBS in missing, Feature.PROMPT_LOGPROBS),
         (width is not None and facts.live.tokens != facts.live.requests * width, Fallback.WIDTH),
         (shape is None, Fallback.TOO_LARGE),
         (_wasteful(spec, shape, facts.live), Fallback.PADDING),

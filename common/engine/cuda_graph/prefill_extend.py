@@ -54,7 +54,7 @@ def extend_spec(
     phase: str = "prefill",
     unbroken: ShapeKey = BROKEN,
 ) -> CaptureSpec:
-    """The body serves given embeddings and prompt logprobs, since what makes and reads them is eager.
+    """The body serves given embeddings, since what makes them is eager.
 
     `unbroken`: graphs of at most so many tokens have no breaks, and hold at most so many requests.
     """
@@ -64,7 +64,7 @@ def extend_spec(
         mode=ForwardMode.EXTEND,
         shapes=token_shapes(tuple(token_buckets), unbroken),
         hidden=hidden,
-        features=frozenset((Feature.INPUT_EMBEDS, Feature.PROMPT_LOGPROBS)),
+        features=frozenset((Feature.INPUT_EMBEDS,)),
         max_padding=MAX_PADDING,
     )
 

@@ -21,8 +21,6 @@ class Feature(StrEnum):
     """What a batch may bring that a graph must have been captured for; the value is the reason for refusal."""
 
     INPUT_EMBEDS = "input_embeds"  # embeddings given instead of token ids
-    REPLACE_EMBEDS = "replace_embeds"  # some rows of the embedding to be overwritten
-    PROMPT_LOGPROBS = "prompt_logprobs"  # logits of prompt rows: only with an eager LM head
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -20,8 +20,6 @@ WRONG = [
     ("a", {"features": frozenset(Feature)}, Feature.INPUT_EMBEDS),
     ("b", {"mode": ForwardMode.DECODE}, Fallback.MODE),
     ("c", {"hidden": FULL}, Fallback.HIDDEN),
-    ("d", {"features": frozenset((Feature.REPLACE_EMBEDS, Feature.PROMPT_LOGPROBS))}, Feature.REPLACE_EMBEDS),
-    ("e", {"features": frozenset((Feature.PROMPT_LOGPROBS,))}, Feature.PROMPT_LOGPROBS),
     ("f", {"live": ShapeKey(65, 1)}, Fallback.TOO_LARGE),
 ]
 
@@ -52,19 +50,15 @@ def test_a_graph_serves_its_hidden_mode_and_those_below(
 
 
 @pytest.mark.parametrize("spec", [extend_spec((8, 16), FULL), draft_prefill_spec((8, 16))])
-@pytest.mark.parametrize(
-    ("feature", "replays"),
-    [(Feature.INPUT_EMBEDS, True), (Feature.PROMPT_LOGPROBS, True), (Feature.REPLACE_EMBEDS, False)],
-)
-def test_what_prefill_graphs_have_a_place_for(spec: CaptureSpec, feature: Feature, replays: bool) -> None:
-    """Rows B4(a, d, e): given embeddings have a slot, prompt logprobs an eager LM head; replaced rows have neither."""
-    batch = BatchFacts(ForwardMode.EXTEND, ShapeKey(10, 3), LAST, features=frozenset((feature,)))
-    assert admit(spec, batch) == (Admission(ShapeKey(16)) if replays else Admission(None, feature))
+def test_prefill_graphs_have_a_place_for_given_embeddings(spec: CaptureSpec) -> None:
+    """Row B4(a)."""
+    batch = BatchFacts(ForwardMode.EXTEND, ShapeKey(10, 3), LAST, features=frozenset((Feature.INPUT_EMBEDS,)))
+    assert admit(spec, batch) == Admission(ShapeKey(16))
 
 
 @pytest.mark.parametrize("feature", Feature)
 def test_a_feature_replays_where_the_graph_has_a_place_for_it(feature: Feature) -> None:
-    """Rows X3, B4(e): embeddings through a slot, prompt logprobs by an eager LM head behind the body."""
+    """Row X3: embeddings replay through a slot."""
     batch = replace(GOOD, features=frozenset((feature,)))
     assert admit(SPEC, batch).reason == feature
     assert admit(replace(SPEC, features=frozenset(Feature)), batch).shape == ShapeKey(16)

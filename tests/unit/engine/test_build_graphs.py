@@ -60,16 +60,21 @@ CAPTURED: dict[str, dict[str, list[tuple[str, str]]]] = {
 
 
 def built(
-    role: str, tmp_path: Path, log: Log, algorithm: str, draft: Path | None = None, steps: int = 2
+    role: str,
+    tmp_path: Path,
+    log: Log,
+    algorithm: str,
+    draft: Path | None = None,
+    graphs: str = "breakable",
 ) -> prefill_node.build.BuiltPrefillNode | decode_node.build.BuiltDecodeNode:
     config: dict[str, Any] = {
         "model": {"path": str(TARGET), "max_model_len": 64},
-        "prefill": {"graphs": "breakable", "pool_tokens": 256, "chunk_tokens": 4, "max_batch": 2},
+        "prefill": {"graphs": graphs, "pool_tokens": 256, "chunk_tokens": 4, "max_batch": 2},
         "decode": {"graphs": "full", "pool_tokens": 256, "max_running": 1, "max_transferring": 2},
         "process": {"run_dir": str(tmp_path / "run")},
     }
     if algorithm != "none":
-        config["speculation"] = {"algorithm": algorithm, "steps": steps}
+        config["speculation"] = {"algorithm": algorithm, "steps": 2}
     path = draft or (MODELS / DRAFTS[algorithm] if DRAFTS.get(algorithm) else None)
     if path is not None:
         config["speculation"]["draft_model_path"] = str(path)
@@ -114,6 +119,19 @@ def test_every_algorithm_has_the_graphs_of_its_role(
     assert sorted((phase, model) for phase, model, *_ in rows) == sorted(CAPTURED[role][algorithm])
     assert {row[2] for row in rows} == {backend}, rows
     assert sorted(tried) == sorted(CAPTURED[role][algorithm])
+
+
+def test_prompt_graphs_that_are_switched_off_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Row A8: at INFO, with the switch that says so, for the target and for the draft."""
+    with caplog.at_level("INFO", "tandem.graphs"):
+        with closing(built("prefill", tmp_path, Log("graphs"), "eagle3", graphs="none")):
+            lines = [record for record in caplog.records if record.message == "graphs"]
+    assert {record.levelname for record in lines} == {"INFO"}
+    told = [record.fields["table"] for record in lines[1:]]  # type: ignore[attr-defined]
+    assert [line.split()[:2] for line in told] == [["prefill", "target"], ["prefill", "draft"]]
+    assert all(line.endswith("prefill.graphs is none") for line in told), told
 
 
 def narrow_head(folder: Path) -> Path:

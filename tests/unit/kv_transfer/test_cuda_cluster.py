@@ -133,6 +133,17 @@ def test_devices_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, device: st
         serving_model._device(device)
 
 
+def test_rocm_is_not_taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row B3 (5): a ROCm build of PyTorch calls its devices cuda, and reports a capability above 8.0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 4))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ConfigError, match=r"'cuda:0': this PyTorch is built for ROCm 7\.0; .* or write cpu"):
+        load(cluster("cuda:0", "cuda:0"), "cuda:0")
+
+
 def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="'cuda:0': torch finds no CUDA device on this machine"):

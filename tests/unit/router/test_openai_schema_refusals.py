@@ -52,6 +52,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # path, field, value, param (SAME:
             "json_schema": ("{}",),
             "ebnf": ("root ::= x",),
             "prompt_logprobs": (1, 0),
+            "prompt_embeds": ("eA==", ["eA=="]),
             "priority": (1, False),
             "cache_salt": ("", 5, "x" * 257),
             "echo": (True, 0, 1),
@@ -200,6 +201,7 @@ def body_of(path: str, field: str, value: Any) -> dict[str, Any]:
 
 
 async def test_refused(rig: Rig) -> None:
+    """Each field by its name. Rows B4(d, e): no batch has replaced embeddings or prompt logprobs, which are refused."""
     wrong = []
     for path, field, value, param in REFUSED:
         status, answer, headers = await rig.post(path, body_of(path, field, value))

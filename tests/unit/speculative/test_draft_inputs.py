@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.aux_layers import AuxLayers
+from common.draft_config import proposals_for
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 from common.engine.layers.placement import Placement
@@ -18,6 +19,7 @@ from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
 from common.speculation.directory import load_draft_config
 from tests.fakes.draft_models import DRAFTS
+from tests.fakes.mtp_models import mtp_config
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, tiny_model
 from tests.unit.cuda_graph.rig import BACKENDS
 from tests.unit.speculative.rig import Kind, RoundRig, prompts_of
@@ -56,6 +58,19 @@ def test_as_many_aux_states_as_the_head_reads(states: int) -> None:
 def test_without_a_draft_model_nothing_travels() -> None:
     """Row D8: n-grams."""
     assert EagleDraftInput.hidden_size_for(None) == EagleDraftExtendInput.hidden_size_for(None) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_idle_inputs_of_modules_hold_the_proposals_of_every_step(dtype: torch.dtype) -> None:
+    """Row D6: top-k times steps, and a hidden state for each module but the first."""
+    config, place = mtp_config("mtp", 3), Placement(dtype, CPU)
+    width, wide = EagleDraftInput.carried_size_for(config), EagleDraftExtendInput.hidden_size_for(config)
+    idle = EagleDraftInput.zeros(0, proposals_for(config, 1), width, EagleDraftInput.dtype_for(place), CPU)
+    assert (idle.probs.shape, idle.ids.shape) == ((0, 3), (0, 3))
+    assert (idle.hidden.shape, idle.hidden.dtype) == ((0, 2 * CONFIG.hidden_size), dtype)
+    extend = EagleDraftExtendInput.zeros(2, 4, wide, EagleDraftExtendInput.dtype_for(place), CPU).first(0)
+    assert (extend.hidden.shape, extend.hidden.dtype) == ((0, 4, CONFIG.hidden_size), dtype)
+    assert idle.hidden_mode is extend.hidden_mode is LAST
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -149,7 +149,7 @@ def test_page_sizes(name: str, page_size: int) -> None:
     run(*made, ROUNDS[:5])
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle-tree", "ngram", "standalone"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle-tree", "ngram", "standalone", "mtp", "mtp-no-chain"])
 def test_from_32_requests_to_12_with_graphs_for_8(name: str) -> None:
     """Rows E1, E4: the batch that crashed elsewhere (more than was captured), then fewer, then few: max - 1, max,
     max + 1, twice the max."""
@@ -204,7 +204,10 @@ def test_what_lies_in_the_padding_row_reaches_nobody() -> None:
 
 @pytest.mark.parametrize(
     ("name", "buckets"),
-    [*((name, (2,)) for name in ("ngram", "standalone", "eagle3", "eagle-tree")), ("eagle3-tree", ())],
+    [
+        *((name, (2,)) for name in ("ngram", "standalone", "eagle3", "eagle-tree", "mtp", "mtp-no-chain")),
+        *((name, ()) for name in ("eagle3-tree", "mtp")),
+    ],
 )
 def test_an_idle_batch_of_no_rows(name: str, buckets: tuple[int, ...]) -> None:
     """Row D6: every phase takes a batch of no requests, eager or replayed, and leaves everything as it was."""

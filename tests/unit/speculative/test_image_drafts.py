@@ -1,0 +1,43 @@
+"""Drafts that read token ids are refused for models that read images: they would embed placeholders."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.draft_config import with_steps
+from common.engine.serving_draft import load_serving_draft
+from common.errors import TakesNoEmbeddings
+from common.model_config import ModelConfig
+from common.speculation.directory import load_draft_config
+from prefill_node.draft import ModelPrefill, PrefillDraft
+from prefill_node.multi_layer import MultiLayerPrefill
+from tests.unit.speculative.test_draft_config import MODELS, PLACEMENT, TARGET
+
+
+@pytest.mark.parametrize("algorithm", ["mtp", "standalone"])
+def test_a_draft_that_reads_token_ids_only_is_refused_for_a_model_of_images(algorithm: str) -> None:
+    """Rows A7, C4: at start-up; the error is a ValueError as well."""
+    path = MODELS / f"tiny-{algorithm}"
+    config = load_draft_config(path, algorithm, ModelConfig.load(TARGET))
+    config = with_steps(config, 2) if config.modules else config
+    seeing: Any = SimpleNamespace(config=SimpleNamespace(vision=object()))
+    with pytest.raises(TakesNoEmbeddings, match=f"a {algorithm} draft reads only token ids") as found:
+        load_serving_draft(path, config, 2, 1, seeing, PLACEMENT)
+    assert isinstance(found.value, ValueError)
+    assert "set speculation.algorithm to" in str(found.value)
+
+
+UNREAD: Any = None
+
+
+@pytest.mark.parametrize(
+    "draft", [MultiLayerPrefill([], 16), ModelPrefill(lambda batch: UNREAD)], ids=["mtp", "standalone"]
+)
+def test_a_prompt_with_embeddings_is_not_drafted_from_its_token_ids(draft: PrefillDraft) -> None:
+    """Rows A7, C4: the prefill node's own check, should such a draft ever meet a batch of images."""
+    given: Any = object()
+    with pytest.raises(ValueError, match="cannot take the embeddings of images"):
+        draft.extend((), given, given, None, given)
