@@ -1,6 +1,6 @@
 """Which tokens a cached page stands for on a node, by its draft: KV of an EAGLE head depends on the next token too.
 
-Row C2's rule for every algorithm, with the nodes' own composition of page bookkeeping.
+For every algorithm, with the nodes' own composition of page bookkeeping.
 """
 
 from __future__ import annotations
