@@ -1,0 +1,57 @@
+"""Figures that the README and docs/performance.md quote from others are those of the JSON that names their source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INDEPENDENT = json.loads((ROOT / "tests/bench/results/independent-h200.json").read_text())
+MEASURED = INDEPENDENT["two_gpus"]["rows"]
+
+
+def load_row(measured: dict[str, Any]) -> str:
+    """One row of the tables of loads."""
+    system = "tandem" if measured["system"] == "tandem" else f"vLLM x 2, chunks of {measured['chunk']:,}"
+    low, high = (round(100 * share) for share in measured["goodput"])
+    cells = (
+        measured["load"],
+        system,
+        _list(measured["ttft_p50"], measured["ttft_p99"]),
+        _list(measured["gap_p50"], measured["gap_p99"], measured["gap_max"]),
+        _list(measured["token_p50"]),
+        f"{low} %" if low == high else f"{low}-{high} %",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _list(*values: float) -> str:
+    return " / ".join(f"{value:g}" for value in values)
+
+
+def _table_rows(text: str, load: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(f"| {load} | ")]
+
+
+def test_the_source_is_named() -> None:
+    assert "someone other than the authors" in INDEPENDENT["source"]
+
+
+@pytest.mark.parametrize("load", sorted({row["load"] for row in MEASURED}))
+def test_tables_of_loads_hold_the_measured_rows(load: str) -> None:
+    """docs/performance.md has all of them; the README a choice, in which vLLM stands beside tandem."""
+    wanted = [load_row(row) for row in MEASURED if row["load"] == load]
+    assert _table_rows((ROOT / "docs/performance.md").read_text(), load) == wanted
+    shown = _table_rows((ROOT / "README.md").read_text(), load)
+    assert set(shown) <= set(wanted)
+    assert shown == [] or {row.split(" | ")[1].split(" ")[0] for row in shown} == {"tandem", "vLLM"}
+
+
+@pytest.mark.parametrize("kind", ["prompt", "decode_step", "eagle3_round"])
+def test_steps_of_one_gpu_are_the_measured_ones(kind: str) -> None:
+    found = INDEPENDENT["one_gpu"][kind]
+    cells = [_list(*found[system]) for system in ("tandem", "vllm", "floor") if system in found]
+    assert f"| {' | '.join(cells)} |" in (ROOT / "docs/performance.md").read_text()
