@@ -5,8 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 url=http://127.0.0.1:8000
 
 date
-timeout 150 python3 -m pytest -q tests/gpu/test_compilations.py tests/gpu/test_piecewise.py -o filterwarnings=default -o asyncio_mode=auto \
-    -p no:cacheprovider 2>&1 | tail -3
+tests 150 tests/gpu/test_compilations.py tests/gpu/test_piecewise.py
 # prompts under breakable graphs, piecewise by both compilers, and without, one after another on the same weights
 timeout 280 python3 -m tests.bench.engine --json "$out/engine-h200.json" 2>&1 | tail -60
 date
@@ -26,12 +25,15 @@ done
 for round in 1 2; do
     for index in $(seq 16); do
         sed "s/, [0-9]*]/, 7$round]/" /tmp/body-"$index" |
-            curl -s $url/v1/completions -H "X-Request-Id: r$round-$index" -H 'Content-Type: application/json' -d @- >/dev/null &
+            curl -sf $url/v1/completions -H "X-Request-Id: r$round-$index" -H 'Content-Type: application/json' -d @- >"/tmp/answer-$index" &
     done
     wait
-    for index in $(seq 16); do curl -s "$url/requests/r$round-$index" && echo; done >>"$out/timelines.jsonl"
+    for index in $(seq 16); do expect tokens "/tmp/answer-$index" 32; done
+    for index in $(seq 16); do curl -sf "$url/requests/r$round-$index" && echo; done >>"$out/timelines.jsonl"
 done
 timeout 40 python3 -m tests.bench.serve $url --input 512 --output 64 --concurrency 4 16 64 --vocab 99000 --seed 4 2>&1 | tail -3
+curl -sf $url/server_info >"$out/server_info-load.json"
+expect replays "$out/server_info-load.json"
 timeout 40 python3 -m deploy.cli down /tmp/load.yaml 2>&1 | tail -1
-grep -hi '"error"\|Traceback\|Error\|warning' /tmp/run-load/logs/*.log | cut -c1-300 | tail -30
+no_errors /tmp/run-load
 date

@@ -1,21 +1,16 @@
 #!/usr/bin/env bash
 # On a machine with one or two H200s: pages by nixl between pools on GPUs, beside cuda_ipc, and a cluster that uses it.
 # Wants .whl/nixl.zip (tests/gpu/nixl_wheel.py), which git ignores: carry .whl. Results go to $OUT.
-set -u
-out="${OUT:-/tmp/out}"
-mkdir -p "$out" /tmp/nixl
-export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
-TANDEM_PYTHON="$(command -v python3)"
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+mkdir -p /tmp/nixl
 python3 -m zipfile -e .whl/nixl.zip /tmp/nixl
-PYTHONPATH="$PWD:/tmp/nixl${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONPATH
+export PYTHONPATH="$PYTHONPATH:/tmp/nixl"
 url=http://127.0.0.1:8000
 last=$(($(python3 -c 'import torch; print(torch.cuda.device_count())') - 1))
 test "$last" -gt 1 && last=1
 
 python3 -c 'from kv_transfer.transport.nixl.agent import load_library; print(load_library().__file__)'
-timeout 200 python3 -m pytest -q -x tests/gpu/test_nixl.py -o filterwarnings=default -o asyncio_mode=auto \
-    -p no:cacheprovider 2>&1 | tail -25
+tests 200 -x tests/gpu/test_nixl.py
 timeout 200 python3 -m tests.bench.transfer --transports nixl cuda_ipc --tokens 64 512 8192 \
     --json "$out/transfer-nixl.json" 2>&1 | tail -20
 timeout 90 python3 -m deploy.tiny_models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
@@ -30,6 +25,7 @@ YAML
 timeout 150 python3 -m deploy.cli up /tmp/nixl.yaml --detach 2>&1 | tail -3
 timeout 60 python3 -m tests.bench.serve $url --input 512 --output 128 --concurrency 1 16 --vocab 99000 \
     --json "$out/serve-nixl.json" 2>&1 | tail -3
-curl -s $url/server_info >"$out/server_info-nixl.json"
+curl -sf $url/server_info >"$out/server_info-nixl.json"
+expect replays "$out/server_info-nixl.json"
 timeout 40 python3 -m deploy.cli down /tmp/nixl.yaml 2>&1 | tail -1
-grep -hi '"error"\|Traceback\|Error\|warning' /tmp/run-nixl/logs/*.log | cut -c1-300 | tail -8
+no_errors /tmp/run-nixl

@@ -17,9 +17,11 @@ for name in plain eagle3; do
         --seed 3 --json "$out/rates-h200-$name.json" 2>&1 | tail -3
     timeout 60 python3 -m tests.bench.serve $url --input 128 --output 384 --concurrency 8 32 96 --vocab 99000 \
         --json "$out/serve-h200-$name.json" 2>&1 | tail -3
-    curl -s $url/server_info >"$out/server_info-$name.json"
+    curl -sf $url/server_info >"$out/server_info-$name.json"
+    expect replays "$out/server_info-$name.json"
+    test $name = plain || expect accepts "$out/server_info-$name.json" 1.5
     # shellcheck disable=SC2086
     timeout 40 python3 -m deploy.cli down deploy/clusters/h200.yaml $args 2>&1 | tail -1
-    grep -hi '"error"\|Traceback\|Error\|warning' /tmp/run-$name/logs/*.log | cut -c1-300 | tail -5
+    no_errors /tmp/run-$name
 done
 date

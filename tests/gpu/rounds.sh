@@ -3,8 +3,7 @@
 # Results go to $OUT.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 date
-test -n "${SKIP_TESTS:-}" || timeout 200 python3 -m pytest -q tests/gpu --deselect tests/gpu/test_cuda_ipc.py -o filterwarnings=default \
-    -o asyncio_mode=auto -p no:cacheprovider 2>&1 | tail -30
+test -n "${SKIP_TESTS:-}" || tests 200 tests/gpu --deselect tests/gpu/test_cuda_ipc.py
 date
 timeout 150 python3 -m tests.bench.rounds --acceptance 0.7 --batch 1 4 16 32 64 128 --json "$out/rounds-h200.json" 2>&1 | tail -20
 date

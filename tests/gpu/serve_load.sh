@@ -15,13 +15,14 @@ YAML
 stop() {
     timeout 40 python3 -m deploy.cli down "/tmp/$1.yaml" 2>&1 | tail -2
     grep -h '"graphs"' /tmp/run-"$1"/logs/*.log | cut -c1-300
-    grep -hi '"error"\|Traceback\|Error\|warning' /tmp/run-"$1"/logs/*.log | cut -c1-400 | tail -8
+    no_errors "/tmp/run-$1"
 }
 look() { # ID TOKENS
     python3 -c "import json; print(json.dumps({'prompt': [(i * 7919 + $2) % 99000 + 20 for i in range($2)],
         'max_tokens': 16, 'temperature': 0, 'ignore_eos': True}))" |
-        curl -s $url/v1/completions -H "X-Request-Id: $1" -H 'Content-Type: application/json' -d @- >/dev/null
-    curl -s "$url/requests/$1" | tee -a "$out/timelines.jsonl"
+        curl -sf $url/v1/completions -H "X-Request-Id: $1" -H 'Content-Type: application/json' -d @- >"/tmp/answer-$1"
+    expect tokens "/tmp/answer-$1" 16
+    curl -sf "$url/requests/$1" | tee -a "$out/timelines.jsonl"
     echo
 }
 
@@ -40,19 +41,25 @@ timeout 15 python3 -m tests.bench.serve $url --input 512 --output 128 --concurre
 sleep 2.5
 look beside-load 512
 wait
-curl -s $url/server_info >"$out/server_info.json"
+curl -sf $url/server_info >"$out/server_info.json"
+expect replays "$out/server_info.json"
 stop m8b
 
 for dtype in bfloat16 float32; do
     echo "== tiny model, $dtype"
     cluster tiny "$PWD/deploy/tiny_models/tiny-target" 32768 65536 $dtype
     for shots in 0 8; do
-        timeout 30 python3 -m deploy.eval_cli $url --count 200 --seed 5 --shots $shots 2>&1 | tail -1
+        timeout 30 python3 -m deploy.eval_cli $url --count 200 --seed 5 --shots $shots --json "$out/eval-$dtype-$shots.json" 2>&1 |
+            tail -1
+        expect score "$out/eval-$dtype-$shots.json" 0.9
     done
     stop tiny
 done
 sleep 1
-echo "left: $(pgrep -fc 'decode_node|prefill_node|deploy.cli') processes"
-ls /dev/shm | head -3
+if pgrep -f 'decode_node|prefill_node|deploy.cli'; then
+    echo "these processes outlived their cluster"
+    failed=1
+fi
+ls /dev/shm | head -3 || true
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader
 date

@@ -12,16 +12,19 @@ process: {run_dir: /tmp/run-spec}
 YAML
     timeout 60 python3 -m deploy.cli up /tmp/spec.yaml --detach 2>&1 | tail -4
 }
-stop() {
-    curl -s http://127.0.0.1:8000/server_info | python3 -c '
+stop() { # LEAST_ACCEPT_LENGTH
+    curl -sf http://127.0.0.1:8000/server_info >"$out/server_info-spec.json"
+    expect replays "$out/server_info-spec.json"
+    expect accepts "$out/server_info-spec.json" "$1"
+    python3 -c '
 import json, sys
 info = json.load(sys.stdin)
 print("accept length", info["internal_states"][0]["avg_spec_accept_length"])
 for node in info["nodes"]:
     for graph in node["counters"]["graphs"]:
-        print(node["name"], {key: graph[key] for key in ("phase", "model", "replays", "fallbacks", "captured")})'
+        print(node["name"], {key: graph[key] for key in ("phase", "model", "replays", "fallbacks", "captured")})' <"$out/server_info-spec.json"
     python3 -m deploy.cli down /tmp/spec.yaml 2>&1 | tail -1
-    grep -h '"error"\|"warning"\|Traceback\|Error' /tmp/run-spec/logs/*.log | cut -c1-300 | tail -5
+    no_errors /tmp/run-spec
 }
 for algorithm in none ngram eagle3 eagle mtp standalone tree; do
     draft=", draft_model_path: $PWD/deploy/tiny_models/tiny-${algorithm/tree/eagle3}"
@@ -29,9 +32,11 @@ for algorithm in none ngram eagle3 eagle mtp standalone tree; do
     echo "== $algorithm"
     cluster tiny-target "${algorithm/tree/eagle3}" "$draft"
     timeout 40 python3 -m deploy.eval_cli http://127.0.0.1:8000 --count 100 --seed 5 --shots 8 --json "$out/$algorithm.json" 2>&1 | tail -2
-    stop
+    expect score "$out/$algorithm.json" 0.95
+    case "$algorithm" in none) stop 1.0 ;; ngram) stop 1.2 ;; *) stop 2.5 ;; esac
 done
 echo "== pictures"
 cluster tiny-vision eagle3 ", draft_model_path: $PWD/deploy/tiny_models/tiny-vision-eagle3"
 timeout 40 python3 -m deploy.eval_cli http://127.0.0.1:8000 --vision --count 100 --seed 5 --json "$out/vision.json" 2>&1 | tail -2
-stop
+expect score "$out/vision.json" 0.9
+stop 2.5

@@ -16,16 +16,17 @@ YAML
     timeout 120 python3 -m deploy.cli up "/tmp/$1.yaml" --detach 2>&1 | tail -3
 }
 stop() {
-    curl -s $url/server_info >"$out/server_info-$1.json"
-    curl -s $url/metrics | grep -v '^#' >"$out/metrics-$1.txt"
+    curl -sf $url/server_info >"$out/server_info-$1.json"
+    expect replays "$out/server_info-$1.json"
+    test "$1" = plain || expect accepts "$out/server_info-$1.json" 2.5
+    curl -sf $url/metrics | grep -v '^#' >"$out/metrics-$1.txt"
     timeout 40 python3 -m deploy.cli down "/tmp/$1.yaml" 2>&1 | tail -1
-    grep -hi '"error"\|Traceback\|Error\|warning' /tmp/run-"$1"/logs/*.log | cut -c1-300 | tail -8
+    no_errors "/tmp/run-$1"
 }
 
 date
 timeout 90 python3 -m deploy.tiny_models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
-test -n "${SKIP_TESTS:-}" || timeout 90 python3 -m pytest -q -x tests/gpu/test_cuda_ipc.py -o filterwarnings=default \
-    -o asyncio_mode=auto -p no:cacheprovider 2>&1 | tail -3
+test -n "${SKIP_TESTS:-}" || tests 90 -x tests/gpu/test_cuda_ipc.py
 # among others: a forward whose pages leave layer by layer against one whose pages leave behind it
 timeout 150 python3 -m tests.bench.transfer --transports cuda_ipc --tokens 1024 2048 8192 \
     --json "$out/transfer-layers.json" 2>&1 | tail -60
@@ -42,7 +43,7 @@ for name in plain eagle3; do
         timeout 15 python3 -m tests.bench.serve $url --input $input --output 2 --concurrency 1 --vocab 99000 --seed $input \
             2>&1 | tail -1
     done
-    curl -s $url/server_info | python3 -c 'import json, sys; print(json.load(sys.stdin)["internal_states"])'
+    curl -sf $url/server_info | python3 -c 'import json, sys; print(json.load(sys.stdin)["internal_states"])'
     stop $name
 done
 date

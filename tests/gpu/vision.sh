@@ -4,8 +4,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 date
-timeout 120 python3 -m pytest -q tests/gpu/test_vision.py -o filterwarnings=default -o asyncio_mode=auto \
-    -p no:cacheprovider 2>&1 | tail -30
+tests 120 tests/gpu/test_vision.py
 for tower in llava-1.5 qwen2.5-vl; do
     timeout 120 python3 -m tests.bench.vision_engine --towers $tower --json "$out/vision-engine-$tower-h200.json" 2>&1 | tail -8
 done
@@ -19,7 +18,10 @@ process: {run_dir: /tmp/run-vision}
 YAML
     timeout 60 python3 -m deploy.cli up /tmp/vision.yaml --detach 2>&1 | tail -2
     timeout 40 python3 -m tests.bench.vision http://127.0.0.1:8000 --json "$out/vision-$graphs-h200.json" 2>&1 | tail -1
+    curl -sf http://127.0.0.1:8000/server_info >"$out/server_info-vision-$graphs.json"
+    expect replays "$out/server_info-vision-$graphs.json"
     timeout 40 python3 -m deploy.cli down /tmp/vision.yaml 2>&1 | tail -1
-    grep -h '"warmed up"\|"error"\|"warning"\|Traceback\|Error' /tmp/run-vision/logs/*.log | cut -c1-300 | tail -6
+    grep -h '"warmed up"' /tmp/run-vision/logs/*.log | cut -c1-300
+    no_errors /tmp/run-vision
 done
 date

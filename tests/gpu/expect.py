@@ -1,0 +1,76 @@
+"""What the scripts of this folder check in what they have measured; exit code 1 and a sentence where it does not hold.
+
+python -m tests.gpu.expect score FILE LEAST          # JSON of deploy/eval: share of right answers
+python -m tests.gpu.expect replays FILE              # /server_info: graphs captured whole, and forwards replay them
+python -m tests.gpu.expect accepts FILE LEAST        # /server_info: accept length of the first decode node
+python -m tests.gpu.expect tokens FILE COUNT         # answer of /v1/completions: completion tokens
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LEAST_REPLAYED = 0.95  # of a phase's forwards
+
+
+def score(report: dict[str, Any], least: str) -> Iterator[str]:
+    if report["errors"]:
+        yield f"{report['errors']} of {report['count']} questions failed, the first with: {report['first_error']}"
+    if report["score"] < float(least):
+        yield f"{report['right']} of {report['count']} answers are right; at least {float(least):.0%} were expected"
+
+
+def replays(info: dict[str, Any]) -> Iterator[str]:
+    nodes = info["nodes"]
+    if not nodes:
+        yield "no node is registered"
+    for node in nodes:
+        for told in node["graphs"]:
+            if told["failed"]:
+                yield f"{node['name']}: graphs of {told['phase']} ({told['model']}) failed: {told['failed']}"
+        for total in node["counters"]["graphs"]:
+            yield from _replayed(node["name"], total)
+
+
+def _replayed(node: str, total: dict[str, Any]) -> Iterator[str]:
+    replayed, eager = total["replays"], sum(total["fallbacks"].values())
+    if total["captured"] and replayed < LEAST_REPLAYED * (replayed + eager):
+        yield (
+            f"{node}: {replayed} of {replayed + eager} forwards of {total['phase']} "
+            f"({total['model']}) replayed a graph; "
+            f"the others: {total['fallbacks']}"
+        )
+
+
+def accepts(info: dict[str, Any], least: str) -> Iterator[str]:
+    length = info["internal_states"][0]["avg_spec_accept_length"]
+    if length < float(least):
+        yield f"the accept length is {length:.2f}; at least {least} was expected"
+
+
+def tokens(answer: dict[str, Any], count: str) -> Iterator[str]:
+    found = answer.get("usage", {}).get("completion_tokens")
+    if found != int(count):
+        yield f"{found} completion tokens; {count} were expected: {str(answer)[:300]}"
+
+
+CHECKS = {check.__name__: check for check in (score, replays, accepts, tokens)}
+
+
+def main(arguments: list[str]) -> int:
+    name, file, *rest = arguments
+    try:
+        problems = list(CHECKS[name](json.loads(Path(file).read_text()), *rest))  # type: ignore[operator]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        problems = [f"{file} cannot be checked: {error!r}"]
+    for problem in problems:
+        print(f"{name}: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
