@@ -40,6 +40,8 @@ async def test_tokens_are_right_and_a_killed_prefill_node_leaves_no_page(
         answers = await client.complete_all(chosen, 8, OUTPUT_TOKENS)
         for answer, prompt in list(zip(answers, chosen, strict=True))[::4]:  # the reference takes its time
             assert answer.tokens == reference(prompt)
+        # counters come with heartbeats
+        await client.wait_idle()
         nodes = (await client.info())["nodes"]
         assert all(node["counters"]["requests"] > 0 for node in nodes), "a node was never used"
         assert {node["config"]["transport"] for node in nodes} == {"nixl"}
