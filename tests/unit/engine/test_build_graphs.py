@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 import decode_node.build
 import prefill_node.build
 from common.config import load_cluster
-from common.draft_config import DraftConfig
 from common.engine import graph_start
 from common.engine.cuda_graph import node_graphs
 from common.engine.layers.placement import Placement
@@ -27,6 +26,7 @@ from common.engine.serving_model import ServingModel
 from common.model_config import ModelConfig
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
+from common.speculation.directory import load_draft_config
 
 MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 TARGET = MODELS / "tiny-target"
@@ -147,7 +147,7 @@ def narrow_head(folder: Path) -> Path:
     }
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **changes}))
-    read = DraftConfig.load(path, "eagle3", ModelConfig.load(TARGET))
+    read = load_draft_config(path, "eagle3", ModelConfig.load(TARGET))
     head = Eagle3Head(
         read,
         load_model(TARGET)[0],

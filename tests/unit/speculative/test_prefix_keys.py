@@ -12,9 +12,10 @@ import pytest
 
 from common.config import Cluster
 from common.config.schema import Kv, Model, Speculation
-from common.draft_config import DraftAlgorithm, DraftConfig, lookahead_for, with_steps
+from common.draft_config import DraftConfig, lookahead_for, with_steps
 from common.engine.serving_model import ServingModel, page_space
 from common.model_config import ModelConfig
+from common.speculation.directory import load_draft_config
 from tests.unit.speculative.test_draft_config import MODELS, TARGET
 
 PAGE = 4
@@ -32,7 +33,7 @@ DRAFTS: tuple[tuple[str, str, int], ...] = (
 def draft_of(algorithm: str, name: str) -> DraftConfig | None:
     if not name:
         return None
-    made = DraftConfig.load(MODELS / name, cast(DraftAlgorithm, algorithm), ModelConfig.load(TARGET))
+    made = load_draft_config(MODELS / name, algorithm, ModelConfig.load(TARGET))
     return with_steps(made, 2) if made.modules else made
 
 
