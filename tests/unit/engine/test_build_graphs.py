@@ -154,7 +154,7 @@ def narrow_head(folder: Path) -> Path:
         Placement(torch.float32, torch.device("cpu")),
         (EMBEDDING, "lm_head.weight"),
     )
-    tensors = {name: torch.randn(view.shape) * 0.1 for name, view in head.checkpoint_tensors()}
+    tensors = {piece.name: torch.randn(piece.whole) * 0.1 for piece in head.pieces()}
     save_file(tensors, path / "model.safetensors")
     return path
 
