@@ -10,8 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from common.config import Cluster
-from common.config.schema import Kv, Model, Speculation
 from common.draft_config import DraftConfig, lookahead_for, with_steps
 from common.engine.serving_model import ServingModel, page_space
 from common.model_config import ModelConfig
@@ -48,12 +46,11 @@ def test_a_page_is_found_only_where_all_its_tokens_agree(algorithm: str, name: s
     """Two prompts that part inside or after the second page, at every place: hits end before KV that differs."""
     draft = draft_of(algorithm, name)
     served: Any = SimpleNamespace(
-        num_pages=33, draft=None if draft is None else SimpleNamespace(config=draft)
+        num_pages=33, page_size=PAGE, draft=None if draft is None else SimpleNamespace(config=draft)
     )
-    cluster = Cluster(model=Model(path=str(TARGET)), kv=Kv(page_size=PAGE), speculation=Speculation())
     first = list(range(10, 10 + 3 * PAGE))
     for shared in range(len(first) + 1):
-        space = page_space(cluster, cast(ServingModel, served), prefix_cache=True)
+        space = page_space(cast(ServingModel, served), prefix_cache=True)
         known = space.lease(space.keys(first), space.pages_for(len(first)), max_cached_tokens=len(first))
         assert known is not None
         known.commit(space.keys(first))
