@@ -43,9 +43,16 @@ def pattern(nbytes: int, seed: int, device: torch.device | str) -> torch.Tensor:
     return ((words + seed) * 0x1E3779B97F4A7C15).view(torch.uint8)
 
 
-def build_layout(config: dict[str, Any], num_pages: int) -> PoolLayout:
+def build_layout(config: dict[str, Any], num_pages: int, side: str = "src") -> PoolLayout:
     layers = [tuple(layer) for layer in config["layers"]]
-    return layers_layout("m", config["dtype"], config["page_size"], num_pages, layers)
+    return layers_layout(
+        "m",
+        config["dtype"],
+        config["page_size"],
+        num_pages,
+        layers,
+        *config.get("ranks", {}).get(side, (0, 1)),
+    )
 
 
 def _sends(write: LayerWrite) -> Callable[[int], None]:
@@ -229,7 +236,7 @@ class SenderChild:
 def receive(config: dict[str, Any]) -> None:
     """A decode node's memory, to be written to by the parent."""
     torch.cuda.set_device(config["device"])
-    layout = build_layout(config, config["dst_pages"])
+    layout = build_layout(config, config["dst_pages"], "dst")
     endpoint = CudaIpcReceiver(config["receiver"], torch.cuda.current_device())
     endpoint.allocate(Region.KV, layout.total_bytes)
     endpoint.allocate(Region.RECORDS, 4096)

@@ -28,6 +28,7 @@ from kv_transfer.transport.nixl.receiver import NixlReceiver
 from kv_transfer.transport.shm.receiver import ShmReceiver
 from kv_transfer.transport.tcp.receiver import TcpReceiver
 from tests.fakes.transfer_child import build_layout
+from tests.fakes.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SEED = 12345
@@ -39,7 +40,10 @@ def start_child(config: dict[str, Any], **options: Any) -> subprocess.Popen[str]
 
 
 class Rig:
-    """`devices`: of the sender and of the receiver. `arrived` has the moment at which each room arrived."""
+    """`devices` and tensor-parallel `ranks` (rank, size): of the sender and of the receiver.
+
+    `arrived` has the moment at which each room arrived.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class Rig:
         pages: tuple[int, int] = (64, 96),
         page_size: int = 16,
         checksums: bool = True,
+        ranks: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (0, 1)),
         blocks: dict[str, int] | None = None,
     ) -> None:
         self.directory = tempfile.mkdtemp(prefix="tandem-rig-")
@@ -67,11 +72,12 @@ class Rig:
             "src_pages": pages[0],
             "dst_pages": pages[1],
             "seed": SEED,
+            "ranks": {"src": list(ranks[0]), "dst": list(ranks[1])},
             "limits": msgspec.to_builtins(limits),
             "blocks": blocks or {},
         }
         self.src = build_layout(self.config, pages[0])
-        self.dst = build_layout(self.config, pages[1])
+        self.dst = build_layout(self.config, pages[1], "dst")
         context = zmq.Context[zmq.Socket[bytes]]()
         self.context = context
         self.frames, self.commands = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -125,7 +131,7 @@ class Rig:
         while self.commands.poll(0):
             self.replies.append(json.loads(self.commands.recv()))
 
-    def reply(self, timeout: float = 60) -> dict[str, Any]:
+    def reply(self, timeout: float = PATIENCE) -> dict[str, Any]:
         """The child's next answer; the receiver goes round meanwhile."""
         until = time.monotonic() + timeout
         while not self.replies:
@@ -151,7 +157,7 @@ class Rig:
         room, self.next_room = self.next_room, self.next_room + 1
         self.receiver.open(room, (self.config["sender"],), dst, 0)
         found = self.ask("room", room=room, src=list(src), **how)
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE
         while room not in self.arrived and time.monotonic() < until and not found["lost"]:
             self.turn()
         self.receiver.close(room)
