@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ from common.config.transport_choice import choose_transport
 from common.engine import graph_start
 from common.engine.announced_work import COMPILE_SECONDS
 from common.engine.attention.paged import PagedAttention
+from common.engine.completion import completion_for
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.rules import PhaseSwitch
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.pool import KvPool
 from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
 from common.engine.ops.triton_kernel import report_compilations
-from common.engine.overlap import completion_for
+from common.engine.overlap import Completion
 from common.engine.rotary_places import rotary_places
 from common.engine.serving_link import serving_link
 from common.engine.serving_model import ServingModel, load_serving_model, page_space
@@ -44,19 +45,23 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.speculation.table import algorithm
 from decode_node import node as decode
+from decode_node.backups import Backups
+from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
 from decode_node.limits import DecodeLimits
+from decode_node.parts import Links, Observation, Scheduling
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
-from decode_node.speculative.adaptive import AdaptiveStep
 from decode_node.speculative.drafters.drafter import DrafterSetup
-from decode_node.speculative.drafters.table import make_drafter
+from decode_node.speculative.drafters.table import make_drafter, make_text_drafts
 from decode_node.speculative.rounds import Rounds
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Verify
 from decode_node.speculative.width_policy import WidthPolicy, batches_of, slots_up_to
 from decode_node.step import AutoregressiveStep, DecodeStep
+from decode_node.step_rules import FixedWidth, StepRules, TextDrafts, Widths
+from decode_node.worker import DeviceWorker
 from kv_transfer.from_plan import transfer_limits
 from kv_transfer.limits import MIB, TransferLimits
 from kv_transfer.receiver import Receiver
@@ -119,7 +124,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     forwards = _forwards(
         cluster, served, relay, lambda nbytes: as_storage(endpoint.allocate(Region.KV, nbytes))
     )
-    layout, table, step = forwards.layout, forwards.table, forwards.step
+    layout, steps = forwards.layout, forwards.steps
     record_slots = 2 * section.max_transferring  # on the way, and as many again in quarantine
     receiver = Receiver(incarnation, name, endpoint, layout, time.monotonic, limits, record_slots)
     poller = zmq.Poller()
@@ -144,33 +149,39 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     peers = PeerConnections(context, name, incarnation, receiver, poller, security)
     events = event_log(event_directory(resolved), name, incarnation, log)
+    rotary, rows = rotary_places(served.config.rope), BatchRows(section.max_running)
+    page_bytes = sum(pool.page_bytes for pool in forwards.pools)
+    retraction = Retraction(space, rows, rotary, page_bytes, section.backup_mib * MIB)
+    bounds = DecodeLimits(
+        max_running=section.max_running,
+        max_transferring=section.max_transferring,
+        max_queue=section.max_queue,
+        max_model_len=served.max_model_len,
+        vocab_size=served.config.vocab_size,
+        reserved_tokens=section.reserved_tokens,
+        skip_ahead=section.skip_ahead,
+        drain_timeout=cluster.health.drain_timeout,
+    )
+    worker = DeviceWorker(
+        steps.by_width,
+        forwards.table,
+        relay,
+        Backups(forwards.pools, relay),
+        _completion(cluster, device),
+    )
     node = decode.DecodeNode(
         incarnation,
-        link,
-        peers,
-        poller,
-        receiver,
-        space,
-        table,
-        Retraction(
-            forwards.pools, space, table, relay, rotary_places(served.config.rope), section.backup_mib * MIB
-        ),
-        step,
-        DecodeLimits(
-            max_running=section.max_running,
-            max_transferring=section.max_transferring,
-            max_queue=section.max_queue,
-            max_model_len=served.max_model_len,
-            vocab_size=served.config.vocab_size,
-            reserved_tokens=section.reserved_tokens,
-            skip_ahead=section.skip_ahead,
-            drain_timeout=cluster.health.drain_timeout,
-        ),
+        Links(link, peers, poller, receiver),
+        Scheduling(space, rows, retraction, steps.rules, bounds),
+        worker,
         carried,
-        node_graphs.totals(*forwards.graphs),
-        _draft_watch(served, resolved.draft_path, log),
-        log,
-        events=events,
+        Observation(
+            log,
+            node_graphs.totals(*forwards.graphs),
+            steps.phase_seconds,
+            _draft_watch(served, resolved.draft_path, log),
+            events=events,
+        ),
     )
     return BuiltDecodeNode(node, link, peers, receiver, security, context, events)
 
@@ -187,8 +198,8 @@ class Forwards:
 
     layout: PoolLayout
     pools: Sequence[KvPool]  # the target's, and the draft's if there is one
-    table: RequestTable
-    step: DecodeStep
+    table: PageTable
+    steps: DecodeSteps
     graphs: Sequence[node_graphs.NodeGraphs[Any]]
 
 
@@ -200,32 +211,47 @@ def _forwards(
     pool = KvPool(layout, "target", allocate(layout.total_bytes))
     # branches of draft trees reach behind the last token of a request
     longest = served.max_model_len + 2 * reach(cluster.speculation)
-    table = RequestTable(cluster.decode.max_running, -(-longest // served.page_size), served.placement.device)
+    table = PageTable(cluster.decode.max_running, -(-longest // served.page_size), served.placement.device)
     runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
     draft = served.draft_runner(pool)
     pools = [pool] if draft is None else [pool, draft[1]]
-    step, graphs = decode_step(cluster, served, runner, None if draft is None else draft[0], table, relay)
-    return Forwards(layout, pools, table, step, graphs)
+    steps = decode_steps(cluster, served, runner, None if draft is None else draft[0], table, relay)
+    return Forwards(layout, pools, table, steps, steps.graphs)
 
 
-def decode_step(
+def _completion(cluster: Cluster, device: torch.device) -> Callable[[], Completion]:
+    return completion_for(device, one_behind=cluster.decode.read_results == "one_behind")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """The node's steps by width, how they are planned, and their forwards, not captured yet."""
+
+    by_width: Mapping[int, DecodeStep]
+    rules: StepRules
+    graphs: Sequence[node_graphs.NodeGraphs[Any]]
+    phase_seconds: Mapping[str, float]
+
+
+def decode_steps(
     cluster: Cluster,
     served: ServingModel,
     runner: ModelRunner,
     draft: object,
-    table: RequestTable,
+    table: PageTable,
     relay: RelayState,
-) -> tuple[DecodeStep, list[node_graphs.NodeGraphs[Any]]]:
-    """The node's step and its forwards, not captured yet."""
+) -> DecodeSteps:
+    """Compose plain decoding or speculation, as the cluster file says."""
     section, speculation = cluster.decode, cluster.speculation
     device = runner.pool.device
-    completion = completion_for(device, one_behind=section.read_results == "one_behind")
+    completion = _completion(cluster, device)
     wanted = PhaseSwitch(section.graphs, poisoned=cluster.process.poison_graphs)
     if not algorithm(speculation.algorithm).drafts:
         graphs = node_graphs.decode_graphs(
             runner, relay, table, wanted, section.max_running, served.max_model_len
         )
-        return AutoregressiveStep(graphs.forward, table, device, completion), [graphs]
+        step = AutoregressiveStep(graphs.forward, device, completion)
+        return DecodeSteps({0: step}, StepRules(), [graphs], {})
     seconds = no_seconds()
 
     def of_width(width: int, batches: tuple[int, int]) -> SpeculativeStep:
@@ -239,9 +265,7 @@ def decode_step(
             node_graphs.round_plans(runner, wanted, largest, smallest),
         )
         config = None if served.draft is None else served.draft.config
-        setup = DrafterSetup(
-            draft, config, rounds, width, speculation.topk, speculation.nodes, section.max_running
-        )
+        setup = DrafterSetup(draft, config, rounds, width, speculation.topk, speculation.nodes)
         drafter = make_drafter(speculation.algorithm, setup)
         acceptor: Acceptor = ChainAcceptor()
         if speculation.topk > 1:
@@ -249,17 +273,33 @@ def decode_step(
             acceptor = TreeAcceptor(drafter.reach, deepest, (runner.pool,))
         verify = Verify(runner, rounds, drafter, acceptor)
         watch = stopwatch_for(device)
-        return SpeculativeStep(verify, drafter, acceptor, table, device, completion, watch, seconds)
+        return SpeculativeStep(verify, drafter, acceptor, device, completion, watch, seconds)
 
-    step: SpeculativeStep | AdaptiveStep
-    if speculation.adaptive == "none":
-        step = of_width(speculation.steps, (1, section.max_running))
-    else:
+    widths: Widths = FixedWidth(speculation.steps)
+    batches = {speculation.steps: (1, section.max_running)}
+    if speculation.adaptive != "none":
         slots = slots_up_to(speculation.steps)
-        served_by = batches_of(slots, section.max_running)
-        widths = {width: of_width(width, batches) for width, batches in served_by.items()}
-        step = AdaptiveStep(widths, WidthPolicy(slots), seconds)
-    return step, step.graphs
+        widths, batches = WidthPolicy(slots), batches_of(slots, section.max_running)
+    return speculative_steps(
+        {width: of_width(width, served_by) for width, served_by in batches.items()},
+        widths,
+        make_text_drafts(speculation.algorithm, section.max_running),
+        seconds,
+    )
+
+
+def speculative_steps(
+    steps: Mapping[int, SpeculativeStep],
+    widths: Widths,
+    drafts: TextDrafts,
+    phase_seconds: Mapping[str, float],
+) -> DecodeSteps:
+    """Steps of one or of several widths; all rows get the pages that the widest needs."""
+    ordered = sorted(steps, reverse=True)
+    widest = steps[ordered[0]]
+    rules = StepRules(widest.tokens_per_step, widest.extra_slots, widths, drafts)
+    graphs = [graph for width in ordered for graph in steps[width].graphs]
+    return DecodeSteps(steps, rules, graphs, phase_seconds)
 
 
 def reach(speculation: Speculation) -> int:

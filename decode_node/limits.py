@@ -23,8 +23,8 @@ class DecodeLimits:
     skip_ahead: int
     drain_timeout: float
 
-    def check(self, request: DecodeRequest, space: PageSpace, slack: int) -> None:
-        """Raises InvalidRequest where waiting would not help. `slack`: KV slots behind the last token."""
+    def check(self, request: DecodeRequest, space: PageSpace, extra_slots: int) -> None:
+        """Raises InvalidRequest where waiting would not help. `extra_slots`: KV slots past the last token."""
         if not request.prompt or request.max_output < 1:
             raise InvalidRequest("a reservation needs a prompt and room for at least one token")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab_size:
@@ -39,9 +39,9 @@ class DecodeLimits:
                 f"{self.max_model_len}; lower max_tokens",
                 param="max_tokens",
             )
-        if space.pages_for(most + slack) > space.total_pages:
+        if space.pages_for(most + extra_slots) > space.total_pages:
             raise InvalidRequest(
                 f"prompt and max_tokens make {most} tokens, the decode node's pool holds "
-                f"{space.total_pages * space.page_size - slack}; lower max_tokens",
+                f"{space.total_pages * space.page_size - extra_slots}; lower max_tokens",
                 param="max_tokens",
             )

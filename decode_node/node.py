@@ -7,13 +7,11 @@ reads the results of the previous one (common.engine.overlap). The host's view o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
 import zmq
 
-from common.engine.announced_work import AnnouncedWork, Work
-from common.engine.kv_cache.relay_state import DraftRow, DraftShape
-from common.engine.kv_cache.request_table import RequestTable
+from common.engine.announced_work import AnnouncedWork
+from common.engine.draft_row import DraftRow, DraftShape
 from common.engine.overlap import OverlapLoop
 from common.errors import (
     DeadlineExceeded,
@@ -26,27 +24,19 @@ from common.errors import (
     TransferFailed,
     Unavailable,
 )
-from common.ipc.router_link import RouterLink
-from common.kv_cache.page_space import PageSpace
-from common.messages.decode_inbox import DecodeMessage, Reserve
+from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
-from common.messages.identity import GraphTotals
 from common.messages.router_inbox import Failed, TokenRun, Tokens
 from common.node_life import NodeLife
-from common.observability.event_log import NO_EVENTS, EventLog
-from common.observability.logs import Log
-from decode_node.draft_watch import DraftWatch
-from decode_node.limits import DecodeLimits
 from decode_node.occupancy import Occupancy
-from decode_node.peers import PeerConnections
+from decode_node.parts import Links, Observation, Scheduling
+from decode_node.planner import Planned, Planner
 from decode_node.queues import Queues
 from decode_node.report import Report
 from decode_node.request import DecodeRequest, Emission
-from decode_node.retraction import Retraction
 from decode_node.scheduler import admit
-from decode_node.step import DecodeStep, LaunchedStep
+from decode_node.step_result import Launched, Worker
 from kv_transfer import receiver as transfer
-from kv_transfer.receiver import Receiver
 
 IDLE_WAIT_MS = 100
 WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a step runs
@@ -59,50 +49,34 @@ class DecodeNode:
     def __init__(
         self,
         incarnation: str,
-        link: RouterLink[DecodeMessage],
-        peers: PeerConnections,
-        poller: zmq.Poller,
-        receiver: Receiver,
-        space: PageSpace,
-        table: RequestTable,
-        retraction: Retraction,
-        step: DecodeStep,
-        limits: DecodeLimits,
+        links: Links,
+        scheduling: Scheduling,
+        worker: Worker,
         draft: DraftShape,
-        graphs: Callable[[], Sequence[GraphTotals]],
-        drafts: DraftWatch,
-        log: Log,
-        clock: Callable[[], float] = time.monotonic,
-        events: EventLog = NO_EVENTS,
+        observation: Observation,
     ) -> None:
-        self._events = events
-        self._link = link
-        self._peers = peers
-        self._poller = poller
-        self._receiver = receiver
-        self._space = space
-        self._step = step
-        self._limits = limits
+        """`draft`: what the draft state of a handoff record has to look like."""
+        self._link = links.router
+        self._peers = links.peers
+        self._poller = links.poller
+        self._receiver = links.receiver
+        self._space = scheduling.space
+        self._rules = scheduling.rules
+        self._limits = scheduling.limits
+        self._worker = worker
         self._draft = draft
-        self._drafts = drafts
-        self._log = log
-        self._clock = clock
+        self._drafts = observation.drafts
+        self._events = observation.events
+        self._log = observation.log
+        self._clock = observation.clock
         self.queues = Queues()  # for tests, too: what is where
-        self._occupancy = Occupancy(
-            self.queues,
-            space,
-            table,
-            retraction,
-            step.tokens_per_step,
-            step.slack,
-            step.needs_results,
-            limits.reserved_tokens,
-            limits.max_running,
-            events,
+        self._occupancy = Occupancy(self.queues, scheduling, self._events)
+        self._planner = Planner(self._occupancy, scheduling.rows, scheduling.rules)
+        self.life = NodeLife(
+            incarnation, self._link, Reserve, self._limits.drain_timeout, self._log, self._clock
         )
-        self.life = NodeLife(incarnation, link, Reserve, limits.drain_timeout, log, clock)
-        self._report = Report(self.queues, space, receiver, self._occupancy, graphs, step.phase_seconds)
-        poller.register(link.socket, zmq.POLLIN)
+        self._report = Report(self.queues, self._space, self._receiver, self._occupancy, observation)
+        self._poller.register(self._link.socket, zmq.POLLIN)
         self.loop = OverlapLoop(
             self._prepare,
             self._launch,
@@ -110,7 +84,7 @@ class DecodeNode:
             self._idle,
             self.life.stopping,
             self._watch_transfers,
-            AnnouncedWork(self._announce, self._work, clock),
+            AnnouncedWork(self._announce, self._planner.work, self._clock),
         )
 
     def run(self) -> None:
@@ -122,7 +96,7 @@ class DecodeNode:
 
     # -- one turn ----------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> list[DecodeRequest] | None:
+    def _prepare(self) -> Planned | None:
         now = self._clock()
         self.life.receive(self, now)
         self._move_transfers(now)
@@ -132,24 +106,22 @@ class DecodeNode:
         self._occupancy.resume(now)
         self._admit(now)
         self._occupancy.start_arrived(now)
-        batch = self._occupancy.batch()
+        planned = self._planner.next()
         self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
         self.life.end_turn(len(self.queues), now)
         self._events.flush()
-        return batch or None
+        return planned
 
-    def _launch(self, batch: list[DecodeRequest]) -> LaunchedStep:
-        launched = self._step.launch(batch)
-        for request in batch:
-            request.step_launched(self._step.tokens_per_step)
-        self._report.steps += 1
+    def _launch(self, planned: Planned) -> Launched:
+        launched = self._worker.apply(planned.plan)
+        self._planner.launched(planned)
+        self._report.steps += bool(planned.batch)
         return launched
 
-    def _finish(self, launched: LaunchedStep) -> None:
+    def _finish(self, launched: Launched) -> None:
         now = self._clock()
         runs: list[TokenRun] = []
-        for emission in launched.read():
-            emission.request.step_read(self._step.tokens_per_step, len(emission.tokens))
+        for emission in self._planner.read(launched):
             if not emission.request.ended:
                 run = self._accept(emission, now)
                 if run is not None:
@@ -159,11 +131,6 @@ class DecodeNode:
         if runs:
             self._link.send(Tokens(runs=runs))
         self._drafts.look(self._report.speculation)
-
-    def _work(self, batch: list[DecodeRequest]) -> Work:
-        """How much a step over the batch has to do; a row may verify fewer drafts than it has room for."""
-        drafts = len(batch) * (self._step.tokens_per_step - 1)
-        return Work.of(len(batch), sum(request.seq_len for request in batch), drafts)
 
     def _move_transfers(self, now: float) -> None:
         self._peers.pump()
@@ -244,7 +211,7 @@ class DecodeNode:
             )
         if self.queues.find(request.room) is not None or request.room in self.queues.quarantined:
             raise InvalidRequest(f"room {request.room} is in use")
-        self._limits.check(request, self._space, self._step.slack)
+        self._limits.check(request, self._space, self._rules.extra_slots)
 
     # -- moving between queues ---------------------------------------------------------------------------------
 

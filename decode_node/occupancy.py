@@ -6,43 +6,31 @@ arrived, running and retracted, and between no others.
 
 from __future__ import annotations
 
-from common.engine.kv_cache.request_table import RequestTable
-from common.kv_cache.page_space import PageLease, PageSpace
+from common.kv_cache.page_space import PageLease
 from common.observability.event_log import NO_EVENTS, EventLog
+from decode_node.parts import Scheduling
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest
-from decode_node.retraction import Retraction
 from decode_node.scheduler import choose_victim, headroom_pages
 
 
 class Occupancy:
     """The pool and the rows, seen from the batch. Owned by the node's main loop."""
 
-    def __init__(
-        self,
-        queues: Queues,
-        space: PageSpace,
-        table: RequestTable,
-        retraction: Retraction,
-        tokens_per_step: int,
-        slack: int,
-        needs_results: bool,
-        reserved_tokens: int,
-        max_running: int,
-        events: EventLog = NO_EVENTS,
-    ) -> None:
+    def __init__(self, queues: Queues, scheduling: Scheduling, events: EventLog = NO_EVENTS) -> None:
+        limits, rules = scheduling.limits, scheduling.rules
         self._events = events
         self._queues = queues
-        self._space = space
-        self._table = table
-        self._retraction = retraction
-        self._tokens_per_step = tokens_per_step
-        self._slack = slack
-        self._needs_results = needs_results
-        # never less than a step takes behind an unread one that drew little: a resumed request must not come back for
+        self._space = scheduling.space
+        self._rows = scheduling.rows
+        self._retraction = scheduling.retraction
+        self._tokens_per_step = rules.tokens_per_step
+        self._extra_slots = rules.extra_slots
+        self._needs_results = rules.drafts.needs_results
+        # never less than a step takes after an unread one that drew little: a resumed request must not come back for
         # the very page that another lacks
-        self._reserved_tokens = max(reserved_tokens, 2 * tokens_per_step - 1)
-        self._max_running = max_running
+        self._reserved_tokens = max(limits.reserved_tokens, 2 * rules.tokens_per_step - 1)
+        self._max_running = limits.max_running
         self.retractions = 0
 
     def try_lease(self, request: DecodeRequest) -> PageLease | None:
@@ -65,7 +53,10 @@ class Occupancy:
             running[request.room] = request
 
     def batch(self) -> list[DecodeRequest]:
-        """Everyone who has a page for what the step writes. Others sit the step out, and one of all is retracted."""
+        """Everyone who has a page for what the step writes. Others sit the step out.
+
+        If some do and no pages are about to come free, one of all is retracted.
+        """
         batch: list[DecodeRequest] = []
         short = False
         for request in self._queues.running.values():
@@ -77,7 +68,8 @@ class Occupancy:
                 batch.append(request)
             else:
                 short = True
-        if short and not any(request.retract for request in self._queues.running.values()):
+        freeing = self._retraction.frees_pages or any(each.retract for each in self._queues.running.values())
+        if short and not freeing:
             victim = choose_victim(self._queues.running.values())
             if victim is not None:
                 victim.retract = True
@@ -112,6 +104,14 @@ class Occupancy:
             self._events.add("resumed", request.room, pages=pages)
             self._queues.running[request.room] = request
 
+    def planned(self, generation: int) -> None:
+        """All moves decided so far are part of this plan."""
+        self._retraction.planned(generation)
+
+    def read(self, generation: int) -> None:
+        """The plan has been carried out: pages that it saved come free."""
+        self._retraction.read(generation)
+
     def leave(self, request: DecodeRequest) -> None:
         """An ended request leaves the batch once no step under way writes to its pages."""
         if request.in_flight == 0 and self._queues.running.pop(request.room, None) is not None:
@@ -128,7 +128,7 @@ class Occupancy:
         self._events.add("freed", request.room)
 
     def _has_row(self) -> bool:
-        return len(self._queues.running) < self._max_running and self._table.free_rows > 0
+        return len(self._queues.running) < self._max_running and self._rows.free > 0
 
     def _leaves_headroom(self, request: DecodeRequest, needed: int) -> bool:
         """Whether `needed` pages may go to this request. It always fits where nobody else is."""
@@ -142,13 +142,13 @@ class Occupancy:
         """Pages for what the next step writes; False if there are none."""
         assert request.lease is not None
         held = len(request.lease.pages)
-        wanted = min(request.seq_len + self._tokens_per_step, request.most_kv + self._slack)
+        wanted = min(request.seq_len + self._tokens_per_step, request.most_kv + self._extra_slots)
         missing = self._space.pages_for(wanted) - held
         if missing <= 0:
             return True
         fresh = request.lease.grow(missing)
         if fresh is None:
             return False
-        self._table.append(request.row, held, fresh)
+        self._rows.append(request.row, held, fresh)
         self._events.add("grown", request.room, pages=fresh)
         return True

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
 from common.kv_cache.page_space import PageSpace
-from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
+from common.messages.identity import NodeCounters, NodeLoad
 from decode_node.accept_counters import AcceptCounters
 from decode_node.occupancy import Occupancy
+from decode_node.parts import Observation
 from decode_node.queues import Queues
 from kv_transfer.receiver import Receiver
 
@@ -21,16 +20,14 @@ class Report:
         space: PageSpace,
         receiver: Receiver,
         occupancy: Occupancy,
-        graphs: Callable[[], Sequence[GraphTotals]],
-        phase_seconds: Mapping[str, float],
+        observation: Observation,
     ) -> None:
-        """`phase_seconds` goes on growing: it is read anew each time."""
         self._queues = queues
         self._space = space
         self._receiver = receiver
         self._occupancy = occupancy
-        self._graphs = graphs
-        self._phase_seconds = phase_seconds
+        self._graphs = observation.graphs
+        self._phase_seconds = observation.phase_seconds
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.steps = self.transfers = self.transfer_failures = 0
         self.speculation = AcceptCounters()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import torch
 from msgspec.structs import replace
 
-from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow
+from common.engine.draft_row import NO_DRAFT, DraftRow
 from common.engine.sampling_plan import finish_reason
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
@@ -15,16 +15,11 @@ from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 
 
-@dataclass(slots=True)
-class Backup:
-    """KV pages of a retracted request in host memory."""
+class Backup(NamedTuple):
+    """What a retracted request holds in host memory."""
 
-    pages: tuple[list[torch.Tensor], ...]  # per pool, as KvPool.copy_pages_out gives it
     num_pages: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(planes.nbytes for pages in self.pages for planes in pages)
+    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +43,7 @@ class DecodeRequest:
     images: tuple[ImageSpan, ...] = ()  # in the prompt
     salt: bytes = b""  # of its pages in the prefix cache
     lease: PageLease | None = None
-    row: int = 0  # in RequestTable and RelayState, 0 = none
+    row: int = 0  # of page table and relay state, 0 = none
     output: list[int] = field(
         default_factory=list
     )  # tokens the host knows; the first one came with the record

@@ -1,60 +1,75 @@
-"""Moves the KV of a request out of the pool and back, so that others can go on and nothing is computed twice."""
+"""Decides what is saved of a request that leaves the batch for want of pages, so that nothing is computed twice.
+
+The copies themselves are moves of a plan (step_plan.py); host memory for them is bounded here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.rotary_places import RotaryPlaces
-from common.kv_cache.page_space import PageSpace
+from common.kv_cache.page_space import PageLease, PageSpace
+from decode_node.batch_rows import BatchRows
 from decode_node.request import Backup, DecodeRequest
+from decode_node.step_plan import Join, Load, Save
 
 
 class Retraction:
     """Bounded host memory for retracted requests. Not thread-safe: the node's main loop owns it."""
 
     def __init__(
-        self,
-        pools: Sequence[KvPool],
-        space: PageSpace,
-        table: RequestTable,
-        relay: RelayState,
-        rotary: RotaryPlaces,
-        max_bytes: int,
+        self, space: PageSpace, rows: BatchRows, rotary: RotaryPlaces, page_bytes: int, max_bytes: int
     ) -> None:
-        """`pools` share page ids: the target's, and the draft's if there is one."""
-        self._pools = tuple(pools)
+        """`page_bytes`: one page in all pools, the target's and the draft's."""
         self._space = space
-        self._table = table
-        self._relay = relay
+        self._rows = rows
         self._rotary = rotary
+        self._page_bytes = page_bytes
         self._max_bytes = max_bytes
         self._used = 0
+        self._leaving: list[tuple[PageLease, int]] = []  # saved by the next plan
+        self._saving: dict[
+            int, list[tuple[PageLease, int]]
+        ] = {}  # generation of an unread plan -> saved by it
 
     @property
     def used_bytes(self) -> int:
-        """Host memory that backups hold now."""
+        """Host memory that backups hold now, with those that are planned."""
         return self._used
 
+    @property
+    def frees_pages(self) -> bool:
+        """Whether pages of retracted requests come free as soon as a plan has been read."""
+        return bool(self._leaving or self._saving)
+
     def save(self, request: DecodeRequest) -> bool:
-        """Free the request's pages and row; nothing of it may be in flight. False: no room, its KV is dropped."""
+        """Take the request's pages and row away; nothing of it may be in flight. False: no room, its KV is dropped."""
         assert request.in_flight == 0
         assert request.lease is not None
         pages = request.lease.pages[: self._space.pages_for(request.seq_len)]
-        size = len(pages) * sum(pool.page_bytes for pool in self._pools)
+        size = len(pages) * self._page_bytes
         kept = self._used + size <= self._max_bytes
-        if kept:
-            request.backup = Backup(tuple(pool.copy_pages_out(pages) for pool in self._pools), len(pages))
-            request.draft = self._relay.read_draft(request.row)
-            self._used += request.backup.nbytes
-        request.lease.commit(
-            self._space.keys(request.computed())
-        )  # still there at resume, if nobody needed the pages
-        self.release(request)
+        # still there at resume, if nobody needed the pages
+        request.lease.commit(self._space.keys(request.computed()))
         request.retract = False
-        return kept
+        if not kept:
+            self.release(request)
+            return False
+        request.backup = Backup(len(pages), size)
+        self._used += size
+        self._rows.save(Save(request.room, request.row, tuple(pages)))
+        self._leaving.append((request.lease, request.row))
+        request.lease, request.row = None, 0
+        return True
+
+    def planned(self, generation: int) -> None:
+        """The moves up to here are part of this plan."""
+        if self._leaving:
+            self._saving[generation], self._leaving = self._leaving, []
+
+    def read(self, generation: int) -> None:
+        """The plan has been carried out: what it saved may be given to others."""
+        for lease, row in self._saving.pop(generation, ()):
+            lease.release()
+            self._rows.give(row)
 
     def restore(self, request: DecodeRequest) -> bool:
         """Give the request pages and a row again, with the KV that it had. False: not enough pages yet."""
@@ -69,24 +84,29 @@ class Retraction:
         if lease is None:
             return False
         request.lease = lease
-        first, count = lease.cached_pages, request.backup.num_pages
-        for pool, pages in zip(self._pools, request.backup.pages, strict=True):
-            # [planes, pages, ...]
-            pool.copy_pages_in(lease.pages[first:count], [planes[:, first:count] for planes in pages])
         self.occupy(request)
+        first, last = lease.cached_pages, request.backup.num_pages
+        self._rows.load(Load(request.room, request.row, first, tuple(lease.pages[first:last])))
         self.drop(request)
         return True
 
     def occupy(self, request: DecodeRequest) -> None:
         """Give a request with pages its row, filled with what the next step needs."""
         assert request.lease is not None
-        request.row = self._table.take_row()
-        self._table.append(request.row, 0, request.lease.pages)
+        request.row = self._rows.take()
+        self._rows.append(request.row, 0, request.lease.pages)
         text = request.prompt + request.output
         assert request.seq_len == len(text) - 1, "the host knows all that was drawn"
-        outputs = request.emitted + len(request.output)
-        delta = self._rotary.delta(request.images)
-        self._relay.write_row(request.row, text, outputs, request.sampling, request.draft, delta)
+        self._rows.join(
+            Join(
+                row=request.row,
+                text=text,
+                outputs=request.emitted + len(request.output),
+                sampling=request.sampling,
+                rope_delta=self._rotary.delta(request.images),
+                draft=request.draft,
+            )
+        )
 
     def release(self, request: DecodeRequest) -> None:
         """Give back pages and row."""
@@ -94,11 +114,12 @@ class Retraction:
             request.lease.release()
             request.lease = None
         if request.row:
-            self._table.give_row(request.row)
+            self._rows.give(request.row)
             request.row = 0
 
     def drop(self, request: DecodeRequest) -> None:
-        """Forget the backup."""
+        """Forget the backup, once the plan that may load it has."""
         if request.backup is not None:
             self._used -= request.backup.nbytes
             request.backup = None
+            self._rows.forget(request.room)

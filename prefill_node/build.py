@@ -20,6 +20,7 @@ from common.engine import graph_start
 from common.engine.announced_work import COMPILE_SECONDS
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.signalled import SignalledAttention
+from common.engine.completion import completion_for
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import EAGER, CompiledBodies, missing_compiler
 from common.engine.cuda_graph.ladders import prefill_token_buckets
@@ -30,7 +31,6 @@ from common.engine.kv_cache.pool import KvPool
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner
 from common.engine.ops.triton_kernel import report_compilations
-from common.engine.overlap import completion_for
 from common.engine.rotary_places import rotary_places
 from common.engine.serving_link import serving_link
 from common.engine.serving_model import ServingModel, load_serving_model, page_space

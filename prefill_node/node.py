@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from common.engine.announced_work import AnnouncedWork
-from common.engine.kv_cache.relay_state import DraftShape, draft_rows
+from common.engine.draft_row import DraftShape
+from common.engine.kv_cache.relay_state import draft_rows
 from common.engine.overlap import OverlapLoop
-from common.engine.sampling_plan import finish_reason, read_tokens
+from common.engine.sampler import read_tokens
+from common.engine.sampling_plan import finish_reason
 from common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -143,7 +145,9 @@ class PrefillNode:
         """Pages written by this launch are complete: send them; finish the prompts that ended with it."""
         tokens: list[OutputToken | None] = []
         if launched.sampled is not None:
-            tokens = read_tokens(launched.sampled, [chunk.request.sampling for chunk in launched.finals])
+            tokens = read_tokens(
+                launched.sampled, [chunk.request.sampling.logprobs for chunk in launched.finals]
+            )
         drawn = {chunk.request.room: token for chunk, token in zip(launched.finals, tokens)}
         if launched.draft is not None:
             state = launched.draft

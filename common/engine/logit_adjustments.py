@@ -6,7 +6,7 @@ rebuilt from the request's text wherever it enters a batch: at hand-over, resume
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,27 +15,10 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.penalise import penalise
+from common.engine.sampling_plan import AdjustmentFacts, adjustment_facts
 from common.messages.generation import MAX_BIASES, MAX_STOP_IDS, SamplingParams
 
 Numbers = Sequence[int] | Sequence[float] | npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class AdjustmentFacts:
-    """What the host knows of a batch: the work to do, and how wide it is."""
-
-    penalties: bool  # some row has a penalty, so the tokens drawn must be counted
-    biases: int  # entries of the longest bias
-    withheld: int  # entries of the longest list of withheld tokens
-
-
-def adjustment_facts(params: Iterable[SamplingParams]) -> AdjustmentFacts | None:
-    """None where every logit is taken as it is."""
-    penalties, biases, withheld = False, 0, 0
-    for each in params:
-        penalties = penalties or each.penalised
-        biases, withheld = max(biases, len(each.logit_bias)), max(withheld, len(each.withheld))
-    return AdjustmentFacts(penalties, biases, withheld) if penalties or biases or withheld else None
 
 
 def adjustment_bytes(num_rows: int, vocab_size: int) -> int:

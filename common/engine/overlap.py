@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-import torch
-
 from common.engine.announced_work import Announcer, Unannounced
 
 
@@ -30,51 +28,6 @@ class Completion(Protocol):
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Until the results may be read. `meanwhile` is called again and again as long as that takes."""
         ...
-
-
-class Immediate:
-    """Work that is done when the call returns: CPU."""
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        pass
-
-
-class Deferred:
-    """Done, but not to be read before the next launch: gives the CPU the order of events of a GPU."""
-
-    def ready(self) -> bool:
-        return False
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        pass
-
-
-class CudaCompletion:
-    """An event recorded on the current stream at construction."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def ready(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        if meanwhile is None:
-            self._event.synchronize()
-            return
-        while not self._event.query():  # type: ignore[no-untyped-call]
-            meanwhile()
-
-
-def completion_for(device: torch.device, one_behind: bool) -> Callable[[], Completion]:
-    """The factory that a node passes to its step: chosen once, in build. `one_behind` concerns the CPU alone."""
-    if device.type == "cuda":
-        return CudaCompletion
-    return Deferred if one_behind else Immediate
 
 
 class HasCompletion(Protocol):

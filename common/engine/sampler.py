@@ -7,6 +7,7 @@ the batch: a request that is retracted, resumed or moved draws the same tokens a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from common.engine.host_copies import on_host
 from common.engine.logit_adjustments import Adjustments
 from common.engine.ops.filter_floor import filter_floor
 from common.engine.ops.sample_tokens import sample_tokens
-from common.messages.generation import GREEDY_EPSILON
+from common.messages.generation import GREEDY_EPSILON, OutputToken, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -83,3 +84,28 @@ def filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Logits [R, V], divided by the temperature, with -inf for what `filter_floor` removes."""
     floor = filter_floor(scaled, torch.ones_like(top_p), top_k, top_p, torch.zeros_like(top_p))
     return scaled.masked_fill(scaled < floor[:, None], -torch.inf)
+
+
+def read_tokens(output: SampleOutput, logprobs_of: Iterable[int | None]) -> list[OutputToken | None]:
+    """One token per row, None where the logits were not finite. Waits for the device: call after completion.
+
+    `logprobs_of`: of each row, how many top log-probabilities its request wants; None: not even the token's own.
+    """
+    ids = output.token_ids.tolist()
+    invalid = output.invalid.tolist()
+    logprobs = output.logprobs.tolist() if output.logprobs is not None else None
+    top_ids = output.top_ids.tolist() if output.top_ids is not None else None
+    top_logprobs = output.top_logprobs.tolist() if output.top_logprobs is not None else None
+    tokens: list[OutputToken | None] = []
+    for row, wanted in enumerate(logprobs_of):
+        if invalid[row]:
+            tokens.append(None)
+        elif wanted is None or logprobs is None:
+            tokens.append(OutputToken(ids[row]))
+        else:
+            assert top_ids is not None
+            assert top_logprobs is not None
+            top = tuple(top_ids[row][:wanted]), tuple(top_logprobs[row][:wanted])
+            logprob = TokenLogprob(logprobs[row], *top)
+            tokens.append(OutputToken(ids[row], logprob))
+    return tokens

@@ -1,13 +1,29 @@
-"""Host side of sampling, for both nodes: which variant a batch needs, what was drawn, whether it ends there."""
+"""Host side of sampling, for both nodes: which variant a batch needs, and whether a request ends. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.engine.logit_adjustments import AdjustmentFacts, adjustment_facts
-from common.engine.sampler import SampleOutput
-from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken, SamplingParams, TokenLogprob
+from common.messages.generation import FINISH_LENGTH, FINISH_STOP, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustmentFacts:
+    """What the host knows of a batch: the work to do, and how wide it is."""
+
+    penalties: bool  # some row has a penalty, so the tokens drawn must be counted
+    biases: int  # entries of the longest bias
+    withheld: int  # entries of the longest list of withheld tokens
+
+
+def adjustment_facts(params: Iterable[SamplingParams]) -> AdjustmentFacts | None:
+    """None where every logit is taken as it is."""
+    penalties, biases, withheld = False, 0, 0
+    for each in params:
+        penalties = penalties or each.penalised
+        biases, withheld = max(biases, len(each.logit_bias)), max(withheld, len(each.withheld))
+    return AdjustmentFacts(penalties, biases, withheld) if penalties or biases or withheld else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +46,6 @@ def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
         num_logprobs=max(wanted) if wanted else None,
         adjust=adjustment_facts(params),
     )
-
-
-def read_tokens(output: SampleOutput, params: Iterable[SamplingParams]) -> list[OutputToken | None]:
-    """One token per row, None where the logits were not finite. Waits for the device: call after completion."""
-    ids = output.token_ids.tolist()
-    invalid = output.invalid.tolist()
-    logprobs = output.logprobs.tolist() if output.logprobs is not None else None
-    top_ids = output.top_ids.tolist() if output.top_ids is not None else None
-    top_logprobs = output.top_logprobs.tolist() if output.top_logprobs is not None else None
-    tokens: list[OutputToken | None] = []
-    for row, wanted in enumerate(params):
-        if invalid[row]:
-            tokens.append(None)
-        elif wanted.logprobs is None or logprobs is None:
-            tokens.append(OutputToken(ids[row]))
-        else:
-            assert top_ids is not None
-            assert top_logprobs is not None
-            n = wanted.logprobs
-            logprob = TokenLogprob(logprobs[row], tuple(top_ids[row][:n]), tuple(top_logprobs[row][:n]))
-            tokens.append(OutputToken(ids[row], logprob))
-    return tokens
 
 
 def finish_reason(token_id: int, output_tokens: int, sampling: SamplingParams) -> str | None:

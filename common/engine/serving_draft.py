@@ -7,9 +7,10 @@ from pathlib import Path
 
 from common.draft_config import DraftConfig, draft_fingerprint, proposals_for
 from common.engine.attention.paged import PagedAttention
+from common.engine.draft_row import DraftShape
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.relay_state import DraftShape
+from common.engine.kv_cache.relay_state import hidden_dtype
 from common.engine.layers.placement import Placement
 from common.engine.loaded_draft import DraftParts, LoadedDraft
 from common.engine.models.causal_lm import CausalLM
@@ -59,8 +60,8 @@ def draft_shape(config: DraftConfig, topk: int, placement: Placement) -> DraftSh
     """What travels with a request, by the width functions; nothing for a draft without hidden states."""
     if not config.target_hidden:
         return DraftShape()
-    carried = EagleDraftInput.carried_size_for(config), EagleDraftInput.dtype_for(placement)
-    return DraftShape(proposals_for(config, topk), *carried, config.model.vocab_size)
+    width, dtype = EagleDraftInput.carried_size_for(config), EagleDraftInput.dtype_for(placement)
+    return DraftShape(proposals_for(config, topk), width, hidden_dtype(dtype), config.model.vocab_size)
 
 
 def _check_takes_embeds(path: Path, config: DraftConfig, directory: DraftDirectory, target: CausalLM) -> None:

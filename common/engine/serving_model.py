@@ -9,9 +9,9 @@ import torch
 
 from common.draft_config import DraftConfig, lookahead_for, with_steps
 from common.engine.checkpoint_layout import checkpoint_layout
+from common.engine.draft_row import DraftShape
 from common.engine.encoder_memory import encoder_bytes
 from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.relay_state import DraftShape
 from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import adjustment_bytes
 from common.engine.memory import (

@@ -24,8 +24,8 @@ from common.engine.cuda_graph.rules import Phase
 from common.engine.cuda_graph.slots import ROW0, Inputs, Slot, StaticInputs
 from common.engine.cuda_graph.spec import PLAIN, Axis, CaptureSpec, ShapeKey, request_shapes
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.ops.round_inputs import gather_rows, window_places
 from common.engine.sampling_plan import SamplingVariant
 
@@ -145,7 +145,7 @@ class Rounds:
     def __init__(
         self,
         relay: RelayState,
-        table: RequestTable,
+        table: PageTable,
         page_size: int,
         max_seq_len: int,
         reach: int,

@@ -11,15 +11,15 @@ import torch
 from common.engine.cuda_graph.node_graphs import NodeGraphs
 from common.engine.cuda_graph.rules import Phase
 from common.engine.host_copies import on_device
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.overlap import Completion
-from common.engine.sampling_plan import read_tokens, sampling_variant
+from common.engine.sampler import read_tokens
 from common.engine.stopwatch import Stopwatch
-from decode_node.request import DecodeRequest, Emission
-from decode_node.speculative.drafters.drafter import Drafter, Look
+from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.rounds import RoundCall
 from decode_node.speculative.verifier import Acceptor
 from decode_node.speculative.verify import Emitted, Verify
+from decode_node.step_plan import PlannedRow, StepPlan
+from decode_node.step_result import RowTokens, StepResult
 
 PHASES = (Phase.DRAFT.value, Phase.VERIFY.value, Phase.DRAFT_EXTEND.value)
 
@@ -33,31 +33,25 @@ def no_seconds() -> dict[str, float]:
 class LaunchedRound:
     """1 .. N tokens per request: those behind the nodes of the accepted path."""
 
-    requests: Sequence[DecodeRequest]
+    rows: Sequence[PlannedRow]
     emitted: Emitted
-    drafted: Sequence[int]
+    drafted: Sequence[int]  # per row
     completion: Completion
     watch: Stopwatch
     phase_seconds: dict[str, float]  # of the step, which this round is added to
 
-    def read(self) -> list[Emission]:
-        emissions, _ = self.read_timed()
-        return emissions
-
-    def read_timed(self) -> tuple[list[Emission], float]:
-        """With the seconds that the round took on the device."""
+    def read(self) -> StepResult:
         laps = self.watch.seconds()
         for phase, seconds in zip(PHASES, laps, strict=True):
             self.phase_seconds[phase] += seconds
         sampled, counts = self.emitted.read()
-        depth = len(sampled.token_ids) // max(len(self.requests), 1)
-        params = [request.sampling for request in self.requests for _ in range(depth)]
-        drawn = read_tokens(sampled, params)
-        emissions = [
-            Emission(request, drawn[row * depth : row * depth + counts[row]], self.drafted[row])
-            for row, request in enumerate(self.requests)
+        depth = len(sampled.token_ids) // len(self.rows)
+        drawn = read_tokens(sampled, [row.logprobs for row in self.rows for _ in range(depth)])
+        rows = [
+            RowTokens(drawn[index * depth : index * depth + count], drafted)
+            for index, (count, drafted) in enumerate(zip(counts, self.drafted, strict=True))
         ]
-        return emissions, sum(laps)
+        return StepResult(rows, sum(laps))
 
 
 class SpeculativeStep:
@@ -68,7 +62,6 @@ class SpeculativeStep:
         verify: Verify,
         drafter: Drafter,
         acceptor: Acceptor,
-        table: RequestTable,
         device: torch.device,
         completion: Callable[[], Completion],
         stopwatch: Callable[[], Stopwatch],
@@ -78,7 +71,6 @@ class SpeculativeStep:
         self._verify = verify
         self._drafter = drafter
         self._acceptor = acceptor
-        self._table = table
         self._device = device
         self._completion = completion
         self._stopwatch = stopwatch
@@ -86,15 +78,13 @@ class SpeculativeStep:
 
     @property
     def tokens_per_step(self) -> int:
+        """KV slots that one round may write, and tokens that it may draw, per request."""
         return self._drafter.reach
 
     @property
-    def slack(self) -> int:
+    def extra_slots(self) -> int:
+        """KV slots that a round may need past the last token of a request, for branches that lie side by side."""
         return self._acceptor.slack
-
-    @property
-    def needs_results(self) -> bool:
-        return self._drafter.needs_results
 
     @property
     def graphs(self) -> list[NodeGraphs[Any]]:
@@ -103,11 +93,9 @@ class SpeculativeStep:
         phases.sort(key=lambda phase: PHASES.index(phase.graphs.spec.phase))
         return [phase.node_graphs for phase in phases]
 
-    def launch(self, requests: Sequence[DecodeRequest]) -> LaunchedRound:
-        """Start one round. `request.launched` must not count it yet."""
-        self._table.flush()
-        look = self._drafter.look(requests)
-        call = self._call(requests, look)
+    def launch(self, plan: StepPlan) -> LaunchedRound:
+        drafts = self._drafter.nodes - 1
+        call = self._call(plan, drafts)
         watch = self._stopwatch()
         self._drafter.propose(call)
         watch.lap()
@@ -116,15 +104,14 @@ class SpeculativeStep:
         self._drafter.absorb(call)
         watch.lap()
         done = self._completion()
-        return LaunchedRound(tuple(requests), emitted, look.drafted, done, watch, self.phase_seconds)
+        drafted = [len(each) for each in plan.drafts] or [drafts] * len(plan.rows)
+        return LaunchedRound(plan.rows, emitted, drafted, done, watch, self.phase_seconds)
 
-    def _call(self, requests: Sequence[DecodeRequest], look: Look) -> RoundCall:
-        """All that the host has to say, in one copy."""
-        told: list[list[int]] = []
-        for index, request in enumerate(requests):
-            assert request.lease is not None
-            drafts = () if look.drafts is None else look.drafts[index]
-            told.append([request.row, len(request.lease.pages), *drafts])
+    def _call(self, plan: StepPlan, drafts: int) -> RoundCall:
+        """All that the plan says of the round, in one copy. Drafts of texts are filled up to `drafts`."""
+        assert plan.sampling is not None
+        told = [[planned.row, planned.pages] for planned in plan.rows]
+        for row, found in zip(told, plan.drafts):
+            row.extend((*found, *[0] * (drafts - len(found))))
         values = on_device(told, self._device)
-        sampling = sampling_variant(request.sampling for request in requests)
-        return RoundCall(values[:, :2], sampling, None if look.drafts is None else values[:, 2:])
+        return RoundCall(values[:, :2], plan.sampling, values[:, 2:] if plan.drafts else None)

@@ -20,12 +20,14 @@ from torch import Tensor
 from common.config.schema import Cluster, DecodeSection, Kv, Model, Speculation
 from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
+from common.engine.completion import completion_for
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.rules import PhaseSwitch
+from common.engine.draft_row import NO_DRAFT, DraftRow, DraftShape
 from common.engine.draft_runner import DraftRunner, load_eagle3
 from common.engine.forward.draft_inputs import EagleDraftInput
-from common.engine.kv_cache.relay_state import NO_DRAFT, DraftRow, DraftShape, RelayState, draft_rows
-from common.engine.kv_cache.request_table import RequestTable
+from common.engine.kv_cache.page_table import PageTable
+from common.engine.kv_cache.relay_state import RelayState, draft_rows, hidden_dtype
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.loaded_draft import HeadDraft
@@ -35,9 +37,8 @@ from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import D2T, Eagle3Head
 from common.engine.models.registry import build_model
-from common.engine.overlap import completion_for
 from common.engine.rotary_places import OneAxis
-from common.engine.sampling_plan import read_tokens
+from common.engine.sampler import read_tokens
 from common.engine.serving_draft import ServingDraft
 from common.engine.serving_model import ServingModel
 from common.kv_cache.page_space import PageSpace, as_keys
@@ -50,8 +51,9 @@ from common.node_plan import PoolWish
 from common.observability.logs import Log
 from common.speculation.directory import load_draft_config
 from decode_node import build
+from decode_node.batch_rows import BatchRows
+from decode_node.build import DecodeSteps
 from decode_node.request import DecodeRequest
-from decode_node.step import DecodeStep
 from deploy.tiny_models.constructed import tensors
 from deploy.tiny_models.constructed_head import Drafting, head_config, head_tensors
 from deploy.tiny_models.constructed_shape import SPECIAL, Shape
@@ -129,8 +131,8 @@ class Engine:
         of = pair.draft.model
         shapes = of.num_layers, of.num_kv_heads, of.head_dim, PAGE, pages
         self.draft_pool = plain_pool(*shapes, placement.dtype, self.device)
-        carried = EagleDraftInput.hidden_size_for(pair.draft), EagleDraftInput.dtype_for(placement)
-        topk = DraftShape(1, *carried, model.config.vocab_size)
+        width, dtype = EagleDraftInput.hidden_size_for(pair.draft), EagleDraftInput.dtype_for(placement)
+        topk = DraftShape(1, width, hidden_dtype(dtype), model.config.vocab_size)
         serving_draft = ServingDraft(HeadDraft(pair.head, 1), pair.draft, "bench", topk)
         self._served = ServingModel(
             model=model,
@@ -151,24 +153,25 @@ class Engine:
         eager = node_graphs.DraftPrefillPlan(self.runner, PhaseSwitch("none"), CHUNK)
         self._draft_prefill = node_graphs.draft_head_graphs(draft_runner, pair.draft, eager).forward
         self.space = PageSpace(PAGE, pages, NoPrefixCache())
-        self.table = RequestTable(rows, self.space.pages_for(max_len + behind), self.device)
+        self.rows = BatchRows(rows)
+        self.table = PageTable(rows, self.space.pages_for(max_len + behind), self.device)
         self.relay = RelayState.allocate(rows, model.config.vocab_size, self.device, topk)
 
-    def step(self, algorithm: str) -> DecodeStep:
-        """The decode node's own step, "eagle3" or "none", its graphs captured."""
+    def step(self, algorithm: str) -> DecodeSteps:
+        """The decode node's own steps, "eagle3" or "none", their graphs captured."""
         cluster = Cluster(
             model=Model(path="bench"),
             kv=Kv(page_size=PAGE),
-            decode=DecodeSection(max_running=self.table.free_rows, graphs=self._graphs),  # type: ignore[arg-type]
+            decode=DecodeSection(max_running=self.rows.free, graphs=self._graphs),  # type: ignore[arg-type]
             speculation=Speculation(algorithm=algorithm, steps=self.steps),  # type: ignore[arg-type]
         )
         draft = self.draft_runner if algorithm != "none" else None
-        step, graphs = build.decode_step(cluster, self._served, self.runner, draft, self.table, self.relay)
-        for phase in graphs:
+        steps = build.decode_steps(cluster, self._served, self.runner, draft, self.table, self.relay)
+        for phase in steps.graphs:
             node_graphs.capture(phase, Log("bench"))
             failed = [row.error for row in phase.forward.graphs.rows if row.error]
             assert not failed, failed
-        return step
+        return steps
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[list[int]], max_tokens: int, drafting: bool) -> list[DecodeRequest]:
@@ -194,7 +197,7 @@ class Engine:
             if launched.sampled is None:
                 continue
             finals = [chunk.request for chunk in launched.finals]
-            tokens = read_tokens(launched.sampled, [greedy] * len(finals))
+            tokens = read_tokens(launched.sampled, [None] * len(finals))
             state = launched.draft
             states = (
                 [NO_DRAFT] * len(finals)
@@ -217,12 +220,12 @@ class Engine:
             received=0.0,
             deadline=time.monotonic() + 3600,
             lease=prefill.lease,
-            row=self.table.take_row(),
+            row=self.rows.take(),
             output=[first],
             launched=1,
         )
         assert request.lease is not None
-        self.table.append(request.row, 0, request.lease.pages)
+        self.table.write([(request.row, logical, page) for logical, page in enumerate(request.lease.pages)])
         self.relay.write_row(request.row, [*request.prompt, first], 1, request.sampling, draft)
         return request
 
@@ -231,7 +234,7 @@ class Engine:
         for request in requests:
             assert request.lease is not None
             request.lease.release()
-            self.table.give_row(request.row)
+            self.rows.give(request.row)
 
 
 def random_prompts(pair: Pair, count: int, length: int, seed: int) -> list[list[int]]:

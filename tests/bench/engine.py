@@ -28,27 +28,30 @@ import numpy as np
 import torch
 
 from common.engine.attention.paged import PagedAttention
+from common.engine.completion import completion_for
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import build_model
-from common.engine.overlap import completion_for
 from common.engine.rotary_places import OneAxis
-from common.kv_cache.page_space import PageSpace
+from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from common.model_config import ModelConfig
 from common.observability.logs import Log
+from decode_node.planner import step_plan
 from decode_node.request import DecodeRequest
 from decode_node.step import AutoregressiveStep
+from decode_node.step_result import Launched
+from decode_node.step_rules import StepRules
 from deploy.tiny_models.constructed import tensors
 from deploy.tiny_models.constructed_shape import Shape
 from prefill_node.draft import NoDraft
@@ -202,18 +205,20 @@ class DecodeSteps:
         self._device = device = runner.pool.device
         longest = context + steps + 8
         pages_each = -(-longest // PAGE)
-        table = RequestTable(most, pages_each, device)
+        table = PageTable(most, pages_each, device)
         self._relay = RelayState.allocate(most, runner.model.embed_tokens.weight.shape[0], device)
         graphs = node_graphs.decode_graphs(runner, self._relay, table, PhaseSwitch(wanted), most, longest)
         node_graphs.capture(graphs, LOG)
         self.told = node_graphs.report(graphs)
         completion = completion_for(device, one_behind=True)
-        self._step = AutoregressiveStep(graphs.forward, table, device, completion)
+        self._step = AutoregressiveStep(graphs.forward, device, completion)
+        space = PageSpace(PAGE, 1 + most * pages_each, NoPrefixCache())
         self._requests = []
         for index in range(most):
-            request = DecodeRequest(0, "", [0] * context, 0, GREEDY, NOBODY, 0.0, 0.0, row=table.take_row())
-            first = 1 + index * pages_each
-            table.append(request.row, 0, list(range(first, first + pages_each)))
+            request = DecodeRequest(0, "", [0] * context, 0, GREEDY, NOBODY, 0.0, 0.0, row=index + 1)
+            request.lease = space.lease(as_keys(request.prompt), pages_each, 0)
+            assert request.lease is not None
+            table.write([(request.row, logical, page) for logical, page in enumerate(request.lease.pages)])
             self._requests.append(request)
 
     def measure(self, count: int, repeats: int) -> Figures:
@@ -221,10 +226,15 @@ class DecodeSteps:
         requests = self._requests[:count]
         for index, request in enumerate(requests):
             self._relay.write_row(request.row, [*request.prompt, 100 + index], 1, GREEDY)
-        clock, before, last = Clock(self._device), self._step.launch(requests), time.perf_counter()
-        for _ in range(repeats + WARM_UP):
+        rules = StepRules()
+
+        def launch(generation: int) -> Launched:
+            return self._step.launch(step_plan(requests, rules, generation))
+
+        clock, before, last = Clock(self._device), launch(0), time.perf_counter()
+        for index in range(repeats + WARM_UP):
             with clock.launching():
-                ahead = self._step.launch(requests)
+                ahead = launch(index + 1)
             before.completion.wait()
             before.read()
             now = time.perf_counter()

@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 
+from decode_node.build import DecodeSteps
+from decode_node.planner import step_plan
 from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep
-from decode_node.step import DecodeStep, LaunchedStep
+from decode_node.step_plan import StepPlan
+from decode_node.step_result import Launched
 from deploy.tiny_models.constructed_head import Drafting
 from deploy.tiny_models.constructed_shape import Shape
 from tests.bench.drafted_engine import Engine, Pair, constructed, loaded, random_prompts
@@ -101,23 +104,25 @@ def watch(step: SpeculativeStep) -> Marks:
     return marks
 
 
-def run(step: DecodeStep, requests: Sequence[DecodeRequest], rounds: int) -> tuple[float, float]:
+def run(steps: DecodeSteps, requests: Sequence[DecodeRequest], rounds: int) -> tuple[float, float]:
     """(wall-clock ms per step, tokens per step and request) with the next step launched before one is read."""
     device = torch.cuda.is_available()
-    unread: list[LaunchedStep] = []
+    unread: list[tuple[StepPlan, Launched]] = []
+    most = steps.rules.tokens_per_step
     drawn, begin = 0, 0.0
 
     def read() -> int:
-        launched = unread.pop(0)
+        plan, launched = unread.pop(0)
         launched.completion.wait()
-        tokens = 0
-        for emission in launched.read():
-            emission.request.step_read(step.tokens_per_step, len(emission.tokens))
-            known = [token.id for token in emission.tokens if token is not None]
-            assert len(known) == len(emission.tokens), "logits that are not finite"
-            emission.request.output += known
-            tokens += len(known)
-        return tokens
+        result, accepted = launched.read(), []
+        for request, row in zip(requests, result.rows, strict=True):
+            request.step_read(most, len(row.tokens))
+            known = [token.id for token in row.tokens if token is not None]
+            assert len(known) == len(row.tokens), "logits that are not finite"
+            request.output += known
+            accepted.append(len(known) - 1)
+        steps.rules.widths.observe(len(requests), plan.width, accepted, result.seconds)
+        return sum(accepted) + len(requests)
 
     for index in range(WARM_UP + rounds):
         if index == WARM_UP:
@@ -126,9 +131,10 @@ def run(step: DecodeStep, requests: Sequence[DecodeRequest], rounds: int) -> tup
             if device:
                 torch.cuda.synchronize()
             begin = time.perf_counter()
-        unread.append(step.launch(requests))
+        plan = step_plan(requests, steps.rules, index)
+        unread.append((plan, steps.by_width[plan.width].launch(plan)))
         for request in requests:
-            request.step_launched(step.tokens_per_step)
+            request.step_launched(most)
         if len(unread) > 1:
             drawn += read() * (index >= WARM_UP)
     while unread:
@@ -178,15 +184,15 @@ class Comparison:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._ceilings = Ceilings.measure(engine.device)
-        speculative = engine.step("eagle3")
-        assert isinstance(speculative, SpeculativeStep)
-        self._speculative, self._plain = speculative, engine.step("none")
-        self._marks = watch(speculative)
+        self._speculative, self._plain = engine.step("eagle3"), engine.step("none")
+        (round_step,) = self._speculative.by_width.values()
+        assert isinstance(round_step, SpeculativeStep)
+        self._marks = watch(round_step)
 
     def measure(self, batch: int, length: int, rounds: int) -> Row:
         """Both steps over the same prompts."""
         engine, prompts = self._engine, random_prompts(self._engine.pair, batch, length, seed=batch)
-        most = (WARM_UP + rounds + 1) * self._speculative.tokens_per_step + 1
+        most = (WARM_UP + rounds + 1) * self._speculative.rules.tokens_per_step + 1
         texts, times = [], []
         for step in (self._speculative, self._plain):
             requests = engine.start(prompts, most, drafting=step is self._speculative)

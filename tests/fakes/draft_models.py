@@ -18,11 +18,12 @@ from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_s
 from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.slots import Inputs
+from common.engine.draft_row import DraftShape
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.relay_state import DraftShape
+from common.engine.kv_cache.relay_state import hidden_dtype
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import EMBEDDING, LM_HEAD, Eagle3Head, EagleHead
@@ -30,14 +31,14 @@ from common.engine.models.registry import build_model
 from common.kv_cache.page_space import keys_with_lookahead
 from common.kv_cache.radix_cache import Keys
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import Drafter, Look
+from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import Round, RoundCall
 from decode_node.speculative.verifier import TreeAcceptor
 from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
-from tests.fakes.drafters import Bench, speculative
+from tests.fakes.drafters import Bench, Told, speculative
 from tests.fakes.late_graphs import capture_late
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.pools import model_pool, plain_pool
@@ -111,7 +112,7 @@ class DraftModel(NoDraftModel):
         self.aux_layers = config.aux_layers
         self.model = config.model
         width = EagleDraftInput.hidden_size_for(config)
-        self.shape = DraftShape(topk, width, EagleDraftInput.dtype_for(PLACEMENT), VOCAB)
+        self.shape = DraftShape(topk, width, hidden_dtype(EagleDraftInput.dtype_for(PLACEMENT)), VOCAB)
         self.target_hidden = EagleDraftExtendInput.hidden_size_for(config)
 
     @property
@@ -201,20 +202,15 @@ class Watched:
     def __init__(self, inner: Drafter, bench: Bench) -> None:
         self._inner = inner
         self._relay, self._draft_pool = bench.parts.relay, bench.parts.draft_pool
-        self._requests: Sequence[DecodeRequest] = ()
+        self.told = Told()
         self.state = inner.state
         self.nodes, self.reach = inner.nodes, inner.reach
-        self.needs_results = inner.needs_results
         self.hidden_mode = inner.hidden_mode
         self.phases, self.slots = inner.phases, inner.slots
 
-    def look(self, requests: Sequence[DecodeRequest]) -> Look:
-        self._requests = requests
-        return self._inner.look(requests)
-
     def propose(self, call: RoundCall) -> None:
         self._inner.propose(call)
-        for index, request in enumerate(self._requests):
+        for index, request in enumerate(self.told.requests):
             told = int(self._relay.seq_len[request.row]) + 1 - len(request.prompt)
             answer = self.answer(request)
             self.watch(index, request.prompt + answer[:told], answer[told:])
@@ -225,7 +221,7 @@ class Watched:
 
     def draft_kv(self, index: int, count: int) -> torch.Tensor:
         """[planes, count, heads, D]: of the first positions of request `index` of the batch."""
-        request = self._requests[index]
+        request = self.told.requests[index]
         assert request.lease is not None
         assert self._draft_pool is not None
         pages = torch.tensor(request.lease.pages)

@@ -16,15 +16,18 @@ from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.model_runner import ModelRunner
 from common.engine.stopwatch import HostStopwatch
+from decode_node.build import DecodeSteps, speculative_steps
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import Drafter, Look
+from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.drafters.ngram import NgramDrafter
+from decode_node.speculative.ngram_texts import NgramTexts
 from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.tree import tree
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Verify
+from decode_node.step_rules import Drafts, FixedWidth, NoTextDrafts, TextDrafts
 from tests.fakes.node_cluster import REACH, MakeStep, Parts
 from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference
 
@@ -50,33 +53,47 @@ def speculative(
     make_drafter: MakeDrafter,
     make_acceptor: Callable[[ModelRunner], Acceptor] = lambda runner: ChainAcceptor(),
     buckets: Sequence[int] = (),
+    texts: Callable[[], TextDrafts] = NoTextDrafts,
 ) -> MakeStep:
-    """As build.py composes it; graphs, captured, for `buckets` requests."""
+    """As build.py composes it; graphs, captured, for `buckets` requests. A drafter's `told` is told of the batch."""
 
-    def make(parts: Parts) -> SpeculativeStep:
+    def make(parts: Parts) -> DecodeSteps:
         rounds = Rounds(parts.relay, parts.table, parts.page_size, parts.max_len, REACH, plans(buckets))
         drafter, acceptor = make_drafter(Bench(parts, rounds)), make_acceptor(parts.runner)
         verify = Verify(parts.runner, rounds, drafter, acceptor)
+        seconds = no_seconds()
         step = SpeculativeStep(
-            verify,
-            drafter,
-            acceptor,
-            parts.table,
-            PLACEMENT.device,
-            parts.completion,
-            HostStopwatch,
-            no_seconds(),
+            verify, drafter, acceptor, PLACEMENT.device, parts.completion, HostStopwatch, seconds
         )
         for phase in step.graphs:
             phase.forward.graphs.capture()
             assert not [row.error for row in phase.forward.graphs.rows if row.error]
-        return step
+        drafts = drafter.nodes - 1
+        told: TextDrafts = getattr(drafter, "told", None) or texts()
+        return speculative_steps({drafts: step}, FixedWidth(drafts), told, seconds)
 
     return make
 
 
+class Told:
+    """Proposes nothing from texts and remembers the batch, for drafters of tests that look at requests."""
+
+    needs_results = False
+
+    def __init__(self) -> None:
+        self.requests: Sequence[DecodeRequest] = ()
+
+    def propose(self, requests: Sequence[DecodeRequest], width: int, /) -> Drafts:
+        self.requests = requests
+        return ()
+
+
 def ngram(steps: int, buckets: Sequence[int] = ()) -> MakeStep:
-    return speculative(lambda bench: NgramDrafter(bench.rounds, steps, max_texts=8), buckets=buckets)
+    return speculative(
+        lambda bench: NgramDrafter(bench.rounds, steps),
+        buckets=buckets,
+        texts=lambda: NgramTexts(max_texts=8),
+    )
 
 
 def foresight(hit: float, nodes: int, branch: int, buckets: Sequence[int] = ()) -> MakeStep:
@@ -94,7 +111,6 @@ def foresight(hit: float, nodes: int, branch: int, buckets: Sequence[int] = ()) 
 class Foresight:
     """Knows what plain decoding would say, whatever the device has drawn that the host has not read yet."""
 
-    needs_results = False
     hidden_mode = CaptureHiddenMode.NULL
     phases: Sequence[RoundPhase[Any]] = ()
     slots: Sequence[Slot[RoundCall]] = ()
@@ -107,14 +123,10 @@ class Foresight:
         self._hit = hit
         self._branch = branch
         self._random = random.Random(7)
-        self._requests: Sequence[DecodeRequest] = ()
-
-    def look(self, requests: Sequence[DecodeRequest]) -> Look:
-        self._requests = requests
-        return Look([self.nodes - 1] * len(requests))
+        self.told = Told()
 
     def propose(self, call: RoundCall) -> None:
-        for index, request in enumerate(self._requests):
+        for index, request in enumerate(self.told.requests):
             length = int(self._relay.seq_len[call.placed[index, 0]])  # a test may look at the device
             tokens, parents = self._grow(request, length)
             grown = tree(torch.tensor([[0, *tokens]]), torch.tensor([parents]), self._depth)

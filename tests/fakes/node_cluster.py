@@ -18,15 +18,17 @@ import decode_node.node
 import prefill_node.node
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.signalled import SignalledAttention
+from common.engine.completion import Deferred, Immediate
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.compiled_body import CompiledBodies
 from common.engine.cuda_graph.rules import PhaseSwitch
+from common.engine.draft_row import DraftShape
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.relay_state import DraftShape, RelayState
-from common.engine.kv_cache.request_table import RequestTable
+from common.engine.kv_cache.relay_state import RelayState
 from common.engine.logit_adjustments import AdjustmentRows
 from common.engine.model_runner import ModelRunner
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.overlap import Completion
 from common.engine.rotary_places import rotary_places
 from common.ipc import RouterSocket
 from common.kv_cache.page_space import PageSpace, as_keys
@@ -42,12 +44,18 @@ from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone, Tokens
 from common.model_config import ModelConfig
 from common.observability.logs import Log
+from decode_node.backups import Backups
+from decode_node.batch_rows import BatchRows
+from decode_node.build import DecodeSteps
 from decode_node.draft_watch import DraftWatch, NoWatch
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
+from decode_node.parts import Links, Observation, Scheduling
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
-from decode_node.step import AutoregressiveStep, DecodeStep
+from decode_node.step import AutoregressiveStep
+from decode_node.step_rules import StepRules
+from decode_node.worker import DeviceWorker
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
@@ -65,6 +73,7 @@ from prefill_node.vision import TextEmbeds
 from tests.fakes.clock import Clock
 from tests.fakes.fake_link import FakeLink
 from tests.fakes.late_graphs import capture_late
+from tests.fakes.plan_wire import WireWorker
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, tiny_model
 
 MakeCompletion = Callable[[], Completion]
@@ -77,14 +86,14 @@ class Parts:
 
     runner: ModelRunner
     draft_pool: KvPool | None
-    table: RequestTable
+    table: PageTable
     relay: RelayState
     page_size: int
     max_len: int
     completion: MakeCompletion
 
 
-MakeStep = Callable[[Parts], DecodeStep]
+MakeStep = Callable[[Parts], DecodeSteps]
 MakeSeeing = Callable[[zmq.Context[zmq.Socket[bytes]], ModelRunner], Seeing]
 
 
@@ -111,11 +120,12 @@ BODIES = CompiledBodies()  # of the models that all tests share
 RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted")
 
 
-def autoregressive(parts: Parts) -> DecodeStep:
+def autoregressive(parts: Parts) -> DecodeSteps:
     """Under tape graphs for up to three requests; more run eagerly."""
-    decode = node_graphs.decode_graphs(parts.runner, parts.relay, parts.table, WANTED, 3, MAX_LEN).forward
-    capture_late(decode.graphs)
-    return AutoregressiveStep(decode, parts.table, PLACEMENT.device, parts.completion)
+    graphs = node_graphs.decode_graphs(parts.runner, parts.relay, parts.table, WANTED, 3, MAX_LEN)
+    capture_late(graphs.forward.graphs)
+    step = AutoregressiveStep(graphs.forward, PLACEMENT.device, parts.completion)
+    return DecodeSteps({0: step}, StepRules(), [graphs], {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +197,10 @@ class DecodeSide(Side):
     node: DecodeNode = None  # type: ignore[assignment]
     receiver: Receiver = None  # type: ignore[assignment]
     peers: PeerConnections = None  # type: ignore[assignment]
-    table: RequestTable = None  # type: ignore[assignment]
     retraction: Retraction = None  # type: ignore[assignment]
-    step: DecodeStep = None  # type: ignore[assignment]
+    steps: DecodeSteps = None  # type: ignore[assignment]
+    backups: Backups = None  # type: ignore[assignment]
+    rows: BatchRows = None  # type: ignore[assignment]
 
 
 @dataclass(slots=True, eq=False)
@@ -393,8 +404,8 @@ class NodeCluster:
             if decode.alive:
                 assert decode.receiver.active == 0, "a room is left in the receiver"
                 assert decode.receiver.quarantined_pages == 0
-                assert decode.table.free_rows == self.shape.max_running, "a row is held"
-                assert decode.retraction.used_bytes == 0, "a backup is held"
+                assert decode.rows.free == self.shape.max_running, "a row is held"
+                assert decode.retraction.used_bytes == decode.backups.nbytes == 0, "a backup is held"
                 self._check_space(decode)
 
     def _check_space(self, side: PrefillSide | DecodeSide) -> None:
@@ -556,7 +567,7 @@ class NodeCluster:
         max_len = min(shape.max_len, space.total_pages * shape.page_size)
         # drafts reach behind the last token, as build.py allows for
         pages = space.total_pages + space.pages_for(2 * REACH)
-        table = RequestTable(shape.max_running, pages, PLACEMENT.device)
+        table = PageTable(shape.max_running, pages, PLACEMENT.device)
         relay = RelayState.allocate(shape.max_running, VOCAB, PLACEMENT.device, shape.draft.shape)
         runner = ModelRunner(
             tiny_model(aux=shape.draft.aux_layers, config=shape.model),
@@ -564,41 +575,38 @@ class NodeCluster:
             PagedAttention(pool, CONFIG.sliding_windows),
         )
         draft_pool = shape.draft.pool(layout, storage)
-        step = shape.step(Parts(runner, draft_pool, table, relay, shape.page_size, max_len, shape.completion))
+        steps = shape.step(
+            Parts(runner, draft_pool, table, relay, shape.page_size, max_len, shape.completion)
+        )
         link = FakeLink(self.context, decode_inbox.codec)  # type: ignore[arg-type]
         poller = zmq.Poller()
         peers = PeerConnections(self.context, name, incarnation, receiver, poller)
         pools = [pool, *([] if draft_pool is None else [draft_pool])]
         rotary = rotary_places(shape.model.rope)
-        retraction = Retraction(pools, space, table, relay, rotary, shape.backup_bytes)
+        rows = BatchRows(shape.max_running)
+        page_bytes = sum(each.page_bytes for each in pools)
+        retraction = Retraction(space, rows, rotary, page_bytes, shape.backup_bytes)
+        backups = Backups(pools, relay)
+        limits = DecodeLimits(
+            max_running=shape.max_running,
+            max_transferring=shape.max_transferring,
+            max_queue=shape.max_queue,
+            max_model_len=max_len,
+            vocab_size=VOCAB,
+            reserved_tokens=shape.reserved_tokens,
+            skip_ahead=shape.skip_ahead,
+            drain_timeout=10.0,
+        )
         node = DecodeNode(
             incarnation,
-            link,  # type: ignore[arg-type]
-            peers,
-            poller,
-            receiver,
-            space,
-            table,
-            retraction,
-            step,
-            DecodeLimits(
-                max_running=shape.max_running,
-                max_transferring=shape.max_transferring,
-                max_queue=shape.max_queue,
-                max_model_len=max_len,
-                vocab_size=VOCAB,
-                reserved_tokens=shape.reserved_tokens,
-                skip_ahead=shape.skip_ahead,
-                drain_timeout=10.0,
-            ),
+            Links(link, peers, poller, receiver),  # type: ignore[arg-type]
+            Scheduling(space, rows, retraction, steps.rules, limits),
+            WireWorker(DeviceWorker(steps.by_width, table, relay, backups, shape.completion)),
             shape.draft.shape,
-            lambda: (),
-            shape.watch,
-            Log(name),
-            self.clock,
+            Observation(Log(name), phase_seconds=steps.phase_seconds, drafts=shape.watch, clock=self.clock),
         )
         ref = NodeRef(name=name, role="decode", incarnation=incarnation)
-        return DecodeSide(ref, link, space, True, node, receiver, peers, table, retraction, step)
+        return DecodeSide(ref, link, space, True, node, receiver, peers, retraction, steps, backups, rows)
 
 
 def _requests(queue: object) -> list[object]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace as replace_fields
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 
 from common.engine.attention.paged import PagedAttention
@@ -17,8 +16,8 @@ from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
-from common.engine.sampler import SamplingBatch, sample
-from common.engine.sampling_plan import finish_reason, read_tokens
+from common.engine.sampler import SamplingBatch, read_tokens, sample
+from common.engine.sampling_plan import finish_reason
 from common.messages.generation import SamplingParams
 from common.model_config import ModelConfig
 from common.rope_config import RopeConfig
@@ -91,7 +90,7 @@ def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 
         logits = adjusted(
             _logits(tuple(ids)), prompt[: len(prompt) - emitted], ids[len(prompt) - emitted :], sampling
         )
-        token = read_tokens(sample(logits, batch), [replace(sampling, logprobs=None)])[0]
+        token = read_tokens(sample(logits, batch), [None])[0]
         assert token is not None
         ids.append(token.id)
         output.append(token.id)

@@ -30,8 +30,8 @@ from common.engine.cuda_graph.outputs import OutField, OutputSpec
 from common.engine.cuda_graph.slots import ROW0, Inputs, Slot, StaticInputs
 from common.engine.cuda_graph.spec import Axis, CaptureSpec, ShapeKey, request_shapes
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
 from common.engine.ops.step_rows import advance_rows, step_rows
 from common.engine.relay_sampling import sampling_batch
@@ -93,7 +93,7 @@ class DecodeProgram:
     """A `Program`: one decode step over device state. `max_seq_len` bounds every request's length on this node."""
 
     def __init__(
-        self, runner: ModelRunner, relay: RelayState, table: RequestTable, max_rows: int, max_seq_len: int
+        self, runner: ModelRunner, relay: RelayState, table: PageTable, max_rows: int, max_seq_len: int
     ) -> None:
         self._runner = runner
         self._relay = relay
@@ -172,7 +172,7 @@ class DecodeGraphs:
         self,
         runner: ModelRunner,
         relay: RelayState,
-        table: RequestTable,
+        table: PageTable,
         spec: CaptureSpec,
         backend: Backend,
         max_seq_len: int,
@@ -187,7 +187,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __call__(self, rows: Tensor, sampling: SamplingVariant) -> SampleOutput:
-        """One step of the requests in rows [R] int64, on the device; `RequestTable.flush` comes before."""
+        """One step of the requests in rows [R] int64, on the device; `PageTable.write` comes before."""
         result = self.graphs(DecodeCall(rows, sampling))
         if result.logits is not None:
             return self._program.draw(rows, result.logits, sampling)

@@ -32,8 +32,8 @@ from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.cuda_graph.static_extend import BROKEN, UNBROKEN_TOKENS
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner
 from common.engine.models.llava import LlavaPart
@@ -155,7 +155,7 @@ def encoder_graphs(
 def decode_graphs(
     runner: ModelRunner,
     relay: RelayState,
-    request_table: RequestTable,
+    page_table: PageTable,
     wanted: PhaseSwitch,
     max_running: int,
     max_model_len: int,
@@ -164,7 +164,7 @@ def decode_graphs(
     decision = _decide(Phase.DECODE, runner.model.placement, wanted)
     spec = decode_spec(decode_request_buckets(max_running) if decision.backend != NONE else ())
     backend = make_backend(decision.backend, runner.model.placement.device)
-    forward = DecodeGraphs(runner, relay, request_table, spec, backend, max_model_len, wanted.poisoned)
+    forward = DecodeGraphs(runner, relay, page_table, spec, backend, max_model_len, wanted.poisoned)
     return NodeGraphs(forward, decision)
 
 

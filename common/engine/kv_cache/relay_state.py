@@ -8,57 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import cast
 
 import numpy as np
 import torch
 
+from common.engine.draft_row import NO_DRAFT, NO_DRAFT_SHAPE, DraftRow, DraftShape, HiddenDtype
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.host_copies import send
 from common.engine.logit_adjustments import AdjustmentRows
 from common.messages.generation import SamplingParams
 
-HiddenDtype = Literal["", "float32", "bfloat16", "float16"]
 
-
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """What a draft model carries per request; nothing by default."""
-
-    topk: int = 0  # proposals: those of the first step, or of all steps of a multi-layer draft
-    hidden: int = 0  # values: of the newest hidden state, or of one for each later module (models/mtp.py)
-    dtype: torch.dtype = torch.float32
-    vocab: int = 0  # ids lie below
-
-    @property
-    def dtype_name(self) -> HiddenDtype:
-        """As a handoff record spells it."""
-        names: dict[torch.dtype, HiddenDtype] = {
-            torch.float32: "float32",
-            torch.bfloat16: "bfloat16",
-            torch.float16: "float16",
-        }
-        return names[self.dtype] if self.hidden else ""
-
-    @property
-    def hidden_bytes(self) -> int:
-        return self.hidden * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRow:
-    """The draft's part of one row, on the host."""
-
-    probs: tuple[float, ...] = ()  # [topk]
-    ids: tuple[int, ...] = ()  # [topk]
-    hidden: bytes = b""  # [hidden] of the draft's dtype
-
-    def fits(self, shape: DraftShape) -> bool:
-        sizes = len(self.ids) == len(self.probs) == shape.topk and len(self.hidden) == shape.hidden_bytes
-        return sizes and all(0 <= token < shape.vocab for token in self.ids)
-
-
-NO_DRAFT = DraftRow()
+def hidden_dtype(dtype: torch.dtype) -> HiddenDtype:
+    """The name of a floating dtype in a `DraftShape` and in a handoff record."""
+    return cast("HiddenDtype", str(dtype).removeprefix("torch."))
 
 
 def draft_rows(probs: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> list[DraftRow]:
@@ -86,14 +50,15 @@ class RelayState:
 
     @classmethod
     def allocate(
-        cls, num_rows: int, vocab_size: int, device: torch.device, draft: DraftShape = DraftShape()
+        cls, num_rows: int, vocab_size: int, device: torch.device, draft: DraftShape = NO_DRAFT_SHAPE
     ) -> RelayState:
         rows = num_rows + 1
 
         def column(dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
             return torch.full((rows,), fill, dtype=dtype, device=device)
 
-        drafts = EagleDraftInput.zeros(rows, draft.topk, draft.hidden, draft.dtype, device)
+        dtype: torch.dtype = getattr(torch, draft.dtype)
+        drafts = EagleDraftInput.zeros(rows, draft.topk, draft.hidden, dtype, device)
         return cls(
             last_token=column(torch.int64),
             seq_len=column(torch.int32),
@@ -133,6 +98,10 @@ class RelayState:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed
         self.adjustments.write(row, sampling, text, outputs)
+        self.write_draft_row(row, draft)
+
+    def write_draft_row(self, row: int, draft: DraftRow) -> None:
+        """Set the draft's part of a row; nothing for a request without one."""
         if draft.ids:
             probs, ids = np.asarray(draft.probs, dtype=np.float32), np.asarray(draft.ids, dtype=np.int64)
             hidden = np.frombuffer(draft.hidden, dtype=np.uint8).copy()  # torch takes no read-only memory

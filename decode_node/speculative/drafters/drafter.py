@@ -1,7 +1,7 @@
 """What a drafter is: it fills the trees of a round, and sees what became of them.
 
-In a round, in this order: `look` (host), `propose` (the draft graph), `fill` (the first work inside the verify graph),
-and after verify `absorb` (the draft-extend graph). A drafter has the graphs that it needs, and an empty method where it
+In a round, in this order: `propose` (the draft graph), `fill` (the first work inside the verify graph), and after
+verify `absorb` (the draft-extend graph). A drafter has the graphs that it needs, and an empty method where it
 needs none.
 """
 
@@ -14,17 +14,8 @@ from typing import Any, Protocol
 from common.draft_config import DraftConfig
 from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode
-from decode_node.request import DecodeRequest
 from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What the host knows of a round before it is launched."""
-
-    drafted: Sequence[int]  # [R] nodes that are real drafts: the others only fill the shape
-    drafts: Sequence[Sequence[int]] | None = None  # [R, n] drafts of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +28,6 @@ class DrafterSetup:
     steps: int  # drafts in a row
     topk: int  # branches of a tree; 1: a chain
     nodes: int  # of a tree, the root included
-    max_running: int
 
 
 class Drafter(Protocol):
@@ -57,11 +47,6 @@ class Drafter(Protocol):
         ...
 
     @property
-    def needs_results(self) -> bool:
-        """It reads the text that the host knows."""
-        ...
-
-    @property
     def hidden_mode(self) -> CaptureHiddenMode:
         """What it reads of the target's verify forward."""
         ...
@@ -75,8 +60,6 @@ class Drafter(Protocol):
     def slots(self) -> Sequence[Slot[RoundCall]]:
         """What `fill` reads of the host."""
         ...
-
-    def look(self, requests: Sequence[DecodeRequest]) -> Look: ...
 
     def propose(self, call: RoundCall) -> None:
         """Write the trees to `state`, roots excepted: verify reads them from the relay."""

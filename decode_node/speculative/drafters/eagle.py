@@ -17,8 +17,7 @@ from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
-from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import DrafterSetup, Look
+from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
@@ -75,7 +74,6 @@ class EagleDrafter:
         target_hidden: values per token that the head reads of the target (EagleDraftExtendInput.hidden_size_for).
     """
 
-    needs_results = False
     hidden_mode = CaptureHiddenMode.FULL
     slots: Sequence[Slot[RoundCall]] = ()
 
@@ -102,14 +100,11 @@ class EagleDrafter:
         )
         self.phases: Sequence[RoundPhase[Nothing]] = (self._draft, self._extend)
 
-    def look(self, requests: Sequence[DecodeRequest]) -> Look:
-        return Look([self.nodes - 1] * len(requests))
-
     def propose(self, call: RoundCall) -> None:
         self._draft(call)
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
-        """`propose` has."""
+        """No-op: `propose` has already filled the tree."""
 
     def absorb(self, call: RoundCall) -> None:
         self._extend(call)

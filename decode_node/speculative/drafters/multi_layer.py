@@ -20,8 +20,7 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, Forward
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleVerifyInput
 from common.engine.mtp_runner import MultiLayerRunner
 from common.engine.ops.keep_hidden import keep_hidden
-from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import DrafterSetup, Look
+from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
@@ -33,7 +32,6 @@ class MultiLayerDrafter:
         target_hidden: values per token that the first module reads (EagleDraftExtendInput.hidden_size_for).
     """
 
-    needs_results = False
     hidden_mode = CaptureHiddenMode.FULL
     slots: Sequence[Slot[RoundCall]] = ()
 
@@ -58,11 +56,8 @@ class MultiLayerDrafter:
         )
         self.phases: Sequence[RoundPhase[Nothing]] = (self._extend,)
 
-    def look(self, requests: Sequence[DecodeRequest]) -> Look:
-        return Look([self._steps] * len(requests))
-
     def propose(self, call: RoundCall) -> None:
-        """The modules have, after the round before."""
+        """No-op: drafts were made at the end of the previous round."""
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
         drafts = self._relay.draft_ids.index_select(0, batch.rows)

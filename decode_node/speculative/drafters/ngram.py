@@ -1,105 +1,26 @@
-"""Drafts without a model: what followed the last time that the text ended like this.
-
-First the request's own text, then a table of what other texts of this node said. Everything is on the host, so a round
-waits until the one before has been read.
-"""
+"""Drafts that the host found in texts (ngram_texts.py), on their way into the trees of a round."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
 
 import torch
 
 from common.engine.cuda_graph.slots import Fill, Inputs, Slot
 from common.engine.cuda_graph.spec import Axis
 from common.engine.forward.batch import CaptureHiddenMode
-from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import DrafterSetup, Look
+from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
-SHORTEST = 2  # tokens that have to agree
-LONGEST = 16  # agreement beyond this is not worth measuring
-CANDIDATES = 16  # latest occurrences that are compared
-SHARED_CONTEXT = 3  # tokens that select an entry of the shared table
-SHARED_ENTRIES = 1 << 17
-
-
-class SharedTable:
-    """Context of SHARED_CONTEXT tokens -> the token seen last behind it. The oldest entries give way."""
-
-    def __init__(self, max_entries: int = SHARED_ENTRIES) -> None:
-        self._max_entries = max_entries
-        self._next: OrderedDict[tuple[int, ...], int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._next)
-
-    def learn(self, text: Sequence[int], start: int) -> None:
-        """The tokens text[start:] have been added to what is known of a text."""
-        for end in range(max(start, SHARED_CONTEXT), len(text)):
-            context = tuple(text[end - SHARED_CONTEXT : end])
-            self._next[context] = text[end]
-            self._next.move_to_end(context)
-        while len(self._next) > self._max_entries:
-            self._next.popitem(last=False)
-
-    def continuation(self, tail: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens behind a text that ends in `tail`."""
-        text = list(tail[-SHARED_CONTEXT:])
-        found: list[int] = []
-        while len(found) < most:
-            following = self._next.get(tuple(text[-SHARED_CONTEXT:]))
-            if following is None:
-                break
-            text.append(following)
-            found.append(following)
-        return found
-
-
-class TextIndex:
-    """One text, indexed by the SHORTEST tokens before each position; grows with the text."""
-
-    def __init__(self) -> None:
-        self.text: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # last tokens -> positions right behind them
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """A position is indexed once a token stands there."""
-        for token in tokens:
-            end = len(self.text)
-            if end >= SHORTEST:
-                self._ends.setdefault(tuple(self.text[-SHORTEST:]), []).append(end)
-            self.text.append(token)
-
-    def continuation(self, most: int) -> list[int]:
-        """What follows the longest earlier occurrence of the text's end, the latest among equals."""
-        text = self.text
-        ends = self._ends.get(tuple(text[-SHORTEST:]), ())
-        best, longest = 0, 0
-        for end in islice(reversed(ends), CANDIDATES):
-            length = SHORTEST
-            while length < min(LONGEST, end) and text[end - 1 - length] == text[-1 - length]:
-                length += 1
-            if length > longest:
-                best, longest = end, length
-        return text[best : best + most] if longest else []
-
 
 class NgramDrafter:
-    """A chain of `steps` drafts per request. Indexes of requests that left the batch are dropped in time."""
+    """A chain of `steps` drafts per request, which the plan brings."""
 
-    needs_results = True
     hidden_mode = CaptureHiddenMode.NULL
     phases: Sequence[RoundPhase[None]] = ()
 
-    def __init__(self, rounds: Rounds, steps: int, max_texts: int, shared: SharedTable | None = None) -> None:
-        self._steps = steps
-        self._max_texts = max_texts
-        self._shared = SharedTable() if shared is None else shared
-        self._texts: OrderedDict[int, TextIndex] = OrderedDict()  # room -> index, rebuilt when it was dropped
+    def __init__(self, rounds: Rounds, steps: int) -> None:
         self.nodes = self.reach = steps + 1
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
         self.slots: Sequence[Slot[RoundCall]] = (
@@ -107,46 +28,15 @@ class NgramDrafter:
             Slot("drafts", Axis.REQUEST, (steps,), torch.int64, lambda call: call.drafts, poison=Fill(1)),
         )
 
-    @property
-    def texts(self) -> int:
-        """Requests with an index now."""
-        return len(self._texts)
-
-    def look(self, requests: Sequence[DecodeRequest]) -> Look:
-        found = [self._continuation(request) for request in requests]
-        filled = [(drafts + [0] * self._steps)[: self._steps] for drafts in found]
-        return Look([len(drafts) for drafts in found], filled)
-
     def propose(self, call: RoundCall) -> None:
-        """`look` has."""
+        """No-op: the plan has brought the drafts."""
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
         self.state.tree.first(batch.count).tokens[:, 1:] = inputs["drafts"]
 
     def absorb(self, call: RoundCall) -> None:
-        """Nothing of it is on the device."""
-
-    def _continuation(self, request: DecodeRequest) -> list[int]:
-        index = self._index(request)
-        own = index.continuation(self._steps)
-        if len(own) == self._steps:
-            return own
-        tail = index.text[-SHARED_CONTEXT:] + own
-        return own + self._shared.continuation(tail, self._steps - len(own))
-
-    def _index(self, request: DecodeRequest) -> TextIndex:
-        """The request's index, brought up to what the host knows of its text."""
-        index = self._texts.pop(request.room, None) or TextIndex()
-        self._texts[request.room] = index  # last used, last dropped
-        while len(self._texts) > self._max_texts:
-            self._texts.popitem(last=False)
-        known, prompt = len(index.text), len(request.prompt)
-        if known < prompt:
-            index.extend(request.prompt[known:])
-        index.extend(request.output[len(index.text) - prompt :])
-        self._shared.learn(index.text, max(known, prompt))  # answers, not prompts: those are the clients' own
-        return index
+        """No-op: it keeps nothing on the device."""
 
 
 def make_drafter(setup: DrafterSetup) -> NgramDrafter:
-    return NgramDrafter(setup.rounds, setup.steps, max_texts=2 * setup.max_running)
+    return NgramDrafter(setup.rounds, setup.steps)

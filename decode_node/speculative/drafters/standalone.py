@@ -11,8 +11,7 @@ from common.engine.cuda_graph.rules import Phase
 from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.model_runner import ModelRunner
-from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import DrafterSetup, Look
+from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
@@ -20,7 +19,6 @@ from decode_node.speculative.state import RoundState
 class StandaloneDrafter:
     """Chains of `steps` drafts. The last draft is read too, for its KV: all drafts may be accepted."""
 
-    needs_results = False
     hidden_mode = CaptureHiddenMode.NULL
     slots: Sequence[Slot[RoundCall]] = ()
 
@@ -32,14 +30,11 @@ class StandaloneDrafter:
         self._draft = rounds.phase(Phase.DRAFT, "draft", self._run_draft, NOTHING, ForwardMode.DECODE)
         self.phases: Sequence[RoundPhase[Nothing]] = (self._draft,)
 
-    def look(self, requests: Sequence[DecodeRequest]) -> Look:
-        return Look([self._steps] * len(requests))
-
     def propose(self, call: RoundCall) -> None:
         self._draft(call)
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
-        """`propose` has."""
+        """No-op: `propose` has already filled the tree."""
 
     def absorb(self, call: RoundCall) -> None:
         """KV of accepted drafts is in place; what was refused is overwritten."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.named import named
 from decode_node.speculative.drafters.drafter import Drafter, DrafterSetup
+from decode_node.step_rules import NoTextDrafts, TextDrafts
 
 # speculation.algorithm -> "module:function" from DrafterSetup to Drafter
 DRAFTERS = {
@@ -14,7 +15,18 @@ DRAFTERS = {
     "standalone": "decode_node.speculative.drafters.standalone:make_drafter",
 }
 
+# speculation.algorithm -> "module:function" from the rows of the batch to TextDrafts, where texts propose drafts
+TEXT_DRAFTS = {"ngram": "decode_node.speculative.ngram_texts:make_text_drafts"}
+
 
 def make_drafter(algorithm: str, setup: DrafterSetup) -> Drafter:
     drafter: Drafter = named(DRAFTERS[algorithm])(setup)
     return drafter
+
+
+def make_text_drafts(algorithm: str, max_running: int) -> TextDrafts:
+    """What the scheduler proposes; nothing for an algorithm whose drafts are made on the device."""
+    if algorithm not in TEXT_DRAFTS:
+        return NoTextDrafts()
+    drafts: TextDrafts = named(TEXT_DRAFTS[algorithm])(max_running)
+    return drafts

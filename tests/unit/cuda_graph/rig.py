@@ -21,8 +21,8 @@ from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
 from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.cuda_graph.static_extend import BROKEN
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
@@ -128,13 +128,12 @@ class DecodeRig:
         self.params = list(params)
         self.pool = driver.pool
         self.relay = RelayState.allocate(len(prompts) + 2, VOCAB, device)
-        self.table = RequestTable(len(prompts) + 2, width, device)
+        self.table = PageTable(len(prompts) + 2, width, device)
         ends = torch.tensor([len(ids) for ids in prompts], device=device).cumsum(0) - 1
         self.first = logits[ends].argmax(-1).tolist()
         for index, (ids, sampling) in enumerate(zip(prompts, params, strict=True)):
-            row = self.table.take_row()
-            assert row == index + 1
-            self.table.append(row, 0, driver.pages[index])
+            row = index + 1
+            self.table.write([(row, logical, page) for logical, page in enumerate(driver.pages[index])])
             self.relay.write_row(row, [*ids.tolist(), self.first[index]], 1, sampling)
         self.graphs = DecodeGraphs(
             driver.runner, self.relay, self.table, decode_spec(buckets, variants), backend, width * page_size
@@ -145,6 +144,5 @@ class DecodeRig:
     def step(self, requests: Iterable[int]) -> SampleOutput:
         """One step of requests, numbered from 0; row = number + 1."""
         chosen = list(requests)
-        self.table.flush()
         rows = torch.tensor([request + 1 for request in chosen], device=self.relay.seq_len.device)
         return self.graphs(rows, sampling_variant(self.params[request] for request in chosen))

@@ -22,9 +22,8 @@ from common.engine.cuda_graph.decode_graph import (
     serving_variants,
 )
 from common.engine.cuda_graph.ladders import decode_request_buckets
-from common.engine.logit_adjustments import AdjustmentFacts
 from common.engine.sampler import SampleOutput
-from common.engine.sampling_plan import SamplingVariant
+from common.engine.sampling_plan import AdjustmentFacts, SamplingVariant
 from common.messages.generation import SamplingParams
 from tests.unit.cuda_graph.rig import BACKENDS, DecodeRig, sequences
 

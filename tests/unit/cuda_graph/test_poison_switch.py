@@ -14,8 +14,8 @@ import torch
 from common.engine.cuda_graph import node_graphs
 from common.engine.cuda_graph.rules import Phase, PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.model_runner import ModelRunner
 from decode_node.speculative.rounds import NOTHING, Nothing, Rounds
 from prefill_node.draft import DraftSetup
@@ -51,7 +51,7 @@ def test_every_forward_of_a_node_has_poisoned_padding_or_none_has(poisoned: bool
     """Issue 3 part 1. Of the image encoders their own tests say so."""
     wanted = PhaseSwitch("breakable", poisoned=poisoned)
     runner = Driver(model(), [torch.zeros(8, dtype=torch.int64)], PAGE).runner
-    relay, table = RelayState.allocate(2, runner.model.config.vocab_size, CPU), RequestTable(2, 16, CPU)
+    relay, table = RelayState.allocate(2, runner.model.config.vocab_size, CPU), PageTable(2, 16, CPU)
     made = prompt_forwards(runner, wanted)
     made.append(
         node_graphs.decode_graphs(runner, relay, table, PhaseSwitch("full", poisoned=poisoned), 2, 16)

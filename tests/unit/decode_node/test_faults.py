@@ -9,15 +9,16 @@ import pytest
 import torch
 from msgspec import structs
 
+from common.engine.completion import Deferred, Immediate
 from common.engine.kv_cache.pool import KvPool
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.overlap import Completion
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.router_inbox import Failed, FirstToken, Tokens
 from kv_transfer.messages import RecordWritten, encode
 from kv_transfer.transport.loopback.endpoints import Fault
 from prefill_node.request import PrefillRequest
 from prefill_node.step import PrefillStep
-from tests.fakes.node_cluster import NodeCluster, Shape
+from tests.fakes.node_cluster import DecodeSide, NodeCluster, PrefillSide, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 from tests.fakes.tiny_model import VOCAB, reference
 
@@ -266,7 +267,7 @@ def test_logits_that_are_not_finite_end_one_request(
         bad = cluster.submit(prompt_of(9, 1), 12, seed=1, **options)
         others = [cluster.submit(prompt_of(9 + n, 2), 12, seed=n, **options) for n in range(3)]
         side = cluster.prefill if where == "prefill" else cluster.decode
-        _poison(side.step, rows=1 if where == "prefill" else 5)
+        _poison(_step_of(side), rows=1 if where == "prefill" else 5)
         cluster.run()
         assert bad.error is not None
         assert bad.error == Failed(
@@ -280,6 +281,10 @@ def test_logits_that_are_not_finite_end_one_request(
         cluster.run()
         expect_reference(again)
         cluster.settle()
+
+
+def _step_of(side: PrefillSide | DecodeSide) -> Any:
+    return side.step if isinstance(side, PrefillSide) else side.steps.by_width[0]
 
 
 def _poison(step: Any, rows: int) -> None:

@@ -10,8 +10,6 @@ import pytest
 import torch
 import zmq
 
-from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.rotary_places import ImageAxes
 from common.errors import Overloaded, TransferFailed
 from common.ipc import RouterSocket
@@ -21,6 +19,7 @@ from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import ImageSpan, SamplingParams
 from common.messages.identity import NodeRef
 from decode_node import peers as module
+from decode_node.batch_rows import BatchRows
 from decode_node.request import DecodeRequest
 from decode_node.retraction import Retraction
 from kv_transfer.counters import ReceiverCounters
@@ -241,6 +240,7 @@ def test_backups_stay_within_their_memory() -> None:
             used = cluster.decode.retraction.used_bytes
             held = [r.backup for r in cluster.decode.node.queues.retracted if r.backup]
             assert used == sum(backup.nbytes for backup in held) <= shape.backup_bytes
+            assert cluster.decode.backups.nbytes == used  # every turn's plan has been carried out
             most = max(most, used)
             assert cluster.turns < 2000
         expect_reference(*calls)
@@ -252,9 +252,8 @@ def test_backups_stay_within_their_memory() -> None:
 
 def test_a_row_has_the_rotary_delta_of_its_images_after_hand_over_and_resume() -> None:
     """Positions run behind places by what the images fold up; the row is the only one to say so (row C3's model)."""
-    space = PageSpace(4, 9, NoPrefixCache())
-    table, relay = RequestTable(2, 4, CPU), RelayState.allocate(2, 32, CPU)
-    retraction = Retraction((), space, table, relay, ImageAxes(), 0)
+    space, rows = PageSpace(4, 9, NoPrefixCache()), BatchRows(2)
+    retraction = Retraction(space, rows, ImageAxes(), 1, 9)
     request = DecodeRequest(
         room=1,
         request_id="r",
@@ -270,8 +269,13 @@ def test_a_row_has_the_rotary_delta_of_its_images_after_hand_over_and_resume() -
     )
     request.lease = space.lease(space.keys(request.contents), 3, max_cached_tokens=0)
     retraction.occupy(request)
-    assert relay.rope_delta[request.row] == -3
+    (joined,) = rows.take_moves().joins
+    assert (joined.row, joined.rope_delta) == (request.row, -3)
     assert retraction.save(request)
-    relay.rope_delta.zero_()
+    retraction.planned(1)
+    assert space.free_pages == 5, "a plan that is not read yet may still copy them"
+    retraction.read(1)
+    assert (space.free_pages, rows.free) == (8, 2)
     assert retraction.restore(request)
-    assert relay.rope_delta[request.row] == -3
+    (joined,) = rows.take_moves().joins
+    assert (joined.row, joined.rope_delta) == (request.row, -3)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.completion import Deferred, Immediate
+from common.engine.overlap import Completion
 from common.messages.generation import SamplingParams
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.sampling_cases import CASES, submit, without
@@ -32,7 +33,7 @@ def test_together_in_one_batch(completion: type[Completion]) -> None:
         cluster.run()
         expect_reference(*calls)
         cluster.settle()
-        counters = cluster.decode.step._decode.graphs.counters  # type: ignore[attr-defined]
+        counters = cluster.decode.steps.graphs[0].forward.graphs.counters
         assert any(key.variant == "logits" for key in counters.replays)
         assert any(key.variant == "random" for key in counters.replays)
 
@@ -44,7 +45,7 @@ def test_a_minimum_that_is_reached_costs_nothing_more() -> None:
         cluster.run()
         expect_reference(call)
         assert call.finish == "length"
-        counters = cluster.decode.step._decode.graphs.counters  # type: ignore[attr-defined]
+        counters = cluster.decode.steps.graphs[0].forward.graphs.counters
         by_variant = {key.variant: count for key, count in counters.replays.items()}
         assert by_variant == {"logits": 5, "greedy": 24}
         cluster.settle()

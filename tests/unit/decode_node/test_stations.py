@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.completion import Deferred, Immediate
+from common.engine.overlap import Completion
 from common.messages.router_inbox import Failed
 from kv_transfer.transport.loopback.endpoints import Fault
 from tests.fakes.node_cluster import Call, NodeCluster, Shape

@@ -18,7 +18,8 @@ from common.engine.announced_work import (
     LaunchTimes,
     Work,
 )
-from common.engine.overlap import Completion, Deferred, Immediate, OverlapLoop
+from common.engine.completion import Deferred, Immediate
+from common.engine.overlap import Completion, OverlapLoop
 from tests.fakes.clock import Clock
 
 

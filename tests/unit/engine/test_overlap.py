@@ -8,14 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from common.engine.overlap import (
-    Completion,
-    CudaCompletion,
-    Deferred,
-    Immediate,
-    OverlapLoop,
-    completion_for,
-)
+from common.engine.completion import CudaCompletion, Deferred, Immediate, completion_for
+from common.engine.overlap import Completion, OverlapLoop
 
 
 class Scripted:

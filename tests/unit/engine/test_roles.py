@@ -22,8 +22,8 @@ from common.engine.cuda_graph.graph_runner import GraphRunner
 from common.engine.cuda_graph.prefill_extend import PrefillExtend
 from common.engine.cuda_graph.slots import StaticInputs
 from common.engine.cuda_graph.static_extend import StaticExtend
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node.speculative.rounds import RoundPhase, Rounds
@@ -34,7 +34,7 @@ KINDS = (
     GraphRunner,
     StaticInputs,
     *(of_prompts := (PrefillExtend, DraftPrefill, StaticExtend)),
-    *(of_decoding := (DecodeGraphs, Rounds, RoundPhase, RelayState, RequestTable)),
+    *(of_decoding := (DecodeGraphs, Rounds, RoundPhase, RelayState, PageTable)),
 )
 FOREIGN: Mapping[str, tuple[type, ...]] = {"prefill": of_decoding, "decode": of_prompts}
 PHASES = {

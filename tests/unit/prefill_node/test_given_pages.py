@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from common.engine.completion import Deferred, Immediate
 from common.engine.cuda_graph import node_graphs
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.overlap import Completion
 from tests.fakes import draft_models, drafters, mtp_models
 from tests.fakes.marking_sender import slow
 from tests.fakes.node_cluster import MakeStep, NoDraftModel, Shape, Watched, autoregressive

@@ -12,8 +12,9 @@ import pytest
 from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
+from common.engine.completion import Deferred, Immediate
 from common.engine.cuda_graph import node_graphs
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.overlap import Completion
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback.endpoints import Fault
 from tests.fakes.draft_models import eager_drafts, observed

@@ -16,11 +16,12 @@ from common.engine.cuda_graph.backends.base import Backend
 from common.engine.cuda_graph.decode_graph import VARIANTS
 from common.engine.cuda_graph.node_graphs import PhasePlan
 from common.engine.cuda_graph.rules import Decision, Phase
+from common.engine.draft_row import DraftShape
 from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
-from common.engine.kv_cache.relay_state import DraftShape, RelayState
-from common.engine.kv_cache.request_table import RequestTable
+from common.engine.kv_cache.page_table import PageTable
+from common.engine.kv_cache.relay_state import RelayState
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import ModelRunner
 from common.engine.mtp_runner import MultiLayerRunner
@@ -128,7 +129,6 @@ class RoundRig:
         return Seen(trees, parents, tokens, None if logprobs is None else logprobs.clone())
 
     def call(self, chosen: Sequence[int]) -> RoundCall:
-        self.table.flush()
         placed = [[request + 1, self.held[request]] for request in chosen]
         values = torch.tensor(placed, dtype=torch.int64, device=self.device).view(len(chosen), 2)
         drafts = None
@@ -195,11 +195,10 @@ class RoundRig:
         self.first = output.logits[self._ends].argmax(-1).tolist()
         self.runner, self.pool = driver.runner, driver.pool
         width = max(len(pages) for pages in driver.pages) + -(-2 * self.kind.reach // page_size)
-        self.table = RequestTable(len(prompts) + 2, max(width, -(-200 // page_size)), self.device)
+        self.table = PageTable(len(prompts) + 2, max(width, -(-200 // page_size)), self.device)
         self.held = [len(pages) for pages in driver.pages]
         for index in rows:
-            assert self.table.take_row() == index + 1
-            self.table.append(index + 1, 0, driver.pages[index])
+            self.table.write([(index + 1, logical, page) for logical, page in enumerate(driver.pages[index])])
 
     def _place_draft(self, page_size: int) -> object:
         """The draft's KV of the prompts, and the relay rows that a hand-over would bring."""
@@ -208,9 +207,7 @@ class RoundRig:
         config = DRAFTS.get(self.kind.name)
         shape = DraftShape()
         if config is not None:
-            shape = DraftShape(
-                self.kind.topk, EagleDraftInput.hidden_size_for(config), torch.float32, vocab=VOCAB
-            )
+            shape = DraftShape(self.kind.topk, EagleDraftInput.hidden_size_for(config), vocab=VOCAB)
         self.relay = RelayState.allocate(len(self.prompts) + 2, VOCAB, self.device, shape)
         for index, (ids, sampling) in enumerate(zip(self.prompts, self.params, strict=True)):
             self.relay.write_row(index + 1, [*ids, self.first[index]], 1, sampling)
@@ -275,7 +272,7 @@ class RoundRig:
         made = {"ngram": "ngram", "standalone": "standalone"}.get(
             kind.name, "mtp" if kind.name in FORMATS else "eagle"
         )
-        setup = DrafterSetup(draft, config, self.rounds, kind.steps, kind.topk, kind.nodes, 2)
+        setup = DrafterSetup(draft, config, self.rounds, kind.steps, kind.topk, kind.nodes)
         return make_drafter(made, setup)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
+from common.engine.completion import Deferred, Immediate
 from common.engine.cuda_graph import node_graphs
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.overlap import Completion
 from common.engine.stopwatch import HostStopwatch
-from decode_node.speculative.adaptive import AdaptiveStep
+from decode_node.build import DecodeSteps, speculative_steps
+from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.width_policy import WidthPolicy, slots_up_to
+from decode_node.step_rules import Drafts, TextDrafts
 from tests.fakes.draft_models import eager_drafts, observed
 from tests.fakes.node_cluster import MakeStep, NodeCluster, NoDraftModel, Parts, Shape
 from tests.fakes.scenarios import SAMPLED, prompt_of
@@ -35,16 +38,39 @@ class Cycle(WidthPolicy):
         pass
 
 
+class EachTold:
+    """Tells the drafters of all widths of the batch."""
+
+    needs_results = False
+
+    def __init__(self, told: Iterable[TextDrafts]) -> None:
+        self._told = list(told)
+
+    def propose(self, requests: Sequence[DecodeRequest], width: int, /) -> Drafts:
+        for each in self._told:
+            each.propose(requests, width)
+        return ()
+
+
+def together(made: Mapping[int, DecodeSteps], widths: WidthPolicy) -> DecodeSteps:
+    """Steps of one width each as one of changing width."""
+    steps = {}
+    for width, each in made.items():
+        (step,) = each.by_width.values()
+        assert isinstance(step, SpeculativeStep)
+        steps[width] = step
+    told = EachTold(each.rules.drafts for each in made.values())
+    return speculative_steps(steps, widths, told, no_seconds())
+
+
 def changing(
     name: str, widths: tuple[int, ...], seen: Seen, buckets: tuple[int, ...]
 ) -> tuple[NoDraftModel, MakeStep]:
     made = {width: observed(name, width, 0.7, seen, buckets) for width in set(widths)}
     model = made[max(widths)][0]
 
-    def make(parts: Parts) -> AdaptiveStep:
-        steps = {width: step(parts) for width, (_, step) in made.items()}
-        assert all(isinstance(step, SpeculativeStep) for step in steps.values())
-        return AdaptiveStep(steps, Cycle(widths), no_seconds())  # type: ignore[arg-type]
+    def make(parts: Parts) -> DecodeSteps:
+        return together({width: step(parts) for width, (_, step) in made.items()}, Cycle(widths))
 
     return model, make
 
@@ -94,8 +120,8 @@ def test_the_step_learns_from_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> 
     made = {width: observed("eagle3", width, 0.0, [])[1] for width in (1, 3, 5)}
     policy = Timed(slots_up_to(5))
 
-    def make(parts: Parts) -> AdaptiveStep:
-        return AdaptiveStep({w: step(parts) for w, step in made.items()}, policy, no_seconds())  # type: ignore[misc]
+    def make(parts: Parts) -> DecodeSteps:
+        return together({width: step(parts) for width, step in made.items()}, policy)
 
     with NodeCluster(Shape(draft=observed("eagle3", 5, 0.0, [])[0], step=make)) as cluster:
         call = cluster.submit(prompt_of(5), 60)
@@ -110,20 +136,18 @@ def test_the_step_learns_from_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> 
 def test_graphs_of_all_widths_are_counted_as_one_phase() -> None:
     """Row B (counters): one series for a phase, whatever widths it has; captured sizes as `batches_of` says."""
     made = {width: observed("eagle3", width, 0.0, [], (1, 3))[1] for width in (0, 2)}
-    steps: list[SpeculativeStep] = []
+    steps: list[DecodeSteps] = []
 
-    def make(parts: Parts) -> AdaptiveStep:
+    def make(parts: Parts) -> DecodeSteps:
         widths = {width: step(parts) for width, step in made.items()}
-        steps.extend(widths.values())  # type: ignore[arg-type]
-        return AdaptiveStep(widths, Cycle((2, 0)), no_seconds())  # type: ignore[arg-type]
+        steps.extend(widths.values())
+        return together(widths, Cycle((2, 0)))
 
     with NodeCluster(Shape(draft=observed("eagle3", 2, 0.0, [])[0], step=make)) as cluster:
         call = cluster.submit(prompt_of(5), 9)
         cluster.run()
         assert call.error is None
-        adaptive = cluster.decode.step
-        assert isinstance(adaptive, AdaptiveStep)
-        totals = node_graphs.totals(*adaptive.graphs)()
+        totals = node_graphs.totals(*cluster.decode.steps.graphs)()
     assert [each.phase for each in totals] == ["draft", "verify", "draft_extend"]
     for each in totals:
         parts = [

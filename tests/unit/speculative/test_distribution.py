@@ -18,8 +18,8 @@ from torch import Tensor
 
 from common.engine.forward.batch import ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import EagleVerifyInput
+from common.engine.kv_cache.page_table import PageTable
 from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.engine.sampling_plan import sampling_variant
 from common.messages.generation import SamplingParams
 from decode_node.speculative.rounds import RoundCall, Rounds
@@ -102,7 +102,7 @@ class Gullible(ChainAcceptor):
 def say(sampling: SamplingParams, branch: int, acceptor: Acceptor) -> tuple[Tensor, float]:
     """(the next three tokens of every request [ROWS, 3], mean tokens per round)."""
     relay = RelayState.allocate(ROWS, VOCAB, CPU)
-    rounds = Rounds(relay, RequestTable(ROWS, 4, CPU), PAGE, 32, 7, plans(()))
+    rounds = Rounds(relay, PageTable(ROWS, 4, CPU), PAGE, 32, 7, plans(()))
     relay.write_row(1, TEXT, OUTPUTS, sampling)
     for state in (relay, relay.adjustments):
         for field in fields(state):

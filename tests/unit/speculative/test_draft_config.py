@@ -23,8 +23,9 @@ from common.config import Cluster
 from common.config.node_plan import node_plan
 from common.config.schema import Model, Speculation
 from common.draft_config import DraftConfig, draft_fingerprint, hidden_size_for, target_width
+from common.engine.draft_row import DraftRow, DraftShape
 from common.engine.draft_runner import load_eagle, load_eagle3
-from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
+from common.engine.kv_cache.relay_state import RelayState, hidden_dtype
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.eagle import EMBEDDING, Eagle3Head
@@ -342,7 +343,7 @@ def test_nodes_with_other_drafting_do_not_match() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_draft_state_travels_bit_by_bit(dtype: torch.dtype) -> None:
     """Record, relay row and retraction carry the same bytes."""
-    shape = DraftShape(2, 3, dtype, vocab=9)
+    shape = DraftShape(2, 3, hidden_dtype(dtype), vocab=9)
     relay = RelayState.allocate(2, 64, torch.device("cpu"), shape)
     hidden = torch.tensor([1.5, -2.25, 1e-3], dtype=dtype)
     row = DraftRow((0.5, 0.25), (7, 8), hidden.view(torch.uint8).numpy().tobytes())

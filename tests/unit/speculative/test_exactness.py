@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.completion import Deferred, Immediate
+from common.engine.overlap import Completion
 from common.messages.generation import SamplingParams
 from tests.fakes.covering import pairs
 from tests.fakes.drafters import foresight, ngram

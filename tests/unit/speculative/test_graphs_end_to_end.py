@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.completion import Deferred, Immediate
+from common.engine.overlap import Completion
 from common.messages.identity import GraphTotals
 from tests.fakes.draft_models import branching, drafting
 from tests.fakes.drafters import ngram
@@ -31,7 +32,7 @@ PHASES = {
 
 
 def totals(cluster: NodeCluster) -> Sequence[GraphTotals]:
-    return [phase.forward.graphs.totals() for phase in cluster.decode.step.graphs]  # type: ignore[attr-defined]
+    return [phase.forward.graphs.totals() for phase in cluster.decode.steps.graphs]
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])

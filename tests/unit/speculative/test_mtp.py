@@ -14,11 +14,11 @@ import torch
 
 import decode_node.speculative.drafters.multi_layer
 import prefill_node.multi_layer
+from common.engine.completion import Deferred, Immediate
 from common.engine.cuda_graph.admission import Fallback
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.triton_kernel import tl
-from common.engine.overlap import Completion, Deferred, Immediate
-from decode_node.speculative.step import SpeculativeStep
+from common.engine.overlap import Completion
 from tests.fakes.mtp_models import FORMATS, MODULES, Seen, drafting, eager_rows, expect_eager, observed
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import (
@@ -169,8 +169,7 @@ def test_graphs_draft_what_eager_steps_draft(
         ]
         cluster.run()
         expect_reference(*calls)
-        assert isinstance(cluster.decode.step, SpeculativeStep)
-        phases = {each.forward.graphs.spec.phase: each.forward.graphs for each in cluster.decode.step.graphs}
+        phases = {each.forward.graphs.spec.phase: each.forward.graphs for each in cluster.decode.steps.graphs}
         extend = phases["draft_extend"]
         assert extend.counters.replays.total() > 8
         above = extend.counters.fallbacks

@@ -24,8 +24,9 @@ from common.draft_config import (
     target_width,
     with_steps,
 )
+from common.engine.draft_row import DraftRow, DraftShape
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
-from common.engine.kv_cache.relay_state import DraftRow, DraftShape, RelayState
+from common.engine.kv_cache.relay_state import RelayState
 from common.engine.layers.placement import Placement
 from common.engine.model_runner import load_model
 from common.engine.models.causal_lm import CausalLM

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
-from common.engine.kv_cache.relay_state import RelayState
-from common.engine.kv_cache.request_table import RequestTable
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.ngram import NgramDrafter, SharedTable, TextIndex
-from decode_node.speculative.rounds import Rounds
-from tests.fakes.drafters import plans
+from decode_node.speculative.ngram_texts import NgramTexts, SharedTable, TextIndex
 
 PEER = NodeRef(name="prefill-0", role="prefill", incarnation="0" * 32)
 
@@ -30,17 +24,8 @@ def request(room: int, prompt: list[int], output: list[int]) -> DecodeRequest:
     )
 
 
-def drafter(steps: int, max_texts: int) -> NgramDrafter:
-    device = torch.device("cpu")
-    relay, table = RelayState.allocate(4, 64, device), RequestTable(4, 64, device)
-    return NgramDrafter(Rounds(relay, table, 4, 64, steps + 1, plans(())), steps, max_texts)
-
-
-def drafts(drafter: NgramDrafter, *requests: DecodeRequest) -> list[list[int]]:
-    look = drafter.look(requests)
-    assert look.drafts is not None
-    assert [len(row) for row in look.drafts] == [drafter.nodes - 1] * len(requests)
-    return [list(row[:count]) for row, count in zip(look.drafts, look.drafted)]
+def drafts(texts: NgramTexts, width: int, *requests: DecodeRequest) -> list[list[int]]:
+    return [list(found) for found in texts.propose(requests, width)]
 
 
 def test_the_longest_agreement_wins_then_the_latest() -> None:
@@ -53,26 +38,26 @@ def test_the_longest_agreement_wins_then_the_latest() -> None:
 
 
 def test_a_text_too_short_or_new_gives_nothing() -> None:
-    made = drafter(3, max_texts=4)
-    assert drafts(made, request(1, [5], [6]), request(2, [1, 2, 3], [4])) == [[], []]
+    made = NgramTexts(max_texts=4)
+    assert drafts(made, 3, request(1, [5], [6]), request(2, [1, 2, 3], [4])) == [[], []]
 
 
 def test_the_index_follows_the_output_whatever_is_dropped_between() -> None:
-    made, fresh = drafter(3, max_texts=2), drafter(3, max_texts=2)
+    made, fresh = NgramTexts(max_texts=2), NgramTexts(max_texts=2)
     long = request(1, [1, 2, 3, 4, 1], [2])
-    assert drafts(made, long) == [[3, 4, 1]]
+    assert drafts(made, 3, long) == [[3, 4, 1]]
     for room in range(2, 8):
-        drafts(made, request(room, [room] * 3, [room]))
+        drafts(made, 3, request(room, [room] * 3, [room]))
         assert made.texts <= 2
     long.output += [3, 4, 5, 2, 3]
-    assert drafts(made, long) == drafts(fresh, long) == [[4, 5, 2]]
+    assert drafts(made, 3, long) == drafts(fresh, 3, long) == [[4, 5, 2]]
 
 
 def test_answers_are_shared_and_prompts_are_not() -> None:
-    made = drafter(2, max_texts=4)
-    drafts(made, request(1, [10, 11, 12, 13, 14], [20, 21, 22, 23, 24]))
-    assert drafts(made, request(2, [99, 20, 21], [22])) == [[23, 24]]
-    assert drafts(made, request(3, [98, 10, 11], [12])) == [[]]
+    made = NgramTexts(max_texts=4)
+    drafts(made, 2, request(1, [10, 11, 12, 13, 14], [20, 21, 22, 23, 24]))
+    assert drafts(made, 2, request(2, [99, 20, 21], [22])) == [[23, 24]]
+    assert drafts(made, 2, request(3, [98, 10, 11], [12])) == [[]]
 
 
 def test_the_shared_table_is_bounded() -> None:

@@ -10,7 +10,8 @@ import random
 
 import pytest
 
-from common.engine.overlap import Completion, Deferred, Immediate
+from common.engine.completion import Deferred, Immediate
+from common.engine.overlap import Completion
 from common.messages.generation import SamplingParams
 from tests.fakes import mtp_models
 from tests.fakes.draft_models import branching, drafting, observed

@@ -1,0 +1,47 @@
+"""The draft model's part of a request's relay row, on the host: what travels in a handoff record and joins a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+HiddenDtype = Literal["", "float32", "bfloat16", "float16"]
+ITEM_BYTES: dict[HiddenDtype, int] = {"": 0, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """What a draft model carries per request; nothing by default."""
+
+    topk: int = 0  # proposals: those of the first step, or of all steps of a multi-layer draft
+    hidden: int = 0  # values: of the newest hidden state, or of one for each later module (models/mtp.py)
+    dtype: HiddenDtype = "float32"  # of the hidden state
+    vocab: int = 0  # ids lie below
+
+    @property
+    def dtype_name(self) -> HiddenDtype:
+        """The dtype as a handoff record spells it; empty where no hidden state travels."""
+        return self.dtype if self.hidden else ""
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.hidden * ITEM_BYTES[self.dtype]
+
+
+NO_DRAFT_SHAPE = DraftShape()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """The draft's part of one row."""
+
+    probs: tuple[float, ...] = ()  # [topk]
+    ids: tuple[int, ...] = ()  # [topk]
+    hidden: bytes = b""  # [hidden] of the draft's dtype
+
+    def fits(self, shape: DraftShape) -> bool:
+        sizes = len(self.ids) == len(self.probs) == shape.topk and len(self.hidden) == shape.hidden_bytes
+        return sizes and all(0 <= token < shape.vocab for token in self.ids)
+
+
+NO_DRAFT = DraftRow()

@@ -1,0 +1,67 @@
+"""Which rows of the batch are free, and what has to change on the device with the next plan."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from decode_node.step_plan import Join, Load, Moves, Save
+
+
+class BatchRows:
+    """Rows 1 .. num_rows; row 0 is padding. Tables and relay rows lie on the device and change by plans only."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._free = deque(range(1, num_rows + 1))
+        self._saves: list[Save] = []
+        self._joins: list[Join] = []
+        self._loads: list[Load] = []
+        self._forgotten: list[int] = []
+        # (row, logical page) -> page id: a cell of a row that changed hands is written once, with its last value
+        self._cells: dict[tuple[int, int], int] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free row; IndexError if there is none (ask `free` first)."""
+        return self._free.popleft()
+
+    def give(self, row: int) -> None:
+        """Only after the last plan that reads the row has been read. Stale cells stay: lengths guard them."""
+        assert 0 < row <= self._num_rows, "not a row of a request"
+        assert row not in self._free
+        self._free.append(row)
+
+    def append(self, row: int, first: int, pages: Sequence[int]) -> None:
+        """Set pages for logical positions first, first+1, ... of the row."""
+        self._cells.update({(row, first + index): page for index, page in enumerate(pages)})
+
+    def join(self, join: Join) -> None:
+        self._joins.append(join)
+
+    def save(self, save: Save) -> None:
+        self._saves.append(save)
+
+    def load(self, load: Load) -> None:
+        self._loads.append(load)
+
+    def forget(self, key: int) -> None:
+        """Drop what was saved under the key."""
+        self._forgotten.append(key)
+
+    def take_moves(self) -> Moves:
+        """Everything since the last call."""
+        cells = tuple((row, logical, page) for (row, logical), page in self._cells.items())
+        moves = Moves(
+            saves=tuple(self._saves),
+            joins=tuple(self._joins),
+            loads=tuple(self._loads),
+            forget=tuple(self._forgotten),
+            cells=cells,
+        )
+        for taken in (self._saves, self._joins, self._loads, self._forgotten, self._cells):
+            taken.clear()
+        return moves

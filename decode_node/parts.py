@@ -1,0 +1,56 @@
+"""What a decode node is composed of, in groups: build.py makes them, and so do tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from common.ipc.router_link import RouterLink
+from common.kv_cache.page_space import PageSpace
+from common.messages.decode_inbox import DecodeMessage
+from common.messages.identity import GraphTotals
+from common.observability.event_log import NO_EVENTS, EventLog
+from common.observability.logs import Log
+from decode_node.batch_rows import BatchRows
+from decode_node.draft_watch import DraftWatch, NoWatch
+from decode_node.limits import DecodeLimits
+from decode_node.peers import PeerConnections
+from decode_node.retraction import Retraction
+from decode_node.step_rules import StepRules
+from kv_transfer.receiver import Receiver
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Who the node speaks with."""
+
+    router: RouterLink[DecodeMessage]
+    peers: PeerConnections
+    poller: zmq.Poller
+    receiver: Receiver
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """What the scheduler decides by."""
+
+    space: PageSpace
+    rows: BatchRows
+    retraction: Retraction
+    rules: StepRules
+    limits: DecodeLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What others see of the node, and the clock that it sees by."""
+
+    log: Log
+    graphs: Callable[[], Sequence[GraphTotals]] = lambda: ()
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # goes on growing
+    drafts: DraftWatch = field(default_factory=NoWatch)
+    clock: Callable[[], float] = time.monotonic
+    events: EventLog = NO_EVENTS

@@ -1,0 +1,98 @@
+"""Turns what the scheduler decided into one plan per turn, and what a plan gave back into tokens of requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from common.engine.announced_work import Work
+from common.engine.sampling_plan import sampling_variant
+from decode_node.batch_rows import BatchRows
+from decode_node.occupancy import Occupancy
+from decode_node.request import DecodeRequest, Emission
+from decode_node.step_plan import NO_MOVES, Moves, PlannedRow, StepPlan
+from decode_node.step_result import Launched
+from decode_node.step_rules import StepRules
+
+
+def step_plan(
+    batch: Sequence[DecodeRequest],
+    rules: StepRules,
+    generation: int,
+    moves: Moves = NO_MOVES,
+) -> StepPlan:
+    """Plan one step over requests that have pages and rows; without any, only the moves."""
+    if not batch:
+        return StepPlan(generation=generation, moves=moves)
+    rows = []
+    for request in batch:
+        assert request.lease is not None
+        rows.append(PlannedRow(request.row, len(request.lease.pages), request.sampling.logprobs))
+    width = rules.widths.choose(len(batch))
+    return StepPlan(
+        generation=generation,
+        moves=moves,
+        rows=tuple(rows),
+        width=width,
+        sampling=sampling_variant(request.sampling for request in batch),
+        drafts=rules.drafts.propose(batch, width),
+    )
+
+
+class Planned(NamedTuple):
+    """A plan and the requests of its rows."""
+
+    plan: StepPlan
+    batch: Sequence[DecodeRequest]
+
+
+class Planner:
+    """Plans are read in the order in which they were made."""
+
+    def __init__(self, occupancy: Occupancy, rows: BatchRows, rules: StepRules) -> None:
+        self._occupancy = occupancy
+        self._rows = rows
+        self._rules = rules
+        self._unread: deque[Planned] = deque()
+        self._generation = 0
+
+    def next(self) -> Planned | None:
+        """The plan of this turn; None where nothing is to be done on the device."""
+        batch = self._occupancy.batch()
+        moves = self._rows.take_moves()
+        if not batch and not moves:
+            return None
+        self._generation += 1
+        planned = Planned(step_plan(batch, self._rules, self._generation, moves), batch)
+        self._unread.append(planned)
+        self._occupancy.planned(self._generation)
+        return planned
+
+    def launched(self, planned: Planned) -> None:
+        """Count the step as under way."""
+        for request in planned.batch:
+            request.step_launched(self._rules.tokens_per_step)
+
+    def read(self, launched: Launched) -> list[Emission]:
+        """Take in the results of the oldest unread plan, after its completion."""
+        plan, batch = self._unread.popleft()
+        result = launched.read()
+        self._occupancy.read(plan.generation)
+        emissions = [
+            Emission(request, row.tokens, row.drafted)
+            for request, row in zip(batch, result.rows, strict=True)
+        ]
+        # what is drafted past the end of a text says nothing of texts
+        accepted = [len(each.tokens) - 1 for each in emissions if not each.request.ended]
+        if batch:
+            self._rules.widths.observe(len(batch), plan.width, accepted, result.seconds)
+        for emission in emissions:
+            emission.request.step_read(self._rules.tokens_per_step, len(emission.tokens))
+        return emissions
+
+    def work(self, planned: Planned) -> Work:
+        """How much a plan's step has to do; a row may verify fewer drafts than it has room for."""
+        batch = planned.batch
+        drafts = len(batch) * (self._rules.tokens_per_step - 1)
+        return Work.of(len(batch), sum(request.seq_len for request in batch), drafts)

@@ -1,0 +1,59 @@
+"""Applies plans to one device: the only place where device state of a decode node changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from common.engine.kv_cache.page_table import PageTable
+from common.engine.kv_cache.relay_state import RelayState
+from common.engine.overlap import Completion
+from decode_node.backups import Backups
+from decode_node.step import DecodeStep
+from decode_node.step_plan import StepPlan
+from decode_node.step_result import Launched, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedMoves:
+    """A plan without a step: once it is complete, what it saved may be given to others."""
+
+    completion: Completion
+
+    def read(self) -> StepResult:
+        return StepResult([])
+
+
+class DeviceWorker:
+    """One device. `steps`: by width (see `StepPlan.width`)."""
+
+    def __init__(
+        self,
+        steps: Mapping[int, DecodeStep],
+        table: PageTable,
+        relay: RelayState,
+        backups: Backups,
+        completion: Callable[[], Completion],
+    ) -> None:
+        self._steps = dict(steps)
+        self._table = table
+        self._relay = relay
+        self._backups = backups
+        self._completion = completion
+
+    def apply(self, plan: StepPlan) -> Launched:
+        """Start everything that the plan says, in its order. The step does not wait for the device."""
+        moves = plan.moves
+        for save in moves.saves:
+            self._backups.save(save)
+        for join in moves.joins:
+            self._relay.write_row(
+                join.row, join.text, join.outputs, join.sampling, join.draft, join.rope_delta
+            )
+        for load in moves.loads:
+            self._backups.load(load)
+        self._backups.forget(moves.forget)
+        self._table.write(moves.cells)
+        if not plan.rows:
+            return LaunchedMoves(self._completion())
+        return self._steps[plan.width].launch(plan)
