@@ -122,6 +122,19 @@ def test_control_plane_never_reaches_torch() -> None:
     assert not heavy, "\n".join(heavy)
 
 
+@pytest.mark.parametrize("name", ["decode_node.node", "decode_node.planner", "decode_node.parts"])
+def test_schedulers_import_no_torch(name: str) -> None:
+    """What a node decides is decided without a device; plans go to a worker."""
+    came_from = _reaches(name, RUN_GRAPH)
+    heavy = [
+        f"{_chain(each, came_from)} imports {package}"
+        for each in came_from
+        if not _is_under(each, TRANSPORTS)
+        for package in sorted(_third_party(MODULES[each]).intersection(HEAVY))
+    ]
+    assert not heavy, "\n".join(heavy)
+
+
 def test_no_cycles() -> None:
     """Between modules, packages' __init__ included where they are imported by name."""
     graph = {name: imported(module, MODULES, run=False) for name, module in MODULES.items()}

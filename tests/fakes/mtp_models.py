@@ -173,7 +173,7 @@ class ObservedModules(Watched):
         self._random = random.Random(3)
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
-        request = self._requests[index]
+        request = self.told.requests[index]
         drafts = self._relay.draft_ids[request.row]
         assert not self._relay.draft_hidden[0].any(), "padding has put something aside"
         if rest:  # behind the end there are no pages, and no draft that could be emitted

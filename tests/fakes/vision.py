@@ -249,7 +249,7 @@ class ObservedVision(Observed):
         return greedy(self._prompts.of(request), request.sampling.max_tokens, self._config)
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
-        request = self._requests[index]
+        request = self.told.requests[index]
         told = text[len(request.prompt) :]
         if rest:
             drafts = self.state.tree.tokens[index, 1:].tolist()[: len(rest)]
