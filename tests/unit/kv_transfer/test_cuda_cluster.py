@@ -141,7 +141,7 @@ def test_rocm_is_not_taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ConfigError, match=r"'cuda:0': this PyTorch is built for ROCm 7\.0; .* or write cpu"):
-        load(cluster("cuda:0", "cuda:0"), "cuda:0")
+        load(cluster("cuda:0", "cuda:0"))
 
 
 def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
