@@ -67,9 +67,9 @@ async def test_a_format_is_served(
     asked = prompts[50:80:6]
     config = {**CASES[case], "model": {"path": str(model), "served_name": "tiny"}}
     expected = [[tokenizer.token_text(token) for token in ids] for ids in eager(model, asked)]
-    row = ("common.weight_formats:FORMATS", f"{METHOD}={ROW}")
+    rows = (("common.weight_formats:FORMATS", f"{METHOD}={ROW}"),)
     async with (
-        RunningCluster(tmp_path, config=config, row=row) as cluster,
+        RunningCluster(tmp_path, config=config, rows=rows) as cluster,
         Client(cluster.url) as client,
     ):
         answers = await client.complete_all(asked, 4, TOKENS)
