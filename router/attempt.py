@@ -76,15 +76,9 @@ class Attempt:
             self.decode_over = True
         self.fail(NodeLost(f"{node.role} node {node.name} was lost: {reason}"))
 
-    async def progress(self, deadline: float) -> None:
-        """Wait until something has come. Raises DeadlineExceeded at `deadline`, a time of the event loop's clock."""
-        if self.woken.is_set():
-            return
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self.woken.wait()
-        except TimeoutError:
-            raise DeadlineExceeded("the request took longer than its timeout") from None
+    def expire(self) -> None:
+        """The request's deadline is over. One timer per attempt: one for every token would cost more than the token."""
+        self.fail(DeadlineExceeded("the request took longer than its timeout"))
 
     def take(self) -> list[OutputToken]:
         """What has come since the last call, of much the first part: the rest stays `pending`."""

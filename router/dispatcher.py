@@ -267,9 +267,10 @@ class Dispatcher:
             raise
         first = not flight.said
         pace = DecodePace(attempt, self.health)
+        deadline = asyncio.get_running_loop().call_at(flight.deadline, attempt.expire)
         try:
             while True:
-                await attempt.progress(flight.deadline)
+                await attempt.woken.wait()
                 tokens = attempt.take()
                 if tokens:
                     now = time.monotonic()
@@ -288,6 +289,7 @@ class Dispatcher:
                     await self._turns.wait()  # a node may have been lost by a thousand requests
                     raise attempt.error
         finally:
+            deadline.cancel()
             trial.release()
             flight.avoid |= attempt.blamed
             self._close(attempt)

@@ -20,6 +20,9 @@ import aiohttp
 
 from tests.bench.environment import describe
 
+IDLE_SECONDS = 0.02  # of CPU time within a second
+IDLE_LOOKS = 120
+
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of all threads of a process and of its children, to the nanosecond. Ended ones do not count."""
@@ -63,11 +66,24 @@ async def load(
     await asyncio.gather(*(one() for _ in range(requests)))
 
 
+async def idle(pid: int) -> None:
+    """Return once the router and its children compute next to nothing."""
+    before = cpu_seconds(pid)
+    for _ in range(IDLE_LOOKS):
+        await asyncio.sleep(1)
+        now = cpu_seconds(pid)
+        if now - before < IDLE_SECONDS:
+            return
+        before = now
+    raise TimeoutError(f"process {pid} is busy with something else; measure it without other clients")
+
+
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(arguments.url, connector=connector) as session:
         await load(session, 50, arguments.clients, 4, True, True, 0)  # warms everything up
+        await idle(arguments.pid)  # workers may still be starting
         for kind, stream, chat in (
             ("completions", False, False),
             ("stream", True, False),
