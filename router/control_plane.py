@@ -81,8 +81,7 @@ class ControlPlane:
     ) -> None:
         """At most `queued_bytes` wait for one node."""
         self._socket = RouterSocket(context, address, security, queued_bytes)
-        self._monitor = self._socket.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
+        self._disconnects = self._socket.disconnects
         self._incarnation = incarnation
         self._log = log
         self.rules = rules
@@ -107,20 +106,18 @@ class ControlPlane:
         self._dispatcher = dispatcher
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._on_readable)
-        loop.add_reader(self._monitor_fd, self._on_disconnect)
+        loop.add_reader(self._disconnects.fileno(), self._on_disconnect)
         self._sweeper = loop.create_task(self._sweep())
         self._on_readable()
-        self._on_disconnect()  # arms the monitor's descriptor: its edge comes only after a look that found nothing
+        self._on_disconnect()  # a monitor's edge comes only after a look that found nothing
 
     def close(self) -> None:
         self._closed = True
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket.fileno())
-        loop.remove_reader(self._monitor_fd)
+        loop.remove_reader(self._disconnects.fileno())
         if self._sweeper is not None:
             self._sweeper.cancel()
-        self._socket.socket.disable_monitor()
-        self._monitor.close(linger=0)
         self._socket.close()
 
     def send(self, peer: str, message: msgspec.Struct) -> bool:
@@ -278,14 +275,8 @@ class ControlPlane:
 
     def _on_disconnect(self) -> None:
         """Some peer's socket closed: find out whose by asking all. A dead process is noticed within milliseconds."""
-        closed = False
-        while True:
-            try:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-                closed = True
-            except zmq.Again:
-                break
-        if closed and not self._probes_due:  # however often sockets close, at most one begins at a time
+        # however often sockets close, at most one round of probes begins at a time
+        if self._disconnects.take() and not self._probes_due:
             self._probes_due = True
             self._probe_after(PROBE_PAUSES)
 

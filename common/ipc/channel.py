@@ -20,6 +20,7 @@ import zmq
 
 from common.errors import ConfigError
 from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
+from common.ipc.disconnects import Disconnects, Monitored
 from common.ipc.handshake_guard import HANDSHAKE_SECONDS, HandshakeGuard
 from common.ipc.inbound_filter import InboundFilter
 from common.ipc.session import SMALL, Frame
@@ -128,6 +129,7 @@ class RouterSocket(Channel):
         self.more = False  # the latest `drain` read something
         self._bound_file: Path | None = None
         self._guard: HandshakeGuard | None = None
+        self._disconnects: Disconnects | None = None
         self._sessions = Sessions(self._send_frame, HIGH_WATER_MARK, queued_bytes)
         try:
             gate = (security or Plain()).secure_server(self._socket, address)
@@ -187,6 +189,13 @@ class RouterSocket(Channel):
         session = self._sessions.get(peer)
         return session is not None and self._send_frame(peer, session.probe(self._clock()))
 
+    @property
+    def disconnects(self) -> Disconnects:
+        """Says when connections of this socket have ended."""
+        if self._disconnects is None:
+            self._disconnects = Monitored(self._socket) if self._guard is None else self._guard.disconnects
+        return self._disconnects
+
     def vouch_for(self, peer: bytes) -> None:
         """The peer is known: strangers, however many they are, do not make its session be forgotten."""
         self._sessions.vouch_for(peer)
@@ -245,6 +254,9 @@ class RouterSocket(Channel):
         if self._guard is not None:
             self._guard.close()
             self._guard = None
+        elif self._disconnects is not None:
+            self._disconnects.close()
+        self._disconnects = None
         super().close()
         if self._bound_file is not None:
             with contextlib.suppress(

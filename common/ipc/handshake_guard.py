@@ -21,6 +21,8 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from common.ipc.disconnects import Told
+
 HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 1024
 MOST_OF_A_SOURCE = 512  # all processes of one host may connect at the same time
@@ -156,7 +158,10 @@ def _peer_of(connection: socket.socket) -> Peer | None:
 
 
 class HandshakeGuard:
-    """Watches one TCP socket that is not bound yet. Close it before the socket."""
+    """Watches one TCP socket that is not bound yet. Close it before the socket.
+
+    The socket's monitor is taken: a second one would end this one. `disconnects` passes on what others need of it.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes]) -> None:
         self._watched = watched
@@ -169,12 +174,22 @@ class HandshakeGuard:
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.connect(where)
         self.handshakes = Handshakes(KernelConnections())
+        self._told: Told | None = None
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
         self._thread.start()
+
+    @property
+    def disconnects(self) -> Told:
+        """Says when connections have ended, from the first time that somebody asks for it."""
+        if self._told is None:
+            self._told = Told()
+        return self._told
 
     def close(self) -> None:
         self._watched.disable_monitor()
         self._thread.join()
+        if self._told is not None:
+            self._told.close()
 
     def _run(self) -> None:
         with self._events, contextlib.suppress(zmq.ContextTerminated):
@@ -186,3 +201,5 @@ class HandshakeGuard:
                     self.handshakes.accepted(event["value"])
                 else:
                     self.handshakes.closed(event["value"])
+                    if self._told is not None:
+                        self._told.tell()

@@ -15,6 +15,7 @@ from common.ipc.curve import Curve
 from common.ipc.handshake_guard import HANDSHAKE_BYTES, HANDSHAKE_SECONDS, Handshakes, KernelConnections, Peer
 from common.ipc.key_files import make_key_pairs
 from tests.fakes.clock import Clock
+from tests.fakes.keyless import Keyless
 from tests.fakes.waiting import PATIENCE, until
 
 
@@ -156,3 +157,27 @@ def test_a_flood_of_half_open_connections_keeps_no_peer_out(
                 pass
         assert honest.send(b"still here")
         assert until(server.drain) == [(b"decode-0/1", b"still here")]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_the_guard_and_a_watch_on_disconnects_share_one_socket(tmp_path: Path, scheme: str) -> None:
+    """libzmq keeps one monitor per socket: a second one would end the guard."""
+    address = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/s"
+    context = zmq.Context[zmq.Socket[bytes]]()
+    with closing(RouterSocket(context, address, Keyless())) as router:
+        disconnects = router.disconnects
+        assert not disconnects.take()
+        for _ in range(2):  # also after the first was told
+            stranger = context.socket(zmq.DEALER)
+            stranger.connect(router.address)
+            stranger.send(b"x")
+            until(lambda: router.socket.poll(100, zmq.POLLIN) and router.socket.recv_multipart())
+            stranger.close(linger=0)
+            until(disconnects.take)
+        if scheme == "tcp":
+            port = int(router.address.rpartition(":")[2])
+            assert router._guard is not None
+            handshakes = router._guard.handshakes
+            with closing(socket.create_connection(("127.0.0.1", port))):
+                until(lambda: len(handshakes) > 0)
+    context.term()

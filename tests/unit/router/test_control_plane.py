@@ -8,13 +8,13 @@ import os
 import select
 import time
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 import zmq
 
 from common.errors import InvalidRequest, NodeLost, Unavailable
 from common.ipc import Dealer, bad_frames
+from common.ipc.disconnects import Told
 from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.decode_inbox import Reserve
@@ -466,25 +466,22 @@ async def test_many_sockets_that_close_cost_one_row_of_probes(monkeypatch: pytes
         begun: list[tuple[float, ...]] = []
         monkeypatch.setattr(rig.control, "_probe_after", begun.append)
 
+        disconnects = Told()
+        real = rig.control._disconnects
+        monkeypatch.setattr(rig.control, "_disconnects", disconnects)
+
         def close_one() -> None:
-            events = iter([[b"closed"]])
-
-            def look(flags: int) -> list[bytes]:
-                for event in events:
-                    return event
-                raise zmq.Again
-
-            monkeypatch.setattr(rig.control, "_monitor", SimpleNamespace(recv_multipart=look))
+            disconnects.tell()
             rig.control._on_disconnect()
 
-        real = rig.control._monitor
         for _ in range(50):
             close_one()
         assert begun == [control_plane.PROBE_PAUSES]
         rig.control._probe(control_plane.PROBE_PAUSES[1:])
         close_one()
         assert begun[1:] == [control_plane.PROBE_PAUSES[1:], control_plane.PROBE_PAUSES]
-        monkeypatch.setattr(rig.control, "_monitor", real)
+        monkeypatch.setattr(rig.control, "_disconnects", real)
+        disconnects.close()
 
 
 async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
