@@ -1,1 +1,1 @@
-"""Everything needed to try tandem on one machine: models made here, a local cluster, the evaluation."""
+"""Starts, supervises, checks and evaluates clusters: commands, cluster files, and the tiny models."""

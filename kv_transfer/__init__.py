@@ -1,4 +1,4 @@
-"""Moves KV pages and handoff records from prefill nodes to decode nodes; knows no model and no scheduler.
+"""Moves pages, state and handoff records from prefill nodes to decode nodes; knows no model and no scheduler.
 
     prefill node: Sender  --page writes, then one record-->  memory of the decode node: Receiver
                           <------ control frames (bytes) ------>
@@ -6,6 +6,6 @@
 `Sender` and `Receiver` are poll-driven and single-threaded: the node hands them every frame of its peer
 socket (`handle`), calls `poll` once per loop and sends the frames that they produce. What a peer says never
 makes them raise.
-`transport/` holds the means of writing: shm and cuda_ipc (same host, pools on CPUs or on GPUs), tcp (any two hosts,
-CPUs), nixl (any two hosts, CPUs or GPUs), loopback (tests).
+`transport/` has a folder for each way to write into the peer's memory: shm and cuda_ipc (same host, pools on CPUs or on
+GPUs), tcp (any two hosts, CPUs), nixl (any two hosts, CPUs or GPUs), loopback (tests).
 """

@@ -1,1 +1,1 @@
-"""Prompts in; KV pages, the first token and the draft's state out to a decode node."""
+"""Prompts in; KV pages of target and draft, the first token and the draft's state out."""

@@ -1,1 +1,1 @@
-"""The only process that speaks HTTP and text: places requests, merges their tokens, never imports torch."""
+"""The only process that speaks HTTP and text: admits and places requests, retries them, merges tokens. No torch."""

@@ -1,4 +1,4 @@
-"""The cluster file: one schema of typed structs, loaded from YAML, environment and command line."""
+"""The cluster file: one schema of typed structs, how it is loaded, the table of transports, the plan of each node."""
 
 from common.config.load import Resolved, load_cluster
 from common.config.schema import Cluster, DecodeNode, DecodeSection, PrefillNode, PrefillSection

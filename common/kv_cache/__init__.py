@@ -1,1 +1,1 @@
-"""What requests keep on a device, as values (planes, pool spec, layout), and who holds which page. Imports no torch."""
+"""What requests keep on a device, as values (planes, pool spec, pool layout), and who holds which page. No torch."""

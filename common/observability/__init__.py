@@ -1,1 +1,1 @@
-"""What a person sees of a process: structured logs with request and node, start-up progress."""
+"""What operators see of a process: structured logs with node and request, start-up progress, the event log."""

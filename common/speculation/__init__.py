@@ -1,1 +1,1 @@
-"""Speculative algorithms as records: how a draft's directory is read, what a round takes, what is refused. No torch."""
+"""Speculative algorithms, a record each: how a draft's directory is read and what a round takes. No torch."""

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts, their verification by the target, and what is accepted."""
+"""Speculative decoding: rounds of draft, verify and draft-extend, acceptance, and how many tokens are drafted."""

@@ -1,1 +1,1 @@
-"""Forward passes recorded once and replayed: what is captured, on which static inputs, by which backend."""
+"""Captures forward passes and replays them: the runner, its static inputs, the rules, and the program of each phase."""

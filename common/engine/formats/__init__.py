@@ -1,1 +1,1 @@
-"""How products keep and multiply their weights: a module for each format, and one place that chooses by the config."""
+"""How matrix products store and multiply their weights: a module per format; `registry.py` chooses by the config."""

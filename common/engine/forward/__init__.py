@@ -1,1 +1,1 @@
-"""What goes into a forward pass and what comes out of it."""
+"""Batches: what goes into a forward pass of a target or a draft and what comes out of it."""

@@ -1,1 +1,1 @@
-"""The KV pool as tensors: planes of pages, the page table of running requests, and their relay rows."""
+"""The KV pool as tensors: its planes, the page table of running requests, and their relay rows."""

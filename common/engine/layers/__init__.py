@@ -1,1 +1,1 @@
-"""Building blocks of a model: parameters, and the names that a checkpoint has for them."""
+"""Building blocks of a model: mixers, feed-forwards, norms, products, and the pieces of a checkpoint that they read."""

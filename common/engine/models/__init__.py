@@ -1,1 +1,1 @@
-"""Models composed from layers by config; `registry.py` says which architecture is built how."""
+"""Models: the decoder that is composed of layers by config, draft heads, vision parts. `registry.py` builds by name."""

@@ -1,1 +1,1 @@
-"""Operations on tensors, one per file: kernel, launcher, torch reference; the reference is the CPU path."""
+"""Operations on tensors, one per file: kernel, launcher and torch reference. CPUs run the reference."""

@@ -1,1 +1,1 @@
-"""Where drafts come from: one protocol (drafter.py), one file for each way."""
+"""Drafters: one protocol (drafter.py), one file for each kind, one table from algorithm to drafter (table.py)."""

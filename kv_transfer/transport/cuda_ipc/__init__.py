@@ -3,5 +3,5 @@
 A write is one kernel of the prefill node that gathers its own pages and stores them where they belong, on the
 same GPU or over NVLink, or one such kernel per layer while a forward runs; it is done when its event is. Records
 stay in a small shared memory segment. As with shm the receiver cannot shut the sender out: pages of a room that
-ends early wait for the sender's word or for the proof of its death.
+ends early stay in quarantine until the sender confirms that it has stopped, or its process is proved dead.
 """

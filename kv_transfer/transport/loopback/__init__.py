@@ -1,1 +1,1 @@
-"""One process: a real transport whose faults are scripted, for tests of everything above it."""
+"""A transport within one process whose faults are scripted, for tests of everything above transports."""

@@ -1,1 +1,1 @@
-"""What transports between processes of one host share: shared memory segments and proof that a process ended."""
+"""What transports between processes of one host share: shared memory segments and proof of a process's end."""

@@ -1,1 +1,1 @@
-"""Any two hosts, pools on CPUs: one TCP connection per peer, and a fence around every page."""
+"""Any two hosts, pools on CPUs: one TCP connection per peer. The receiver can shut a sender out of every page."""

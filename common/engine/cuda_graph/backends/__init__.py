@@ -1,1 +1,1 @@
-"""Ways to record a callable: `none`, `full`, `breakable` and `piecewise`, over CUDA graphs or over the CPU tape."""
+"""Ways to capture a callable: `none`, `full`, `breakable` and `piecewise`, with CUDA graphs or with the CPU tape."""
