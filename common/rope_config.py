@@ -13,6 +13,7 @@ from common.json_fields import MAX_POSITIONS, flag, number, optional_section, sh
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
 MAX_FACTOR = 1e6  # of a scaling; published ones stay below 100
+MIN_FACTOR = 1e-3  # frequencies are divided by it, and stay finite
 SECTIONS = "mrope_section"
 MULTIMODAL = "mrope"  # the rope type of older files that have SECTIONS
 AXES = 3  # temporal, height, width
@@ -74,7 +75,7 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeCo
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(kind, theta, number(values, "factor", where, most=MAX_FACTOR))
+        return RopeConfig(kind, theta, _factor(values, where))
     outer = raw.get("original_max_position_embeddings")  # the outer value wins, as in transformers
     if outer is not None:
         values["original_max_position_embeddings"] = outer
@@ -88,8 +89,8 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeCo
             raise ModelError(
                 f"{where}: llama3 rope needs high_freq_factor {high} above low_freq_factor {low}"
             )
-        return RopeConfig(kind, theta, number(values, "factor", where, most=MAX_FACTOR), original, low, high)
-    factor = number(values, "factor", where, max_positions / original, MAX_FACTOR)
+        return RopeConfig(kind, theta, _factor(values, where), original, low, high)
+    factor = _factor(values, where, max_positions / original)
     return RopeConfig(
         kind,
         theta,
@@ -141,6 +142,13 @@ def with_sections(rope: RopeConfig, sections: tuple[int, ...], head_dim: int, wh
             f"{head_dim // 2}"
         )
     return replace(rope, sections=sections)
+
+
+def _factor(values: Mapping[str, Any], where: str, default: float | None = None) -> float:
+    factor = number(values, "factor", where, default, MAX_FACTOR)
+    if factor < MIN_FACTOR:
+        raise ModelError(f"{where}: factor must be at least {MIN_FACTOR:g}, found {factor:g}")
+    return factor
 
 
 def _yarn_attention_factor(values: Mapping[str, Any], factor: float, where: str) -> float:

@@ -18,6 +18,8 @@ from kv_transfer.pair_plan import Side, pair_plan
 from kv_transfer.state import ReceiveState, receive_step
 from kv_transfer.transport.base import ReceiverEndpoint, Window
 
+MOST_GREETING = 60.0  # seconds: the longest work that a main loop announces
+
 
 class LinkState(enum.Enum):
     GREETING = "greeting"  # Hello is said
@@ -34,9 +36,16 @@ class Link:
     greeted_at: float
     state: LinkState = LinkState.GREETING
     node: str = ""
+    connected_at: float = 0.0  # its process was connected then, as far as this node knows
     busy_until: float = 0.0  # its loop may be silent so long
     ranks: tuple[int, int] = (0, 1)  # its tensor-parallel rank, of how many; once it is READY
     side: Side | None = None  # what it writes here; once it is READY
+
+    def unanswered(self, now: float, timeout: float) -> bool:
+        """Whether Hello has waited too long: `timeout` without a connection, or MOST_GREETING with one."""
+        connected = now - max(self.greeted_at, self.connected_at) < timeout
+        greeting = self.state is LinkState.GREETING
+        return greeting and (not connected or now - self.greeted_at >= MOST_GREETING)
 
     def welcomed(self, welcome: Welcome, layout: PoolLayout) -> None:
         """It is READY to write into `layout`. ValueError where planes cannot be divided among that many ranks."""

@@ -177,8 +177,8 @@ class Receiver:
     def link_works(self, incarnation: str) -> None:
         """Its process is connected. If it does not answer Hello its loop is busy; whether it hangs the router sees."""
         link = self._links.get(incarnation)
-        if link is not None and link.state is LinkState.GREETING:
-            link.greeted_at = self._clock()
+        if link is not None:
+            link.connected_at = self._clock()
 
     def shutdown(self) -> None:
         """The node ends: withdraw the memory."""
@@ -189,10 +189,10 @@ class Receiver:
         now = self._clock()
         waiting = {part.link.incarnation for part in self._rooms.parts()}
         for link in list(self._links.values()):
-            timeout = self._limits.handshake_timeout
-            if link.state is LinkState.GREETING and now - link.greeted_at >= timeout:
+            if link.unanswered(now, self._limits.handshake_timeout):
                 self.counters.timeouts["handshake"] += 1
-                self._refused(link, f"the prefill node did not answer Hello within {timeout:g} s")
+                waited = now - link.greeted_at
+                self._refused(link, f"the prefill node did not answer Hello within {waited:.0f} s")
             elif link.state is LinkState.READY and self._endpoint.proves_dead(link.incarnation):
                 self._lose(link, NodeLost.code, f"the process of prefill node {link.node} ended")
             elif link.state is LinkState.LOST and link.incarnation not in waiting:
