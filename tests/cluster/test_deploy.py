@@ -279,4 +279,4 @@ def test_what_cannot_start_is_said_and_leaves_nothing(cluster_file: Path, tmp_pa
     cluster_file.write_text("model: {path: x}\nrouter: {prot: 1}\n")
     typo = deploy("up", str(cluster_file))
     assert typo.returncode == 2
-    assert "router.prot: unknown key; did you mean 'port'?" in typo.stderr
+    assert "router.prot: unknown key; did you mean 'router.port'?" in typo.stderr

@@ -6,25 +6,19 @@ from collections.abc import Sequence
 
 from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode
-from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import DrafterSetup, Look
+from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
 
 class EchoDrafter:
-    needs_results = False
     hidden_mode = CaptureHiddenMode.NULL
     phases: Sequence[RoundPhase[None]] = ()
     slots: Sequence[Slot[RoundCall]] = ()
 
     def __init__(self, rounds: Rounds, steps: int) -> None:
-        self._steps = steps
         self.nodes = self.reach = steps + 1
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
-
-    def look(self, requests: Sequence[DecodeRequest]) -> Look:
-        return Look([self._steps] * len(requests))
 
     def propose(self, call: RoundCall) -> None:
         """No-op: `fill` writes the drafts."""
