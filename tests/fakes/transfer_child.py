@@ -162,7 +162,7 @@ class SenderChild:
             if cuda:
                 torch.cuda._sleep(20_000_000)  # 10 ms: a copy that did not wait would send zeros
             for plane in self.endpoint.layout.planes[2 * layer : 2 * layer + 2]:
-                span = slice(plane.offset, plane.offset + self.endpoint.layout.plane_bytes(plane))
+                span = slice(plane.offset, plane.offset + plane.nbytes)
                 self.storage[span] = final[span]
             if layer < told:
                 send.stored(layer)

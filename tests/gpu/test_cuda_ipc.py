@@ -7,14 +7,14 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
 import torch
 
 from kv_transfer.events import Arrived, Failed, PagesFree
-from kv_transfer.pair_plan import pair_plan
+from kv_transfer.pair_plan import Side, pair_plan
 from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
 from kv_transfer.transport.cuda import pages as cuda_pages
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
@@ -90,15 +90,15 @@ def test_many_rooms_one_after_another(rig: Rig) -> None:
 
 def test_a_page_overwritten_on_arrival_is_found(rig: Rig) -> None:
     """Damage between the last page and the record: the receiving GPU's sum differs from the sending one's."""
-    digests = rig.endpoint.digests
+    digests = rig.endpoint.page_digests
 
-    def damaged(pages: list[int]) -> list[int]:
+    def damaged(side: Side, pages: Sequence[int]) -> list[int]:
         plane = rig.dst.planes[-1]
         rig.storage[plane.offset + pages[1] * plane.page_bytes + 17] ^= 4
         torch.cuda.synchronize()
-        return digests(pages)
+        return digests(side, pages)
 
-    rig.endpoint.digests = damaged  # type: ignore[assignment,method-assign]
+    rig.endpoint.page_digests = damaged  # type: ignore[method-assign]
     rig.receiver.open(1, (rig.config["sender"],), [4, 9, 6], 0)
     rig.ask("room", room=1, src=[1, 2, 3])
     until = time.monotonic() + 10

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from common.errors import ConfigError
 from kv_transfer.events import Arrived, Failed, PagesFree
+from kv_transfer.pair_plan import Side
 from kv_transfer.transport.nixl.agent import load_library
 from tests.fakes.transfer_child import pattern
 from tests.fakes.transfer_rig import SEED, Rig
@@ -78,14 +79,14 @@ def test_from_first_bytes_to_the_death_of_the_sender(rig: Rig) -> None:
         assert torch.equal(pages_of(rig.storage, rig.dst, dst[-1]), pages_of(source, rig.src, src[-1]))
 
     # damage between the last page and the record
-    digests = rig.endpoint.digests
+    digests = rig.endpoint.page_digests
 
-    def damaged(pages: list[int]) -> list[int]:
+    def damaged(side: Side, pages: Sequence[int]) -> list[int]:
         plane = rig.dst.planes[-1]
         rig.storage[plane.offset + pages[1] * plane.page_bytes + 17] ^= 4
-        return digests(pages)
+        return digests(side, pages)
 
-    rig.endpoint.digests = damaged  # type: ignore[assignment,method-assign]
+    rig.endpoint.page_digests = damaged  # type: ignore[method-assign]
     rig.events.clear()
     room, rig.next_room = rig.next_room, rig.next_room + 1
     rig.receiver.open(room, (rig.config["sender"],), [4, 9, 6], 0)
@@ -95,7 +96,7 @@ def test_from_first_bytes_to_the_death_of_the_sender(rig: Rig) -> None:
     assert isinstance(failed, Failed)
     assert "differs from what was sent" in failed.reason
     assert isinstance(free, PagesFree)
-    rig.endpoint.digests = digests  # type: ignore[method-assign]
+    rig.endpoint.page_digests = digests  # type: ignore[method-assign]
 
     # its pages wait while it is stopped, and are free soon after it was killed
     rig.events.clear()
