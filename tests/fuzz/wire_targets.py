@@ -54,16 +54,17 @@ def record(data: bytes) -> None:
 
 
 def tcp_frame(data: bytes) -> None:
-    """40 bytes as they come, and with a hash that is right: what passes packs to the same bytes."""
-    body = data[:32].ljust(32, b"\0")
+    """A header as it comes, and with a hash that is right: what passes packs to the same bytes."""
+    size = tcp_frames.HEADER_BYTES
+    body = data[: size - 8].ljust(size - 8, b"\0")
     for header in (
-        data[:40].ljust(40, b"\0"),
+        data[:size].ljust(size, b"\0"),
         body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)),
     ):
         with suppress(tcp_frames.Violation):
             frame = tcp_frames.unpack(header, MAX_FRAME)
             assert tcp_frames.pack(frame) == header
-            assert 0 < frame.length <= MAX_FRAME
+            assert 0 < frame.nbytes <= MAX_FRAME
 
 
 def session_frame(data: bytes) -> None:
