@@ -1,4 +1,6 @@
-"""The harness finds what it was built for: without the mends of R1 and R2 requests hang, with them none does.
+"""The harness finds what it was built for: without the mends of R1 and R2 requests hang.
+
+That none does with them is what test_run.py shows: its faults are of these kinds, too.
 
 R1: a prefill node is restarted while a decode node answers one of its requests. R2: frames between nodes are lost.
 `tests/chaos/undo` takes the mends out of the processes that the run starts.
@@ -47,9 +49,3 @@ def test_without_a_mend_requests_hang(mend: str, tmp_path: Path) -> None:
     assert status == 1, said
     # a hang, or an answer that had not ended when its client left: a busy machine's delays are no hangs
     assert {"I3", "I4"} & set(result["violations"]), said
-
-
-@pytest.mark.parametrize("mend", DIRECTED)
-def test_with_it_none_does(mend: str, tmp_path: Path) -> None:
-    status, _, said = run(tmp_path, *DIRECTED[mend])
-    assert status == 0, said

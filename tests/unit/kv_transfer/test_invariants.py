@@ -274,11 +274,7 @@ class Transfers(RuleBasedStateMachine):
             taken = [room.record_slot for room in rooms]
             assert sorted([*taken, *self.decode.receiver._rooms.free_record_slots]) == list(range(SLOTS))
 
-    def teardown(self) -> None:
-        """The faults are over: everything must end without anybody's help."""
-        if not hasattr(self, "decode"):
-            return
-        self.faults.clear()
+    def settle(self) -> None:
         for _ in range(8):
             self.unstick()
             for _ in range(10):
@@ -286,6 +282,17 @@ class Transfers(RuleBasedStateMachine):
                 self.poll()
             self.time_passes(45.0)
         self.poll()
+
+    def teardown(self) -> None:
+        """The faults are over: everything must end without anybody's help."""
+        if not hasattr(self, "decode"):
+            return
+        self.faults.clear()
+        self.settle()
+        # a node may work on a granted room for as long as it says so; every request has a deadline of its own
+        for room in [*self.expected]:
+            self.prefill.sender.cancel(room, "deadline_exceeded", "the request's deadline passed")
+        self.settle()
         assert self.prefill.sender.active == 0
         assert self.decode.receiver.active == 0
         assert self.free == set(range(POOL))

@@ -30,7 +30,7 @@ prefill:
   nodes:
     - {name: prefill-0, peer_address: "tcp://127.0.0.1:7001"}
     - {name: prefill-1, peer_address: "tcp://127.0.0.1:0"}
-decode: {pool_tokens: 2000, nodes: [{name: decode-0}]}
+decode: {pool_tokens: 4096, nodes: [{name: decode-0}]}
 process: {run_dir: run}
 """
 
@@ -64,7 +64,7 @@ def registration(**changes: Any) -> Register:
     return Register(node=NodeRef(**node), **rest)  # type: ignore[arg-type]
 
 
-DECODE = {"name": "decode-0", "role": "decode", "peer_address": "", "total_pages": 125, "max_model_len": 2000}
+DECODE = {"name": "decode-0", "role": "decode", "peer_address": "", "total_pages": 256, "max_model_len": 4096}
 
 
 def test_what_the_cluster_file_says_is_admitted(rules: RegistrationRules) -> None:
@@ -85,7 +85,7 @@ def test_what_the_cluster_file_says_is_admitted(rules: RegistrationRules) -> Non
         ({"page_size": 32}, "kv.page_size is 16"),
         ({"max_model_len": 1}, "takes requests of up to 1 tokens; the cluster file asks for 4096 to 4096"),
         ({"max_model_len": 10**6}, "takes requests of up to 1000000 tokens"),
-        ({**DECODE, "max_model_len": 16}, "the cluster file asks for 2000 to 4096"),
+        ({**DECODE, "max_model_len": 16}, "the cluster file asks for 4096 to 4096"),
         ({"total_pages": 0}, "prefill-0 has 0 pages; the cluster file allows 512 pages by pool_tokens"),
         ({"total_pages": 10**9}, "prefill-0 has 1000000000 pages"),
         ({"peer_address": "tcp://10.0.0.1:7001"}, "says that it listens at 'tcp://10.0.0.1:7001'"),
