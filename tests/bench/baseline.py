@@ -1,0 +1,182 @@
+"""What every cluster file of `deploy/clusters` answers on this machine's CPU, as JSON: the net of a redesign.
+
+`python -m tests.bench.baseline before.json` records token texts, log-probabilities, accept counters and graph tables of
+each file, as it is and with graphs on the tape. `--compare before.json` records again and exits with 1, naming every
+value that differs. Requests are sent one at a time, so that each batch, and with it each float, is the same again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+
+from tests.cluster.harness import ROOT, Client, RunningCluster
+
+CLUSTERS = ROOT / "deploy" / "clusters"
+GRAPHS: dict[str, dict[str, Any]] = {"prefill": {"enforce_graphs": True}, "decode": {"graphs": "full"}}
+PATHS = {"model": ("path",), "speculation": ("draft_model_path",)}
+TIMED = {"seconds", "mib", "compile_seconds"}  # of a graph report: never equal twice
+COUNTERS = (
+    *("prompt_tokens", "cached_tokens", "generated_tokens", "transfers", "transferred_pages"),
+    *("spec_drafts", "spec_draft_tokens", "spec_accepted_tokens", "spec_accepted_at"),
+)
+QUESTION = "Q: Tom has 12 apples. He buys 7 more. How many apples does he have?\nA:"
+SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 17}
+TOKENS = 24
+
+
+def runs_on_cpu(sections: dict[str, Any]) -> bool:
+    nodes = [*sections.get("prefill", {}).get("nodes", []), *sections.get("decode", {}).get("nodes", [])]
+    return all(node.get("device", "cpu") == "cpu" for node in nodes)
+
+
+def cluster_files() -> dict[str, dict[str, Any]]:
+    """Name -> sections of each file that a CPU can serve, with absolute model paths. The example has no model."""
+    found = {}
+    for file in sorted(CLUSTERS.glob("*.yaml")):
+        sections = yaml.safe_load(file.read_text())
+        if file.stem == "example" or not runs_on_cpu(sections):
+            continue
+        for section, keys in PATHS.items():
+            for key in keys:
+                if key in sections.get(section, {}):
+                    sections[section][key] = str((CLUSTERS / sections[section][key]).resolve())
+        sections.get("model", {}).pop("served_name", None)
+        sections.setdefault("model", {})["served_name"] = "baseline"
+        found[file.stem] = sections
+    return found
+
+
+def prompts() -> list[list[int] | str]:
+    """Random ids of 1 to 300 tokens, and text."""
+    rng = random.Random(5)
+    lengths = (1, 2, 7, 16, 33, 64, 129, 300)
+    return [[rng.randrange(3, 700) for _ in range(length)] for length in lengths] + [QUESTION, QUESTION * 5]
+
+
+def picture() -> str:
+    """A data URL of a small picture with edges and a gradient."""
+    pixels = Image.new("RGB", (48, 32))
+    pixels.putdata([(5 * x, 7 * y, 255 if x > y else 0) for y in range(32) for x in range(48)])
+    file = io.BytesIO()
+    pixels.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+async def answers(client: Client, vision: bool) -> dict[str, Any]:
+    """One request at a time: greedy, seeded, and about a picture where the model sees."""
+    found: dict[str, Any] = {}
+    for index, prompt in enumerate(prompts()):
+        for name, fields in (("greedy", {}), ("seeded", SEEDED)):
+            body = {
+                "model": "baseline",
+                "prompt": prompt,
+                "max_tokens": TOKENS,
+                "temperature": 0,
+                "logprobs": 2,
+            }
+            body |= {"ignore_eos": True, "skip_special_tokens": False, **fields}
+            async with client.session.post("/v1/completions", json=body) as response:
+                answer = await response.json()
+            chosen = answer["choices"][0]["logprobs"]
+            found[f"{name} {index}"] = [chosen["tokens"], chosen["token_logprobs"]]
+    if vision:
+        parts = [
+            {"type": "image_url", "image_url": {"url": picture()}},
+            {"type": "text", "text": "What is in the picture?"},
+        ]
+        body = {"model": "baseline", "messages": [{"role": "user", "content": parts}], "temperature": 0}
+        async with client.session.post(
+            "/v1/chat/completions", json=body | {"max_tokens": TOKENS}
+        ) as response:
+            answer = await response.json()
+        found["picture"] = answer["choices"][0]["message"]["content"]
+    return found
+
+
+def node_facts(node: dict[str, Any]) -> dict[str, Any]:
+    """Graph table and counters of a node, without what is measured in seconds."""
+    graphs = [
+        {key: value for key, value in report.items() if key not in TIMED} for report in node.get("graphs", [])
+    ]
+    counters = {key: node["counters"][key] for key in COUNTERS}
+    return {"graphs": graphs, "total_pages": node["load"]["total_pages"], **counters}
+
+
+async def record(sections: dict[str, Any]) -> dict[str, Any]:
+    """Start the cluster, ask, stop it."""
+    prefill, decode = (len(sections.get(role, {}).get("nodes", [1])) for role in ("prefill", "decode"))
+    rest = {name: dict(values) for name, values in sections.items() if name != "router"}
+    for role in ("prefill", "decode"):
+        rest.get(role, {}).pop("nodes", None)
+    vision = "vision" in sections["model"]["path"]
+    with tempfile.TemporaryDirectory() as directory:
+        async with (
+            RunningCluster(Path(directory), prefill, decode, rest) as cluster,
+            Client(cluster.url) as client,
+        ):
+            found = await answers(client, vision)
+            async with cluster.operator() as operator:
+                await operator.wait_idle()
+                nodes = (await operator.info())["nodes"]
+    return {"answers": found, "nodes": {node["name"]: node_facts(node) for node in nodes}}
+
+
+async def record_all(only: list[str]) -> dict[str, Any]:
+    found = {}
+    for name, sections in cluster_files().items():
+        for variant, graphs in (("as it is", {}), ("graphs", GRAPHS)):
+            if only and name not in only:
+                continue
+            merged = {
+                **sections,
+                **{role: {**sections.get(role, {}), **graphs.get(role, {})} for role in GRAPHS},
+            }
+            found[f"{name}, {variant}"] = await record(merged)
+            print(f"{name}, {variant}: recorded", file=sys.stderr, flush=True)
+    return found
+
+
+def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """A line for each value that is not equal."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in {**before, **after}:
+            yield from differences(before.get(key), after.get(key), f"{path} > {key}" if path else str(key))
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            yield from differences(one, other, f"{path}[{index}]")
+    elif before != after:
+        yield f"{path}: {before!r} before, {after!r} now"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="where the recording goes")
+    parser.add_argument("--compare", type=Path, help="an earlier recording of this machine")
+    parser.add_argument("--only", nargs="+", default=[], help="names of cluster files (default: all)")
+    arguments = parser.parse_args()
+    found = json.loads(json.dumps(asyncio.run(record_all(arguments.only))))
+    arguments.out.write_text(json.dumps(found, indent=1))
+    if arguments.compare is not None:
+        before = json.loads(arguments.compare.read_text())
+        lines = list(differences({name: before.get(name) for name in found}, found))
+        print("\n".join(lines) or f"equal: {len(found)} recordings")
+        sys.exit(bool(lines))
+
+
+if __name__ == "__main__":
+    main()
