@@ -22,9 +22,9 @@ Source = Literal["stated", "guessed", "default"]
 
 @dataclass(frozen=True, slots=True)
 class AuxLayers:
-    """Of one head. None of them: it reads the target's normed output."""
+    """The layers that one draft head reads. Empty: it reads the target's normed output."""
 
-    boundaries: tuple[int, ...] = ()  # i: the stream entering layer i, and behind the last layer their number
+    boundaries: tuple[int, ...] = ()  # i: the stream entering layer i, and after the last layer their number
     convention: Convention = "boundary"  # what the file's ids name
     # Stated by the file, or guessed by its first id; default: it names no layers, and EAGLE's own are taken.
     source: Source = "stated"

@@ -34,7 +34,7 @@ class DraftConfig:
 
     @property
     def modules(self) -> int:
-        """Of a multi-layer draft: those that run, one per step. 0: one layer stack runs again for every step."""
+        """The number of modules of a multi-layer draft, one per step; 0 where one layer stack runs at every step."""
         return 0 if self.mtp is None else self.model.num_layers
 
     @property

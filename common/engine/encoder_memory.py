@@ -29,14 +29,14 @@ INDICES = 64  # bytes per patch: where it stands, in its image and in its window
 
 
 def encoder_bytes(vision: VisionConfig, hidden: int, dtype: torch.dtype) -> int:
-    """Of the largest batch that a node makes. `hidden`: H."""
+    """Return the bytes that the largest batch of a node takes. `hidden`: H."""
     if isinstance(vision, QwenVision):
         return _qwen(vision, hidden, dtype.itemsize)
     return _llava(vision, hidden, dtype.itemsize)
 
 
 def _llava(vision: LlavaVision, hidden: int, size: int) -> int:
-    """Of the states between layers those that the projector takes are kept."""
+    """Return the bytes of a LLaVA tower: of the states between layers, only those that the projector takes stay."""
     width, inner = _dimensions(vision.tower, vision.tower_options)
     images = largest_batch(vision.tokens_per_image)
     patches = images * (vision.tokens_per_image + 1)  # the class token among them

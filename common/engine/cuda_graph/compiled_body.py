@@ -54,7 +54,7 @@ class CompiledBodies:
 
     @property
     def compilation(self) -> Compilation:
-        """Of all bodies."""
+        """What was compiled for all bodies together."""
         bodies = self._bodies.values()
         return Compilation(
             self._compiler,

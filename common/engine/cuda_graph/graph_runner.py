@@ -81,7 +81,7 @@ class GraphRunner(Generic[Batch, Output]):
         return self._backend.compilation
 
     def totals(self) -> GraphTotals:
-        """What it has run since its start."""
+        """Return what the runner has replayed and run eagerly since its start."""
         return self.counters.totals(self.spec, len(self._recordings))
 
     def capture(self, shapes: Sequence[ShapeKey] | None = None) -> None:

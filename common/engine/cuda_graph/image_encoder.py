@@ -39,7 +39,7 @@ OUTPUTS = OutputSpec(EncodedImages, {"rows": OutField(Axis.REQUEST)})
 
 
 def encoder_spec(image_counts: Sequence[int], tokens_per_image: int) -> CaptureSpec:
-    """Of graphs for so many images each, ascending."""
+    """Describe one graph for each number of images; the numbers ascend."""
     return CaptureSpec(
         model="target",
         phase="encoder",

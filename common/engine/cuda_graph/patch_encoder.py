@@ -36,7 +36,7 @@ OUTPUTS = OutputSpec(EncodedPatches, {"rows": OutField(Axis.TOKEN)})
 
 
 def patch_spec(token_buckets: Sequence[int]) -> CaptureSpec:
-    """Of graphs for up to so many tokens each, ascending."""
+    """Describe one graph for each bucket of tokens; the buckets ascend."""
     return CaptureSpec(
         model="target",
         phase="encoder",
@@ -46,7 +46,7 @@ def patch_spec(token_buckets: Sequence[int]) -> CaptureSpec:
 
 
 def most_windows(tokens: int) -> int:
-    """Of a graph for so many tokens."""
+    """Return how many windows a graph for so many tokens holds at most."""
     return max(1, tokens // TOKENS_PER_WINDOW)
 
 

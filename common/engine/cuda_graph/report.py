@@ -121,7 +121,7 @@ def _aligned(header: tuple[str, ...], cells: Iterable[tuple[str, ...]]) -> list[
 
 @dataclass(slots=True)
 class GraphCounters:
-    """Of one runner."""
+    """Counts what one runner replays and what it runs eagerly."""
 
     replays: Counter[GraphKey] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)  # reason -> eager runs
@@ -130,7 +130,7 @@ class GraphCounters:
 
     @property
     def replay_share(self) -> float:
-        """Of all runs; 1 where nothing ran."""
+        """The share of all runs that were replays; 1 where nothing ran."""
         replays, eager = self.replays.total(), self.fallbacks.total()
         return replays / (replays + eager) if replays + eager else 1.0
 

@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
     @property
     def section(self) -> str:
-        """Of the config, whose key `graphs` decides."""
+        """The section of the config whose key `graphs` decides."""
         of_prompts = self in (Phase.PREFILL, Phase.DRAFT_PREFILL, Phase.ENCODER)
         return "prefill" if of_prompts else "decode"
 
