@@ -1,5 +1,6 @@
 """What at least two processes share.
 
-Without torch: errors, config, messages, sockets, logs, the reading of model directories, planes and pages, and the
-records of layer kinds, weight formats and speculative algorithms. `engine` runs forward passes: torch starts there.
+Without torch: `config`, `messages`, `ipc`, `observability`, `checkpoint` (reads model directories), `speculation` (a
+record per algorithm) and `kv_cache` (planes and pages as values). `engine` runs forward passes: torch starts there.
+`node` is what both kinds of node wrap around the engine.
 """

@@ -17,9 +17,9 @@ import typer
 
 from common.config import Resolved, load_cluster
 from common.errors import ConfigError, ModelError
-from common.loop_watchdog import loop_watchdog
 from common.observability import logs
 from common.observability.logs import Log
+from common.observability.loop_watchdog import loop_watchdog
 from common.observability.startup import StartupReporter
 from common.observability.stderr_file import write_stderr
 

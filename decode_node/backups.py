@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.draft_row import DraftRow
-from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.relay_state import RelayState
+from common.engine.state.draft_row import DraftRow
+from common.engine.state.pool import KvPool
+from common.engine.state.relay_state import RelayState
 from decode_node.step_plan import Load, Save
 
 

@@ -12,34 +12,32 @@ from typing import Any
 import torch
 import zmq
 
+from common.checkpoint.model_manifest import check_manifests
 from common.config import Cluster, DecodeNode, Resolved
-from common.config.node_plan import node_plan
+from common.config.resolve_node import node_plan
 from common.config.run_directory import control_address, event_directory
 from common.config.schema import Speculation
 from common.config.transport_choice import choose_transport
-from common.engine import graph_start
-from common.engine.announced_work import COMPILE_SECONDS
 from common.engine.attention.paged import PagedAttention
-from common.engine.completion import completion_for
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.rules import PhaseSwitch
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.relay_state import RelayState
-from common.engine.model_runner import ModelRunner
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.forward.rotary_places import rotary_places
+from common.engine.graphs import node_graphs
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
-from common.engine.overlap import Completion
-from common.engine.rotary_places import rotary_places
-from common.engine.serving_link import serving_link
-from common.engine.serving_model import ServingModel, load_serving_model, page_space
-from common.engine.stopwatch import stopwatch_for
+from common.engine.state.pool import KvPool
+from common.engine.state.relay_state import RelayState
 from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
-from common.ipc.router_link import RouterLink
 from common.kv_cache.pool_layout import PoolLayout
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation
-from common.model_manifest import check_manifests
+from common.node import graph_start
+from common.node.announced_work import COMPILE_SECONDS
+from common.node.completion import completion_for
+from common.node.overlap import Completion
+from common.node.router_link import RouterLink
+from common.node.serving_link import serving_link
+from common.node.serving_model import ServingModel, load_serving_model, page_space
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -48,7 +46,9 @@ from decode_node import node as decode
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
+from decode_node.graphs import step_graphs
 from decode_node.limits import DecodeLimits
+from decode_node.page_table import PageTable
 from decode_node.parts import Links, Observation, Scheduling
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
@@ -61,6 +61,7 @@ from decode_node.speculative.verify import Verify
 from decode_node.speculative.width_policy import WidthPolicy, batches_of, slots_up_to
 from decode_node.step import AutoregressiveStep, DecodeStep
 from decode_node.step_rules import FixedWidth, StepRules, TextDrafts, Widths
+from decode_node.stopwatch import stopwatch_for
 from decode_node.worker import DeviceWorker
 from kv_transfer.from_plan import transfer_limits
 from kv_transfer.limits import MIB, TransferLimits
@@ -247,7 +248,7 @@ def decode_steps(
     completion = _completion(cluster, device)
     wanted = PhaseSwitch(section.graphs, poisoned=cluster.process.poison_graphs)
     if not algorithm(speculation.algorithm).drafts:
-        graphs = node_graphs.decode_graphs(
+        graphs = step_graphs.decode_graphs(
             runner, relay, table, wanted, section.max_running, served.max_model_len
         )
         step = AutoregressiveStep(graphs.forward, device, completion)
@@ -262,7 +263,7 @@ def decode_steps(
             cluster.kv.page_size,
             served.max_model_len,
             reach(speculation),
-            node_graphs.round_plans(runner, wanted, largest, smallest),
+            step_graphs.round_plans(runner, wanted, largest, smallest),
         )
         config = None if served.draft is None else served.draft.config
         setup = DrafterSetup(draft, config, rounds, width, speculation.topk, speculation.nodes)

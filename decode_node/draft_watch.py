@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from common.aux_layers import IDS, KEY
-from common.draft_config import DraftConfig
+from common.checkpoint.aux_layers import IDS, KEY
+from common.checkpoint.draft_config import DraftConfig
 from common.observability.logs import Log
 from decode_node.accept_counters import AcceptCounters
 

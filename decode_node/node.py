@@ -1,7 +1,7 @@
 """The decode node: reservations in, pages and records from prefill nodes in, tokens out.
 
 One thread. Each turn drains all sockets (control first), moves requests between queues, launches at most one step and
-reads the results of the previous one (common.engine.overlap). The host's view of a request is exact but one step old.
+reads the results of the previous one (common.node.overlap). The host's view of a request is exact but one step old.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import time
 
 import zmq
 
-from common.engine.announced_work import AnnouncedWork
-from common.engine.draft_row import DraftRow, DraftShape
-from common.engine.overlap import OverlapLoop
+from common.engine.state.draft_row import DraftRow, DraftShape
 from common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -27,7 +25,9 @@ from common.errors import (
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
 from common.messages.router_inbox import Failed, TokenRun, Tokens
-from common.node_life import NodeLife
+from common.node.announced_work import AnnouncedWork
+from common.node.life import NodeLife
+from common.node.overlap import OverlapLoop
 from decode_node.occupancy import Occupancy
 from decode_node.parts import Links, Observation, Scheduling
 from decode_node.planner import Planned, Planner

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from common.ipc.router_link import RouterLink
 from common.kv_cache.page_space import PageSpace
 from common.messages.decode_inbox import DecodeMessage
 from common.messages.identity import GraphTotals
+from common.node.router_link import RouterLink
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from decode_node.batch_rows import BatchRows

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.engine.announced_work import Work
-from common.engine.sampling_plan import sampling_variant
+from common.engine.sampling.sampling_plan import sampling_variant
+from common.node.announced_work import Work
 from decode_node.batch_rows import BatchRows
 from decode_node.occupancy import Occupancy
 from decode_node.request import DecodeRequest, Emission

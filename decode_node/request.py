@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from common.engine.draft_row import NO_DRAFT, DraftRow
-from common.engine.sampling_plan import finish_reason
+from common.engine.sampling.sampling_plan import finish_reason
+from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams

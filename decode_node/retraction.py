@@ -5,7 +5,7 @@ The copies themselves are moves of a plan (step_plan.py); host memory for them i
 
 from __future__ import annotations
 
-from common.engine.rotary_places import RotaryPlaces
+from common.engine.forward.rotary_places import RotaryPlaces
 from common.kv_cache.page_space import PageLease, PageSpace
 from decode_node.batch_rows import BatchRows
 from decode_node.request import Backup, DecodeRequest

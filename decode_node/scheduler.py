@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from common.engine.ageing import aged
+from common.node.ageing import aged
 from decode_node.request import DecodeRequest
 
 

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from common.engine.cuda_graph.decode_graph import DecodeGraphs
 from common.engine.host_copies import on_device
-from common.engine.overlap import Completion
-from common.engine.sampler import SampleOutput, read_tokens
+from common.engine.sampling.sampler import SampleOutput, read_tokens
+from common.node.overlap import Completion
+from decode_node.graphs.decode_graph import DecodeGraphs
 from decode_node.step_plan import PlannedRow, StepPlan
 from decode_node.step_result import Launched, RowTokens, StepResult
 

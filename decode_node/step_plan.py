@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from common.engine.draft_row import NO_DRAFT, DraftRow
-from common.engine.sampling_plan import SamplingVariant
+from common.engine.sampling.sampling_plan import SamplingVariant
+from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.messages.generation import SamplingParams
 
 

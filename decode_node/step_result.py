@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from common.engine.overlap import Completion
 from common.messages.generation import OutputToken
+from common.node.overlap import Completion
 from decode_node.step_plan import StepPlan
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.relay_state import RelayState
-from common.engine.overlap import Completion
+from common.engine.state.relay_state import RelayState
+from common.node.overlap import Completion
 from decode_node.backups import Backups
+from decode_node.page_table import PageTable
 from decode_node.step import DecodeStep
 from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched, StepResult

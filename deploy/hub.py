@@ -23,9 +23,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_files import INDEX, SINGLE, indexed_names, weight_paths
 from common.errors import ConfigError, ModelError
-from common.model_config import ModelConfig
-from common.model_files import INDEX, SINGLE, indexed_names, weight_paths
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer*")

@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_files import weight_paths
 from common.config.schema import DecodeSection, PrefillSection
 from common.errors import ConfigError, ModelError
-from common.model_config import ModelConfig
-from common.model_files import weight_paths
 from common.speculation.directory import algorithm_of, most_steps
 from deploy.gpus import Gpu
 

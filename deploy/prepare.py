@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.chat_template_file import find_chat_template
+from common.checkpoint.chat_template_file import find_chat_template
 from common.config import load_cluster
 from common.config.run_directory import run_directory
 from common.errors import ConfigError, ModelError

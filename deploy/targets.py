@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.checkpoint.model_directory import SNAPSHOTS
+from common.checkpoint.model_mistakes import explain_directory, repository_name
 from common.config.run_directory import runtime_base
 from common.errors import ConfigError
-from common.model_directory import SNAPSHOTS
-from common.model_mistakes import explain_directory, repository_name
 from deploy.hub import NAME
 
 CLUSTERS = "models"  # folder of the cluster files that `deploy/up MODEL_DIR` writes

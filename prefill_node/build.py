@@ -11,37 +11,36 @@ from typing import Any
 import torch
 import zmq
 
+from common.checkpoint.model_manifest import check_manifests
 from common.config import Cluster, Resolved
-from common.config.node_plan import node_plan
+from common.config.resolve_node import node_plan
 from common.config.run_directory import control_address, event_directory, peer_address
 from common.config.schema import PrefillSection
 from common.config.transport_choice import choose_layers, choose_transport
-from common.engine import graph_start
-from common.engine.announced_work import COMPILE_SECONDS
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.signalled import SignalledAttention
-from common.engine.completion import completion_for
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.compiled_body import EAGER, CompiledBodies, missing_compiler
-from common.engine.cuda_graph.ladders import prefill_token_buckets
-from common.engine.cuda_graph.node_graphs import NodeGraphs
-from common.engine.cuda_graph.prefill_extend import PrefillExtend
-from common.engine.cuda_graph.rules import PhaseSwitch
-from common.engine.kv_cache.pool import KvPool
-from common.engine.logit_adjustments import AdjustmentRows
-from common.engine.model_runner import ModelRunner
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.forward.rotary_places import rotary_places
+from common.engine.graphs import node_graphs
+from common.engine.graphs.compiled_body import EAGER, CompiledBodies, missing_compiler
+from common.engine.graphs.ladders import prefill_token_buckets
+from common.engine.graphs.node_graphs import NodeGraphs
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
-from common.engine.rotary_places import rotary_places
-from common.engine.serving_link import serving_link
-from common.engine.serving_model import ServingModel, load_serving_model, page_space
+from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.engine.state.pool import KvPool
 from common.errors import ConfigError
 from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind
 from common.ipc.from_config import link_security
-from common.ipc.router_link import RouterLink
 from common.kv_cache.pool_layout import PoolLayout
 from common.messages import image_inbox, prefill_inbox
 from common.messages.identity import ROUTER_NAME, NodeRef, control_link_id, new_incarnation
-from common.model_manifest import check_manifests
+from common.node import graph_start
+from common.node.announced_work import COMPILE_SECONDS
+from common.node.completion import completion_for
+from common.node.router_link import RouterLink
+from common.node.serving_link import serving_link
+from common.node.serving_model import ServingModel, load_serving_model, page_space
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -52,6 +51,8 @@ from kv_transfer.transport.cuda.pool_memory import as_memory
 from kv_transfer.transport.registry import make_sender
 from prefill_node.draft import BuiltDraft, DraftSetup, PrefillDraft
 from prefill_node.draft_table import make_draft
+from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.prefill_extend import PrefillExtend
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
 from prefill_node.node import PrefillNode
@@ -233,7 +234,7 @@ def _forwards(
     signalled = SignalledAttention(attention) if choose_layers(cluster) else None
     runner = ModelRunner(served.model, pool, signalled or attention)
     drafting = _draft(cluster, served, runner, wanted)
-    target = node_graphs.prefill_graphs(
+    target = prompt_graphs.prefill_graphs(
         runner, wanted, section.chunk_tokens, section.max_batch, drafting.draft.hidden_mode, bodies
     )
     seeing = sight(wanted)
@@ -245,7 +246,7 @@ def _draft(cluster: Cluster, served: ServingModel, target: ModelRunner, wanted: 
     """The draft's share of a step. A draft was loaded sharing the target's embedding and head."""
     made, loaded = served.draft_runner(target.pool), served.draft
     runner = None if made is None else made[0]
-    plan = node_graphs.DraftPrefillPlan(target, wanted, cluster.prefill.chunk_tokens)
+    plan = prompt_graphs.DraftPrefillPlan(target, wanted, cluster.prefill.chunk_tokens)
     setup = DraftSetup(runner, None if loaded is None else loaded.config, plan)
     return make_draft(cluster.speculation.algorithm, setup)
 

@@ -9,19 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from common.draft_config import DraftConfig
-from common.engine.cuda_graph.node_graphs import (
-    DraftPrefillPlan,
-    NodeGraphs,
-    draft_head_graphs,
-    draft_model_graphs,
-)
-from common.engine.draft_runner import DraftRunner
+from common.checkpoint.draft_config import DraftConfig
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.host_copies import send_one
-from common.engine.model_runner import ModelRunner
-from common.engine.sampler import SampleOutput
+from common.engine.sampling.sampler import SampleOutput
+from prefill_node.graphs.prompt_graphs import DraftPrefillPlan, draft_head_graphs, draft_model_graphs
 from prefill_node.scheduler import Chunk
 from prefill_node.vision import MergedEmbeds
 

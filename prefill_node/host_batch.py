@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.host_copies import Array
-from common.engine.logit_adjustments import AdjustmentRows, Adjustments
-from common.engine.rotary_places import RotaryPlaces
-from common.engine.sampler import SamplingBatch
-from common.engine.sampling_plan import SamplingVariant
+from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
+from common.engine.sampling.sampler import SamplingBatch
+from common.engine.sampling.sampling_plan import SamplingVariant
 from prefill_node.scheduler import Chunk
 
 

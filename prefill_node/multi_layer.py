@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.cuda_graph.node_graphs import draft_module_graphs
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.mtp_runner import Module, MultiLayerRunner
 from common.engine.host_copies import send, send_one
-from common.engine.mtp_runner import Module, MultiLayerRunner
 from common.engine.ops.keep_hidden import keep_hidden
-from common.engine.sampler import SampleOutput
+from common.engine.sampling.sampler import SampleOutput
 from prefill_node.draft import BuiltDraft, DraftSetup
+from prefill_node.graphs.prompt_graphs import draft_module_graphs
 from prefill_node.scheduler import Chunk
 from prefill_node.vision import MergedEmbeds
 

@@ -1,7 +1,7 @@
 """The prefill node: messages in, chunks of prompts through the step, pages and first tokens out.
 
 One thread. Each turn drains all sockets (control first), moves requests between queues, launches at most one forward
-and reads the results of the previous one (common.engine.overlap).
+and reads the results of the previous one (common.node.overlap).
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from common.engine.announced_work import AnnouncedWork
-from common.engine.draft_row import DraftShape
-from common.engine.kv_cache.relay_state import draft_rows
-from common.engine.overlap import OverlapLoop
-from common.engine.sampler import read_tokens
-from common.engine.sampling_plan import finish_reason
+from common.engine.sampling.sampler import read_tokens
+from common.engine.sampling.sampling_plan import finish_reason
+from common.engine.state.draft_row import DraftShape
+from common.engine.state.relay_state import draft_rows
 from common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -26,7 +24,6 @@ from common.errors import (
     TransferFailed,
 )
 from common.ipc import RouterSocket
-from common.ipc.router_link import RouterLink
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease, PageSpace
 from common.kv_cache.radix_cache import Keys
@@ -34,7 +31,10 @@ from common.messages.generation import ImageSpan, OutputToken
 from common.messages.identity import GraphTotals
 from common.messages.prefill_inbox import Prefill, PrefillMessage
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone
-from common.node_life import NodeLife
+from common.node.announced_work import AnnouncedWork
+from common.node.life import NodeLife
+from common.node.overlap import OverlapLoop
+from common.node.router_link import RouterLink
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost

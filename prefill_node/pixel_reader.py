@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from common.checkpoint.llava_config import LlavaVision, check_llava_processor
+from common.checkpoint.qwen_vl_config import QwenVision
+from common.checkpoint.vision_config import VisionConfig
 from common.engine.models.vision_part import Pixels
 from common.errors import ModelError
 from common.image_files import decode_image
-from common.llava_config import LlavaVision, check_llava_processor
-from common.qwen_vl_config import QwenVision
-from common.vision_config import VisionConfig
 
 
 class PixelReader:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from common.engine.draft_row import NO_DRAFT, DraftRow
+from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from common.engine.ageing import aged
-from common.engine.announced_work import Work
+from common.node.ageing import aged
+from common.node.announced_work import Work
 from prefill_node.request import PrefillRequest
 
 

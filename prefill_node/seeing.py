@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.image_encoder import EncoderGraphs
-from common.engine.cuda_graph.node_graphs import NodeGraphs
-from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs
-from common.engine.cuda_graph.rules import PhaseSwitch
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.qwen_vl_config import QwenVision
+from common.engine.graphs.node_graphs import NodeGraphs
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.llava import LlavaPart, load_llava
 from common.engine.models.qwen_vl import QwenPart, load_qwen
 from common.ipc import Dealer
-from common.model_config import ModelConfig
 from common.observability.logs import Log
-from common.qwen_vl_config import QwenVision
+from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.image_encoder import EncoderGraphs
+from prefill_node.graphs.patch_encoder import PatchEncoderGraphs
 from prefill_node.images import ImageIntake, Images, NoImages, RowCache
 from prefill_node.pixel_reader import load_pixel_reader
 from prefill_node.vision import PromptEmbeds, TextEmbeds, VisionEmbeds
@@ -57,7 +57,7 @@ def load_seeing(
     intake = ImageIntake(connect(), reader, cache, log)
 
     def seeing(wanted: PhaseSwitch) -> Seeing:
-        encoder = node_graphs.encoder_graphs(part, wanted)
+        encoder = prompt_graphs.encoder_graphs(part, wanted)
         return Seeing(intake, VisionEmbeds(model.embed, encoder.forward, cache), (encoder,))
 
     return seeing

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.cuda_graph.outputs import map_tensors
 from common.engine.forward.batch import ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.rotary_places import RotaryPlaces
+from common.engine.graphs.outputs import map_tensors
 from common.engine.host_copies import on_host, send
-from common.engine.logit_adjustments import AdjustmentRows
-from common.engine.overlap import Completion
-from common.engine.rotary_places import RotaryPlaces
-from common.engine.sampler import SampleOutput, sample
-from common.engine.sampling_plan import sampling_variant
+from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.engine.sampling.sampler import SampleOutput, sample
+from common.engine.sampling.sampling_plan import sampling_variant
+from common.node.overlap import Completion
 from prefill_node.draft import PrefillDraft
 from prefill_node.host_batch import HostBatch, HostDraws
 from prefill_node.scheduler import Chunk

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from common.engine.cuda_graph.prefill_extend import PrefillExtend, idle_extend
-from common.engine.sampler import SamplingBatch, sample
+from common.engine.sampling.sampler import SamplingBatch, sample
 from prefill_node.draft import PrefillDraft
+from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
 
 
 @torch.inference_mode()

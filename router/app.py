@@ -10,7 +10,10 @@ from typing import Any
 import zmq
 from aiohttp import web
 
-from common.chat_template_file import find_chat_template
+from common.checkpoint.chat_template_file import find_chat_template
+from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.checkpoint.model_manifest import check_manifests
+from common.checkpoint.vision_config import VisionConfig
 from common.config import Resolved
 from common.config.run_directory import control_address, event_directory
 from common.config.schema import Router
@@ -19,11 +22,8 @@ from common.errors import ModelError, Unavailable
 from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
 from common.messages.identity import new_incarnation
-from common.model_config import ModelConfig, model_fingerprint
-from common.model_manifest import check_manifests
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
-from common.vision_config import VisionConfig
 from router.admin_routes import AdminRoutes
 from router.client import View
 from router.control_plane import ControlPlane

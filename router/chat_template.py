@@ -9,10 +9,10 @@ from typing import Any
 
 import jinja2
 
-from common.chat_template_file import find_chat_template
+from common.checkpoint.chat_template_file import find_chat_template
+from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
+from common.checkpoint.model_files import read_json
 from common.errors import InvalidRequest, ModelError
-from common.model_directory import MAX_TOKENIZER_CONFIG_BYTES
-from common.model_files import read_json
 from router.content_form import Content, ContentForms, text_part
 from router.openai_schema import Message, image_parts
 from router.template_sandbox import TemplateSandbox

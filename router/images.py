@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.checkpoint.vision_config import VisionConfig
 from common.errors import InvalidRequest, Overloaded, RequestError
 from common.image_files import MEDIA_TYPES
-from common.vision_config import VisionConfig
 from router.openai_schema import Message, image_parts
 
 PIECE = 1 << 18  # characters, a multiple of 4

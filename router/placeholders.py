@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.checkpoint.vision_config import VisionConfig
 from common.errors import InvalidRequest
 from common.messages.generation import ImageSpan
 from common.messages.image_inbox import salted_digest
-from common.vision_config import VisionConfig
 from router.generation import PromptImage
 from router.images import Image
 

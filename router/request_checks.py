@@ -6,10 +6,10 @@ import math
 import secrets
 from dataclasses import dataclass
 
+from common.checkpoint.model_config import DefaultSampling
+from common.checkpoint.vision_config import VisionConfig
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, SamplingParams, TokenBias
-from common.model_config import DefaultSampling
-from common.vision_config import VisionConfig
 from router.openai_schema import MAX_STOP_TOKENS, TOP_LOGPROBS, SharedFields, TokenIds
 
 MAX_NAME_SHOWN = 1000  # characters of a model name in a refusal

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
+from common.checkpoint.model_manifest import check_manifests
 from common.errors import InvalidRequest, ModelError
-from common.model_manifest import check_manifests
 from router.child_process import confine, frame_head
 from router.text_jobs import Answer, Job, Settings, refusal, too_costly
 from router.text_work import Payload, TextWork

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as HfTokenizer
 
+from common.checkpoint.model_directory import MAX_TOKENIZER_BYTES, read_bytes
 from common.errors import ModelError
-from common.model_directory import MAX_TOKENIZER_BYTES, read_bytes
 from router.detokenizer import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 from router.token_bound import longest_token
 

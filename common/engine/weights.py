@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.checkpoint.model_directory import real_path
+from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.safetensors_header import FLOATS, WeightFile
 from common.engine.layers.piece import Piece
 from common.errors import ModelError
-from common.model_directory import real_path
-from common.model_files import read_weight_files
-from common.safetensors_header import FLOATS, WeightFile
 
 Progress = Callable[[int, int], None]  # (loaded bytes, bytes in total)
 

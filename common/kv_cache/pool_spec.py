@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
+from common.checkpoint.model_config import ModelConfig
+from common.kv_cache.layer_kinds import mixer_record
 from common.kv_cache.plane import Kept, Owner, Plane, Size
-from common.layer_kinds import mixer_record
-from common.model_config import ModelConfig
 
 
 class PoolSpec(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.draft_config import DraftConfig
-from common.model_config import ModelConfig
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.model_config import ModelConfig
 
 Json = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ class DraftDirectory:
     architectures: tuple[str, ...]
     # From config.json (keys, its path) and the target to the draft. Raises ModelError where it does not fit.
     read: Callable[[Json, Path, ModelConfig], DraftConfig]
-    # "module:function" from DraftParts to LoadedDraft (common/engine/loaded_draft.py), imported when it is loaded.
+    # "module:function" from DraftParts to LoadedDraft (common/node/loaded_draft.py), imported when it is loaded.
     model: str
     # Whether config.json with another architecture, or these keys, is a draft of this algorithm, too.
     fits: Callable[[str, Json], bool] = no_other_form

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common import model_files
-from common.draft_config import DraftConfig
+from common.checkpoint import model_files
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.json_fields import architecture_of
+from common.checkpoint.model_config import ModelConfig
 from common.errors import ModelError
-from common.json_fields import architecture_of
-from common.model_config import ModelConfig
 from common.speculation.algorithm import DraftDirectory, Json
 from common.speculation.table import algorithm, algorithms
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.aux_layers import AuxLayers
-from common.draft_config import DraftConfig
-from common.model_config import ModelConfig
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.model_config import ModelConfig
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 from common.speculation.head import head_model
 
@@ -21,7 +21,7 @@ EAGLE = Algorithm(
     directory=DraftDirectory(
         architectures=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
         read=_read,
-        model="common.engine.loaded_draft:load_eagle_head",
+        model="common.node.loaded_draft:load_eagle_head",
         takes_embeds=True,
     ),
     trees=True,

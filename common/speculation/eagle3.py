@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.aux_layers import aux_layers
-from common.draft_config import DraftConfig
+from common.checkpoint.aux_layers import aux_layers
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.json_fields import flag, positive, shown
+from common.checkpoint.model_config import ModelConfig
 from common.errors import ModelError
-from common.json_fields import flag, positive, shown
-from common.model_config import ModelConfig
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 from common.speculation.head import head_model
 
@@ -73,7 +73,7 @@ EAGLE3 = Algorithm(
     directory=DraftDirectory(
         architectures=(ARCHITECTURE,),
         read=_read,
-        model="common.engine.loaded_draft:load_eagle3_head",
+        model="common.node.loaded_draft:load_eagle3_head",
         fits=_fits,
         flatten=_from_speculators,
         takes_embeds=True,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from common.draft_config import check_same
+from common.checkpoint.draft_config import check_same
+from common.checkpoint.json_fields import MAX_WIDTH, positive
+from common.checkpoint.model_config import LLAMA, ModelConfig
+from common.checkpoint.rope_config import SECTIONS, split_sections, with_sections
 from common.errors import ModelError
-from common.json_fields import MAX_WIDTH, positive
-from common.model_config import LLAMA, ModelConfig
-from common.rope_config import SECTIONS, split_sections, with_sections
 from common.speculation.algorithm import Json
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.aux_layers import AuxLayers
-from common.draft_config import DraftConfig, check_same
-from common.json_fields import MAX_WIDTH, architecture_of, positive
-from common.model_config import ModelConfig
-from common.mtp_format import ARCHITECTURES, MAX_MODULES, MODULES, has_modules, mtp_format
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import DraftConfig, check_same
+from common.checkpoint.json_fields import MAX_WIDTH, architecture_of, positive
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.mtp_format import ARCHITECTURES, MAX_MODULES, MODULES, has_modules, mtp_format
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 
 
@@ -46,7 +46,7 @@ MTP = Algorithm(
     directory=DraftDirectory(
         architectures=tuple(ARCHITECTURES),
         read=_read,
-        model="common.engine.loaded_draft:load_modules",
+        model="common.node.loaded_draft:load_modules",
         fits=_fits,
         most_steps=_most_steps,
     ),

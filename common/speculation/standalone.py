@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.aux_layers import AuxLayers
-from common.draft_config import DraftConfig, check_same
-from common.model_config import FAMILIES, ModelConfig
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import DraftConfig, check_same
+from common.checkpoint.model_config import FAMILIES, ModelConfig
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 
 
@@ -22,7 +22,7 @@ STANDALONE = Algorithm(
     directory=DraftDirectory(
         architectures=tuple(FAMILIES),  # any model that could be served, with the same vocabulary
         read=_read,
-        model="common.engine.loaded_draft:load_language_model",
+        model="common.node.loaded_draft:load_language_model",
     ),
     adaptive=True,
 )

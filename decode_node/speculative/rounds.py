@@ -16,18 +16,19 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from common.engine.cuda_graph.admission import BatchFacts
-from common.engine.cuda_graph.graph_runner import GraphRunner
-from common.engine.cuda_graph.node_graphs import NodeGraphs, PhasePlan
-from common.engine.cuda_graph.outputs import OutputSpec
-from common.engine.cuda_graph.rules import Phase
-from common.engine.cuda_graph.slots import ROW0, Inputs, Slot, StaticInputs
-from common.engine.cuda_graph.spec import PLAIN, Axis, CaptureSpec, ShapeKey, request_shapes
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.relay_state import RelayState
+from common.engine.graphs.admission import BatchFacts
+from common.engine.graphs.graph_runner import GraphRunner
+from common.engine.graphs.node_graphs import NodeGraphs
+from common.engine.graphs.outputs import OutputSpec
+from common.engine.graphs.rules import Phase
+from common.engine.graphs.slots import ROW0, Inputs, Slot, StaticInputs
+from common.engine.graphs.spec import PLAIN, Axis, CaptureSpec, ShapeKey, request_shapes
 from common.engine.ops.round_inputs import gather_rows, window_places
-from common.engine.sampling_plan import SamplingVariant
+from common.engine.sampling.sampling_plan import SamplingVariant
+from common.engine.state.relay_state import RelayState
+from decode_node.graphs.step_graphs import PhasePlan
+from decode_node.page_table import PageTable
 
 Output = TypeVar("Output")
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from common.engine.cuda_graph.node_graphs import NodeGraphs
-from common.engine.cuda_graph.rules import Phase
+from common.engine.graphs.node_graphs import NodeGraphs
+from common.engine.graphs.rules import Phase
 from common.engine.host_copies import on_device
-from common.engine.overlap import Completion
-from common.engine.sampler import read_tokens
-from common.engine.stopwatch import Stopwatch
+from common.engine.sampling.sampler import read_tokens
+from common.node.overlap import Completion
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.rounds import RoundCall
 from decode_node.speculative.verifier import Acceptor
 from decode_node.speculative.verify import Emitted, Verify
 from decode_node.step_plan import PlannedRow, StepPlan
 from decode_node.step_result import RowTokens, StepResult
+from decode_node.stopwatch import Stopwatch
 
 PHASES = (Phase.DRAFT.value, Phase.VERIFY.value, Phase.DRAFT_EXTEND.value)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.draft_inputs import EagleVerifyInput
-from common.engine.kv_cache.pool import KvPool
+from common.engine.state.pool import KvPool
 from decode_node.speculative.rounds import Round
 
 

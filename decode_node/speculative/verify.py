@@ -17,19 +17,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.engine.cuda_graph.decode_graph import FILTERED, GREEDY, LOGITS, VARIANTS, serving_variants
-from common.engine.cuda_graph.outputs import OutField, OutputSpec
-from common.engine.cuda_graph.rules import Phase
-from common.engine.cuda_graph.slots import Inputs
-from common.engine.cuda_graph.spec import Axis
 from common.engine.forward.batch import ForwardMode
 from common.engine.forward.draft_inputs import EagleVerifyInput
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs.outputs import OutField, OutputSpec
+from common.engine.graphs.rules import Phase
+from common.engine.graphs.slots import Inputs
+from common.engine.graphs.spec import Axis
 from common.engine.host_copies import on_host
-from common.engine.model_runner import ModelRunner
 from common.engine.ops.step_rows import advance_rows
-from common.engine.relay_sampling import sampling_batch
-from common.engine.sampler import SampleOutput, sample
-from common.engine.sampling_plan import SamplingVariant
+from common.engine.sampling.sampler import SampleOutput, sample
+from common.engine.sampling.sampling_plan import SamplingVariant
+from decode_node.graphs.decode_graph import FILTERED, GREEDY, LOGITS, VARIANTS, serving_variants
+from decode_node.relay_sampling import sampling_batch
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.rounds import Round, RoundCall, Rounds
 from decode_node.speculative.verifier import Acceptor

@@ -22,13 +22,14 @@ MODULES = {module.name: module for module in modules()}
 HEAVY = ("torch", "triton", "transformers", "safetensors")  # transformers and safetensors load torch
 TRANSPORTS = "kv_transfer.transport"
 
-# Which of our packages each one may import, itself aside. "control" is common without common.engine.
+# Which of our packages each one may import, itself aside. "control" is common without its engine and node packages.
 ALLOWED = {
     "control": set[str](),
     "engine": {"control"},
+    "node": {"control", "engine"},
     "kv_transfer": {"control"},
-    "prefill_node": {"control", "engine", "kv_transfer"},
-    "decode_node": {"control", "engine", "kv_transfer"},
+    "prefill_node": {"control", "engine", "node", "kv_transfer"},
+    "decode_node": {"control", "engine", "node", "kv_transfer"},
     "router": {"control"},
     # starts the others as processes; kv_transfer for the sweep of shared memory
     "deploy": {"control", "kv_transfer"},
@@ -38,8 +39,9 @@ MODEL_MAKERS = "deploy.tiny_models"
 
 
 def _area(name: str) -> str:
-    if name == "common.engine" or name.startswith("common.engine."):
-        return "engine"
+    for area in ("engine", "node"):
+        if _is_under(name, f"common.{area}"):
+            return area
     top = name.partition(".")[0]
     return "control" if top == "common" else top
 

@@ -297,7 +297,7 @@ def test_no_test_is_decided_by_how_fast_something_was() -> None:
 def test_the_wall_clock_is_for_people() -> None:
     """It jumps (RELIABILITY.md, 24): deadlines and waits go by the monotonic one. These places show it to a person."""
     shown = {
-        "common/ipc/router_link.py",  # since when the load of a node is so
+        "common/node/router_link.py",  # since when the load of a node is so
         "router/app.py",  # `created` of the model
         "router/openai_routes.py",  # `created` of an answer
         "router/template_sandbox.py",  # the date, which a chat template may ask for

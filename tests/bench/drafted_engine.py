@@ -17,47 +17,48 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.model_config import ModelConfig
 from common.config.schema import Cluster, DecodeSection, Kv, Model, Speculation
-from common.draft_config import DraftConfig
 from common.engine.attention.paged import PagedAttention
-from common.engine.completion import completion_for
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.rules import PhaseSwitch
-from common.engine.draft_row import NO_DRAFT, DraftRow, DraftShape
-from common.engine.draft_runner import DraftRunner, load_eagle3
 from common.engine.forward.draft_inputs import EagleDraftInput
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.relay_state import RelayState, draft_rows, hidden_dtype
+from common.engine.forward.draft_runner import DraftRunner, load_eagle3
+from common.engine.forward.model_runner import ModelRunner, load_model
+from common.engine.forward.rotary_places import OneAxis
+from common.engine.graphs import node_graphs
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
-from common.engine.loaded_draft import HeadDraft
-from common.engine.logit_adjustments import AdjustmentRows
-from common.engine.memory import MemoryPlan
-from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import D2T, Eagle3Head
 from common.engine.models.registry import build_model
-from common.engine.rotary_places import OneAxis
-from common.engine.sampler import read_tokens
-from common.engine.serving_draft import ServingDraft
-from common.engine.serving_model import ServingModel
+from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.engine.sampling.sampler import read_tokens
+from common.engine.state.draft_row import NO_DRAFT, DraftRow, DraftShape
+from common.engine.state.relay_state import RelayState, draft_rows, hidden_dtype
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.pool_spec import pool_spec
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
-from common.model_config import ModelConfig
+from common.node.completion import completion_for
+from common.node.loaded_draft import HeadDraft
+from common.node.memory import MemoryPlan
+from common.node.serving_draft import ServingDraft
+from common.node.serving_model import ServingModel
 from common.node_plan import PoolWish
 from common.observability.logs import Log
 from common.speculation.directory import load_draft_config
 from decode_node import build
 from decode_node.batch_rows import BatchRows
 from decode_node.build import DecodeSteps
+from decode_node.page_table import PageTable
 from decode_node.request import DecodeRequest
 from deploy.tiny_models.constructed import tensors
 from deploy.tiny_models.constructed_head import Drafting, head_config, head_tensors
 from deploy.tiny_models.constructed_shape import SPECIAL, Shape
 from prefill_node.draft import EaglePrefill, NoDraft, PrefillDraft
+from prefill_node.graphs import prompt_graphs
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import plan_chunks
 from prefill_node.step import PrefillStep
@@ -150,8 +151,8 @@ class Engine:
         draft_runner = serving_draft.runner(self.draft_pool)
         assert isinstance(draft_runner, DraftRunner)
         self.draft_runner = draft_runner
-        eager = node_graphs.DraftPrefillPlan(self.runner, PhaseSwitch("none"), CHUNK)
-        self._draft_prefill = node_graphs.draft_head_graphs(draft_runner, pair.draft, eager).forward
+        eager = prompt_graphs.DraftPrefillPlan(self.runner, PhaseSwitch("none"), CHUNK)
+        self._draft_prefill = prompt_graphs.draft_head_graphs(draft_runner, pair.draft, eager).forward
         self.space = PageSpace(PAGE, pages, NoPrefixCache())
         self.rows = BatchRows(rows)
         self.table = PageTable(rows, self.space.pages_for(max_len + behind), self.device)

@@ -27,26 +27,27 @@ import msgspec
 import numpy as np
 import torch
 
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.paged import PagedAttention
-from common.engine.completion import completion_for
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.compiled_body import CompiledBodies
-from common.engine.cuda_graph.ladders import prefill_token_buckets
-from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.relay_state import RelayState
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.forward.rotary_places import OneAxis
+from common.engine.graphs import node_graphs
+from common.engine.graphs.compiled_body import CompiledBodies
+from common.engine.graphs.ladders import prefill_token_buckets
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
-from common.engine.logit_adjustments import AdjustmentRows
-from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import build_model
-from common.engine.rotary_places import OneAxis
+from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.engine.state.relay_state import RelayState
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
-from common.model_config import ModelConfig
+from common.node.completion import completion_for
 from common.observability.logs import Log
+from decode_node.graphs import step_graphs
+from decode_node.page_table import PageTable
 from decode_node.planner import step_plan
 from decode_node.request import DecodeRequest
 from decode_node.step import AutoregressiveStep
@@ -55,6 +56,7 @@ from decode_node.step_rules import StepRules
 from deploy.tiny_models.constructed import tensors
 from deploy.tiny_models.constructed_shape import Shape
 from prefill_node.draft import NoDraft
+from prefill_node.graphs import prompt_graphs
 from prefill_node.images import PromptImage
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
@@ -146,7 +148,7 @@ class PrefillSteps:
         """`wanted`: `prefill.graphs`, and behind a hyphen the compiler of piecewise ones."""
         backend, _, compiler = wanted.partition("-")
         bodies = CompiledBodies(compiler or "eager")
-        graphs = node_graphs.prefill_graphs(
+        graphs = prompt_graphs.prefill_graphs(
             runner, PhaseSwitch(backend), chunk, 64, CaptureHiddenMode.NULL, bodies
         )
         node_graphs.capture(graphs, LOG)
@@ -207,7 +209,7 @@ class DecodeSteps:
         pages_each = -(-longest // PAGE)
         table = PageTable(most, pages_each, device)
         self._relay = RelayState.allocate(most, runner.model.embed_tokens.weight.shape[0], device)
-        graphs = node_graphs.decode_graphs(runner, self._relay, table, PhaseSwitch(wanted), most, longest)
+        graphs = step_graphs.decode_graphs(runner, self._relay, table, PhaseSwitch(wanted), most, longest)
         node_graphs.capture(graphs, LOG)
         self.told = node_graphs.report(graphs)
         completion = completion_for(device, one_behind=True)

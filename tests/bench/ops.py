@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.whole_prompt import attend_whole_prompt
-from common.engine.logit_adjustments import AdjustmentRows, Adjustments
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.linear import gated_linear, linear
@@ -34,8 +33,9 @@ from common.engine.ops.sample_tokens import sample_tokens
 from common.engine.ops.silu_mul import silu_mul
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
 from common.engine.ops.verify_attention import verify_triton
-from common.engine.sampler import SamplingBatch, sample
-from common.engine.sampling_plan import AdjustmentFacts
+from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
+from common.engine.sampling.sampler import SamplingBatch, sample
+from common.engine.sampling.sampling_plan import AdjustmentFacts
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, matmul_rate, sets_for
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from common.checkpoint.model_config import model_fingerprint
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_LENGTH, OutputToken, TokenLogprob
 from common.messages.identity import NodeLoad
 from common.messages.node_inbox import Abort, Registered
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import FirstToken, PrefillDone, TokenRun, Tokens
-from common.model_config import model_fingerprint
 from tests.cluster.harness import MODEL, RunningCluster
 from tests.fakes.fake_node import FakeNode
 

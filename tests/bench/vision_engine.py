@@ -21,17 +21,18 @@ from pathlib import Path
 
 import torch
 
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.rules import PhaseSwitch
+from common.checkpoint.llava_config import LlavaVision
+from common.checkpoint.qwen_vl_config import CLIP_MEAN, CLIP_STD, QwenVision
+from common.engine.graphs import node_graphs
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels, VisionPart
-from common.llava_config import LlavaVision
 from common.messages.generation import ImageSpan
 from common.observability.logs import Log
-from common.qwen_vl_config import CLIP_MEAN, CLIP_STD, QwenVision
 from deploy.tiny_models.constructed_shape import Shape
+from prefill_node.graphs import prompt_graphs
 from prefill_node.images import PromptImage, RowCache
 from prefill_node.vision import VisionEmbeds
 from tests.bench.engine import PAGE, WARM_UP, PrefillSteps, constructed_runner
@@ -118,7 +119,7 @@ def new_images(pixels: Pixels) -> Iterator[tuple[PromptImage, ...]]:
 
 def encoder_of(part: LlavaPart | QwenPart, wanted: str) -> VisionPart:
     """As a prefill node has it. Raises RuntimeError where a graph was not captured."""
-    encoder = node_graphs.encoder_graphs(part, PhaseSwitch(wanted))
+    encoder = prompt_graphs.encoder_graphs(part, PhaseSwitch(wanted))
     node_graphs.capture(encoder, Log("bench"))
     if failed := [row.error for row in encoder.forward.graphs.rows if row.error]:
         raise RuntimeError(f"not captured: {failed}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.config.schema import Health
-from common.loop_watchdog import EXIT_HUNG
+from common.observability.loop_watchdog import EXIT_HUNG
 from tests.cluster.conftest import Reference
 from tests.cluster.harness import Client, RunningCluster
 from tests.fakes.waiting import PATIENCE

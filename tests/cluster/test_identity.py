@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.checkpoint.model_config import model_fingerprint
 from common.ipc import Dealer, LinkSecurity
 from common.ipc.curve import Curve
 from common.messages import prefill_inbox
@@ -22,7 +23,6 @@ from common.messages.identity import NodeRef, Role
 from common.messages.node_inbox import Rejected
 from common.messages.router_inbox import FirstToken, Goodbye, Register, TokenRun, Tokens
 from common.messages.wire import encode
-from common.model_config import model_fingerprint
 from tests.cluster.conftest import OUTPUT_TOKENS, Reference
 from tests.cluster.harness import MODEL, Client, RunningCluster, hold_port
 from tests.fakes.held_context import Context

@@ -15,10 +15,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer
 
+from common.checkpoint.model_config import ModelConfig
+from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import load_model
 from common.engine.models.eagle import Eagle3Head
-from common.model_config import ModelConfig
 from common.speculation.directory import load_draft_config
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.fakes.qwen_vl import build, flatten, inputs_of, picture, rename, save

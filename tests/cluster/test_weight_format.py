@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.model_runner import load_model
-from common.weight_formats import FORMATS
+from common.checkpoint.weight_formats import FORMATS
+from common.engine.forward.model_runner import load_model
 from router.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.fakes import int8_format
@@ -67,7 +67,7 @@ async def test_a_format_is_served(
     asked = prompts[50:80:6]
     config = {**CASES[case], "model": {"path": str(model), "served_name": "tiny"}}
     expected = [[tokenizer.token_text(token) for token in ids] for ids in eager(model, asked)]
-    rows = (("common.weight_formats:FORMATS", f"{METHOD}={ROW}"),)
+    rows = (("common.checkpoint.weight_formats:FORMATS", f"{METHOD}={ROW}"),)
     async with (
         RunningCluster(tmp_path, config=config, rows=rows) as cluster,
         Client(cluster.url) as client,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.engine.overlap import OverlapLoop
+from common.node.overlap import OverlapLoop
 from common.process import run_command
 
 CHECK_INTERVAL = 0.02  # seconds

@@ -23,14 +23,14 @@ import torch
 from transformers import CLIPVisionModel
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from common.checkpoint.llava_config import LlavaVision
+from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import load_model
 from common.engine.models.llava import load_llava
 from common.engine.models.qwen_vl import load_qwen
-from common.engine.serving_draft import load_serving_draft
 from common.errors import ModelError
-from common.llava_config import LlavaVision
-from common.model_config import ModelConfig, model_fingerprint
+from common.node.serving_draft import load_serving_draft
 from common.speculation.directory import load_draft_config
 from prefill_node.pixel_reader import load_pixel_reader
 from router.chat_template import ChatTemplate

@@ -9,25 +9,23 @@ from dataclasses import replace as replace_fields
 
 import torch
 
-from common.aux_layers import AuxLayers
-from common.draft_config import DraftConfig, lookahead_for
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import DraftConfig, lookahead_for
 from common.engine.attention.paged import PagedAttention
-from common.engine.cuda_graph.backends.breakable import BreakableGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
-from common.engine.cuda_graph.ladders import prefill_token_buckets
-from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
-from common.engine.cuda_graph.slots import Inputs
-from common.engine.draft_row import DraftShape
-from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
-from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.relay_state import hidden_dtype
-from common.engine.model_runner import ModelRunner
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs.backends.breakable import BreakableGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.ladders import prefill_token_buckets
+from common.engine.graphs.slots import Inputs
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import EMBEDDING, LM_HEAD, Eagle3Head, EagleHead
 from common.engine.models.registry import build_model
+from common.engine.state.draft_row import DraftShape
+from common.engine.state.pool import KvPool
+from common.engine.state.relay_state import hidden_dtype
 from common.kv_cache.page_space import keys_with_lookahead
 from common.kv_cache.radix_cache import Keys
 from decode_node.request import DecodeRequest
@@ -38,6 +36,8 @@ from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import Round, RoundCall
 from decode_node.speculative.verifier import TreeAcceptor
 from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
+from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
+from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from tests.fakes.drafters import Bench, Told, speculative
 from tests.fakes.late_graphs import capture_late
 from tests.fakes.node_cluster import MakeStep, NoDraftModel

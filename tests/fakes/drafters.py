@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from common.engine.cuda_graph.backends.choice import FULL, NONE
-from common.engine.cuda_graph.node_graphs import PhasePlan
-from common.engine.cuda_graph.rules import Decision, Phase
-from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.model_runner import ModelRunner
-from common.engine.stopwatch import HostStopwatch
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs.backends.choice import FULL, NONE
+from common.engine.graphs.rules import Decision, Phase
+from common.engine.graphs.slots import Inputs, Slot
 from decode_node.build import DecodeSteps, speculative_steps
+from decode_node.graphs.step_graphs import PhasePlan
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.drafters.ngram import NgramDrafter
@@ -28,6 +27,7 @@ from decode_node.speculative.tree import tree
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Verify
 from decode_node.step_rules import Drafts, FixedWidth, NoTextDrafts, TextDrafts
+from decode_node.stopwatch import HostStopwatch
 from tests.fakes.node_cluster import REACH, MakeStep, Parts
 from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import zmq
 
-from common.ipc.router_link import control_first
 from common.messages import router_inbox
 from common.messages.identity import NodeCounters, NodeLoad, NodeState
 from common.messages.node_inbox import AnyNodeMessage
 from common.messages.router_inbox import RouterMessage
 from common.messages.wire import InboxCodec, encode
+from common.node.router_link import control_first
 
 
 class FakeLink:

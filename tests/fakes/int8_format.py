@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from common.checkpoint.weight_formats import StoredWeights
 from common.engine.formats.dense import DenseFormat
 from common.engine.layers.activations import Activations, Quantised, Reads
 from common.engine.layers.linear import Embedding, Linear, WeightFormat
@@ -23,7 +24,6 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.ops.rms_norm import add_rms_norm
-from common.weight_formats import StoredWeights
 from tests.fakes.int8_record import METHOD, Int8Weights
 
 FORM = METHOD

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from common.checkpoint.weight_formats import FormatRecord, StoredWeights
 from common.errors import ModelError
-from common.weight_formats import FormatRecord, StoredWeights
 
 METHOD = "int8-rows"
 ROW = "tests.fakes.int8_record:RECORD"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.engine.cuda_graph.admission import BatchFacts, admit
-from common.engine.cuda_graph.graph_runner import GraphRunner
-from common.engine.cuda_graph.spec import GraphKey
+from common.engine.graphs.admission import BatchFacts, admit
+from common.engine.graphs.graph_runner import GraphRunner
+from common.engine.graphs.spec import GraphKey
 
 
 def capture_late(graphs: GraphRunner[Any, Any]) -> None:

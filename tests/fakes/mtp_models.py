@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from common.aux_layers import AuxLayers
-from common.draft_config import DraftConfig, lookahead_for, with_steps
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_steps
+from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.paged import PagedAttention
-from common.engine.cuda_graph.backends.breakable import BreakableGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
-from common.engine.cuda_graph.ladders import prefill_token_buckets
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
-from common.engine.kv_cache.pool import KvPool
+from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.graphs.backends.breakable import BreakableGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.models.mtp import MtpModules, build_mtp
-from common.engine.mtp_runner import MultiLayerRunner
-from common.engine.serving_draft import draft_shape
+from common.engine.state.pool import KvPool
 from common.kv_cache.page_space import PageSpace, keys_with_lookahead
 from common.kv_cache.radix_cache import Keys, NoPrefixCache
 from common.messages.generation import SamplingParams
-from common.mtp_format import MtpFormat
+from common.node.serving_draft import draft_shape
 from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
 from prefill_node.draft import PrefillDraft
+from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk

@@ -16,20 +16,18 @@ import zmq
 
 import decode_node.node
 import prefill_node.node
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.signalled import SignalledAttention
-from common.engine.completion import Deferred, Immediate
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.compiled_body import CompiledBodies
-from common.engine.cuda_graph.rules import PhaseSwitch
-from common.engine.draft_row import DraftShape
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.pool import KvPool
-from common.engine.kv_cache.relay_state import RelayState
-from common.engine.logit_adjustments import AdjustmentRows
-from common.engine.model_runner import ModelRunner
-from common.engine.overlap import Completion
-from common.engine.rotary_places import rotary_places
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.forward.rotary_places import rotary_places
+from common.engine.graphs import node_graphs
+from common.engine.graphs.compiled_body import CompiledBodies
+from common.engine.graphs.rules import PhaseSwitch
+from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.engine.state.draft_row import DraftShape
+from common.engine.state.pool import KvPool
+from common.engine.state.relay_state import RelayState
 from common.ipc import RouterSocket
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.pool_layout import PoolLayout
@@ -42,14 +40,17 @@ from common.messages.identity import NodeRef
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone, Tokens
-from common.model_config import ModelConfig
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from common.observability.logs import Log
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.build import DecodeSteps
 from decode_node.draft_watch import DraftWatch, NoWatch
+from decode_node.graphs import step_graphs
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
+from decode_node.page_table import PageTable
 from decode_node.parts import Links, Observation, Scheduling
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
@@ -63,6 +64,7 @@ from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback.endpoints import Fabric
 from prefill_node.draft import NoDraft, PrefillDraft
+from prefill_node.graphs import prompt_graphs
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
 from prefill_node.node import PrefillNode
@@ -122,7 +124,7 @@ RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted")
 
 def autoregressive(parts: Parts) -> DecodeSteps:
     """Under tape graphs for up to three requests; more run eagerly."""
-    graphs = node_graphs.decode_graphs(parts.runner, parts.relay, parts.table, WANTED, 3, MAX_LEN)
+    graphs = step_graphs.decode_graphs(parts.runner, parts.relay, parts.table, WANTED, 3, MAX_LEN)
     capture_late(graphs.forward.graphs)
     step = AutoregressiveStep(graphs.forward, PLACEMENT.device, parts.completion)
     return DecodeSteps({0: step}, StepRules(), [graphs], {})
@@ -510,7 +512,7 @@ class NodeCluster:
         runner = ModelRunner(tiny_model(aux=shape.draft.aux_layers, config=shape.model), pool, attention)
         draft = shape.draft.prefill(shape.draft.pool(layout, storage))
         wanted = PhaseSwitch(shape.prompt_graphs, poisoned=True)
-        graphs = node_graphs.prefill_graphs(runner, wanted, 32, 8, draft.hidden_mode, BODIES)
+        graphs = prompt_graphs.prefill_graphs(runner, wanted, 32, 8, draft.hidden_mode, BODIES)
         if shape.layers:  # a listener would hear the layers of a capture
             graphs.forward.graphs.capture()
             assert not [row for row in graphs.forward.graphs.rows if row.error]

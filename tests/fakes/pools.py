@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from common.engine.kv_cache.pool import KvPool
+from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.placement import Placement
+from common.engine.state.pool import KvPool
 from common.kv_cache.plane import HeadGroup, Kept, Plane, attention_planes
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec, pool_spec
-from common.model_config import ModelConfig
 
 
 def name_of(dtype: torch.dtype) -> str:

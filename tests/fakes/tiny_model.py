@@ -10,17 +10,17 @@ from dataclasses import replace as replace_fields
 import torch
 from torch import nn
 
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.rope_config import RopeConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.forward.model_runner import ModelRunner
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
-from common.engine.sampler import SamplingBatch, read_tokens, sample
-from common.engine.sampling_plan import finish_reason
+from common.engine.sampling.sampler import SamplingBatch, read_tokens, sample
+from common.engine.sampling.sampling_plan import finish_reason
 from common.messages.generation import SamplingParams
-from common.model_config import ModelConfig
-from common.rope_config import RopeConfig
 from tests.fakes.pools import model_pool
 
 VOCAB = 64

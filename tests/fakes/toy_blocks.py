@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.checkpoint.model_config import Family, LayerKind, ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.activations import DENSE, Activations
 from common.engine.layers.blocks import FeedForward, Mixer
@@ -16,8 +17,7 @@ from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.ops.rms_norm import add_rms_norm
-from common.layer_kinds import MixerRecord
-from common.model_config import Family, LayerKind, ModelConfig
+from common.kv_cache.layer_kinds import MixerRecord
 
 EXPERTS, CHOSEN = 3, 2
 

@@ -11,16 +11,16 @@ import torch
 import zmq
 from torch import Tensor
 
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
-from common.engine.model_runner import ModelRunner
+from common.engine.forward.model_runner import ModelRunner
 from common.engine.models.vision_part import Pixels
 from common.errors import InvalidRequest
 from common.ipc import Dealer, RouterSocket
 from common.messages.generation import ImageSpan
 from common.messages.image_inbox import ImageData, salted_digest
 from common.messages.wire import encode
-from common.model_config import ModelConfig
 from common.observability.logs import Log
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter

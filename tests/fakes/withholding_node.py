@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.ipc.router_link import RouterLink
 from common.messages.router_inbox import TokenRun, Tokens
+from common.node.router_link import RouterLink
 from common.process import run_command
 from decode_node.node import DecodeNode
 

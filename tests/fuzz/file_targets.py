@@ -10,12 +10,12 @@ from pathlib import Path
 
 import safetensors
 
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_json import MAX_DEPTH, parse_json
+from common.checkpoint.model_manifest import read_manifest
+from common.checkpoint.safetensors_header import parse_header
 from common.config.load import load_cluster
 from common.errors import ConfigError, ModelError
-from common.model_config import ModelConfig
-from common.model_json import MAX_DEPTH, parse_json
-from common.model_manifest import read_manifest
-from common.safetensors_header import parse_header
 from common.speculation.directory import load_draft_config
 from router.chat_template import ChatTemplate
 from router.tokenizer import Tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from common.checkpoint.model_config import DefaultSampling
 from common.errors import RequestError
 from common.messages.generation import OutputToken, TokenLogprob
-from common.model_config import DefaultSampling
 from router.json_body import decode_json
 from router.openai_responses import ChatFormat, CompletionFormat, Piece, Usage, usage_field
 from router.openai_schema import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from common.engine.cuda_graph.admission import Fallback
-from common.engine.cuda_graph.backends.base import Backend
-from common.engine.cuda_graph.spec import ShapeKey
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.graphs.admission import Fallback
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.spec import ShapeKey
 from tests.unit.cuda_graph.rig import DeviceDriver, extend_driver, model, sequences
 
 CLOSE = {"atol": 1e-3, "rtol": 0.0}

@@ -9,10 +9,10 @@ import torch
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
-from common.engine.logit_adjustments import AdjustmentRows, Adjustments
 from common.engine.ops.rms_norm import rms_norm
 from common.engine.ops.triton_kernel import report_compilations
-from common.engine.sampling_plan import AdjustmentFacts
+from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
+from common.engine.sampling.sampling_plan import AdjustmentFacts
 from tests.fakes.pools import plain_pool
 
 pytestmark = [

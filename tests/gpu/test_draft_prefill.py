@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.draft_config import target_width
+from common.checkpoint.draft_config import target_width
 from common.engine.attention.paged import PagedAttention
-from common.engine.cuda_graph.backends.base import Backend
-from common.engine.cuda_graph.backends.breakable import BreakableGraphs
-from common.engine.cuda_graph.backends.cuda import CudaRecorder
-from common.engine.cuda_graph.draft_prefill import DraftPrefill, draft_prefill_spec
-from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.backends.breakable import BreakableGraphs
+from common.engine.graphs.backends.cuda import CudaRecorder
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import Eagle3Head, EagleHead
+from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
 from tests.fakes.draft_models import DRAFTS, OWN
 from tests.fakes.pools import plain_pool
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences

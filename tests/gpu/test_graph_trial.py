@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.compiled_body import CompiledBodies
-from common.engine.cuda_graph.node_graphs import GRAPH_BYTES
-from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.graph_start import graph_trial
+from common.engine.graphs.compiled_body import CompiledBodies
+from common.engine.graphs.node_graphs import GRAPH_BYTES
+from common.engine.graphs.rules import PhaseSwitch
+from common.node.graph_start import graph_trial
+from prefill_node.graphs import prompt_graphs
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
 
 pytestmark = [
@@ -25,11 +25,11 @@ def test_a_trial_tells_enough_and_leaves_nothing_behind(graphs: str) -> None:
     """Issue 3 part 4, row B8."""
     driver = DeviceDriver(model(device=torch.device("cuda")), sequences([9]), 4)
     wanted = PhaseSwitch(graphs), 2048, 8, CaptureHiddenMode.FULL, CompiledBodies()
-    made = node_graphs.prefill_graphs(driver.runner, *wanted)
+    made = prompt_graphs.prefill_graphs(driver.runner, *wanted)
     shapes = len(made.forward.graphs.spec.shapes)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    told = graph_trial(lambda: [node_graphs.prefill_graphs(driver.runner, *wanted)])
+    told = graph_trial(lambda: [prompt_graphs.prefill_graphs(driver.runner, *wanted)])
     after = torch.cuda.memory_reserved()
     assert told >= GRAPH_BYTES * shapes
     assert after - before < CUBLAS_BYTES

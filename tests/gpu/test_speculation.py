@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common.engine.cuda_graph.admission import Fallback
-from common.engine.cuda_graph.backends.cuda import CudaRecorder
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.none import NoGraphs
-from common.engine.cuda_graph.decode_graph import GREEDY
+from common.engine.graphs.admission import Fallback
+from common.engine.graphs.backends.cuda import CudaRecorder
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.none import NoGraphs
 from common.engine.host_copies import on_device
-from common.engine.stopwatch import stopwatch_for
+from decode_node.graphs.decode_graph import GREEDY
+from decode_node.stopwatch import stopwatch_for
 from tests.unit.speculative.rig import RoundRig, prompts_of
 from tests.unit.speculative.test_round_graphs import (
     ALL_GREEDY,

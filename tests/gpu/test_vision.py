@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.segments import attend_by_length, attend_within, segments_of
-from common.engine.cuda_graph.backends.choice import make_backend
-from common.engine.cuda_graph.image_encoder import EncoderGraphs, encoder_spec
-from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs, patch_spec
+from common.engine.forward.model_runner import load_model
+from common.engine.graphs.backends.choice import make_backend
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import load_model
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
 from common.messages.generation import ImageSpan, SamplingParams
-from common.model_config import ModelConfig
+from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
+from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
 from prefill_node.images import PromptImage, RowCache
 from prefill_node.pixel_reader import load_pixel_reader
 from prefill_node.request import PrefillRequest

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from common.engine.attention.whole_prompt import MAX_HEAD_DIM, attend_padded_prompt, whole_prompt_rows
 from common.engine.forward.batch import ForwardBatch, ForwardMode
-from common.engine.kv_cache.pool import KvPool
 from common.engine.ops.decode_attention import decode_attention
 from common.engine.ops.extend_attention import extend_attention, shape_steps
 from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.ops.verify_attention import verify_attention
+from common.engine.state.pool import KvPool
 
 
 class PagedAttention:

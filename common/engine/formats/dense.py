@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.checkpoint.weight_formats import StoredWeights
 from common.engine.layers.activations import DENSE, Activations, Reads
 from common.engine.layers.linear import Embedding, Linear, WeightFormat
 from common.engine.layers.norm import RmsNorm
@@ -14,7 +15,6 @@ from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.linear import gated_linear, linear
 from common.engine.ops.linear_norm import linear_add_rms_norm
-from common.weight_formats import StoredWeights
 
 
 class DenseLinear(Linear):

@@ -1,12 +1,12 @@
-"""Makes the weight format that a checkpoint's config names; its record stands in `common/weight_formats.py`."""
+"""Makes the weight format that a checkpoint names; its record stands in common/checkpoint/weight_formats.py."""
 
 from __future__ import annotations
 
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.weight_formats import format_record
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.placement import Placement
-from common.model_config import ModelConfig
 from common.named import named
-from common.weight_formats import format_record
 
 
 def weight_format(config: ModelConfig, placement: Placement) -> WeightFormat:

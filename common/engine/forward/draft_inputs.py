@@ -13,8 +13,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from common import draft_config
-from common.draft_config import DraftConfig
+from common.checkpoint import draft_config
+from common.checkpoint.draft_config import DraftConfig
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.layers.placement import Placement
 

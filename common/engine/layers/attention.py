@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import Mixer
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
-from common.model_config import ModelConfig
 
 
 class Attention(Mixer):

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import FeedForward
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
-from common.model_config import ModelConfig
 
 
 class Mlp(FeedForward):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint.rope_config import RopeConfig
 from common.engine.layers.placement import Placement
 from common.engine.ops.rotary import inverse_frequencies, rotary_angles, rotary_angles_by_axis
-from common.rope_config import RopeConfig
 
 
 class Rotary(nn.Module):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.linear import Embedding, Linear
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
-from common.model_config import ModelConfig
 
 
 class BodyOutput(NamedTuple):
@@ -27,7 +27,7 @@ class CausalLM(nn.Module, ABC):
     """Three parts that a caller may run apart: `embed`, the body (`forward`), `compute_logits`.
 
     Graphs capture the body only; its mixers are the operations that know requests. What the model keeps for requests
-    follows from its config (`common/layer_kinds.py`), so that memory is planned before it is built.
+    follows from its config (`common/kv_cache/layer_kinds.py`), so that memory is planned before it is built.
 
     Its constructor takes (config, placement, aux_layers), aux_layers being the boundaries whose residual streams
     `BodyOutput.aux` has: 0 .. num_layers, ascending; i enters layer i, num_layers the final norm. Parameters are

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.registry import weight_format
 from common.engine.layers.activations import Activations
@@ -20,8 +21,7 @@ from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
 from common.engine.models.causal_lm import BodyOutput, CausalLM
-from common.layer_kinds import FEED_FORWARDS, mixer_record
-from common.model_config import ModelConfig
+from common.kv_cache.layer_kinds import FEED_FORWARDS, mixer_record
 from common.named import named
 
 

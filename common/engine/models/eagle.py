@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.draft_config import DraftConfig
+from common.checkpoint.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.registry import weight_format
 from common.engine.forward.draft_inputs import EagleDraftExtendInput

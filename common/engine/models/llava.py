@@ -1,8 +1,8 @@
 """LLaVA's vision part: a tower of transformers (CLIP or SigLIP) and the projector into the language model's width.
 
-Of the tower only the layers up to the deepest feature layer are built and run. The language model is one of `FAMILIES`
-(common/model_config.py). transformers is imported where a tower is built: nodes that serve text start seconds sooner
-without it.
+Only the tower's layers up to the deepest feature layer are built and run. The language model is one of `FAMILIES`
+(common/checkpoint/model_config.py). transformers is imported where a tower is built: nodes that serve text start
+seconds sooner without it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.engine.checkpoint_layout import CheckpointLayout, checkpoint_layout
+from common.checkpoint.llava_config import LlavaVision
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_files import read_weight_files
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
-from common.engine.model_size import check_tower_size
+from common.engine.models.checkpoint_layout import CheckpointLayout, checkpoint_layout
+from common.engine.models.model_size import check_tower_size
 from common.engine.models.vision_part import Pixels
 from common.engine.weights import load_weights
 from common.errors import ModelError
-from common.llava_config import LlavaVision
-from common.model_config import ModelConfig
-from common.model_files import read_weight_files
 
 UNUSED = ("embeddings.position_ids",)  # a constant that older files hold
 LAYER = re.compile(r"encoder\.layers\.(\d+)\.")

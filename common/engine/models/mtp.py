@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from common.draft_config import DraftConfig
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.registry import weight_format
 from common.engine.layers.activations import Activations
@@ -33,7 +34,6 @@ from common.engine.layers.rotary import Rotary
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.decoder import DecoderLayer
 from common.engine.models.eagle import DraftModule, DraftOutput
-from common.mtp_format import MtpFormat
 
 EMBEDDING, HEAD = "embed_tokens", "shared_head.head"  # in DeepSeek's form only
 

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.qwen_vl_config import TOWER_DEFAULTS, QwenVision
 from common.engine.attention.segments import Segments, segments_of, takes_flash
-from common.engine.checkpoint_layout import checkpoint_layout
 from common.engine.host_copies import send
 from common.engine.layers.placement import Placement
-from common.engine.model_size import check_tower_size
+from common.engine.models.checkpoint_layout import checkpoint_layout
+from common.engine.models.model_size import check_tower_size
 from common.engine.models.qwen_tower import VisionTower
 from common.engine.models.vision_part import Pixels
 from common.engine.ops.rotary import rotary_angles_by_axis
 from common.engine.weights import load_weights
 from common.errors import ModelError
-from common.model_config import ModelConfig
-from common.qwen_vl_config import TOWER_DEFAULTS, QwenVision
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 

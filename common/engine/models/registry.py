@@ -1,12 +1,12 @@
-"""Builds the model that a config names; `FAMILIES` of `common/model_config.py` says by which class."""
+"""Builds the model that a config names; `FAMILIES` of `common/checkpoint/model_config.py` says by which class."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.checkpoint.model_config import FAMILIES, ModelConfig
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
-from common.model_config import FAMILIES, ModelConfig
 from common.named import named
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.checkpoint.rope_config import RopeConfig
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import kernel, kernel_with_varying, next_power_of_2, tl
-from common.rope_config import RopeConfig
 
 ANGLE_BLOCK = 1024  # elements per program
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.draft_config import DraftConfig
-from common.engine.cuda_graph.slots import Inputs, Slot
+from common.checkpoint.draft_config import DraftConfig
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.graphs.slots import Inputs, Slot
 from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from common.engine.cuda_graph.rules import Phase
-from common.engine.cuda_graph.slots import Inputs, Slot
-from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.graphs.rules import Phase
+from common.engine.graphs.slots import Inputs, Slot
 from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds

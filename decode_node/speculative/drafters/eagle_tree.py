@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftInput, EagleVerifyInput
+from common.engine.forward.draft_runner import DraftRunner
 from decode_node.speculative.rounds import Round
 from decode_node.speculative.tree import select_nodes, tree
 

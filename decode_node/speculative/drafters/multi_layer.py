@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.cuda_graph.rules import Phase
-from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleVerifyInput
-from common.engine.mtp_runner import MultiLayerRunner
+from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.graphs.rules import Phase
+from common.engine.graphs.slots import Inputs, Slot
 from common.engine.ops.keep_hidden import keep_hidden
 from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds

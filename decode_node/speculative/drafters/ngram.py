@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from common.engine.cuda_graph.slots import Fill, Inputs, Slot
-from common.engine.cuda_graph.spec import Axis
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.graphs.slots import Fill, Inputs, Slot
+from common.engine.graphs.spec import Axis
 from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState

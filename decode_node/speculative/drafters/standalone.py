@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from common.engine.cuda_graph.rules import Phase
-from common.engine.cuda_graph.slots import Inputs, Slot
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
-from common.engine.model_runner import ModelRunner
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs.rules import Phase
+from common.engine.graphs.slots import Inputs, Slot
 from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 from common.config.schema import Health
-from common.loop_watchdog import EXIT_HUNG, LOOK_SECONDS, HangMeter
+from common.observability.loop_watchdog import EXIT_HUNG, LOOK_SECONDS, HangMeter
 from tests.fakes.waiting import PATIENCE
 
 HUNG = """
 import sys, time
-from common.loop_watchdog import loop_watchdog
+from common.observability.loop_watchdog import loop_watchdog
 from common.observability.logs import Log
 def this_function_hangs():
     {body}

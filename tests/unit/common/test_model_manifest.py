@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from common.checkpoint.model_manifest import check_manifests, read_manifest
 from common.config.load import load_cluster
 from common.errors import ConfigError, ModelError
-from common.model_manifest import check_manifests, read_manifest
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node import build as decode_build

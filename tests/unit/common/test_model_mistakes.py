@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_directory import read_bytes
+from common.checkpoint.model_mistakes import explain_directory, explain_weight_file
+from common.checkpoint.safetensors_header import read_header
 from common.errors import ModelError
-from common.model_config import ModelConfig
-from common.model_directory import read_bytes
-from common.model_mistakes import explain_directory, explain_weight_file
-from common.safetensors_header import read_header
 
 
 def holding(directory: Path, *names: str) -> Path:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from common.config import load_cluster
-from common.config.node_plan import node_plan
+from common.config.resolve_node import node_plan
 from common.config.transport_choice import choose_layers, choose_transport
 from common.node_plan import NodePlan
 

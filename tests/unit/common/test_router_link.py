@@ -13,7 +13,6 @@ import pytest
 import zmq
 
 from common.ipc import RouterSocket
-from common.ipc.router_link import REGISTER_INTERVAL, RouterLink, control_first
 from common.messages import prefill_inbox, router_inbox
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad, NodeRef
@@ -21,6 +20,7 @@ from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Reg
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, Goodbye, Heartbeat, Register
 from common.messages.wire import encode
+from common.node.router_link import REGISTER_INTERVAL, RouterLink, control_first
 from common.observability.logs import Log
 from tests.fakes.clock import Clock
 from tests.fakes.waiting import until

@@ -9,26 +9,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.engine.cuda_graph.backends.base import Backend
-from common.engine.cuda_graph.backends.breakable import BreakableGraphs
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.none import NoGraphs
-from common.engine.cuda_graph.backends.piecewise import PiecewiseGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.compiled_body import CompiledBodies
-from common.engine.cuda_graph.decode_graph import VARIANTS, DecodeGraphs, decode_spec
-from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
-from common.engine.cuda_graph.spec import ShapeKey
-from common.engine.cuda_graph.static_extend import BROKEN
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.relay_state import RelayState
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.backends.breakable import BreakableGraphs
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.none import NoGraphs
+from common.engine.graphs.backends.piecewise import PiecewiseGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.compiled_body import CompiledBodies
+from common.engine.graphs.spec import ShapeKey
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
-from common.engine.sampler import SampleOutput
-from common.engine.sampling_plan import sampling_variant
+from common.engine.sampling.sampler import SampleOutput
+from common.engine.sampling.sampling_plan import sampling_variant
+from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
+from decode_node.graphs.decode_graph import VARIANTS, DecodeGraphs, decode_spec
+from decode_node.page_table import PageTable
+from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
+from prefill_node.graphs.static_extend import BROKEN
 from tests.fakes.tiny_model import CONFIG, VOCAB, drawn
 from tests.unit.engine.paged_driver import Driver
 

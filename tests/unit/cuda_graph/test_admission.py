@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from common.engine.cuda_graph.admission import Admission, BatchFacts, Fallback, admit
-from common.engine.cuda_graph.draft_prefill import draft_prefill_spec
-from common.engine.cuda_graph.prefill_extend import extend_spec
-from common.engine.cuda_graph.spec import CaptureSpec, Feature, ShapeKey, request_shapes, token_shapes
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.graphs.admission import Admission, BatchFacts, Fallback, admit
+from common.engine.graphs.spec import CaptureSpec, Feature, ShapeKey, request_shapes, token_shapes
+from prefill_node.graphs.draft_prefill import draft_prefill_spec
+from prefill_node.graphs.prefill_extend import extend_spec
 
 NULL, LAST, FULL = CaptureHiddenMode
 SPEC = CaptureSpec("target", "prefill", ForwardMode.EXTEND, token_shapes((8, 16, 64)), LAST, max_padding=2.0)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.cuda_graph.backends.base import CaptureError
-from common.engine.cuda_graph.backends.breakable import BreakableGraphs
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.break_point import break_point
+from common.engine.graphs.backends.base import CaptureError
+from common.engine.graphs.backends.breakable import BreakableGraphs
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.break_point import break_point
 
 X = torch.randn(4, 3)
 

@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from common.engine.cuda_graph.admission import Fallback
-from common.engine.cuda_graph.decode_graph import (
+from common.engine.graphs.admission import Fallback
+from common.engine.graphs.ladders import decode_request_buckets
+from common.engine.sampling.sampler import SampleOutput
+from common.engine.sampling.sampling_plan import AdjustmentFacts, SamplingVariant
+from common.messages.generation import SamplingParams
+from decode_node.graphs.decode_graph import (
     FILTERED,
     GREEDY,
     LOGITS,
@@ -21,10 +25,6 @@ from common.engine.cuda_graph.decode_graph import (
     decode_spec,
     serving_variants,
 )
-from common.engine.cuda_graph.ladders import decode_request_buckets
-from common.engine.sampler import SampleOutput
-from common.engine.sampling_plan import AdjustmentFacts, SamplingVariant
-from common.messages.generation import SamplingParams
 from tests.unit.cuda_graph.rig import BACKENDS, DecodeRig, sequences
 
 PROMPTS = sequences([21, 9, 30, 4, 13])

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.draft_config import DraftConfig, target_width
+from common.checkpoint.draft_config import DraftConfig, target_width
 from common.engine.attention.paged import PagedAttention
-from common.engine.cuda_graph.admission import Fallback
-from common.engine.cuda_graph.backends.base import Backend
-from common.engine.cuda_graph.backends.breakable import BreakableGraphs
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.none import NoGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.draft_prefill import DraftPrefill, DraftPrefillCall, draft_prefill_spec
-from common.engine.cuda_graph.ladders import prefill_token_buckets
-from common.engine.cuda_graph.slots import SlotError
-from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftInput
-from common.engine.kv_cache.pool import KvPool
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.graphs.admission import Fallback
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.backends.breakable import BreakableGraphs
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.none import NoGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.ladders import prefill_token_buckets
+from common.engine.graphs.slots import SlotError
+from common.engine.state.pool import KvPool
 from prefill_node.draft import EaglePrefill, ModelPrefill, NoDraft
+from prefill_node.graphs.draft_prefill import DraftPrefill, DraftPrefillCall, draft_prefill_spec
 from prefill_node.multi_layer import MultiLayerPrefill
 from tests.fakes.draft_models import DRAFTS, tiny_draft
 from tests.fakes.pools import plain_pool

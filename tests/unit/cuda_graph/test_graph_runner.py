@@ -11,17 +11,17 @@ import torch
 import triton
 from torch import Tensor
 
-from common.engine.cuda_graph.admission import BatchFacts, Fallback
-from common.engine.cuda_graph.backends.base import Backend, CaptureError, Recording
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.none import NoGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.graph_runner import GraphRunner
-from common.engine.cuda_graph.outputs import OutField, OutputError, OutputSpec
-from common.engine.cuda_graph.report import table
-from common.engine.cuda_graph.slots import Inputs, Slot, SlotError, StaticInputs
-from common.engine.cuda_graph.spec import Axis, CaptureSpec, GraphKey, ShapeKey, token_shapes
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.graphs.admission import BatchFacts, Fallback
+from common.engine.graphs.backends.base import Backend, CaptureError, Recording
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.none import NoGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.graph_runner import GraphRunner
+from common.engine.graphs.outputs import OutField, OutputError, OutputSpec
+from common.engine.graphs.report import table
+from common.engine.graphs.slots import Inputs, Slot, SlotError, StaticInputs
+from common.engine.graphs.spec import Axis, CaptureSpec, GraphKey, ShapeKey, token_shapes
 from common.messages.identity import GraphTotals
 
 WIDTH = 3

@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.backends.base import CaptureError
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.image_encoder import EncoderGraphs, encoder_spec
-from common.engine.cuda_graph.ladders import image_buckets
-from common.engine.cuda_graph.report import table
-from common.engine.cuda_graph.rules import PhaseSwitch
+from common.checkpoint.llava_config import LlavaVision
+from common.engine.graphs import node_graphs
+from common.engine.graphs.backends.base import CaptureError
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.ladders import image_buckets
+from common.engine.graphs.report import table
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.llava import LlavaPart
 from common.engine.models.vision_part import ENCODER_BATCH, Pixels, largest_batch
-from common.llava_config import LlavaVision
 from common.observability.logs import Log
+from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 TOWER = {
@@ -74,14 +75,14 @@ def test_what_the_config_says_of_prompts_holds_for_images(part: LlavaPart) -> No
     """Row A10: on a CPU `auto` is no graphs, a tape is for tests; what is not captured is counted as such."""
     images = pictures(1, 0)
     for wanted in ("auto", "none"):
-        eager = node_graphs.encoder_graphs(part, PhaseSwitch(wanted))
+        eager = prompt_graphs.encoder_graphs(part, PhaseSwitch(wanted))
         node_graphs.capture(eager, Log("test"))
         torch.testing.assert_close(eager.forward(images)[0], part(images)[0], atol=0, rtol=0)
         assert eager.forward.graphs.totals().fallbacks == {"no_graphs": 1}
         assert node_graphs.trial(lambda: [eager], lambda: 7) == 0  # noqa: B023
-    taped = node_graphs.encoder_graphs(part, PhaseSwitch("breakable"))
+    taped = prompt_graphs.encoder_graphs(part, PhaseSwitch("breakable"))
     assert not taped.forward.graphs._inputs._poisoned
-    poisoned = node_graphs.encoder_graphs(part, PhaseSwitch("breakable", poisoned=True))
+    poisoned = prompt_graphs.encoder_graphs(part, PhaseSwitch("breakable", poisoned=True))
     assert poisoned.forward.graphs._inputs._poisoned
     node_graphs.capture(taped, Log("test"))
     told = node_graphs.report(taped)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.cuda_graph import decode_graph, prefill_extend
-from common.engine.cuda_graph.outputs import OutField, OutputError, OutputSpec, map_tensors
-from common.engine.cuda_graph.spec import Axis, ShapeKey
+from common.engine.graphs.outputs import OutField, OutputError, OutputSpec, map_tensors
+from common.engine.graphs.spec import Axis, ShapeKey
 from common.engine.models.causal_lm import BodyOutput
+from decode_node.graphs import decode_graph
+from prefill_node.graphs import prefill_extend
 
 
 @dataclass

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.patch_encoder import PatchEncoderGraphs, patch_spec
-from common.engine.cuda_graph.rules import RULES, PhaseSwitch
+from common.checkpoint.qwen_vl_config import CLIP_MEAN, CLIP_STD, QwenVision
+from common.engine.graphs import node_graphs
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.rules import RULES, PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
 from common.observability.logs import Log
-from common.qwen_vl_config import CLIP_MEAN, CLIP_STD, QwenVision
+from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 TOWER = {
@@ -86,24 +87,24 @@ def test_it_is_captured_where_attention_needs_no_host(
     part: QwenPart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = pictures(0, (2, 3))
-    none = node_graphs.encoder_graphs(part, PhaseSwitch("none"))
+    none = prompt_graphs.encoder_graphs(part, PhaseSwitch("none"))
     node_graphs.capture(none, Log("test"))
     torch.testing.assert_close(none.forward(images)[0], part(images)[0], atol=0, rtol=0)
     assert none.forward.graphs.totals().fallbacks == {"no_graphs": 1}
-    taped = node_graphs.encoder_graphs(part, PhaseSwitch("full"))
+    taped = prompt_graphs.encoder_graphs(part, PhaseSwitch("full"))
     shapes = taped.forward.graphs.spec.shapes
     assert not taped.forward.graphs._inputs._poisoned
-    poisoned = node_graphs.encoder_graphs(part, PhaseSwitch("full", poisoned=True))
+    poisoned = prompt_graphs.encoder_graphs(part, PhaseSwitch("full", poisoned=True))
     assert poisoned.forward.graphs._inputs._poisoned
     assert (taped.decision.backend, len(shapes), shapes[-1].tokens) == ("full", 22, 1024)
     assert any(shape.tokens == 576 for shape in shapes), "of 672 x 672 pixels: no padding"
     on_gpu = Placement(torch.float32, torch.device("cuda"))
     monkeypatch.setattr(part, "placement", on_gpu)
-    told = node_graphs.encoder_graphs
+    told = prompt_graphs.encoder_graphs
     with monkeypatch.context() as patched:
-        patched.setattr(node_graphs, "make_backend", lambda *given: FullGraphs(TapeRecorder()))
+        patched.setattr(prompt_graphs, "make_backend", lambda *given: FullGraphs(TapeRecorder()))
         patched.setattr(
-            node_graphs, "PatchEncoderGraphs", lambda part, spec, *rest: SimpleNamespace(spec=spec)
+            prompt_graphs, "PatchEncoderGraphs", lambda part, spec, *rest: SimpleNamespace(spec=spec)
         )
         refused = told(part, PhaseSwitch("full"))
         assert (refused.decision.backend, refused.forward.spec.shapes) == ("none", ())  # type: ignore[attr-defined]

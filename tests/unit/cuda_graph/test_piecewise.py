@@ -18,21 +18,22 @@ import prefill_node.build
 from common.config.schema import PrefillSection
 from common.engine.attention.backend import AttentionBackend
 from common.engine.attention.paged import PagedAttention
-from common.engine.cuda_graph import compiled_body, compiled_piece, node_graphs
-from common.engine.cuda_graph.admission import Fallback
-from common.engine.cuda_graph.backends.piecewise import PiecewiseGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.compiled_body import CompiledBodies, missing_compiler
-from common.engine.cuda_graph.node_graphs import NodeGraphs
-from common.engine.cuda_graph.prefill_extend import PrefillExtend, extend_spec
-from common.engine.cuda_graph.report import table
-from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs import compiled_body, compiled_piece, node_graphs
+from common.engine.graphs.admission import Fallback
+from common.engine.graphs.backends.piecewise import PiecewiseGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.compiled_body import CompiledBodies, missing_compiler
+from common.engine.graphs.node_graphs import NodeGraphs
+from common.engine.graphs.report import table
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
 from common.errors import ConfigError
+from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from tests.fakes.rounding import expect_close
 from tests.fakes.tiny_model import CONFIG
 from tests.unit.cuda_graph.rig import BODIES, CPU, extend_driver, model, piecewise, sequences
@@ -227,7 +228,7 @@ def test_models_of_one_process_do_not_know_of_each_other() -> None:
 def test_one_token_replays_as_two() -> None:
     """A trace takes a size of 1 for a constant, so no graph is of one token."""
     driver = Driver(model(), IDS, 4)
-    graphs = node_graphs.prefill_graphs(driver.runner, PhaseSwitch("piecewise"), 8, 2, NULL, BODIES)
+    graphs = prompt_graphs.prefill_graphs(driver.runner, PhaseSwitch("piecewise"), 8, 2, NULL, BODIES)
     graphs.forward.graphs.capture()
     driver.runner = graphs.forward  # type: ignore[assignment]
     expected = Driver(model(), IDS, 4).run([0], [1]).logits
@@ -245,13 +246,13 @@ def test_a_trial_and_the_graphs_after_it_compile_once() -> None:
     driver = Driver(one, IDS, 4)
 
     def build() -> list[NodeGraphs[PrefillExtend]]:
-        return [node_graphs.prefill_graphs(driver.runner, PhaseSwitch("piecewise"), 8, 2, NULL, bodies)]
+        return [prompt_graphs.prefill_graphs(driver.runner, PhaseSwitch("piecewise"), 8, 2, NULL, bodies)]
 
     node_graphs.trial(build, lambda: 0)
     made = bodies.compilation
     assert made.pieces == 2
     served = Driver(one, IDS, 4)
-    graphs = node_graphs.prefill_graphs(served.runner, PhaseSwitch("piecewise"), 8, 2, NULL, bodies)
+    graphs = prompt_graphs.prefill_graphs(served.runner, PhaseSwitch("piecewise"), 8, 2, NULL, bodies)
     graphs.forward.graphs.capture()
     assert bodies.compilation == made
     served.runner = graphs.forward  # type: ignore[assignment]

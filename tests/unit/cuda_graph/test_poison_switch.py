@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.rules import Phase, PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.relay_state import RelayState
-from common.engine.model_runner import ModelRunner
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs import node_graphs
+from common.engine.graphs.rules import Phase, PhaseSwitch
+from common.engine.state.relay_state import RelayState
+from decode_node.graphs import step_graphs
+from decode_node.page_table import PageTable
 from decode_node.speculative.rounds import NOTHING, Nothing, Rounds
 from prefill_node.draft import DraftSetup
 from prefill_node.draft_table import make_draft
+from prefill_node.graphs import prompt_graphs
 from tests.fakes.draft_models import DraftModel, StandaloneModel
 from tests.fakes.mtp_models import MtpModel
 from tests.fakes.pools import plain_pool
@@ -32,9 +34,9 @@ CPU, PAGE = torch.device("cpu"), 4
 
 def prompt_forwards(runner: ModelRunner, wanted: PhaseSwitch) -> list[node_graphs.NodeGraphs[Any]]:
     made: list[node_graphs.NodeGraphs[Any]] = [
-        node_graphs.prefill_graphs(runner, wanted, 4, 1, CaptureHiddenMode.NULL)
+        prompt_graphs.prefill_graphs(runner, wanted, 4, 1, CaptureHiddenMode.NULL)
     ]
-    plan = node_graphs.DraftPrefillPlan(runner, wanted, 4)
+    plan = prompt_graphs.DraftPrefillPlan(runner, wanted, 4)
     drafts = (
         ("eagle3", DraftModel("eagle3"), 1),
         ("mtp", MtpModel("mtp", 2), 2),
@@ -54,9 +56,9 @@ def test_every_forward_of_a_node_has_poisoned_padding_or_none_has(poisoned: bool
     relay, table = RelayState.allocate(2, runner.model.config.vocab_size, CPU), PageTable(2, 16, CPU)
     made = prompt_forwards(runner, wanted)
     made.append(
-        node_graphs.decode_graphs(runner, relay, table, PhaseSwitch("full", poisoned=poisoned), 2, 16)
+        step_graphs.decode_graphs(runner, relay, table, PhaseSwitch("full", poisoned=poisoned), 2, 16)
     )
-    plans = node_graphs.round_plans(runner, PhaseSwitch("full", poisoned=poisoned), 2)
+    plans = step_graphs.round_plans(runner, PhaseSwitch("full", poisoned=poisoned), 2)
     rounds = Rounds(relay, table, PAGE, 16, 2, plans)
     made += [
         rounds.phase(phase, "draft", lambda *given: Nothing(), NOTHING, ForwardMode.DECODE).node_graphs

@@ -9,22 +9,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.admission import Fallback
-from common.engine.cuda_graph.backends.base import Backend
-from common.engine.cuda_graph.backends.breakable import BreakableGraphs
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.none import NoGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.decode_graph import VARIANTS
-from common.engine.cuda_graph.ladders import prefill_token_buckets
-from common.engine.cuda_graph.prefill_extend import ExtendCall, PrefillExtend, extend_spec
-from common.engine.cuda_graph.rules import Decision, Phase, PhaseSwitch
-from common.engine.cuda_graph.slots import SlotError
-from common.engine.cuda_graph.spec import ShapeKey
-from common.engine.cuda_graph.static_extend import BROKEN, StaticExtend
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode, ForwardOutput
+from common.engine.graphs import node_graphs
+from common.engine.graphs.admission import Fallback
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.backends.breakable import BreakableGraphs
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.none import NoGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.ladders import prefill_token_buckets
+from common.engine.graphs.rules import Decision, Phase, PhaseSwitch
+from common.engine.graphs.slots import SlotError
+from common.engine.graphs.spec import ShapeKey
 from common.messages.generation import SamplingParams
+from decode_node.graphs.decode_graph import VARIANTS
+from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.prefill_extend import ExtendCall, PrefillExtend, extend_spec
+from prefill_node.graphs.static_extend import BROKEN, StaticExtend
 from tests.fakes.rounding import expect_close
 from tests.unit.cuda_graph.rig import AUX, BACKENDS, DecodeRig, extend_driver, model, piecewise, sequences
 from tests.unit.engine.paged_driver import BAD_PAGE, Driver
@@ -219,7 +220,7 @@ def test_a_trial_captures_two_shapes_and_counts_for_all() -> None:
     made = []
 
     def build() -> list[node_graphs.NodeGraphs[PrefillExtend]]:
-        made.append(node_graphs.prefill_graphs(driver.runner, PhaseSwitch("breakable"), 32, 8, NULL))
+        made.append(prompt_graphs.prefill_graphs(driver.runner, PhaseSwitch("breakable"), 32, 8, NULL))
         return made
 
     reserved = iter([500, 1500, 1510, 1510])  # before, the largest shape, the next one, at the end
@@ -232,7 +233,7 @@ def test_a_trial_captures_two_shapes_and_counts_for_all() -> None:
 
 def test_a_trial_counts_all_families_shapes_and_variants() -> None:
     """Row B8: memory is set aside for the graphs of every phase of a node, not for the first one's alone."""
-    prefill = node_graphs.prefill_graphs(
+    prefill = prompt_graphs.prefill_graphs(
         Driver(model(), IDS, 4).runner, PhaseSwitch("breakable"), 32, 8, NULL
     )
     decode = DecodeRig(IDS[:1], [SamplingParams(max_tokens=9, seed=1)], BACKENDS["tape"](), (1, 2))
@@ -245,7 +246,7 @@ def test_a_trial_without_graphs_takes_nothing() -> None:
     driver = Driver(model(), IDS, 4)
     assert (
         node_graphs.trial(
-            lambda: [node_graphs.prefill_graphs(driver.runner, PhaseSwitch("none"), 32, 8, NULL)], lambda: 7
+            lambda: [prompt_graphs.prefill_graphs(driver.runner, PhaseSwitch("none"), 32, 8, NULL)], lambda: 7
         )
         == 0
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from common.engine.cuda_graph.decode_graph import decode_spec
-from common.engine.cuda_graph.report import MAX_REASON, CaptureRow, node_table, start_report
-from common.engine.cuda_graph.spec import CaptureSpec, request_shapes
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.graphs.report import MAX_REASON, CaptureRow, node_table, start_report
+from common.engine.graphs.spec import CaptureSpec, request_shapes
+from decode_node.graphs.decode_graph import decode_spec
 
 REQUESTS = (1, 2, 4, 8, 12, 16, 24)
 VERIFY = CaptureSpec(

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_files import weight_paths
 from common.config import Resolved, load_cluster
 from common.config.foreign import FOREIGN
-from common.engine.cuda_graph.backends.breakable import BreakableGraphs
-from common.engine.cuda_graph.backends.choice import make_backend
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.none import NoGraphs
-from common.engine.cuda_graph.node_graphs import prefill_graphs, round_plans
-from common.engine.cuda_graph.rules import (
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.graphs.backends.breakable import BreakableGraphs
+from common.engine.graphs.backends.choice import make_backend
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.none import NoGraphs
+from common.engine.graphs.rules import (
     RULES,
     Decision,
     Phase,
@@ -23,10 +25,9 @@ from common.engine.cuda_graph.rules import (
     StartupFacts,
     decide,
 )
-from common.engine.forward.batch import CaptureHiddenMode
 from common.errors import ConfigError, ModelError
-from common.model_config import ModelConfig
-from common.model_files import weight_paths
+from decode_node.graphs.step_graphs import round_plans
+from prefill_node.graphs.prompt_graphs import prefill_graphs
 from tests.unit.cuda_graph.rig import model
 from tests.unit.engine.paged_driver import Driver
 

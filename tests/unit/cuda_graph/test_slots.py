@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.cuda_graph.slots import ROW0, Fill, Sentinel, Slot, SlotError, StaticInputs
-from common.engine.cuda_graph.spec import Axis, ShapeKey
+from common.engine.graphs.slots import ROW0, Fill, Sentinel, Slot, SlotError, StaticInputs
+from common.engine.graphs.spec import Axis, ShapeKey
 
 LARGEST = ShapeKey(12, 4)
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.cuda_graph.ladders import (
+from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.graphs.ladders import (
     decode_request_buckets,
     prefill_token_buckets,
     verify_request_buckets,
 )
-from common.engine.cuda_graph.spec import CaptureSpec, ShapeKey, request_shapes, token_shapes
-from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.graphs.spec import CaptureSpec, ShapeKey, request_shapes, token_shapes
 
 NULL, LAST, FULL = CaptureHiddenMode
 

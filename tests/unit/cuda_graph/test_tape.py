@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.cuda_graph.backends.base import CaptureError, Recording
-from common.engine.cuda_graph.backends.full import FullGraphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder, TapeSegment
+from common.engine.graphs.backends.base import CaptureError, Recording
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.tape import TapeRecorder, TapeSegment
 from common.engine.ops.rotary_kv_write import rotary_kv_write
 
 

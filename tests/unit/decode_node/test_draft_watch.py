@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.aux_layers import AuxLayers
-from common.draft_config import DraftConfig
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import DraftConfig
 from common.observability.logs import Log
 from decode_node import draft_watch
 from decode_node.accept_counters import AcceptCounters

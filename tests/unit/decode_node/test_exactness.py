@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.overlap import Completion
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from tests.fakes.covering import pairs
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, lose_decode, prompt_of

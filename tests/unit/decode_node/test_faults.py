@@ -9,11 +9,11 @@ import pytest
 import torch
 from msgspec import structs
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.kv_cache.pool import KvPool
-from common.engine.overlap import Completion
+from common.engine.state.pool import KvPool
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.router_inbox import Failed, FirstToken, Tokens
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from kv_transfer.messages import RecordWritten, encode
 from kv_transfer.transport.loopback.endpoints import Fault
 from prefill_node.request import PrefillRequest

@@ -10,7 +10,7 @@ import pytest
 import torch
 import zmq
 
-from common.engine.rotary_places import ImageAxes
+from common.engine.forward.rotary_places import ImageAxes
 from common.errors import Overloaded, TransferFailed
 from common.ipc import RouterSocket
 from common.ipc.bad_frames import LIMIT

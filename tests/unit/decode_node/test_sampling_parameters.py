@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.overlap import Completion
 from common.messages.generation import SamplingParams
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.sampling_cases import CASES, submit, without
 from tests.fakes.scenarios import expect_reference, lose_decode, prompt_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.completion import Deferred, Immediate
+from common.node.completion import Deferred, Immediate
 from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.loopback.endpoints import Damage, Fault
 from tests.fakes.node_cluster import RETRYABLE, Call, NodeCluster, Shape, Watched

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.engine.draft_runner import load_eagle3
-from common.engine.model_runner import load_model
-from common.model_config import ModelConfig
+from common.checkpoint.model_config import ModelConfig
+from common.engine.forward.draft_runner import load_eagle3
+from common.engine.forward.model_runner import load_model
 from common.speculation.directory import load_draft_config
 from deploy.tiny_models.constructed import write
 from deploy.tiny_models.constructed_head import Drafting, write_head, wrong_tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.model_files import INDEX, SINGLE
+from common.checkpoint.model_files import INDEX, SINGLE
 from tests.architecture.source_tree import ROOT
 from tests.fakes.hub_server import COMMIT, OLDER, HubServer, running
 from tests.fakes.waiting import PATIENCE

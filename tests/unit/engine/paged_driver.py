@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
-from common.engine.model_runner import ModelRunner
+from common.engine.forward.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
 from tests.fakes.pools import model_pool
 

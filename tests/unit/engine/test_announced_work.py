@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.announced_work import (
+from common.node.announced_work import (
     FACTOR,
     FIRST_SECONDS,
     FLOOR_SECONDS,
@@ -18,8 +18,8 @@ from common.engine.announced_work import (
     LaunchTimes,
     Work,
 )
-from common.engine.completion import Deferred, Immediate
-from common.engine.overlap import Completion, OverlapLoop
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion, OverlapLoop
 from tests.fakes.clock import Clock
 
 

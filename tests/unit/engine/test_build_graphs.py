@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 
 import decode_node.build
 import prefill_node.build
+from common.checkpoint.model_config import ModelConfig
 from common.config import load_cluster
-from common.engine import graph_start
-from common.engine.cuda_graph import node_graphs
+from common.engine.forward.model_runner import load_model
+from common.engine.graphs import node_graphs
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import load_model
 from common.engine.models.eagle import EMBEDDING, Eagle3Head
-from common.engine.serving_model import ServingModel
-from common.model_config import ModelConfig
+from common.node import graph_start
+from common.node.serving_model import ServingModel
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.speculation.directory import load_draft_config

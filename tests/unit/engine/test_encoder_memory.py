@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CLIPVisionConfig, Qwen2_5_VLVisionConfig, SiglipVisionConfig
 
-from common.engine import encoder_memory
-from common.engine.encoder_memory import DEFAULTS, encoder_bytes
+from common.checkpoint.llava_config import LlavaVision
+from common.checkpoint.qwen_vl_config import CLIP_MEAN, CLIP_STD, MAX_RATIO, QwenVision
 from common.engine.layers.placement import Placement
 from common.engine.models import vision_part
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
 from common.errors import ModelError
-from common.llava_config import LlavaVision
-from common.qwen_vl_config import CLIP_MEAN, CLIP_STD, MAX_RATIO, QwenVision
+from common.node import encoder_memory
+from common.node.encoder_memory import DEFAULTS, encoder_bytes
 
 HIDDEN = 48
 CPU = torch.device("cpu")

@@ -9,21 +9,22 @@ from itertools import count
 import pytest
 import torch
 
-from common.engine import graph_start, memory
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.backends.tape import TapeRecorder
-from common.engine.cuda_graph.node_graphs import GRAPH_BYTES, NodeGraphs
-from common.engine.cuda_graph.prefill_extend import PrefillExtend
-from common.engine.cuda_graph.report import node_table
-from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.graphs import node_graphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.node_graphs import GRAPH_BYTES, NodeGraphs
+from common.engine.graphs.report import node_table
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
-from common.engine.memory import GIB, MemoryPlan
-from common.engine.serving_model import TRIAL_PAGES, ServingModel
 from common.errors import ConfigError
 from common.kv_cache.pool_spec import pool_spec
+from common.node import graph_start, memory
+from common.node.memory import GIB, MemoryPlan
+from common.node.serving_model import TRIAL_PAGES, ServingModel
 from common.node_plan import PoolWish
 from common.observability.logs import Log
+from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.prefill_extend import PrefillExtend
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, tiny_model
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
 
@@ -64,7 +65,9 @@ def served(tokens: int | None, placement: Placement = GPU) -> ServingModel:
 def build() -> list[NodeGraphs[PrefillExtend]]:
     """Four graphs on the tape."""
     driver = DeviceDriver(model(), sequences([9]), 4)
-    return [node_graphs.prefill_graphs(driver.runner, PhaseSwitch("breakable"), 8, 8, CaptureHiddenMode.NULL)]
+    return [
+        prompt_graphs.prefill_graphs(driver.runner, PhaseSwitch("breakable"), 8, 8, CaptureHiddenMode.NULL)
+    ]
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, None])
@@ -134,7 +137,7 @@ def test_each_node_logs_one_table(caplog: pytest.LogCaptureFixture) -> None:
     """Issue 3 part 4: phase, backend, shapes, hidden mode, memory and seconds of capture, and why anything is off."""
     graphs = build()
     runner = DeviceDriver(model(), sequences([9]), 4).runner
-    off = node_graphs.prefill_graphs(runner, PhaseSwitch("none"), 8, 8, FULL)
+    off = prompt_graphs.prefill_graphs(runner, PhaseSwitch("none"), 8, 8, FULL)
     with caplog.at_level("INFO", "tandem.test"):
         graph_start.capture(served(TOKENS), [*graphs, off], Log("test"))
     lines = [record.fields["table"] for record in caplog.records]  # type: ignore[attr-defined]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.config.load import load_cluster
-from common.config.node_plan import node_plan
-from common.engine.serving_model import load_serving_model
+from common.config.resolve_node import node_plan
 from common.errors import ConfigError
+from common.node.serving_model import load_serving_model
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from tests.architecture.source_tree import ROOT

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.checkpoint.llava_config import check_llava_processor
+from common.checkpoint.model_config import ModelConfig
 from common.engine.ops.rotary import inverse_frequencies
 from common.errors import ModelError
-from common.llava_config import check_llava_processor
-from common.model_config import ModelConfig
 from common.speculation.directory import load_draft_config
 from tests.architecture.source_tree import ROOT
 

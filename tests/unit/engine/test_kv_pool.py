@@ -7,7 +7,7 @@ from multiprocessing.shared_memory import SharedMemory
 import pytest
 import torch
 
-from common.engine.kv_cache.pool import KvPool
+from common.engine.state.pool import KvPool
 from common.kv_cache.plane import Kept, Plane, attention_planes
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec

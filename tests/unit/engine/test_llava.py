@@ -18,16 +18,16 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from common.aux_layers import AuxLayers
-from common.draft_config import DraftConfig
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.paged import PagedAttention
+from common.engine.forward.model_runner import ModelRunner, load_model
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import ModelRunner, load_model
 from common.engine.models.llava import load_llava
 from common.engine.models.vision_part import Pixels
-from common.engine.serving_draft import load_serving_draft
 from common.errors import ModelError
-from common.model_config import ModelConfig
+from common.node.serving_draft import load_serving_draft
 from prefill_node.pixel_reader import load_pixel_reader
 from tests.fakes.pools import model_pool
 from tests.fakes.tiny_model import MAX_LEN

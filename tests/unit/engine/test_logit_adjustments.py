@@ -16,12 +16,12 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from common.engine.logit_adjustments import AdjustmentRows, Adjustments, adjustment_bytes
 from common.engine.ops.filter_floor import filter_floor_reference
 from common.engine.ops.penalise import penalise_reference, penalise_triton
 from common.engine.ops.triton_kernel import tl
-from common.engine.sampler import sample
-from common.engine.sampling_plan import AdjustmentFacts, adjustment_facts
+from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments, adjustment_bytes
+from common.engine.sampling.sampler import sample
+from common.engine.sampling.sampling_plan import AdjustmentFacts, adjustment_facts
 from common.messages.generation import MAX_BIASES, SamplingParams
 from tests.fakes.tiny_model import adjusted
 from tests.unit.engine.test_sampler import make

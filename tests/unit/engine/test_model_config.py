@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from common.checkpoint.model_config import DefaultSampling, ModelConfig, model_fingerprint
+from common.checkpoint.rope_config import RopeConfig
 from common.engine.ops.rotary import inverse_frequencies
 from common.errors import ModelError
-from common.model_config import DefaultSampling, ModelConfig, model_fingerprint
-from common.rope_config import RopeConfig
 from tests.unit.engine import families
 
 RAW: Mapping[str, Any] = {**families.BASE, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
@@ -237,7 +237,8 @@ def test_a_config_without_dtype_takes_that_of_the_weights(tmp_path: Path) -> Non
 
 
 def test_the_control_plane_reads_configs_without_torch() -> None:
-    code = "import sys, common.model_config; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    heavy = "{'torch', 'transformers', 'numpy'}"
+    code = f"import sys, common.checkpoint.model_config; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

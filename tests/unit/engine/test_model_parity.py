@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.checkpoint.model_config import FAMILIES as CONFIG_FAMILIES
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
-from common.engine.model_runner import load_model
+from common.engine.forward.model_runner import load_model
 from common.engine.models.causal_lm import CausalLM
-from common.model_config import FAMILIES as CONFIG_FAMILIES
 from tests.unit.engine import families
 from tests.unit.engine.paged_driver import Driver
 

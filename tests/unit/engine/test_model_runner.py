@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.engine.forward.batch import ForwardMode
-from common.engine.model_runner import load_model
-from common.engine.sampler import SamplingBatch, sample
+from common.engine.forward.model_runner import load_model
+from common.engine.sampling.sampler import SamplingBatch, sample
 from tests.unit.engine import families
 from tests.unit.engine.paged_driver import Driver
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from common.engine.completion import CudaCompletion, Deferred, Immediate, completion_for
-from common.engine.overlap import Completion, OverlapLoop
+from common.node.completion import CudaCompletion, Deferred, Immediate, completion_for
+from common.node.overlap import Completion, OverlapLoop
 
 
 class Scripted:

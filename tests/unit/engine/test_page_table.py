@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.kv_cache.page_table import PageTable
+from decode_node.page_table import PageTable
 
 CPU = torch.device("cpu")
 

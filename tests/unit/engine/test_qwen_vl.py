@@ -16,14 +16,14 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.checkpoint.qwen_vl_config import MAX_RATIO, QwenVision
 from common.engine.attention.segments import attend_within, segments_of
+from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import load_model
 from common.engine.models.qwen_vl import PatchOrder, QwenPart, load_qwen
 from common.engine.models.vision_part import Pixels
 from common.errors import InvalidRequest, ModelError
-from common.model_config import ModelConfig, model_fingerprint
-from common.qwen_vl_config import MAX_RATIO, QwenVision
 from common.speculation.directory import load_draft_config
 from prefill_node.pixel_reader import load_pixel_reader
 from tests.fakes.qwen_vl import (

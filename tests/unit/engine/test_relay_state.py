@@ -7,9 +7,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from common.engine.draft_row import DraftRow, DraftShape
 from common.engine.forward.draft_inputs import EagleDraftInput
-from common.engine.kv_cache.relay_state import RelayState
+from common.engine.state.draft_row import DraftRow, DraftShape
+from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
 
 SHAPE = DraftShape(topk=2, hidden=3, vocab=64)

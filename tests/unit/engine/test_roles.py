@@ -16,17 +16,17 @@ import yaml
 import decode_node.build
 import prefill_node.build
 from common.config import load_cluster
-from common.engine.cuda_graph.decode_graph import DecodeGraphs
-from common.engine.cuda_graph.draft_prefill import DraftPrefill
-from common.engine.cuda_graph.graph_runner import GraphRunner
-from common.engine.cuda_graph.prefill_extend import PrefillExtend
-from common.engine.cuda_graph.slots import StaticInputs
-from common.engine.cuda_graph.static_extend import StaticExtend
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.relay_state import RelayState
+from common.engine.graphs.graph_runner import GraphRunner
+from common.engine.graphs.slots import StaticInputs
+from common.engine.state.relay_state import RelayState
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
+from decode_node.graphs.decode_graph import DecodeGraphs
+from decode_node.page_table import PageTable
 from decode_node.speculative.rounds import RoundPhase, Rounds
+from prefill_node.graphs.draft_prefill import DraftPrefill
+from prefill_node.graphs.prefill_extend import PrefillExtend
+from prefill_node.graphs.static_extend import StaticExtend
 
 MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 KINDS = (

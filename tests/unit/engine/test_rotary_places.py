@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2_5_VLModel
 
+from common.checkpoint.rope_config import RopeConfig
+from common.engine.forward.rotary_places import ImageAxes, OneAxis, rotary_places
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
 from common.engine.ops.rotary import (
@@ -20,9 +22,7 @@ from common.engine.ops.rotary import (
     rotary_angles_reference,
 )
 from common.engine.ops.triton_kernel import tl
-from common.engine.rotary_places import ImageAxes, OneAxis, rotary_places
 from common.messages.generation import ImageSpan
-from common.rope_config import RopeConfig
 
 MERGE = 2
 # text between images, as templates put it there: transformers takes neighbours for one image

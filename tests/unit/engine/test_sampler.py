@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common.engine.ops.philox import philox, token_words
 from common.engine.ops.sample_tokens import gumbel
-from common.engine.sampler import SamplingBatch, filter_top_k_top_p, sample
+from common.engine.sampling.sampler import SamplingBatch, filter_top_k_top_p, sample
 
 
 def make(rows: int, **values: object) -> SamplingBatch:

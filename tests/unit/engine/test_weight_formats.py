@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.weight_formats import DENSE, FORMATS
 from common.engine.formats.dense import DenseLinear
+from common.engine.forward.model_runner import load_model
 from common.engine.layers.piece import Piece
-from common.engine.memory import weight_bytes
-from common.engine.model_runner import load_model
 from common.engine.weights import load_weights
 from common.errors import ModelError
-from common.model_config import ModelConfig, model_fingerprint
-from common.model_files import read_weight_files
-from common.weight_formats import DENSE, FORMATS
+from common.node.memory import weight_bytes
 from tests.fakes import int8_format
 from tests.fakes.int8_format import Int8Linear
 from tests.fakes.int8_record import METHOD, ROW, Int8Weights

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.engine.model_runner import load_model
+from common.engine.forward.model_runner import load_model
 from common.engine.models.causal_lm import CausalLM
 from common.engine.weights import resolve_dtype
 from common.errors import ModelError

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from common.checkpoint.model_config import ModelConfig
 from common.config import load_cluster
-from common.config.node_plan import node_plan, pool_wish
+from common.config.resolve_node import node_plan, pool_wish
 from common.config.schema import (
     Cluster,
     DecodeNode,
@@ -22,16 +23,15 @@ from common.config.schema import (
     Transfer,
 )
 from common.config.transport_choice import choose_transport
-from common.engine import memory, serving_model
-from common.engine.encoder_memory import encoder_bytes
+from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
-from common.engine.logit_adjustments import adjustment_bytes
-from common.engine.memory import GIB, MemoryPlan, check_memory, check_share, plan_pool
-from common.engine.model_runner import load_model
 from common.engine.models.llava import load_llava
+from common.engine.sampling.logit_adjustments import adjustment_bytes
 from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout
-from common.model_config import ModelConfig
+from common.node import memory, serving_model
+from common.node.encoder_memory import encoder_bytes
+from common.node.memory import GIB, MemoryPlan, check_memory, check_share, plan_pool
 from common.node_plan import PoolWish
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter

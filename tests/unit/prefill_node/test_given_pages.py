@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.cuda_graph import node_graphs
-from common.engine.overlap import Completion
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
+from prefill_node.graphs import prompt_graphs
 from tests.fakes import draft_models, drafters, mtp_models
 from tests.fakes.marking_sender import slow
 from tests.fakes.node_cluster import MakeStep, NoDraftModel, Shape, Watched, autoregressive
@@ -111,7 +111,7 @@ def test_graphs_of_prompts_write_no_more_than_their_rows(
     """Poisoned padding may point anywhere but at pages that are read; with breaks and without."""
     draft, step = DRAFTERS[name]()
     for unbroken in (4, 512):
-        monkeypatch.setattr(node_graphs, "UNBROKEN_TOKENS", unbroken)
+        monkeypatch.setattr(prompt_graphs, "UNBROKEN_TOKENS", unbroken)
         shape = Shape(page_size=2, chunk_tokens=7, draft=draft, step=step, prompt_graphs=graphs)
         with slow(shape) as cluster:
             calls = [cluster.submit(prompt_of(17, seed), 4) for seed in range(3)]

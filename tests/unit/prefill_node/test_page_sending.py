@@ -12,11 +12,11 @@ import pytest
 from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
-from common.engine.completion import Deferred, Immediate
-from common.engine.cuda_graph import node_graphs
-from common.engine.overlap import Completion
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback.endpoints import Fault
+from prefill_node.graphs import prompt_graphs
 from tests.fakes.draft_models import eager_drafts, observed
 from tests.fakes.node_cluster import Call, NodeCluster, Shape, Watched
 from tests.fakes.scenarios import SAMPLED, expect_reference, lose_decode, prompt_of
@@ -81,7 +81,7 @@ def submit(cluster: NodeCluster, *prompts: list[int], max_tokens: int = 5, **sam
 def test_a_layer_leaves_before_the_next_one_attends(graphs: str) -> None:
     """Also in replays that have breaks; and the record leaves behind all of it."""
     with (
-        mock.patch.object(node_graphs, "UNBROKEN_TOKENS", 4),
+        mock.patch.object(prompt_graphs, "UNBROKEN_TOKENS", 4),
         watched(replace(SHAPE, prompt_graphs=graphs)) as (cluster, diary),
     ):
         (call,) = submit(cluster, prompt_of(22))
@@ -229,7 +229,7 @@ def test_a_draft_s_pages_follow(graphs: str) -> None:
     model, step = observed("eagle3", 3, 0.7, seen)
     shape = replace(SHAPE, prompt_graphs=graphs, draft=model, step=step, completion=Watched)
     with (
-        mock.patch.object(node_graphs, "UNBROKEN_TOKENS", 4),
+        mock.patch.object(prompt_graphs, "UNBROKEN_TOKENS", 4),
         watched(shape) as (cluster, diary),
     ):
         calls = submit(cluster, prompt_of(30), prompt_of(9), max_tokens=12)

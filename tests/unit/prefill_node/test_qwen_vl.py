@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.forward.model_runner import ModelRunner, load_model
+from common.engine.forward.rotary_places import rotary_places
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import ModelRunner, load_model
-from common.engine.rotary_places import rotary_places
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.radix_cache import RadixCache
 from common.messages.generation import ImageSpan, SamplingParams
-from common.model_config import ModelConfig
 from prefill_node.host_batch import HostBatch
 from prefill_node.images import PromptImage, RowCache
 from prefill_node.pixel_reader import load_pixel_reader

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.ageing import AGEING_SECONDS
-from common.engine.announced_work import CONTEXT_TOKENS
 from common.messages.generation import ImageSpan, SamplingParams
+from common.node.ageing import AGEING_SECONDS
+from common.node.announced_work import CONTEXT_TOKENS
 from prefill_node.images import PromptImage
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import (

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from common.engine.attention.paged import PagedAttention
-from common.engine.cuda_graph import node_graphs
-from common.engine.cuda_graph.rules import PhaseSwitch
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.model_runner import ModelRunner
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs.rules import PhaseSwitch
 from prefill_node.draft import EaglePrefill
+from prefill_node.graphs import prompt_graphs
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.warm_up import warm_up
 from tests.fakes.draft_models import DRAFTS, DraftModel
@@ -30,10 +30,10 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
         1, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, PAGES, PLACEMENT.dtype, PLACEMENT.device
     )
     runner = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))
-    target = node_graphs.prefill_graphs(runner, PhaseSwitch(wanted), 8, 2, CaptureHiddenMode.FULL)
+    target = prompt_graphs.prefill_graphs(runner, PhaseSwitch(wanted), 8, 2, CaptureHiddenMode.FULL)
     head = draft.runner(draft_pool)
-    plan = node_graphs.DraftPrefillPlan(runner, PhaseSwitch(wanted), 8)
-    drafting = node_graphs.draft_head_graphs(head, DRAFTS["eagle3"], plan)
+    plan = prompt_graphs.DraftPrefillPlan(runner, PhaseSwitch(wanted), 8)
+    drafting = prompt_graphs.draft_head_graphs(head, DRAFTS["eagle3"], plan)
     for each in (target, drafting):
         each.forward.graphs.capture()
     rows = []
@@ -57,9 +57,9 @@ def test_every_module_of_a_multi_layer_draft_runs() -> None:
     draft_pool = plain_pool(*layers, PLACEMENT.dtype, PLACEMENT.device)
     runner = ModelRunner(tiny_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
     off = PhaseSwitch("none")
-    target = node_graphs.prefill_graphs(runner, off, 8, 2, CaptureHiddenMode.FULL)
-    plan = node_graphs.DraftPrefillPlan(runner, off, 8)
-    drafting = node_graphs.draft_module_graphs(draft.runner(draft_pool), draft.config, plan)
+    target = prompt_graphs.prefill_graphs(runner, off, 8, 2, CaptureHiddenMode.FULL)
+    plan = prompt_graphs.DraftPrefillPlan(runner, off, 8)
+    drafting = prompt_graphs.draft_module_graphs(draft.runner(draft_pool), draft.config, plan)
     forwards = [each.forward for each in drafting]
     warm_up(target.forward, MultiLayerPrefill(forwards, PAGE), PAGE, PLACEMENT.device)
     assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]

@@ -14,12 +14,12 @@ import aiohttp
 import pytest
 import zmq
 
+from common.checkpoint.model_config import model_fingerprint
 from common.config import load_cluster
 from common.errors import ConfigError
 from common.messages.generation import OutputToken
 from common.messages.node_inbox import Abort, Registered
 from common.messages.router_inbox import FirstToken
-from common.model_config import model_fingerprint
 from common.observability.logs import Log
 from router.app import RouterApp, build
 from router.text_jobs import Answer, Job

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.chat_template_file import TemplateSource, find_chat_template
+from common.checkpoint.chat_template_file import TemplateSource, find_chat_template
 from common.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
 from router.openai_schema import ContentPart, Message

@@ -15,7 +15,6 @@ import zmq
 from common.errors import InvalidRequest, NodeLost, Unavailable
 from common.ipc import Dealer, bad_frames
 from common.ipc.disconnects import Told
-from common.ipc.router_link import RouterLink
 from common.messages import decode_inbox
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
@@ -33,6 +32,7 @@ from common.messages.router_inbox import (
     Tokens,
 )
 from common.messages.wire import encode
+from common.node.router_link import RouterLink
 from common.observability import bounded_log
 from router import control_plane
 from router.generation import GenerationRequest, PromptImage

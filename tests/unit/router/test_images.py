@@ -16,10 +16,10 @@ from dataclasses import replace
 import pytest
 from PIL import Image as Pil
 
+from common.checkpoint.llava_config import LlavaVision
+from common.checkpoint.qwen_vl_config import QwenVision
 from common.errors import InternalError, InvalidRequest, Overloaded
 from common.image_files import decode_image
-from common.llava_config import LlavaVision
-from common.qwen_vl_config import QwenVision
 from router import image_inspector, images
 from router.image_inspector import ImageInspector
 from router.images import Image, ImageLimits, ImageLoader, NoImages

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from common.checkpoint.model_config import DefaultSampling
 from common.errors import InvalidRequest
-from common.model_config import DefaultSampling
 from router.openai_schema import ChatRequest, Message
 from router.request_checks import check_prompt, sampling_params
 from tests.unit.router.conftest import SERVED

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
-from common.engine.cuda_graph.backends.base import Backend
-from common.engine.cuda_graph.decode_graph import VARIANTS
-from common.engine.cuda_graph.node_graphs import PhasePlan
-from common.engine.cuda_graph.rules import Decision, Phase
-from common.engine.draft_row import DraftShape
-from common.engine.draft_runner import DraftRunner
 from common.engine.forward.batch import CaptureHiddenMode, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.relay_state import RelayState
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.rules import Decision, Phase
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import ModelRunner
-from common.engine.mtp_runner import MultiLayerRunner
-from common.engine.sampler import SampleOutput
-from common.engine.sampling_plan import sampling_variant
+from common.engine.sampling.sampler import SampleOutput
+from common.engine.sampling.sampling_plan import sampling_variant
+from common.engine.state.draft_row import DraftShape
+from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
+from decode_node.graphs.decode_graph import VARIANTS
+from decode_node.graphs.step_graphs import PhasePlan
+from decode_node.page_table import PageTable
 from decode_node.speculative.drafters.drafter import Drafter, DrafterSetup
 from decode_node.speculative.drafters.table import make_drafter
 from decode_node.speculative.rounds import RoundCall, Rounds

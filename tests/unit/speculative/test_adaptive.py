@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.cuda_graph import node_graphs
-from common.engine.overlap import Completion
-from common.engine.stopwatch import HostStopwatch
+from common.engine.graphs import node_graphs
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from decode_node.build import DecodeSteps, speculative_steps
 from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.width_policy import WidthPolicy, slots_up_to
 from decode_node.step_rules import Drafts, TextDrafts
+from decode_node.stopwatch import HostStopwatch
 from tests.fakes.draft_models import eager_drafts, observed
 from tests.fakes.node_cluster import MakeStep, NodeCluster, NoDraftModel, Parts, Shape
 from tests.fakes.scenarios import SAMPLED, prompt_of

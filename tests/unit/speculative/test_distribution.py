@@ -18,10 +18,10 @@ from torch import Tensor
 
 from common.engine.forward.batch import ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import EagleVerifyInput
-from common.engine.kv_cache.page_table import PageTable
-from common.engine.kv_cache.relay_state import RelayState
-from common.engine.sampling_plan import sampling_variant
+from common.engine.sampling.sampling_plan import sampling_variant
+from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
+from decode_node.page_table import PageTable
 from decode_node.speculative.rounds import RoundCall, Rounds
 from decode_node.speculative.state import RoundState
 from decode_node.speculative.tree import tree

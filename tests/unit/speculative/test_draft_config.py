@@ -18,21 +18,21 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.aux_layers import AuxLayers
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import DraftConfig, draft_fingerprint, hidden_size_for, target_width
+from common.checkpoint.model_config import ModelConfig
 from common.config import Cluster
-from common.config.node_plan import node_plan
+from common.config.resolve_node import node_plan
 from common.config.schema import Model, Speculation
-from common.draft_config import DraftConfig, draft_fingerprint, hidden_size_for, target_width
-from common.engine.draft_row import DraftRow, DraftShape
-from common.engine.draft_runner import load_eagle, load_eagle3
-from common.engine.kv_cache.relay_state import RelayState, hidden_dtype
+from common.engine.forward.draft_runner import load_eagle, load_eagle3
+from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import load_model
 from common.engine.models.eagle import EMBEDDING, Eagle3Head
-from common.engine.serving_model import load_serving_model
+from common.engine.state.draft_row import DraftRow, DraftShape
+from common.engine.state.relay_state import RelayState, hidden_dtype
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
-from common.model_config import ModelConfig
+from common.node.serving_model import load_serving_model
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.speculation.directory import load_draft_config

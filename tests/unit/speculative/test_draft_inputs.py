@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.aux_layers import AuxLayers
-from common.draft_config import proposals_for
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import proposals_for
+from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import EMBEDDING, Eagle3Head
 from common.messages.generation import SamplingParams
-from common.model_config import ModelConfig
 from common.speculation.directory import load_draft_config
 from tests.fakes.draft_models import DRAFTS
 from tests.fakes.mtp_models import mtp_config
@@ -115,7 +115,7 @@ def test_a_width_that_differs_raises() -> None:
 
 def test_no_other_file_computes_a_width() -> None:
     """Row D2: no `hidden_size * 3` beside the functions."""
-    allowed = {"common/draft_config.py", "common/engine/forward/draft_inputs.py"}
+    allowed = {"common/checkpoint/draft_config.py", "common/engine/forward/draft_inputs.py"}
     pattern = re.compile(
         r"\btarget_width\(|draft_config\.hidden_size_for|len\(\w*\.?aux_layers\)|hidden_size \* 3"
     )

@@ -13,8 +13,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.overlap import Completion
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from prefill_node.request import PrefillRequest
 from tests.fakes.covering import pairs
 from tests.fakes.draft_models import DraftModel, Watched, drafter, drafting, eager_drafts, observed

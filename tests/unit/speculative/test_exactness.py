@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.overlap import Completion
 from common.messages.generation import SamplingParams
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from tests.fakes.covering import pairs
 from tests.fakes.drafters import foresight, ngram
 from tests.fakes.node_cluster import MakeStep, NodeCluster, Shape

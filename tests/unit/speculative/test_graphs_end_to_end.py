@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.overlap import Completion
 from common.messages.identity import GraphTotals
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from tests.fakes.draft_models import branching, drafting
 from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import MakeStep, NodeCluster, NoDraftModel, Shape

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.draft_config import with_steps
-from common.engine.serving_draft import load_serving_draft
+from common.checkpoint.draft_config import with_steps
+from common.checkpoint.model_config import ModelConfig
 from common.errors import TakesNoEmbeddings
-from common.model_config import ModelConfig
+from common.node.serving_draft import load_serving_draft
 from common.speculation.directory import load_draft_config
 from prefill_node.draft import ModelPrefill, PrefillDraft
 from prefill_node.multi_layer import MultiLayerPrefill

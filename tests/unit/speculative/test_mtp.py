@@ -14,11 +14,11 @@ import torch
 
 import decode_node.speculative.drafters.multi_layer
 import prefill_node.multi_layer
-from common.engine.completion import Deferred, Immediate
-from common.engine.cuda_graph.admission import Fallback
+from common.engine.graphs.admission import Fallback
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.triton_kernel import tl
-from common.engine.overlap import Completion
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from tests.fakes.mtp_models import FORMATS, MODULES, Seen, drafting, eager_rows, expect_eager, observed
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.draft_config import (
+from common.checkpoint.draft_config import (
     DraftConfig,
     draft_fingerprint,
     hidden_rows_for,
@@ -24,18 +24,18 @@ from common.draft_config import (
     target_width,
     with_steps,
 )
-from common.engine.draft_row import DraftRow, DraftShape
+from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
-from common.engine.kv_cache.relay_state import RelayState
+from common.engine.forward.model_runner import load_model
+from common.engine.forward.mtp_runner import load_mtp
 from common.engine.layers.placement import Placement
-from common.engine.model_runner import load_model
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.mtp import MtpModules
-from common.engine.mtp_runner import load_mtp
-from common.engine.serving_draft import draft_shape
+from common.engine.state.draft_row import DraftRow, DraftShape
+from common.engine.state.relay_state import RelayState
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
-from common.model_config import ModelConfig
+from common.node.serving_draft import draft_shape
 from common.speculation.directory import load_draft_config
 from decode_node.speculative.state import RoundState
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from common.draft_config import DraftConfig, lookahead_for, with_steps
-from common.engine.serving_model import ServingModel, page_space
-from common.model_config import ModelConfig
+from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_steps
+from common.checkpoint.model_config import ModelConfig
+from common.node.serving_model import ServingModel, page_space
 from common.speculation.directory import load_draft_config
 from tests.unit.speculative.test_draft_config import MODELS, TARGET
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.cuda_graph.admission import Fallback
-from common.engine.cuda_graph.decode_graph import FILTERED, GREEDY, LOGITS, RANDOM
-from common.engine.cuda_graph.slots import SlotError
-from common.engine.kv_cache.pool import KvPool
+from common.engine.graphs.admission import Fallback
+from common.engine.graphs.slots import SlotError
+from common.engine.state.pool import KvPool
 from common.messages.generation import SamplingParams
+from decode_node.graphs.decode_graph import FILTERED, GREEDY, LOGITS, RANDOM
 from tests.unit.cuda_graph.rig import BACKENDS
 from tests.unit.speculative.rig import Kind, RoundRig, Seen, prompts_of
 

@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.overlap import Completion
 from common.messages.generation import SamplingParams
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from tests.fakes import mtp_models
 from tests.fakes.draft_models import branching, drafting, observed
 from tests.fakes.drafters import foresight, ngram

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.completion import Deferred, Immediate
-from common.engine.overlap import Completion
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
 from decode_node.speculative.tree import select_nodes, tree
 from tests.fakes.covering import pairs
 from tests.fakes.draft_models import branching, drafting, eager_branches

@@ -1,0 +1,311 @@
+"""What a model directory says about its model: `ModelConfig`, read by our own code. No torch.
+
+The router reads limits, eos ids and sampling defaults here; the engine reads shapes. Nothing in a checkpoint
+is run: `auto_map` is ignored, and an architecture that is not listed in `FAMILIES` is refused by name.
+
+To add a model family: its row in `FAMILIES`, and its config in `tests/unit/engine/families.py`, which holds it against
+transformers. `common/engine/models/decoder.py` computes it where its layers are a mixer and a feed-forward of
+`common/kv_cache/layer_kinds.py`; any other model is a `CausalLM` of its own, named in the row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import model_files
+from common.checkpoint.json_fields import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    architecture_of,
+    flag,
+    is_finite,
+    positive,
+    shown,
+    word,
+)
+from common.checkpoint.model_mistakes import explain_directory
+from common.checkpoint.rope_config import RopeConfig, parse_rope, with_sections
+from common.checkpoint.safetensors_header import read_header
+from common.checkpoint.vision_config import (
+    ARCHITECTURES,
+    VisionConfig,
+    is_vision,
+    language_part,
+    parse_vision,
+)
+from common.checkpoint.weight_formats import DENSE, StoredWeights, stored_weights
+from common.errors import ModelError
+
+Raw = Mapping[str, Any]
+
+MAX_EOS_IDS = 256
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours -> safetensors'
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture's config.json is read where families differ. Values are defaults or key names."""
+
+    qkv_bias: bool | str = False  # a str names the config key that decides
+    output_bias: bool | str = False  # o_proj
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    head_dim: int | None = None  # where config.json has none; None: hidden / heads
+    window: int | None = None  # `sliding_window` where config.json has no such key
+    windows_by_layer: bool = False  # use_sliding_window, max_window_layers, layer_types (Qwen)
+    # (config.json, layers, where it stands) -> their blocks; None: attention and a dense feed-forward in each
+    layer_kinds: Callable[[Raw, int, str], tuple[LayerKind, ...]] | None = None
+    engine: str = "common.engine.models.decoder:Decoder"  # "module:attribute" of its CausalLM
+
+
+LLAMA = "LlamaForCausalLM"
+FAMILIES: Mapping[str, Family] = {
+    LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
+    "MistralForCausalLM": Family(window=4096),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
+    "Qwen3ForCausalLM": Family(
+        "attention_bias", "attention_bias", qk_norm=True, head_dim=128, window=4096, windows_by_layer=True
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultSampling:
+    """Sampling values of generation_config.json: defaults for requests that give none, as vLLM uses them.
+
+    `do_sample` is not read, as in vLLM: a request without a temperature gets the file's, else 1.0.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0: off
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Which blocks one decoder layer has: keys of the tables in `common/kv_cache/layer_kinds.py`."""
+
+    mixer: str = "attention"
+    feed_forward: str = "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder: shapes, options of its layers, and what the directory says about generation."""
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[
+        int | None, ...
+    ]  # [num_layers] keys visible to a query, itself included; None: all
+    dtype: str  # of the checkpoint: a key of DTYPES
+    eos_token_ids: tuple[int, ...] = ()
+    default_sampling: DefaultSampling = DefaultSampling()
+    vision: VisionConfig | None = None  # the other part of a model that takes images; None: text alone
+    weights: StoredWeights = DENSE  # how the checkpoint stores its products
+    layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; (): attention and a dense feed-forward in each
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The blocks of one layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else LayerKind()
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelConfig:
+        """Read config.json and generation_config.json. `ModelError` says what is not supported."""
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ModelError(f"{directory} is not a model directory")
+        file = directory / "config.json"
+        if not os.path.lexists(file):
+            raise ModelError(f"{directory} {explain_directory(directory)}")
+        raw = model_files.read_json(file)
+        generation_file = directory / "generation_config.json"
+        generation = model_files.read_json(generation_file) if generation_file.is_file() else {}
+        return _parse(raw, generation, directory)
+
+    @classmethod
+    def parse(cls, raw: Raw, directory: Path) -> ModelConfig:
+        """From what config.json of `directory` holds, as its caller wants it read."""
+        return _parse(raw, {}, directory)
+
+
+def model_fingerprint(path: str | Path) -> str:
+    """sha256 (hex) that two nodes compare before KV pages move between them; reads headers, not weights.
+
+    Covers every field that changes KV values (not eos ids or sampling defaults), the names, shapes, dtypes
+    and offsets of all tensors, file sizes, and a sample of every tensor's bytes.
+    """
+    config = ModelConfig.load(path)
+    skip = ("eos_token_ids", "default_sampling")
+    facts = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in skip}
+    return model_files.fingerprint(Path(path), repr(facts))
+
+
+def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
+    where = str(directory / "config.json")
+    if is_vision(raw):
+        language, sections = language_part(raw, where)
+        config = _parse(language, generation, directory)
+        return replace(
+            config,
+            rope=with_sections(config.rope, sections, config.head_dim, where),
+            vision=parse_vision(raw, directory),
+        )
+    architecture, family = _family(raw, where)
+    weights = stored_weights(raw, where)
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"{where}: hidden_act {shown(activation)} is not supported; supported is silu")
+    hidden = positive(raw, "hidden_size", where, most=MAX_WIDTH)
+    heads = positive(raw, "num_attention_heads", where, most=MAX_HEADS)
+    kv_heads = positive(raw, "num_key_value_heads", where, heads, MAX_HEADS)
+    head_dim = positive(raw, "head_dim", where, family.head_dim or hidden // heads, MAX_WIDTH)
+    if heads % kv_heads:
+        raise ModelError(
+            f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads evenly (num_key_value_heads)"
+        )
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embedding needs an even one")
+    if heads * head_dim > MAX_WIDTH:
+        raise ModelError(
+            f"{where}: num_attention_heads {heads} of head_dim {head_dim} are more than the {MAX_WIDTH} values "
+            "of one token that are supported"
+        )
+    num_layers = positive(raw, "num_hidden_layers", where, most=MAX_LAYERS)
+    max_positions = positive(raw, "max_position_embeddings", where, most=MAX_POSITIONS)
+    vocab = positive(raw, "vocab_size", where, most=MAX_VOCAB)
+    eps = raw.get("rms_norm_eps", 1e-6)
+    if not is_finite(eps) or not 0 < eps < 1:
+        raise ModelError(f"{where}: rms_norm_eps must be a small positive number, found {shown(eps)}")
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=positive(raw, "intermediate_size", where, most=MAX_WIDTH),
+        vocab_size=vocab,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=float(eps),
+        rope=parse_rope(raw, max_positions, where),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", where),
+        qkv_bias=_option(raw, family.qkv_bias, where),
+        output_bias=_option(raw, family.output_bias, where),
+        mlp_bias=_option(raw, family.mlp_bias, where),
+        qk_norm=family.qk_norm,
+        sliding_windows=_windows(raw, family, num_layers, where),
+        dtype=_dtype(raw, directory, where),
+        eos_token_ids=_eos_ids(raw, generation, vocab, where),
+        default_sampling=_default_sampling(generation, str(directory / "generation_config.json")),
+        weights=weights,
+        layer_kinds=() if family.layer_kinds is None else family.layer_kinds(raw, num_layers, where),
+    )
+
+
+def _family(raw: Raw, where: str) -> tuple[str, Family]:
+    name = architecture_of(raw)
+    if name is None or name not in FAMILIES:
+        said = f"architecture {name}" if name else "a config without architectures"
+        known = ", ".join((*FAMILIES, *ARCHITECTURES))
+        raise ModelError(f"{where}: {said[:200]} is not supported; supported are {known}")
+    return name, FAMILIES[name]
+
+
+def _option(raw: Raw, option: bool | str, where: str) -> bool:
+    return option if isinstance(option, bool) else flag(raw, option, where)
+
+
+def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:
+    full = (None,) * num_layers
+    if family.window is None:
+        return full
+    value = raw.get("sliding_window", family.window)
+    if value is None or (family.windows_by_layer and not flag(raw, "use_sliding_window", where)):
+        return full
+    window = positive({"sliding_window": value}, "sliding_window", where)
+    if not family.windows_by_layer:
+        return (window,) * num_layers
+    types = raw.get("layer_types")
+    if types is None:
+        first = raw.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise ModelError(f"{where}: max_window_layers must be a number of layers, found {shown(first)}")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = {"sliding_attention": window, "full_attention": None}
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or not all(isinstance(kind, str) and kind in known for kind in types)
+    ):
+        raise ModelError(f"{where}: layer_types must name {', '.join(known)} for each of {num_layers} layers")
+    return tuple(known[kind] for kind in types)
+
+
+def _dtype(raw: Raw, directory: Path, where: str) -> str:
+    key = "dtype" if raw.get("dtype") else "torch_dtype"
+    value = raw.get(key)
+    if not value:  # old checkpoints do not say: ask the first floating-point tensor
+        ours = {theirs: name for name, theirs in DTYPES.items()}
+        header = read_header(model_files.weight_paths(directory)[0])
+        value = next((ours[e.dtype] for e in header.tensors.values() if e.dtype in ours), "float32")
+    name = word({key: value}, key, where, "").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"{where}: dtype {name[:80]} is not supported; supported are {', '.join(DTYPES)}")
+    return name
+
+
+def _eos_ids(raw: Raw, generation: Raw, vocab: int, where: str) -> tuple[int, ...]:
+    found = generation.get("eos_token_id")
+    found = raw.get("eos_token_id") if found is None else found
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if len(ids) > MAX_EOS_IDS:
+        raise ModelError(f"{where}: eos_token_id has {len(ids)} ids; at most {MAX_EOS_IDS} are supported")
+    for value in ids:
+        if type(value) is not int or not 0 <= value < vocab:
+            raise ModelError(
+                f"{where}: eos_token_id {shown(value)} is not a token id below vocab_size {vocab}"
+            )
+    return tuple(dict.fromkeys(ids))
+
+
+def _default_sampling(generation: Raw, where: str) -> DefaultSampling:
+    def number(key: str, low: float, high: float) -> float | None:
+        value = generation.get(key)
+        if value is None:
+            return None
+        if not is_finite(value) or not low <= value <= high:
+            raise ModelError(f"{where}: {key} must lie between {low} and {high}, found {shown(value)}")
+        return float(value)
+
+    top_p, top_k = number("top_p", 0.0, 1.0), number("top_k", -1, 1 << 31)
+    return DefaultSampling(
+        temperature=number("temperature", 0.0, 1e6),
+        top_p=top_p or None,  # 0.0 is not a distribution; greedy is temperature 0
+        top_k=None if top_k is None else max(0, int(top_k)),
+        min_p=number("min_p", 0.0, 1.0),
+        repetition_penalty=number("repetition_penalty", 0.01, 10.0),
+    )

@@ -1,0 +1,235 @@
+"""What a Qwen2.5-VL checkpoint says about its vision part and its image processor. No torch.
+
+Images keep their proportions: each is resized to a whole number of merged patches within the processor's limits, so how
+many tokens it takes follows from its size. The router and the prefill node ask the same function.
+Source: arXiv 2502.13923; transformers `Qwen2VLImageProcessor`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import model_files
+from common.checkpoint.json_fields import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    architecture_of,
+    flag,
+    number,
+    optional_section,
+    positive,
+    section,
+    shown,
+    token_id,
+    word,
+)
+from common.checkpoint.rope_config import SECTIONS, split_sections
+from common.errors import InvalidRequest, ModelError
+
+ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
+MAX_RATIO = 200  # of an image's longer side to its shorter one
+MAX_IMAGE_TOKENS = 65_536
+MAX_PATCH_SIZE, MAX_MERGE_SIZE, MAX_FRAMES = 64, 8, 8
+MAX_PIXELS = 1 << 26  # that an image is resized to
+BICUBIC = 3  # Pillow's number
+TOWER_DEFAULTS: Mapping[str, Any] = {  # what the tower is built from, and transformers' defaults
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "window_size": 112,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+    "rope_parameters": None,
+}
+LANGUAGE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # transformers'
+PROCESSORS = (None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+USUAL: Mapping[str, Any] = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": BICUBIC}
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # what the processor takes where its file says nothing
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, slots=True)
+class QwenVision:
+    """A tower over patches of images of any size, `merge_size` squared of which make one token."""
+
+    architecture: str
+    tower_options: str  # of vision_config, as JSON: keys of TOWER_DEFAULTS
+    image_token_id: int  # stands in a tokenized prompt where an image goes
+    video_token_id: int
+    patch_size: int  # pixels, both sides
+    temporal_patch_size: int  # frames; an image is repeated
+    merge_size: int  # patches, both sides
+    min_pixels: int
+    max_pixels: int
+    rescale_factor: float
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+
+    @property
+    def refused_token_ids(self) -> tuple[int, ...]:
+        """Placeholders of what is not served."""
+        return (self.video_token_id,)
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) that an image is resized to. Raises InvalidRequest for one that is far too narrow."""
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise InvalidRequest(
+                f"the image has {width} x {height} pixels: its longer side is more than {MAX_RATIO} times the shorter"
+            )
+        unit = self.patch_size * self.merge_size
+        across, down = round(width / unit) * unit, round(height / unit) * unit
+        if across * down > self.max_pixels:
+            shrink = math.sqrt((height * width) / self.max_pixels)
+            across = max(unit, math.floor(width / shrink / unit) * unit)
+            down = max(unit, math.floor(height / shrink / unit) * unit)
+        elif across * down < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            across, down = math.ceil(width * grow / unit) * unit, math.ceil(height * grow / unit) * unit
+        return across, down
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """(rows, columns) of the tokens of an image of so many pixels. Raises InvalidRequest."""
+        across, down = self.size(width, height)
+        unit = self.patch_size * self.merge_size
+        return down // unit, across // unit
+
+
+def qwen_language(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """config.json of the language model, a Qwen2, and its rotary sections.
+
+    Its fields stand in text_config, in older files beside vision_config.
+    """
+    nested = raw.get("text_config") is not None
+    text = section(raw, "text_config", where) if nested else raw
+    outer = {
+        key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id", "quantization_config") if key in raw
+    }
+    tied = any(flag(part, "tie_word_embeddings", where) for part in (raw, text))
+    inner = {key: value for key, value in text.items() if value is not None}
+    language, sections = split_sections({**LANGUAGE_DEFAULTS, **outer, **inner}, where)
+    if not sections:
+        raise ModelError(f"{where}: the rope parameters of this model need {SECTIONS}")
+    return {**language, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": tied}, sections
+
+
+def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
+    """`ModelError` says what is not supported."""
+    where = str(directory / "config.json")
+    options = section(raw, "vision_config", where)
+    named = f"{where}: vision_config"
+    key = "in_channels" if options.get("in_channels") is not None else "in_chans"
+    channels = positive(options, key, named, 3)
+    if channels != 3:
+        raise ModelError(f"{named}: {channels} channels are not supported, images have 3")
+    text = raw if raw.get("text_config") is None else section(raw, "text_config", where)
+    given, taken = positive(options, "out_hidden_size", named, 3584), text.get("hidden_size")
+    if given != taken:
+        raise ModelError(
+            f"{named}: out_hidden_size {given} is not the language model's hidden_size {shown(taken)}"
+        )
+    file, values = _processor(directory)
+    patch = positive(values, "patch_size", file, 14, MAX_PATCH_SIZE)
+    merge = positive(values, "merge_size", file, 2, MAX_MERGE_SIZE)
+    frames = positive(values, "temporal_patch_size", file, 2, MAX_FRAMES)
+    for key, value, default in (
+        ("patch_size", patch, 14),
+        ("spatial_merge_size", merge, 2),
+        ("temporal_patch_size", frames, 2),
+    ):
+        if positive(options, key, named, default) != value:
+            raise ModelError(
+                f"{file}: a {key} of {value} is not that of the tower, {options.get(key, default)}"
+            )
+    least, most = _limits(values, file)
+    unit = (patch * merge) ** 2
+    if least > most or not unit <= most <= min(MAX_IMAGE_TOKENS * unit, MAX_PIXELS):
+        raise ModelError(
+            f"{file}: images of {least} to {most} pixels (min_pixels, max_pixels) are not supported; at most "
+            f"{MAX_IMAGE_TOKENS} tokens of {patch * merge} x {patch * merge} pixels, and {MAX_PIXELS} pixels"
+        )
+    return QwenVision(
+        architecture=str(architecture_of(raw)),
+        tower_options=json.dumps(_tower(options, named), sort_keys=True),
+        image_token_id=token_id(raw, ("image_token_id",), where),
+        video_token_id=token_id(raw, ("video_token_id",), where),
+        patch_size=patch,
+        temporal_patch_size=frames,
+        merge_size=merge,
+        min_pixels=least,
+        max_pixels=most,
+        rescale_factor=_numbers(values, "rescale_factor", (1 / 255,), file)[0],
+        image_mean=_numbers(values, "image_mean", CLIP_MEAN, file),
+        image_std=_numbers(values, "image_std", CLIP_STD, file),
+    )
+
+
+def _tower(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What vision_config says of TOWER_DEFAULTS, checked."""
+    found = {key: options[key] for key in TOWER_DEFAULTS if options.get(key) is not None}
+    for key, most in (
+        ("depth", MAX_LAYERS),
+        ("hidden_size", MAX_WIDTH),
+        ("intermediate_size", MAX_WIDTH),
+        ("num_heads", MAX_HEADS),
+        ("window_size", MAX_WIDTH),
+    ):
+        positive(found, key, where, TOWER_DEFAULTS[key], most)
+    word(found, "hidden_act", where, "silu")
+    layers = found.get("fullatt_block_indexes", [])
+    if not isinstance(layers, list) or not all(
+        type(each) is int and 0 <= each < MAX_LAYERS for each in layers
+    ):
+        raise ModelError(f"{where}: fullatt_block_indexes must be a list of layers, found {shown(layers)}")
+    rope = optional_section(found, "rope_parameters", where)
+    theta = number(rope, "rope_theta", f"{where}: rope_parameters", 10_000.0)
+    return {**found, "rope_parameters": {"rope_theta": theta}} if rope else found
+
+
+def _processor(directory: Path) -> tuple[str, Mapping[str, Any]]:
+    """(where it stands, the image processor's values). transformers 5 writes them into processor_config.json."""
+    file, outer = directory / "preprocessor_config.json", directory / "processor_config.json"
+    if file.is_file() or not outer.is_file():
+        values = model_files.read_json(file)
+    else:
+        file, values = outer, section(model_files.read_json(outer), "image_processor", str(outer))
+    if values.get("image_processor_type") not in PROCESSORS:
+        raise ModelError(
+            f"{file}: image_processor_type {shown(values['image_processor_type'])} is not supported"
+        )
+    for key, usual in USUAL.items():
+        if values.get(key, usual) != usual:
+            raise ModelError(f"{file}: {key} {shown(values[key])} is not supported, only {usual!r}")
+    return str(file), values
+
+
+def _limits(values: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """Pixels of an image that the tower sees, at least and at most."""
+    size = optional_section(values, "size", where)
+    edges = {
+        "min_pixels": size.get("shortest_edge", size.get("min_pixels")),
+        "max_pixels": size.get("longest_edge", size.get("max_pixels")),
+    }
+    found = {**edges, **{key: values[key] for key in edges if values.get(key) is not None}}
+    most = 1 << 62  # the caller knows the bound
+    return (
+        positive(found, "min_pixels", where, 56 * 56, most),
+        positive(found, "max_pixels", where, 28 * 28 * 1280, most),
+    )
+
+
+def _numbers(
+    values: Mapping[str, Any], key: str, default: tuple[float, ...], where: str
+) -> tuple[float, ...]:
+    """As many positive numbers as `default` has."""
+    found = values.get(key)
+    given = list(default) if found is None else found if isinstance(found, list) else [found]
+    if len(given) != len(default) or not all(type(each) in (int, float) and 0 < each < 1e3 for each in given):
+        raise ModelError(f"{where}: {key} must be {len(default)} positive numbers, found {shown(found)}")
+    return tuple(float(each) for each in given)

@@ -1,0 +1,165 @@
+"""Rotary embedding as a config says it: `rope_scaling` and transformers-5 `rope_parameters`. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.checkpoint.json_fields import MAX_POSITIONS, flag, number, optional_section, shown
+from common.errors import ModelError
+
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+DEFAULT_THETA = 10_000.0
+MAX_FACTOR = 1e6  # of a scaling; published ones stay below 100
+MIN_FACTOR = 1e-3  # frequencies are divided by it, and stay finite
+SECTIONS = "mrope_section"
+MULTIMODAL = "mrope"  # the rope type of older files that have SECTIONS
+AXES = 3  # temporal, height, width
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Parameters of one rotary embedding; the fields that `kind` does not use keep their defaults.
+
+    Source: transformers `modeling_rope_utils` (llama3, yarn); YaRN: arXiv 2309.00071.
+    """
+
+    kind: str = "default"  # one of SUPPORTED_ROPE
+    theta: float = DEFAULT_THETA
+    factor: float = 1.0
+    original_max_positions: int = 0  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 1.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # multiplies cos and sin
+    # frequencies turned by the temporal, height and width position of a token, in that order, head_dim / 2 in all;
+    # (): a token has one position
+    sections: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """What the positions [T, *axes] of a prompt have behind T. Behind a prompt all axes agree: they are [T]."""
+        return (len(self.sections),) if self.sections else ()
+
+
+def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
+    """Read the rope of a config.json. `ModelError` names an unsupported type or a missing value."""
+    key, values = _rope_section(raw, where)
+    if SECTIONS in values or values.get("rope_type", values.get("type")) == MULTIMODAL:
+        raise ModelError(
+            f"{where}: positions on several axes ({SECTIONS}) are supported for models that read images alone"
+        )
+    if any(isinstance(value, dict) for value in values.values()):
+        raise ModelError(
+            f"{where}: rope parameters per layer type are not supported, only one set for all layers"
+        )
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in SUPPORTED_ROPE:
+        raise ModelError(
+            f"{where}: rope type {shown(kind)} is not supported; supported are {', '.join(SUPPORTED_ROPE)}"
+        )
+    partial = values.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ModelError(f"{where}: partial_rotary_factor {shown(partial)} is not supported, only 1.0")
+    where = f"{where}: {key} of type {kind!r}"
+
+    theta = number(
+        {"rope_theta": values.get("rope_theta") or raw.get("rope_theta")}, "rope_theta", where, DEFAULT_THETA
+    )
+    if theta <= 1:
+        raise ModelError(f"{where}: rope_theta must be above 1, found {theta}")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(kind, theta, _factor(values, where))
+    outer = raw.get("original_max_position_embeddings")  # the outer value wins, as in transformers
+    if outer is not None:
+        values["original_max_position_embeddings"] = outer
+    original = int(number(values, "original_max_position_embeddings", where, max_positions, MAX_POSITIONS))
+    if not original:
+        raise ModelError(f"{where}: original_max_position_embeddings must be at least 1")
+    if kind == "llama3":
+        low = number(values, "low_freq_factor", where, most=MAX_FACTOR)
+        high = number(values, "high_freq_factor", where, most=MAX_FACTOR)
+        if high <= low:
+            raise ModelError(
+                f"{where}: llama3 rope needs high_freq_factor {high} above low_freq_factor {low}"
+            )
+        return RopeConfig(kind, theta, _factor(values, where), original, low, high)
+    factor = _factor(values, where, max_positions / original)
+    return RopeConfig(
+        kind,
+        theta,
+        factor,
+        original,
+        beta_fast=number(values, "beta_fast", where, 32.0, MAX_FACTOR),
+        beta_slow=number(values, "beta_slow", where, 1.0, MAX_FACTOR),
+        truncate=flag(values, "truncate", where, True),
+        attention_factor=_yarn_attention_factor(values, factor, where),
+    )
+
+
+def _rope_section(raw: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+    """(its key, a copy of what it holds): older files call it rope_scaling."""
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    return key, dict(optional_section(raw, key, where))
+
+
+def split_sections(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """config.json as that of a model whose tokens have one position, and the sections of its rotary embedding.
+
+    No sections where it says none. `ModelError` where they are not those of three axes, one behind the other.
+    """
+    key, values = _rope_section(raw, where)
+    if values.get("mrope_interleaved"):
+        raise ModelError(f"{where}: mrope_interleaved is not supported")
+    kind = values.get("rope_type", values.get("type"))
+    if SECTIONS not in values:
+        if kind == MULTIMODAL:
+            raise ModelError(f"{where}: rope type {MULTIMODAL!r} needs {SECTIONS}")
+        return dict(raw), ()
+    sections = values.pop(SECTIONS)
+    if (
+        not isinstance(sections, list)
+        or len(sections) != AXES
+        or not all(type(each) is int and each > 0 for each in sections)
+    ):
+        raise ModelError(f"{where}: {SECTIONS} must be {AXES} positive integers, found {shown(sections)}")
+    if kind == MULTIMODAL:
+        values = {**values, "rope_type": "default"}
+    return {**raw, key: values}, tuple(sections)
+
+
+def with_sections(rope: RopeConfig, sections: tuple[int, ...], head_dim: int, where: str) -> RopeConfig:
+    """`ModelError` where the sections are not of all frequencies of a head."""
+    if sections and sum(sections) != head_dim // 2:
+        raise ModelError(
+            f"{where}: {SECTIONS} {list(sections)} are {sum(sections)} frequencies, a head_dim of {head_dim} has "
+            f"{head_dim // 2}"
+        )
+    return replace(rope, sections=sections)
+
+
+def _factor(values: Mapping[str, Any], where: str, default: float | None = None) -> float:
+    factor = number(values, "factor", where, default, MAX_FACTOR)
+    if factor < MIN_FACTOR:
+        raise ModelError(f"{where}: factor must be at least {MIN_FACTOR:g}, found {factor:g}")
+    return factor
+
+
+def _yarn_attention_factor(values: Mapping[str, Any], factor: float, where: str) -> float:
+    if values.get("attention_factor") is not None:
+        return number(values, "attention_factor", where, most=MAX_FACTOR)
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        keys = ("mscale", "mscale_all_dim")
+        above, below = (number(values, key, where, most=MAX_FACTOR) for key in keys)
+        return mscale(above) / mscale(below)
+    return mscale(1.0)

@@ -1,0 +1,37 @@
+"""The vision part of a model by its config.json, of whichever family it is. No torch.
+
+The router asks it how an image's tokens lie in the prompt and which token stands for them, the engine builds its tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from common.checkpoint import llava_config, qwen_vl_config
+from common.checkpoint.json_fields import architecture_of
+from common.checkpoint.llava_config import LlavaVision
+from common.checkpoint.qwen_vl_config import QwenVision
+
+VisionConfig: TypeAlias = LlavaVision | QwenVision
+ARCHITECTURES = (*llava_config.ARCHITECTURES, *qwen_vl_config.ARCHITECTURES)
+
+
+def is_vision(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json is of an architecture that takes images."""
+    return architecture_of(raw) in ARCHITECTURES
+
+
+def language_part(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """config.json of the language model alone, as if it stood in a directory of its own, and its rotary sections."""
+    if architecture_of(raw) in llava_config.ARCHITECTURES:
+        return llava_config.llava_language(raw, where), ()
+    return qwen_vl_config.qwen_language(raw, where)
+
+
+def parse_vision(raw: Mapping[str, Any], directory: Path) -> VisionConfig:
+    """`ModelError` says what is not supported."""
+    if architecture_of(raw) in llava_config.ARCHITECTURES:
+        return llava_config.parse_llava(raw, str(directory / "config.json"))
+    return qwen_vl_config.parse_qwen(raw, directory)

@@ -1,0 +1,64 @@
+"""The formats in which checkpoints store the weights of their products, a record each. No torch.
+
+Adding a format: a module with its record, which reads `quantization_config`; a module in `common/engine/formats/` with
+its `WeightFormat`; and a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.checkpoint.json_fields import shown
+from common.errors import ModelError
+from common.named import named
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """How a checkpoint stores its products; a format with settings has a subclass for them."""
+
+    method: str = "dense"  # a key of FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRecord:
+    """One format."""
+
+    # quantization_config and where it stands -> what it says; ModelError for what is not supported
+    parse: Callable[[Raw, str], StoredWeights]
+    # "module:attribute" of (StoredWeights, Placement) -> WeightFormat: only engines import it
+    engine: str
+
+
+DENSE = StoredWeights()
+DENSE_RECORD = FormatRecord(lambda raw, where: DENSE, "common.engine.formats.dense:dense_format")
+
+# quantization_config.quant_method -> "module:attribute" of its FormatRecord
+FORMATS = {DENSE.method: "common.checkpoint.weight_formats:DENSE_RECORD"}
+
+
+def format_record(method: str) -> FormatRecord:
+    """Return the record of a key of FORMATS."""
+    record = named(FORMATS[method])
+    assert isinstance(record, FormatRecord)
+    return record
+
+
+def stored_weights(raw: Raw, where: str) -> StoredWeights:
+    """Read `quantization_config` of config.json; without one, weights are dense. Raises ModelError."""
+    config = raw.get("quantization_config")
+    if config is None:
+        return DENSE
+    method = config.get("quant_method", "of unknown kind") if isinstance(config, dict) else config
+    if isinstance(config, dict) and isinstance(method, str) and method in FORMATS:
+        return format_record(method).parse(config, f"{where}: quantization_config")
+    said = method if isinstance(method, str) else shown(method)
+    quantised = [name for name in FORMATS if name != DENSE.method]
+    known = ", ".join(("float32, bfloat16 and float16 weights", *quantised))
+    raise ModelError(
+        f"{where}: quantization_config: quantization {said[:80]} is not supported; supported are {known}"
+    )

@@ -1,0 +1,162 @@
+"""A draft model, its KV pool and attention backend: hidden states and tokens in, proposals out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.model_files import read_weight_files
+from common.engine.attention.backend import AttentionBackend
+from common.engine.forward.batch import ForwardBatch
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
+from common.engine.layers.placement import Placement
+from common.engine.models.causal_lm import CausalLM
+from common.engine.models.eagle import (
+    D2T,
+    EMBEDDING,
+    FC_BIAS,
+    LM_HEAD,
+    DraftOutput,
+    Eagle3Head,
+    EagleHead,
+    SplitHead,
+)
+from common.engine.models.model_size import check_draft_size
+from common.engine.ops.top_tokens import top_tokens
+from common.engine.weights import load_weights
+from common.errors import ModelError
+
+Head = TypeVar("Head", Eagle3Head, EagleHead)
+
+AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # older names of fc_norm.0, 1, 2
+
+
+class DraftRunner:
+    """Runs one draft model. `pool` is the one that `attention` reads and writes."""
+
+    def __init__(self, head: SplitHead, attention: AttentionBackend, topk: int) -> None:
+        self.head = head
+        self.attention = attention
+        self._topk = topk
+
+    @torch.inference_mode()
+    def extend(self, batch: ForwardBatch, target_hidden: Tensor) -> EagleDraftInput:
+        """Rows whose hidden states the target has computed: [T, target_width]."""
+        return self.step(batch, self.head.project(target_hidden))
+
+    @torch.inference_mode()
+    def step(self, batch: ForwardBatch, hidden: Tensor) -> EagleDraftInput:
+        """Rows with hidden states as a draft step gives them [T, H]; the state is of `batch.logits_rows`."""
+        return self.propose(batch.logits_rows, self.forward(batch, hidden))
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, hidden: Tensor) -> DraftOutput:
+        """The same rows, of which nothing is proposed yet."""
+        self.attention.plan(batch)
+        return self.head.forward(batch.input_ids, hidden, batch.positions, self.attention)
+
+    @torch.inference_mode()
+    def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
+        """What the tokens in `rows` [R] of a forward propose, of its T."""
+        logits = self.head.compute_logits(output.last.index_select(0, rows))
+        probs, ids = top_tokens(logits, self._topk)
+        return EagleDraftInput(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
+
+
+def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> EagleHead:
+    """Build a head that shares the target's embedding and LM head, and fill it. `ModelError` says what does not fit."""
+    names = _tensor_names(path)
+    check_draft_size(path, draft)
+    _check_shared(path, draft, target, ())
+    head = EagleHead(draft, target, placement, _own_parts(names))
+    _fill(path, head, names, (EMBEDDING, LM_HEAD))  # some files have copies of the target's
+    return _checked(head.eval(), draft, placement, path)
+
+
+def load_eagle3(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> Eagle3Head:
+    """Build a head that shares what it does not have with the target, and fill it.
+
+    `ModelError` says what does not fit.
+    """
+    names = _tensor_names(path)
+    own = _own_parts(names)
+    check_draft_size(path, draft)
+    _check_shared(path, draft, target, own)
+    head = Eagle3Head(draft, target, placement, own)
+    if draft.draft_vocab not in (None, draft.model.vocab_size) and D2T not in own:
+        raise ModelError(f"{path}: draft_vocab_size is set, but the checkpoint has no d2t")
+    _fill(path, head, names)
+    _check_d2t(path, head.d2t, draft)
+    return _checked(head.eval(), draft, placement, path)
+
+
+def _tensor_names(path: Path) -> set[str]:
+    return {name for file in read_weight_files(path) for name in file.tensors}
+
+
+def _own_parts(names: Collection[str]) -> set[str]:
+    """Parts that a head may have of its own or share."""
+    return {part for part in (EMBEDDING, LM_HEAD, FC_BIAS, D2T) if _published(part, names) in names}
+
+
+def _fill(
+    path: Path, head: Eagle3Head | EagleHead, names: Collection[str], unused: tuple[str, ...] = ()
+) -> None:
+    pieces = (piece._replace(name=_published(piece.name, names)) for piece in head.pieces())
+    load_weights(path, pieces, ignore=(D2T, "t2d", *unused))
+
+
+def _published(name: str, found: Collection[str]) -> str:
+    """What a checkpoint calls a tensor of `pieces`; the same where it has none."""
+    part, _, rest = name.partition(".")
+    others = [f"layers.0.{rest}"] if part == "midlayer" else []
+    if part == "fc_norm" and int(rest[0]) < len(AUX_NORMS):
+        others.append(f"{AUX_NORMS[int(rest[0])]}{rest[1:]}")
+    names = [f"{prefix}{each}" for prefix in ("", "model.") for each in (name, *others)]
+    return next((each for each in names if each in found), name)
+
+
+def _check_shared(path: Path, draft: DraftConfig, target: CausalLM, own: Collection[str]) -> None:
+    """Raises ModelError unless shared parts have one width, and a target that reads images shares its embedding.
+
+    own: parts that the head has of its own.
+    """
+    ours, theirs = draft.model.hidden_size, target.config.hidden_size
+    own_head = draft.draft_vocab is not None or LM_HEAD in own
+    parts = (("embedding", EMBEDDING in own), ("LM head", own_head))
+    for part, is_own in parts:
+        if ours != theirs and not is_own:
+            raise ModelError(
+                f"{path}: a hidden_size of {ours} cannot share the target's {part} of {theirs}, and this draft "
+                "has none of its own"
+            )
+    if target.config.vision is not None and EMBEDDING in own:
+        raise ModelError(
+            f"{path}: it has an embedding of its own, so it cannot read the images that the target embeds; use a "
+            "head that shares the target's"
+        )
+
+
+def _check_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
+    """Hold the loaded map against the target's vocabulary. Raises ModelError."""
+    ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    if ids.min() < 0 or ids.max() >= draft.model.vocab_size:
+        raise ModelError(f"{path}: d2t does not map {len(d2t)} drafts into the target's vocabulary")
+
+
+@torch.inference_mode()
+def _checked(head: Head, draft: DraftConfig, placement: Placement, path: Path) -> Head:
+    """Real widths against the width functions: a draft that does not fit must not start."""
+    extend, wanted = EagleDraftExtendInput, EagleDraftInput.hidden_size_for(draft)
+    given = torch.zeros(
+        1, extend.hidden_size_for(draft), dtype=extend.dtype_for(placement), device=placement.device
+    )
+    width = head.project(given).shape[-1]
+    if width != wanted:
+        raise ModelError(f"{path}: a draft step reads {width} values, config.json says {wanted}")
+    return head

@@ -1,0 +1,77 @@
+"""May this batch replay, and which graph? A pure function of spec and batch; the order is that of row B4.
+
+The settlements of the requirements stand in it: hidden modes are compared by order and narrowed afterwards (X6), given
+embeddings replay where the graph has a slot for them (X3), and a batch that would be padded above `max_padding` runs
+eagerly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
+from common.engine.graphs.spec import PLAIN, CaptureSpec, Feature, ShapeKey
+
+
+class Fallback(StrEnum):
+    """Why a batch ran eagerly; with the values of `Feature` the label of the fallback counter."""
+
+    NO_GRAPHS = "no_graphs"  # nothing is captured in this phase
+    MODE = "forward_mode"  # captured for another forward mode
+    HIDDEN = "hidden_mode"  # wants more hidden states than were captured
+    WIDTH = "tokens_per_request"
+    TOO_LARGE = "too_large"
+    PADDING = "padding"
+    VARIANT = "variant"
+    CAPTURE_FAILED = "capture_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What the host knows of a batch before it runs."""
+
+    mode: ForwardMode
+    live: ShapeKey
+    hidden: CaptureHiddenMode = CaptureHiddenMode.NULL
+    features: frozenset[Feature] = frozenset()
+    variants: tuple[str, ...] = (PLAIN,)  # that would serve it, the cheapest first
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A shape, or the reason why not."""
+
+    shape: ShapeKey | None
+    reason: str = ""
+
+
+def admit(spec: CaptureSpec, facts: BatchFacts) -> Admission:
+    """(a) given embeddings (b) mode (c) hidden mode (f) size, padding.
+
+    No batch has replaced embedding rows (d) or prompt logprobs (e): requests that ask for them are refused.
+    """
+    if not spec.shapes:
+        return Admission(None, Fallback.NO_GRAPHS)
+    missing = facts.features - spec.features
+    shape = spec.fit(facts.live)
+    width = spec.tokens_per_request
+    checks = (
+        (Feature.INPUT_EMBEDS in missing, Feature.INPUT_EMBEDS),
+        (facts.mode is not spec.mode, Fallback.MODE),
+        (facts.hidden > spec.hidden, Fallback.HIDDEN),
+        (width is not None and facts.live.tokens != facts.live.requests * width, Fallback.WIDTH),
+        (shape is None, Fallback.TOO_LARGE),
+        (_wasteful(spec, shape, facts.live), Fallback.PADDING),
+        (not set(facts.variants) & set(spec.variants), Fallback.VARIANT),
+    )
+    for refused, reason in checks:
+        if refused:
+            return Admission(None, reason)
+    return Admission(shape)
+
+
+def _wasteful(spec: CaptureSpec, shape: ShapeKey | None, live: ShapeKey) -> bool:
+    return (
+        shape is not None and spec.max_padding is not None and shape.tokens > spec.max_padding * live.tokens
+    )

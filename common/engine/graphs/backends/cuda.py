@@ -1,0 +1,136 @@
+"""Segments as CUDA graphs in one memory pool. Used on a GPU only; `tests/gpu/test_graphs.py` runs it.
+
+One recorder, and so one pool, per GraphRunner: graphs of a pool reuse each other's memory, which is safe while their
+replays follow one another on one stream and nobody reads an output after the next replay (see `outputs`).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.graphs.backends.base import CaptureError
+
+_sides: ContextVar[list[torch.cuda.Stream] | None] = ContextVar("side_streams", default=None)
+
+
+def fork(side: torch.cuda.Stream) -> None:
+    """Let `side` go on from what the current stream has been given.
+
+    Inside a capture the segment joins it again before it ends; outside, the caller joins it.
+    """
+    side.wait_stream(torch.cuda.current_stream())
+    sides = _sides.get()
+    if sides is not None and side not in sides:
+        sides.append(side)
+
+
+class CudaRecorder:
+    """A `Recorder` on one GPU."""
+
+    name = "cuda"
+    warm_ups = 2  # the first call compiles and tunes, the second is what capture will see
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # captures never run on the default stream
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._open_sides: list[torch.cuda.Stream] = []
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self._device)
+        token = _sides.set(self._open_sides)
+        gc_was_on = gc.isenabled()
+        gc.disable()  # a CUDA object of someone else that dies in a cycle would call the driver during capture
+        self._stream.wait_stream(current)
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+            _sides.reset(token)
+            if gc_was_on:
+                gc.enable()
+
+    def begin(self) -> None:
+        if self._graph is not None:
+            raise CaptureError("a capture inside a capture")
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        self._open_sides.clear()
+        # thread_local: other threads (sockets, loggers) may use the driver meanwhile
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph = graph
+
+    def resume(self, like: Tensor) -> Tensor:
+        self.begin()
+        return torch.empty_like(like)  # from the pool: free again for later segments once the caller drops it
+
+    def end(self) -> Callable[[], None]:
+        graph = self._graph
+        assert graph is not None, "end without begin"
+        for side in self._open_sides:
+            self._stream.wait_stream(side)
+        graph.capture_end()
+        self._graph = None
+        return graph.replay
+
+    def abort(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            with suppress(RuntimeError):  # the capture is invalid already: that is why we are here
+                graph.capture_end()
+            self._pool = torch.cuda.graph_pool_handle()  # the old one may still count as being captured into
+
+    def handle(self, tensor: Tensor) -> Address:
+        return Address.of(tensor)
+
+    def memory(self) -> int:
+        # Free blocks of this stream outside of the pool: no capture takes them, nor does serving, on another stream.
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A tensor's memory and form, without owning it: the pool may give it to later segments, as in capture."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Address:
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def open(self) -> Tensor:
+        """A tensor over the memory. The recording keeps the pool, and so the address, alive."""
+        if math.prod(self.shape) == 0:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        elements = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
+        raw = torch.as_tensor(_Bytes(self.pointer, elements * self.dtype.itemsize), device=self.device)
+        return raw.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+class _Bytes:
+    """Memory as https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html describes it."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 2,
+        }

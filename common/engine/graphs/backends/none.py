@@ -1,0 +1,24 @@
+"""Records nothing: replay runs the callable again on the padded static inputs. The oracle of the other backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.engine.graphs.backends.base import Output, Recording
+
+
+class NoGraphs:
+    """Padding without graphs, to tell a wrong graph from wrong padding. To run without either, give no shapes."""
+
+    name = "none"
+    breaks = True
+    compilation = None
+
+    def capture(self, run: Callable[[], Output]) -> Recording[Output]:
+        recording = Recording(run(), [])
+
+        def again() -> None:
+            recording.output = run()
+
+        recording.steps.append(again)
+        return recording

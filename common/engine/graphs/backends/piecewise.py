@@ -1,0 +1,44 @@
+"""Segments and eager breaks as in `breakable`, of a body that torch.compile has split at attention.
+
+Each segment is a compiled piece with the write of its keys and values; attention is the break between two. What is
+captured, how arguments and results cross breaks, memory and replay are `breakable`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from common.engine.graphs.backends.base import Compilation, Output, Recorder, Recording
+from common.engine.graphs.backends.breakable import BreakableGraphs
+from common.engine.graphs.body_point import compiling
+from common.engine.graphs.compiled_body import CompiledBodies
+
+
+class PiecewiseGraphs:
+    """Over CUDA graphs: `piecewise-eager-cuda` and so on. Over the CPU tape: `piecewise-eager-tape`."""
+
+    breaks = True
+
+    def __init__(self, recorder: Recorder, bodies: CompiledBodies) -> None:
+        self._recorder = recorder
+        self._bodies = bodies
+        self._graphs = BreakableGraphs(recorder)
+        self._compiled = False
+
+    @property
+    def name(self) -> str:
+        return f"piecewise-{self._bodies.compilation.compiler}-{self._recorder.name}"
+
+    @property
+    def compilation(self) -> Compilation:
+        return self._bodies.compilation
+
+    def capture(self, run: Callable[[], Output]) -> Recording[Output]:
+        with compiling(self._bodies):
+            if not self._compiled:
+                run()  # nothing can be compiled inside a capture
+                self._compiled = True
+                torch.cuda.empty_cache()  # what this run held, on a stream of no capture, would count as the graphs'
+            return self._graphs.capture(run)

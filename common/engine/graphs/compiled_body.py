@@ -1,0 +1,210 @@
+"""The body of a model by torch.compile: traced once for all numbers of tokens, split at attention, pieces compiled.
+
+Behind the first call torch's own front end is out of the way: a call hands weights, inputs and the number of tokens to
+the pieces. What the trace took for granted of that number is checked instead, for each size that is captured.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from common.engine.attention.backend import AttentionBackend
+from common.engine.graphs.backends.base import CaptureError, Compilation
+from common.engine.graphs.compiled_piece import CompiledPiece, form
+from common.engine.graphs.split_body import LiveAttention, MarkedAttention, is_seam, split
+from common.engine.models.causal_lm import BodyOutput, CausalLM
+from common.engine.ops.triton_kernel import has_triton
+
+EAGER, INDUCTOR = "eager", "inductor"
+PACKAGE = __name__.partition(".")[0]
+LEAST_TOKENS = 2  # a trace takes a size of 1 for a constant
+
+
+def missing_compiler(compiler: str, device: torch.device) -> str:
+    """What `compiler` needs on this machine and does not find; "" if it can run."""
+    if compiler != INDUCTOR:
+        return ""
+    if device.type == "cuda":
+        return "" if has_triton() else "inductor writes Triton kernels: install `triton`, or write eager"
+    command = os.environ.get("CXX", "g++")
+    return (
+        "" if shutil.which(command) else f"inductor needs a C++ compiler: install {command}, or write eager"
+    )
+
+
+class CompiledBodies:
+    """One body per model, made at its first call and kept for all graphs that are still to come. A `BodyHandler`.
+
+    Args:
+        compiler: `eager` runs the pieces as traced: our own kernels, results to the last bit. `inductor` writes kernels
+            of its own for them.
+    """
+
+    def __init__(self, compiler: str = EAGER) -> None:
+        self._compiler = compiler
+        self._bodies: dict[nn.Module, CompiledBody] = {}
+
+    @property
+    def compilation(self) -> Compilation:
+        """What was compiled for all bodies together."""
+        bodies = self._bodies.values()
+        return Compilation(
+            self._compiler,
+            sum(body.seconds for body in bodies),
+            sum(body.pieces for body in bodies),
+            sum(body.kinds for body in bodies),
+        )
+
+    def run_body(
+        self, model: CausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> BodyOutput:
+        """Raises CaptureError where the body cannot be compiled, or not for so many tokens."""
+        if model not in self._bodies:
+            self._bodies[model] = CompiledBody(model, self._compiler)
+        return self._bodies[model](embeds, positions, attention)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Stands for an input of the graph that each call brings anew."""
+
+    what: str  # embeds, positions, tokens
+
+
+class CompiledBody:
+    """Called as the model is. The first call compiles; its number of tokens, the largest, is the compiler's hint."""
+
+    def __init__(self, model: CausalLM, compiler: str) -> None:
+        self._model = model
+        self._compiler = compiler
+        self._live = LiveAttention()
+        self._graph: GraphModule | None = None
+        self._inputs: list[Any] = []  # of the graph: weights, and `_Given`
+        self._assumed: list[Any] = []  # sympy: what must hold of the number of tokens
+        self._error = ""
+        self.seconds = 0.0
+        self.pieces = 0
+        self.kinds = 0  # of pieces: each compiled once
+
+    def __call__(self, embeds: Tensor, positions: Tensor, attention: AttentionBackend) -> BodyOutput:
+        tokens = len(positions)
+        if self._error:
+            raise CaptureError(self._error)
+        if tokens < LEAST_TOKENS:
+            raise CaptureError(f"a compiled body takes {LEAST_TOKENS} tokens or more, not {tokens}")
+        self._live.backend = attention
+        try:
+            if self._graph is None:
+                return self._compile(embeds, positions)
+            self._check(tokens)
+            given = {"embeds": embeds, "positions": positions, "tokens": tokens}
+            flat = [given[each.what] if isinstance(each, _Given) else each for each in self._inputs]
+            return _body_output(self._graph(*flat))
+        finally:
+            self._live.backend = None
+
+    def _compile(self, embeds: Tensor, positions: Tensor) -> BodyOutput:
+        started = time.perf_counter()
+        from torch._dynamo import config, mark_dynamic
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        model, marks = self._model, MarkedAttention()
+
+        def body(embeds: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            last, aux = model(embeds, positions, marks)
+            return (last,) if aux is None else (last, aux)
+
+        # Compiled code is kept by code object: without one of its own, another model would count as a recompilation.
+        body.__code__ = body.__code__.replace()
+        examples = [embeds.view_as(embeds), positions.view_as(positions)]
+        for example in examples:
+            mark_dynamic(example, 0)
+
+        def backend(graph: GraphModule, inputs: list[Any]) -> Any:
+            parts = self._assemble(split(graph))
+            symbols = [each for each in inputs if isinstance(each, torch.SymInt)]
+
+            def first(*flat: Any) -> Any:
+                self._inputs = [self._bound(value, *examples) for value in flat]
+                self._assumed = [guard.expr for each in symbols[:1] for guard in each.node.shape_env.guards]
+                self.seconds = time.perf_counter() - started
+                self._graph = parts
+                return parts(*flat)
+
+            return first
+
+        try:
+            # Else a width in which this model differs from one before would count as a size that varies.
+            with config.patch(automatic_dynamic_shapes=False):
+                return _body_output(torch.compile(body, backend=backend, fullgraph=True)(*examples))
+        except (RuntimeError, FailOnRecompileLimitHit) as error:
+            if self._graph is not None:  # compiled: this run alone has failed
+                raise
+            cause = getattr(error, "inner_exception", error)
+            if _is_defect(cause):
+                raise cause from error
+            reason = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+            self._error = f"torch.compile with {self._compiler}: {reason}"
+            raise CaptureError(self._error) from error
+        finally:
+            examples.clear()  # torch keeps `backend`, and so would keep the static inputs of graphs that are gone
+
+    def _assemble(self, parts: GraphModule) -> GraphModule:
+        """With attention in the seams and compiled pieces between them."""
+        known: dict[str, nn.Module] = {}
+        for name, part in list(parts.named_children()):
+            assert isinstance(part, GraphModule)
+            if is_seam(part):
+                self._live.seam(part)
+                continue
+            self.pieces += 1
+            kind = form(part)
+            if self._compiler == INDUCTOR:
+                if kind not in known:
+                    known[kind] = CompiledPiece(part)
+                setattr(parts, name, known[kind])
+            known.setdefault(kind, part)
+        self.kinds = len(known)
+        return parts
+
+    def _bound(self, value: Any, embeds: Tensor, positions: Tensor) -> Any:
+        """What the graph is given at its first call: a weight, or something that later calls replace."""
+        if value is embeds:
+            return _Given("embeds")
+        if value is positions:
+            return _Given("positions")
+        if isinstance(value, int):
+            if value != len(positions):
+                raise CaptureError(f"a size of {value} varies, which is not the number of tokens")
+            return _Given("tokens")
+        return value
+
+    def _check(self, tokens: int) -> None:
+        """Whether the trace is of so many tokens, too."""
+        for fact in self._assumed:
+            if not bool(fact.subs(dict.fromkeys(fact.free_symbols, tokens))):
+                raise CaptureError(
+                    f"the compiled body takes {fact} for granted, which {tokens} tokens are not"
+                )
+
+
+def _is_defect(error: BaseException) -> bool:
+    """Whether it is ours: torch wraps whatever a compiler raises, also what our part of it gets wrong."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    ours = frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}.")
+    return ours and not isinstance(error, RuntimeError)
+
+
+def _body_output(tensors: Any) -> BodyOutput:
+    last, *aux = tensors
+    return BodyOutput(last, aux[0] if aux else None)

@@ -1,0 +1,171 @@
+"""The static inputs of graphs: declared slots, loaded and padded as a whole, so that nothing stale is replayed.
+
+A slot is in every variant of its graph, or in those it names: an optional input is a variant with it and one without,
+never a tensor of zeros that stands for "absent".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from common.engine.graphs.spec import Axis, ShapeKey
+
+Batch = TypeVar("Batch")
+Inputs: TypeAlias = Mapping[str, Tensor]
+
+
+class SlotError(ValueError):
+    """A batch that does not fit the declared slots; the text names the slot and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Every element of the padding is one value."""
+
+    value: float
+
+    def reset(self, padding: Tensor) -> None:
+        padding.fill_(self.value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sentinel:
+    """Every padding row is a copy of one row, for example a mask with which a row sees itself alone."""
+
+    row: Tensor
+
+    def reset(self, padding: Tensor) -> None:
+        padding.copy_(self.row.expand_as(padding))
+
+
+ZERO = Fill(0)
+ROW0 = Fill(0)  # an index of request rows: row 0 is reserved padding
+Padding: TypeAlias = Fill | Sentinel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot(Generic[Batch]):
+    """One static input [rows of the axis, *width]."""
+
+    name: str
+    axis: Axis
+    width: tuple[int, ...]
+    dtype: torch.dtype
+    source: Callable[[Batch], Tensor | None]
+    pad: Padding = ZERO
+    variants: frozenset[str] | None = None  # None: required by every variant
+    # What the debug switch writes into the padding. "auto": NaN, or the largest id. "keep": the padding value is the
+    # contract itself, such as an address that must lie in page 0 or row 0.
+    poison: Literal["auto", "keep"] | Fill = "auto"
+
+    def wanted_by(self, variant: str) -> bool:
+        return self.variants is None or variant in self.variants
+
+
+class StaticInputs(Generic[Batch]):
+    """Storage of all slots for the largest shape; smaller graphs use its first rows.
+
+    Args:
+        poisoned: debug switch. Padding is filled with NaN and maximum ids instead of its policy, to show that no live
+            row depends on it.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot[Batch]],
+        largest: ShapeKey,
+        device: torch.device | str,
+        poisoned: bool = False,
+    ) -> None:
+        if len({slot.name for slot in slots}) != len(slots):
+            raise ValueError(f"two slots share a name: {[slot.name for slot in slots]}")
+        self.slots = tuple(slots)
+        self._poisoned = poisoned
+        self._tensors = {
+            slot.name: torch.empty((largest.rows(slot.axis), *slot.width), dtype=slot.dtype, device=device)
+            for slot in slots
+        }
+        for slot in slots:
+            slot.pad.reset(self._tensors[slot.name])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def idle(self, shape: ShapeKey, variant: str) -> Inputs:
+        """The inputs of one graph, all padding: what it is captured on."""
+        views = {}
+        for slot in self.slots:
+            if slot.wanted_by(variant):
+                views[slot.name] = self._tensors[slot.name][: shape.rows(slot.axis)]
+                slot.pad.reset(views[slot.name])
+        return views
+
+    def load(self, batch: Batch, live: ShapeKey, shape: ShapeKey, variant: str) -> Inputs:
+        """Copy the live rows in and reset all rows behind them. Raises SlotError."""
+        views = {}
+        for name, value in self.live(batch, live, variant).items():
+            slot, static = self._slot(name), self._tensors[name]
+            rows, count = shape.rows(slot.axis), live.rows(slot.axis)
+            static[:count].copy_(value)
+            if count < rows:
+                self._pad(slot, static[count:rows])
+            views[name] = static[:rows]
+        return views
+
+    def live(self, batch: Batch, live: ShapeKey, variant: str) -> Inputs:
+        """The batch's own tensors, checked against the slots: the inputs of an eager run. Raises SlotError."""
+        values = {}
+        for slot in self.slots:
+            value = slot.source(batch)
+            if not slot.wanted_by(variant):
+                if value is not None:
+                    raise SlotError(
+                        f"slot {slot.name!r}: the batch brings it, variant {variant!r} has no place for it and would "
+                        f"drop it; use a variant of {sorted(slot.variants or ())}"
+                    )
+                continue
+            values[slot.name] = _checked(slot, value, live, variant, self._tensors[slot.name].device)
+        return values
+
+    def _pad(self, slot: Slot[Batch], padding: Tensor) -> None:
+        slot.pad.reset(padding)
+        if self._poisoned and slot.poison != "keep":
+            poison = Fill(worst(slot.dtype)) if slot.poison == "auto" else slot.poison
+            poison.reset(padding)
+
+    def _slot(self, name: str) -> Slot[Batch]:
+        return next(slot for slot in self.slots if slot.name == name)
+
+
+def _checked(
+    slot: Slot[Batch], value: Tensor | None, live: ShapeKey, variant: str, device: torch.device
+) -> Tensor:
+    where = f"slot {slot.name!r} of variant {variant!r}"
+    if value is None:
+        remedy = "let its source compute it" if slot.variants is None else "choose the variant without it"
+        raise SlotError(f"{where}: the batch has none; {remedy}")
+    wanted = (live.rows(slot.axis), *slot.width)
+    if tuple(value.shape) != wanted:
+        raise SlotError(
+            f"{where}: found {tuple(value.shape)}, declared {wanted} ([{slot.axis.value}s, *width]); the width comes "
+            "from the model's config on both sides, so make both use the same function"
+        )
+    if value.dtype != slot.dtype or value.device.type != device.type:
+        raise SlotError(
+            f"{where}: found {value.dtype} on {value.device}, declared {slot.dtype} on {device}; convert it where the "
+            "batch is made"
+        )
+    return value
+
+
+def worst(dtype: torch.dtype) -> float:
+    """A value that shows in any result that it reaches."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).max

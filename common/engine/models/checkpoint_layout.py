@@ -1,0 +1,57 @@
+"""Where the two parts of a model that reads images stand in its checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.qwen_vl_config import QwenVision
+from common.errors import ModelError
+
+NESTED = "model.language_model."  # in the state dict of transformers 5
+LLAVA = "language_model.model."  # in published checkpoints of LLaVA and what save_pretrained writes
+QWEN = "visual."  # in those of Qwen2.5-VL, whose language model stands where one alone does
+TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLayout:
+    """Where the two parts of a model stand in its checkpoint; the defaults are those of text alone."""
+
+    prefix: str = "model."  # of the language model's layers
+    head: str = ""  # in front of lm_head
+    vision_prefixes: tuple[str, ...] = ()  # of the tower, and of the projector where it has a name of its own
+
+    def language(self, name: str) -> str:
+        """A tensor of the language model, by the name that it has in a checkpoint of its own."""
+        if name.startswith("model."):
+            return self.prefix + name.removeprefix("model.")
+        return self.head + name
+
+    @property
+    def language_prefixes(self) -> tuple[str, ...]:
+        return (self.prefix, f"{self.head}lm_head.")
+
+
+def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout:
+    """Reads headers alone, and nothing for a model without a vision part."""
+    if config.vision is None:
+        return CheckpointLayout()
+    family, mark = "LLaVA", LLAVA
+    published = CheckpointLayout(LLAVA, "language_model.", (TOWER, PROJECTOR))
+    nested = CheckpointLayout(NESTED, "", (f"model.{TOWER}", f"model.{PROJECTOR}"))
+    if isinstance(config.vision, QwenVision):
+        family, mark = "Qwen2.5-VL", QWEN
+        published, nested = (
+            CheckpointLayout("model.", "", (QWEN,)),
+            CheckpointLayout(NESTED, "", (f"model.{QWEN}",)),
+        )
+    names = [name for file in read_weight_files(Path(path)) for name in file.tensors]
+    for start, layout in ((mark, published), (NESTED, nested)):
+        if any(name.startswith(start) for name in names):
+            return layout
+    raise ModelError(
+        f"{path}: no tensor is called {mark}* or {NESTED}*, as those of {family} checkpoints are"
+    )

@@ -1,0 +1,80 @@
+"""Checks that a config's model is in proportion to its weight files, before anything of that size is allocated.
+
+config.json and the weight files are two statements about one model. Buffers are sized by the first; the second one is
+backed by bytes on disk. What is refused here is out of proportion: a model that passes may still not fit its files,
+which `load_weights` then says tensor by tensor. Counts are lower bounds (matrices, no biases or norms).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.llava_config import LlavaVision
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.qwen_vl_config import TOWER_DEFAULTS
+from common.checkpoint.vision_config import VisionConfig
+from common.engine.host_memory import GIB, host_memory
+from common.errors import ModelError
+
+PROPORTION, ALWAYS = 2, 1 << 20  # values that may be built: twice those stored, and so many in any case
+
+
+def check_model_size(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """For a model of its own. Raises ModelError, also where a CPU's memory cannot hold it."""
+    values = _layers(config) + config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
+    said = f"{_sizes(config)} and vocab_size {config.vocab_size}"
+    _check(path, values, said)
+    memory = host_memory()
+    if device.type == "cpu" and values * dtype.itemsize > memory:
+        raise ModelError(
+            f"{path / 'config.json'}: {said} make weights of {values * dtype.itemsize / GIB:.1f} GiB as {dtype}; this "
+            f"machine has {memory / GIB:.1f} GiB"
+        )
+
+
+def check_draft_size(path: Path, draft: DraftConfig) -> None:
+    """For a head, or modules, that may share embedding and LM head with the target. Raises ModelError."""
+    model = draft.model
+    values = _layers(model) + (draft.draft_vocab or 0) * model.hidden_size
+    _check(path, values, f"{_sizes(model)} and draft_vocab_size {draft.draft_vocab}")
+
+
+def check_tower_size(path: Path, vision: VisionConfig, hidden: int) -> None:
+    """For the vision part beside a language model of width `hidden`. Raises ModelError."""
+    options = {**TOWER_DEFAULTS, **json.loads(vision.tower_options)}
+    width, inner = options["hidden_size"], options["intermediate_size"]
+    if isinstance(vision, LlavaVision):
+        features = vision.feature_layers
+        # layers past the last feature are not built
+        layers = max(each if each >= 0 else options["num_hidden_layers"] + 1 + each for each in features)
+        values = layers * (4 * width + 2 * inner) * width + len(features) * width * hidden + hidden * hidden
+    else:
+        layers = options["depth"]
+        values = layers * (4 * width + 3 * inner) * width + vision.merge_size**2 * width * hidden
+    said = f"vision_config: hidden_size {width}, intermediate_size {inner} and {layers} layers"
+    _check(path, values, said)
+
+
+def _layers(config: ModelConfig) -> int:
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+
+
+def _sizes(config: ModelConfig) -> str:
+    return (
+        f"num_hidden_layers {config.num_layers}, hidden_size {config.hidden_size}, intermediate_size "
+        f"{config.intermediate_size}, {config.num_heads} heads of {config.head_dim}"
+    )
+
+
+def _check(path: Path, values: int, said: str) -> None:
+    stored = sum(file.num_values for file in read_weight_files(path))
+    if values > PROPORTION * stored + ALWAYS:
+        raise ModelError(
+            f"{path / 'config.json'}: {said} make a model of at least {values} values; the weight files hold {stored}"
+        )

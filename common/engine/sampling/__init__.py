@@ -1,0 +1,1 @@
+"""Next tokens from logits: filters, penalties, draws and log-probabilities."""

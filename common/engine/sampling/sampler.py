@@ -1,0 +1,111 @@
+"""Logits to tokens on the device, without a host synchronisation and without looking at other rows.
+
+A row's token depends on its logits, its parameters and the random words of (seed, position), and on nothing
+else in
+the batch: a request that is retracted, resumed or moved draws the same tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.host_copies import on_host
+from common.engine.ops.filter_floor import filter_floor
+from common.engine.ops.sample_tokens import sample_tokens
+from common.engine.sampling.logit_adjustments import Adjustments
+from common.messages.generation import GREEDY_EPSILON, OutputToken, TokenLogprob
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """Parameters of R rows on the device, and host facts that choose the variant without a sync."""
+
+    temperature: Tensor  # [R] float32; below GREEDY_EPSILON: argmax
+    top_p: Tensor  # [R] float32; 1: off
+    top_k: Tensor  # [R] int32; 0: off
+    min_p: Tensor  # [R] float32; 0: off
+    seed: Tensor  # [R] int64
+    position: Tensor  # [R] int64, sequence index of the token to be drawn
+    all_greedy: bool  # no row is random
+    any_filter: bool  # some row has top_p < 1, top_k > 0 or min_p > 0
+    num_logprobs: int | None  # None: none; n: of the drawn and of the n likeliest tokens
+    adjust: Adjustments | None = None  # penalties, biases, withheld tokens; None: no row has any
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """Logprobs are natural logs under the raw logits, before penalties, biases, temperature and filters."""
+
+    token_ids: Tensor  # [R] int64
+    invalid: Tensor  # [R] bool: the logits hold a NaN or no finite maximum; the token means nothing
+    logprobs: Tensor | None = None  # [R] float32
+    top_ids: Tensor | None = None  # [R, n] int64, likeliest first
+    top_logprobs: Tensor | None = None  # [R, n] float32
+
+    def on_host(self) -> SampleOutput:
+        """Copies in host memory, to be read once the stream has come here; nothing waits."""
+
+        def maybe(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else on_host(tensor)
+
+        return SampleOutput(
+            on_host(self.token_ids),
+            on_host(self.invalid),
+            maybe(self.logprobs),
+            maybe(self.top_ids),
+            maybe(self.top_logprobs),
+        )
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
+    """Draw one token per row of logits [R, V] float32, which stay as they are."""
+    chosen = logits if batch.adjust is None else batch.adjust.apply(logits, batch.position)
+    floor = None
+    if batch.any_filter and not batch.all_greedy:
+        temperature = torch.where(batch.temperature < GREEDY_EPSILON, 1.0, batch.temperature)
+        floor = filter_floor(chosen, temperature, batch.top_k, batch.top_p, batch.min_p)
+    token_ids, invalid = sample_tokens(
+        chosen, batch.temperature, batch.seed, batch.position, floor, batch.all_greedy
+    )
+    output = SampleOutput(token_ids, invalid)
+    if batch.num_logprobs is not None:
+        logprobs = logits.log_softmax(-1)
+        output.logprobs = logprobs.gather(-1, token_ids[:, None])[:, 0]
+        output.top_logprobs, output.top_ids = logprobs.topk(min(batch.num_logprobs, logits.shape[-1]), dim=-1)
+    return output
+
+
+def filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Logits [R, V], divided by the temperature, with -inf for what `filter_floor` removes."""
+    floor = filter_floor(scaled, torch.ones_like(top_p), top_k, top_p, torch.zeros_like(top_p))
+    return scaled.masked_fill(scaled < floor[:, None], -torch.inf)
+
+
+def read_tokens(output: SampleOutput, logprobs_of: Iterable[int | None]) -> list[OutputToken | None]:
+    """One token per row, None where the logits were not finite. Waits for the device: call after completion.
+
+    `logprobs_of`: of each row, how many top log-probabilities its request wants; None: not even the token's own.
+    """
+    ids = output.token_ids.tolist()
+    invalid = output.invalid.tolist()
+    logprobs = output.logprobs.tolist() if output.logprobs is not None else None
+    top_ids = output.top_ids.tolist() if output.top_ids is not None else None
+    top_logprobs = output.top_logprobs.tolist() if output.top_logprobs is not None else None
+    tokens: list[OutputToken | None] = []
+    for row, wanted in enumerate(logprobs_of):
+        if invalid[row]:
+            tokens.append(None)
+        elif wanted is None or logprobs is None:
+            tokens.append(OutputToken(ids[row]))
+        else:
+            assert top_ids is not None
+            assert top_logprobs is not None
+            top = tuple(top_ids[row][:wanted]), tuple(top_logprobs[row][:wanted])
+            logprob = TokenLogprob(logprobs[row], *top)
+            tokens.append(OutputToken(ids[row], logprob))
+    return tokens

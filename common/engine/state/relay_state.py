@@ -1,0 +1,134 @@
+"""What a running request carries from step to step, on the device, one row per request (row 0 is padding).
+
+The row is the single source for hand-over, retraction, resume and migration. A draft model's state is part of it:
+columns of width 0 where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.host_copies import send
+from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.engine.state.draft_row import NO_DRAFT, NO_DRAFT_SHAPE, DraftRow, DraftShape, HiddenDtype
+from common.messages.generation import SamplingParams
+
+
+def hidden_dtype(dtype: torch.dtype) -> HiddenDtype:
+    """The name of a floating dtype in a `DraftShape` and in a handoff record."""
+    return cast("HiddenDtype", str(dtype).removeprefix("torch."))
+
+
+def draft_rows(probs: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> list[DraftRow]:
+    """Rows [R, k], [R, k], [R, H] of a device. Waits for it."""
+    raw = hidden.cpu().contiguous().view(torch.uint8).numpy()
+    return [DraftRow(tuple(p), tuple(i), h.tobytes()) for p, i, h in zip(probs.tolist(), ids.tolist(), raw)]
+
+
+@dataclass(slots=True)
+class RelayState:
+    """All tensors have num_rows + 1 rows on one device."""
+
+    last_token: torch.Tensor  # int64, drawn but without KV yet
+    seq_len: torch.Tensor  # int32, tokens with KV; last_token will be written at this position
+    rope_delta: torch.Tensor  # int64, rotary position less place of all behind the prompt (rotary_places.py)
+    temperature: torch.Tensor  # float32
+    top_p: torch.Tensor  # float32
+    top_k: torch.Tensor  # int32, 0 = off
+    min_p: torch.Tensor  # float32, 0 = off
+    seed: torch.Tensor  # int64
+    draft_p: torch.Tensor  # [rows, topk] float32
+    draft_ids: torch.Tensor  # [rows, topk] int64
+    draft_hidden: torch.Tensor  # [rows, hidden]
+    adjustments: AdjustmentRows
+
+    @classmethod
+    def allocate(
+        cls, num_rows: int, vocab_size: int, device: torch.device, draft: DraftShape = NO_DRAFT_SHAPE
+    ) -> RelayState:
+        rows = num_rows + 1
+
+        def column(dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
+            return torch.full((rows,), fill, dtype=dtype, device=device)
+
+        dtype: torch.dtype = getattr(torch, draft.dtype)
+        drafts = EagleDraftInput.zeros(rows, draft.topk, draft.hidden, dtype, device)
+        return cls(
+            last_token=column(torch.int64),
+            seq_len=column(torch.int32),
+            rope_delta=column(torch.int64),
+            temperature=column(torch.float32),
+            top_p=column(torch.float32, 1.0),
+            top_k=column(torch.int32),
+            min_p=column(torch.float32),
+            seed=column(torch.int64),
+            draft_p=drafts.probs,
+            draft_ids=drafts.ids,
+            draft_hidden=drafts.hidden,
+            adjustments=AdjustmentRows.allocate(num_rows, vocab_size, device),
+        )
+
+    def write_row(
+        self,
+        row: int,
+        text: Sequence[int],
+        outputs: int,
+        sampling: SamplingParams,
+        draft: DraftRow = NO_DRAFT,
+        rope_delta: int = 0,
+    ) -> None:
+        """Set all of a row, at hand-over and at resume, for a request whose last token has no KV yet.
+
+        Args:
+            text: prompt and output; the last `outputs` tokens are output.
+        """
+        assert row > 0, "row 0 is padding"
+        self.last_token[row] = text[-1]
+        self.seq_len[row] = len(text) - 1
+        self.rope_delta[row] = rope_delta
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed
+        self.adjustments.write(row, sampling, text, outputs)
+        self.write_draft_row(row, draft)
+
+    def write_draft_row(self, row: int, draft: DraftRow) -> None:
+        """Set the draft's part of a row; nothing for a request without one."""
+        if draft.ids:
+            probs, ids = np.asarray(draft.probs, dtype=np.float32), np.asarray(draft.ids, dtype=np.int64)
+            hidden = np.frombuffer(draft.hidden, dtype=np.uint8).copy()  # torch takes no read-only memory
+            # pinned: from pageable memory the copy would wait for the step under way
+            there = send((probs, ids, hidden), self.draft_p.device)
+            self.draft_p[row], self.draft_ids[row] = there[0], there[1]
+            if draft.hidden:
+                self.draft_hidden[row] = there[2].view(self.draft_hidden.dtype)
+
+    def draft_input(self, rows: torch.Tensor) -> EagleDraftInput:
+        """What the draft starts from in rows [R]."""
+        columns = (self.draft_p, self.draft_ids, self.draft_hidden)
+        return EagleDraftInput(*(column.index_select(0, rows) for column in columns))
+
+    def write_draft(self, rows: torch.Tensor, draft: EagleDraftInput) -> None:
+        """What it starts from next, in rows [R] of the device; padding rows 0 stay zero."""
+        self.write_proposal(rows, draft.probs, draft.ids)
+        live = (rows > 0)[:, None]
+        self.draft_hidden.index_copy_(0, rows, torch.where(live, draft.hidden, 0))
+
+    def write_proposal(self, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> None:
+        """The drafts alone: a multi-layer draft keeps its hidden states itself (ops/keep_hidden)."""
+        live = (rows > 0)[:, None]
+        self.draft_p.index_copy_(0, rows, torch.where(live, probs, 0))
+        self.draft_ids.index_copy_(0, rows, torch.where(live, ids, 0))
+
+    def read_draft(self, row: int) -> DraftRow:
+        """The draft's part of a row; waits for the device."""
+        one = slice(row, row + 1)
+        return draft_rows(self.draft_p[one], self.draft_ids[one], self.draft_hidden[one])[0]

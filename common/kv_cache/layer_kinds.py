@@ -1,0 +1,42 @@
+"""The kinds of blocks that a decoder layer may have, a record each. No torch.
+
+Adding one: a module in `common/engine/layers/` with its `Mixer` or `FeedForward`, a row here (for a mixer with what it
+keeps for requests), and a family in `common/checkpoint/model_config.py` whose layers have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.checkpoint.model_config import ModelConfig
+from common.kv_cache.plane import Owner, Plane, attention_layer
+from common.named import named
+
+
+@dataclass(frozen=True, slots=True)
+class MixerRecord:
+    """One kind of mixer."""
+
+    # (owner, config, layer, dtype of keys and values) -> the planes of that layer
+    planes: Callable[[Owner, ModelConfig, int, str], tuple[Plane, ...]]
+    engine: str  # "module:attribute" of its class
+
+
+def _attention(owner: Owner, config: ModelConfig, layer: int, dtype: str) -> tuple[Plane, ...]:
+    return attention_layer(owner, layer, config.num_kv_heads, config.head_dim, dtype)
+
+
+ATTENTION = MixerRecord(_attention, "common.engine.layers.attention:Attention")
+
+# LayerKind.mixer -> "module:attribute" of its MixerRecord
+MIXERS = {"attention": "common.kv_cache.layer_kinds:ATTENTION"}
+# LayerKind.feed_forward -> "module:attribute" of its class
+FEED_FORWARDS = {"dense": "common.engine.layers.mlp:Mlp"}
+
+
+def mixer_record(config: ModelConfig, layer: int) -> MixerRecord:
+    """Return the record of a layer's mixer."""
+    record = named(MIXERS[config.kind_of(layer).mixer])
+    assert isinstance(record, MixerRecord)
+    return record

@@ -1,0 +1,54 @@
+"""When results of a launch may be read: on a CPU, on a CPU that plays a GPU, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from common.node.overlap import Completion
+
+
+class Immediate:
+    """Work that is done when the call returns: CPU."""
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        pass
+
+
+class Deferred:
+    """Done, but not to be read before the next launch: gives the CPU the order of events of a GPU."""
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        pass
+
+
+class CudaCompletion:
+    """An event recorded on the current stream at construction."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def ready(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        if meanwhile is None:
+            self._event.synchronize()
+            return
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            meanwhile()
+
+
+def completion_for(device: torch.device, one_behind: bool) -> Callable[[], Completion]:
+    """The factory that a node passes to its step: chosen once, in build. `one_behind` concerns the CPU alone."""
+    if device.type == "cuda":
+        return CudaCompletion
+    return Deferred if one_behind else Immediate

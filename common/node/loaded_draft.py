@@ -1,0 +1,85 @@
+"""Draft models as the records of common/speculation name them: loaded, and run over their own KV planes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from common.checkpoint.draft_config import DraftConfig
+from common.engine.attention.backend import AttentionBackend
+from common.engine.forward.draft_runner import DraftRunner, load_eagle, load_eagle3
+from common.engine.forward.model_runner import ModelRunner, load_model
+from common.engine.forward.mtp_runner import MultiLayerRunner, load_mtp
+from common.engine.layers.placement import Placement
+from common.engine.models.causal_lm import CausalLM
+from common.engine.models.eagle import SplitHead
+from common.engine.models.mtp import MtpModules
+from common.engine.state.pool import KvPool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftParts:
+    """What a draft model is loaded from."""
+
+    path: Path
+    config: DraftConfig
+    target: CausalLM  # what the draft does not have of its own, it shares with the target
+    placement: Placement
+    topk: int
+
+
+class LoadedDraft(Protocol):
+    """A draft model without its KV."""
+
+    def runner(self, pool: KvPool, attention: AttentionBackend) -> object:
+        """Run it over this pool, which `attention` reads and writes. The node's own tables know the runner's type."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDraft:
+    """A head that continues the target's hidden states, run again for every step."""
+
+    head: SplitHead
+    topk: int
+
+    def runner(self, pool: KvPool, attention: AttentionBackend) -> DraftRunner:
+        return DraftRunner(self.head, attention, self.topk)
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesDraft:
+    """A module for each step."""
+
+    modules: MtpModules
+
+    def runner(self, pool: KvPool, attention: AttentionBackend) -> MultiLayerRunner:
+        return MultiLayerRunner(self.modules.heads, attention)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDraft:
+    """A language model of its own."""
+
+    model: CausalLM
+
+    def runner(self, pool: KvPool, attention: AttentionBackend) -> ModelRunner:
+        return ModelRunner(self.model, pool, attention)
+
+
+def load_eagle_head(parts: DraftParts) -> HeadDraft:
+    return HeadDraft(load_eagle(parts.path, parts.config, parts.target, parts.placement), parts.topk)
+
+
+def load_eagle3_head(parts: DraftParts) -> HeadDraft:
+    return HeadDraft(load_eagle3(parts.path, parts.config, parts.target, parts.placement), parts.topk)
+
+
+def load_modules(parts: DraftParts) -> ModulesDraft:
+    return ModulesDraft(load_mtp(parts.path, parts.config, parts.target, parts.placement))
+
+
+def load_language_model(parts: DraftParts) -> ModelDraft:
+    dtype = str(parts.placement.dtype).removeprefix("torch.")
+    return ModelDraft(load_model(parts.path, dtype, parts.placement.device)[0])

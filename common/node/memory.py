@@ -1,0 +1,156 @@
+"""Whether a node fits on its GPU: weights, KV pool and room to work, against what is free. Refused before loading."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from common.checkpoint.safetensors_header import FLOATS, WeightFile
+from common.engine.host_memory import GIB, host_memory
+from common.errors import ConfigError
+from common.node_plan import PoolWish
+
+PATIENCE = 15.0
+WORKING_BYTES = 2 * GIB  # CUDA context, libraries, activations of one forward
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What one node takes of its GPU: bytes."""
+
+    weights: int
+    pool: int
+    working: int = WORKING_BYTES
+    sampling: int = 0  # penalties and biases: common.engine.sampling.logit_adjustments
+    graphs: int | None = None  # by a trial (graph_start.py) beside the weights; None: before it
+    images: int = 0  # cache of their embeddings
+    encoder: int = 0  # what a forward of the vision part takes: encoder_memory.py
+
+    @property
+    def total(self) -> int:
+        beside = self.working + self.sampling + (self.graphs or 0) + self.images + self.encoder
+        return self.weights + self.pool + beside
+
+    def __str__(self) -> str:
+        graphs = "graphs not measured yet" if self.graphs is None else f"graphs {_gib(self.graphs)}"
+        return (
+            f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + {graphs} + "
+            f"room to work {_gib(self.working)} + sampling state {_gib(self.sampling)}"
+            + (f" + image encoder {_gib(self.encoder)}" if self.encoder else "")
+            + (f" + cache of images {_gib(self.images)}" if self.images else "")
+            + f" = {_gib(self.total)}"
+        )
+
+
+def plan_pool(total: int, plan: MemoryPlan, wish: PoolWish, page_bytes: int) -> int:
+    """Pages, padding page included, that a share of `total` bytes leaves beside `plan`, whose pool is empty.
+
+    Raises ConfigError with the arithmetic where that is not one page for tokens.
+    """
+    share = int(total * wish.fraction)
+    pages = (share - plan.total) // page_bytes
+    if pages < 2:
+        least = (plan.total + 2 * page_bytes) / total
+        remedy = f"write at least {least + 0.005:.2f}" if least < 0.97 else "use a larger GPU"
+        raise ConfigError(
+            wish.key,
+            f"{wish.fraction:g} of {_gib(total)} is {_gib(share)}, which leaves no room for KV: {plan}; {remedy}",
+        )
+    return pages
+
+
+def weight_bytes(files: list[WeightFile], dtype: torch.dtype, without: tuple[str, ...] = ()) -> int:
+    """Bytes of a checkpoint once it is loaded, but for tensors whose names begin as one of `without` does.
+
+    Floats are loaded as `dtype`; what a quantised format stores keeps its own.
+    """
+    tensors = (item for file in files for item in file.tensors.items())
+    return sum(
+        math.prod(entry.shape) * dtype.itemsize if entry.dtype in FLOATS else entry.end - entry.begin
+        for name, entry in tensors
+        if not name.startswith(without)
+    )
+
+
+def check_share(device: torch.device, plan: MemoryPlan, beside: int, wish: PoolWish, page_bytes: int) -> None:
+    """As `check_memory`, for a node whose pool is what its share leaves: before the graphs are known."""
+    share = int(torch.cuda.mem_get_info(device)[1] * wish.fraction)
+    free, total = _patiently(device, share, beside)
+    if share + beside > total:
+        raise ConfigError(
+            wish.key,
+            f"{wish.fraction:g} of {device} is {_gib(share)}, and this cluster's other nodes there take "
+            f"{_gib(beside)}: together more than its {_gib(total)}; lower the fractions",
+        )
+    if share > free:
+        raise ConfigError(
+            wish.key,
+            f"{wish.fraction:g} of {device} is {_gib(share)}, only {_gib(free)} of {_gib(total)} are free; "
+            f"write at most {free / total - 0.005:.2f}, or free memory there",
+        )
+    plan_pool(total, plan, wish, page_bytes)
+
+
+def check_memory(
+    device: torch.device, plan: MemoryPlan, beside: int, pool_key: str, bytes_per_token: int, held: int = 0
+) -> None:
+    """Raises ConfigError with the arithmetic.
+
+    Memory of a decode node that was killed stays taken until prefill nodes let go of it, so a node that would
+    fit on an empty GPU waits PATIENCE seconds for it.
+
+    Args:
+        beside: bytes that other nodes of the same cluster take of this GPU, whether they have started or not. Their
+            graphs, which they alone can measure, count as what is not free, once they are captured.
+        held: bytes of `plan` that this process has taken already.
+    """
+    free, total = _patiently(device, plan.total - held, beside + held)
+    if plan.total > free + held:
+        own = f", {_gib(held)} its own" if held else ""
+        raise ConfigError(
+            pool_key,
+            f"does not fit on {device}: {plan}, {_gib(free)} of {_gib(total)} are free{own}; "
+            + _remedy(free + held - plan.total + plan.pool, bytes_per_token),
+        )
+    if plan.total + beside > total:
+        raise ConfigError(
+            pool_key,
+            f"does not fit on {device} beside this cluster's other nodes there: {plan}, the others "
+            f"{_gib(beside)}, together more than its {_gib(total)}; "
+            + _remedy(total - beside - plan.total + plan.pool, bytes_per_token),
+        )
+
+
+def check_host_pool(nbytes: int, bytes_per_token: int, key: str) -> None:
+    """Raise ConfigError for the KV pool of a node on the CPU that is larger than the machine's memory."""
+    memory = host_memory()
+    if nbytes > memory:
+        raise ConfigError(
+            key,
+            f"a KV pool of {_gib(nbytes)} is more than the {_gib(memory)} of this machine's memory; "
+            + _remedy(memory, bytes_per_token),
+        )
+
+
+def _patiently(device: torch.device, needed: int, beside: int) -> tuple[int, int]:
+    """(free, total) bytes of a GPU, once `needed` are free or waiting is in vain."""
+    free, total = torch.cuda.mem_get_info(device)
+    until = time.monotonic() + PATIENCE
+    while free < needed <= total - beside and time.monotonic() < until:
+        time.sleep(0.25)
+        free, total = torch.cuda.mem_get_info(device)
+    return free, total
+
+
+def _remedy(room: int, bytes_per_token: int) -> str:
+    tokens = room // bytes_per_token
+    if tokens < 1:
+        return "all but the pool leaves no room: use a larger GPU, or one GPU per node"
+    return f"with all else equal there is room for {tokens} tokens"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"

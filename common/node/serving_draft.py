@@ -1,0 +1,75 @@
+"""The draft model of a node at start-up, beside the target that it drafts for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.checkpoint.draft_config import DraftConfig, draft_fingerprint, proposals_for
+from common.engine.attention.paged import PagedAttention
+from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.layers.placement import Placement
+from common.engine.models.causal_lm import CausalLM
+from common.engine.state.draft_row import DraftShape
+from common.engine.state.pool import KvPool
+from common.engine.state.relay_state import hidden_dtype
+from common.errors import TakesNoEmbeddings
+from common.named import named
+from common.node.loaded_draft import DraftParts, LoadedDraft
+from common.speculation.algorithm import DraftDirectory
+from common.speculation.table import algorithm, algorithms
+
+
+@dataclass(frozen=True, slots=True)
+class ServingDraft:
+    """One loaded draft."""
+
+    loaded: LoadedDraft
+    config: DraftConfig
+    fingerprint: str
+    shape: DraftShape
+
+    def describe(self) -> dict[str, str]:
+        """For the log and /server_info."""
+        aux = {f"draft_{name}": value for name, value in self.config.aux.describe().items()}
+        return {"draft": self.config.algorithm, **aux}
+
+    def runner(self, pool: KvPool) -> object:
+        """What runs it over `pool`, its planes of the node's pages."""
+        return self.loaded.runner(pool, PagedAttention(pool, self.config.model.sliding_windows))
+
+
+def load_serving_draft(
+    path: Path,
+    config: DraftConfig,
+    steps: int,
+    topk: int,
+    target: CausalLM,
+    placement: Placement,
+) -> ServingDraft:
+    """Load the draft, share the target's embedding and head with it, and hold real widths against its config's."""
+    directory = algorithm(config.algorithm).directory
+    assert directory is not None
+    _check_takes_embeds(path, config, directory, target)
+    loaded: LoadedDraft = named(directory.model)(DraftParts(path, config, target, placement, topk))
+    fingerprint = draft_fingerprint(path, config, steps, topk)
+    return ServingDraft(loaded, config, fingerprint, draft_shape(config, topk, placement))
+
+
+def draft_shape(config: DraftConfig, topk: int, placement: Placement) -> DraftShape:
+    """What travels with a request, by the width functions; nothing for a draft without hidden states."""
+    if not config.target_hidden:
+        return DraftShape()
+    width, dtype = EagleDraftInput.carried_size_for(config), EagleDraftInput.dtype_for(placement)
+    return DraftShape(proposals_for(config, topk), width, hidden_dtype(dtype), config.model.vocab_size)
+
+
+def _check_takes_embeds(path: Path, config: DraftConfig, directory: DraftDirectory, target: CausalLM) -> None:
+    """A draft for a target that reads images has to read their embeddings, too."""
+    if target.config.vision is None or directory.takes_embeds:
+        return
+    able = [each.name for each in algorithms() if each.directory is None or each.directory.takes_embeds]
+    raise TakesNoEmbeddings(
+        f"{path}: a {config.algorithm} draft reads only token ids and cannot take the embeddings of the images "
+        f"that the model reads; set speculation.algorithm to {', '.join(able[:-1])} or {able[-1]}"
+    )

@@ -1,0 +1,68 @@
+"""The router's view of a serving process: the link to it, and what the process says of itself when it registers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import zmq
+
+from common.engine.graphs import node_graphs
+from common.engine.graphs.node_graphs import NodeGraphs
+from common.ipc import LinkSecurity
+from common.messages.identity import NodeRef
+from common.messages.router_inbox import Register
+from common.messages.wire import InboxCodec
+from common.node.router_link import RouterLink
+from common.node.serving_model import ServingModel
+from common.node_plan import NodePlan
+from common.observability.logs import Log
+
+M = TypeVar("M")
+
+
+def serving_link(
+    context: zmq.Context[zmq.Socket[bytes]],
+    plan: NodePlan,
+    node: NodeRef,
+    link_secret: str,
+    served: ServingModel,
+    pool_bytes: int,
+    graphs: Sequence[NodeGraphs[Any]],
+    codec: InboxCodec[M],
+    security: LinkSecurity,
+    log: Log,
+) -> RouterLink[M]:
+    """Not started yet. `graphs` are captured: what became of each is part of what is said.
+
+    Args:
+        link_secret: random; see control_link_id.
+        pool_bytes: of KV, target and draft.
+        codec: the inbox of the node's role.
+    """
+    register = Register(
+        node=node,
+        link_secret=link_secret,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        model_fingerprint=served.fingerprint,
+        max_model_len=served.max_model_len,
+        page_size=plan.page_size,
+        total_pages=served.num_pages - 1,
+        effective_config={
+            **served.describe(pool_bytes, plan.transfer.transport, plan.max_rows),
+            "transfer_layers": plan.transfer.layers,
+        },
+        graphs=tuple(node_graphs.report(each) for each in graphs),
+    )
+    return RouterLink(
+        context,
+        plan.router.address,
+        register,
+        codec,
+        plan.router.heartbeat_interval,
+        plan.router.timeout,
+        log,
+        security=security,
+    )

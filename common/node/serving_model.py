@@ -1,0 +1,275 @@
+"""The model of a node at start-up: loaded to its device, with the facts that the rest of the node is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_steps
+from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.checkpoint.model_files import read_weight_files
+from common.engine.forward.model_runner import load_model
+from common.engine.layers.placement import Placement
+from common.engine.models.causal_lm import CausalLM
+from common.engine.models.checkpoint_layout import checkpoint_layout
+from common.engine.sampling.logit_adjustments import adjustment_bytes
+from common.engine.state.draft_row import DraftShape
+from common.engine.state.pool import KvPool
+from common.engine.weights import resolve_dtype
+from common.errors import ConfigError
+from common.kv_cache.page_space import PageSpace, keys_with_lookahead
+from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.pool_spec import PoolSpec, pool_spec
+from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
+from common.messages.router_inbox import ConfigValue
+from common.node.encoder_memory import encoder_bytes
+from common.node.memory import (
+    MemoryPlan,
+    check_host_pool,
+    check_memory,
+    check_share,
+    plan_pool,
+    weight_bytes,
+)
+from common.node.serving_draft import ServingDraft, load_serving_draft
+from common.node_plan import NodePlan, PoolWish
+from common.observability.logs import Log
+from common.observability.startup import StartupReporter
+from common.speculation.directory import load_draft_config
+
+OLDEST_GPU = (
+    8,
+    0,
+)  # compute capability: the oldest that kernels are compiled for (tests/fakes/compile_for.py)
+TRIAL_PAGES = 2  # the padding page, where graphs are captured, and one more
+
+
+@dataclass(frozen=True, slots=True)
+class ServingModel:
+    """One loaded checkpoint."""
+
+    model: CausalLM
+    config: ModelConfig
+    placement: Placement
+    fingerprint: str
+    spec: PoolSpec  # what the target and its draft keep
+    num_pages: int  # of the KV pool, padding page included; TRIAL_PAGES on a GPU until `with_pool`
+    max_model_len: int  # tokens that one request may have on this node
+    wish: PoolWish
+    plan: MemoryPlan  # of its GPU, with an empty pool
+    draft: ServingDraft | None = None
+    beside: int = 0  # bytes that this cluster's other nodes take of its GPU
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.placement.dtype).removeprefix("torch.")
+
+    @property
+    def page_size(self) -> int:
+        return self.spec.page_size
+
+    @property
+    def layout(self) -> PoolLayout:
+        """The pool of this node, target and draft, with `num_pages`."""
+        return PoolLayout(fingerprint=self.kv_fingerprint, spec=self.spec, num_pages=self.num_pages)
+
+    def with_pool(self, graph_bytes: int) -> ServingModel:
+        """The pool that its config asks for, or what its share of the GPU leaves, beside graphs of `graph_bytes`.
+
+        Raises ConfigError with the arithmetic where that does not fit.
+        """
+        device, plan = self.placement.device, replace(self.plan, graphs=graph_bytes)
+        if self.wish.tokens is None:
+            total = torch.cuda.mem_get_info(device)[1]
+            pages = plan_pool(total, plan, self.wish, self.spec.page_bytes)
+        else:
+            pages = self.wish.tokens // self.page_size + 1
+            whole = replace(plan, pool=pages * self.spec.page_bytes)
+            held = torch.cuda.memory_reserved(device)
+            check_memory(device, whole, self.beside, self.wish.key, self.spec.token_bytes, held)
+        longest = min(self.max_model_len, (pages - 1) * self.page_size)
+        return replace(self, num_pages=pages, max_model_len=longest, plan=plan)
+
+    @property
+    def kv_fingerprint(self) -> str:
+        """What gives a page its meaning: the target and, if there is one, the draft."""
+        return self.fingerprint if self.draft is None else f"{self.fingerprint}+{self.draft.fingerprint}"
+
+    @property
+    def draft_shape(self) -> DraftShape:
+        return DraftShape() if self.draft is None else self.draft.shape
+
+    def draft_runner(self, target: KvPool) -> tuple[object, KvPool] | None:
+        """The draft over its planes in the storage and pages of the target's pool. None without a draft."""
+        if self.draft is None:
+            return None
+        pool = KvPool(target.layout, "draft", target.storage)
+        return self.draft.runner(pool), pool
+
+    def describe(self, pool_bytes: int, transport: str, max_rows: int) -> dict[str, ConfigValue]:
+        """What /server_info shows of this node."""
+        return {
+            "device": str(self.placement.device),
+            "dtype": self.dtype_name,
+            "architecture": self.config.architecture,
+            "vision": "none" if self.config.vision is None else self.config.vision.architecture,
+            "pool_pages": self.num_pages - 1,
+            "pool_bytes": pool_bytes,
+            "memory_plan": str(replace(self.plan, pool=pool_bytes))
+            if self.placement.device.type == "cuda"
+            else "",
+            "sampling_bytes": adjustment_bytes(max_rows, self.config.vocab_size),
+            "max_model_len": self.max_model_len,
+            "transport": transport,
+            "draft": "none",
+            **({} if self.draft is None else self.draft.describe()),
+        }
+
+
+def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> ServingModel:
+    """Load weights with progress. Raises ModelError, or ConfigError where the config does not fit the model.
+
+    On a GPU with a pool for a trial of the graphs; `graph_start.sized` gives it the one it serves with.
+    """
+    path, device, wish = Path(plan.model.path), _device(plan.device), plan.pool
+    draft_config = _draft_config(plan)
+    spec = _pool_spec(plan, device, draft_config)
+    memory, others = _check_memory(plan, device, spec)
+    if device.type == "cpu" and plan.threads:
+        torch.set_num_threads(plan.threads)
+    fingerprint = model_fingerprint(path)
+    reporter.report("loading", 0, 1)
+    model, config = load_model(
+        path,
+        plan.model.dtype,
+        device,
+        lambda done, total: reporter.report("loading", done, total),
+        () if draft_config is None else draft_config.aux_layers,
+    )
+    placement = Placement(resolve_dtype(plan.model.dtype, config.dtype, device), device)
+    wanted = plan.model.max_model_len
+    if wanted is not None and wanted > config.max_position_embeddings:
+        raise ConfigError(
+            "model.max_model_len",
+            f"{wanted} is more than the model's {config.max_position_embeddings} positions",
+        )
+    page_size, longest = plan.page_size, wanted or config.max_position_embeddings
+    num_pages = TRIAL_PAGES
+    if wish.tokens is not None:
+        if device.type == "cpu":
+            num_pages = wish.tokens // page_size + 1
+        longest = min(longest, wish.tokens // page_size * page_size)
+        if not longest:
+            raise ConfigError(wish.key, f"{wish.tokens} tokens are less than one page of {page_size}")
+    draft = None
+    speculation = plan.speculation
+    if draft_config is not None and speculation.draft_path is not None:
+        draft_path = Path(speculation.draft_path)
+        draft = load_serving_draft(
+            draft_path, draft_config, speculation.steps, speculation.topk, model, placement
+        )
+        log.info("draft loaded", path=str(draft_path), **draft.describe())
+    served = ServingModel(
+        model, config, placement, fingerprint, spec, num_pages, longest, wish, memory, draft, others
+    )
+    if device.type == "cpu":
+        check_host_pool(num_pages * spec.page_bytes, spec.token_bytes, wish.key)
+    return served
+
+
+def page_space(served: ServingModel, prefix_cache: bool) -> PageSpace:
+    """Page bookkeeping; prefix caching off is a cache that never matches."""
+    size = served.page_size
+    cache = RadixCache(size) if prefix_cache else NoPrefixCache()
+    lookahead = 0 if served.draft is None else lookahead_for(served.draft.config)
+    return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead))
+
+
+def _draft_config(plan: NodePlan) -> DraftConfig | None:
+    speculation = plan.speculation
+    if speculation.draft_path is None:
+        return None
+    target = ModelConfig.load(plan.model.path)
+    draft = load_draft_config(speculation.draft_path, speculation.algorithm, target)
+    return with_steps(draft, speculation.steps)
+
+
+def _pool_spec(plan: NodePlan, device: torch.device, draft: DraftConfig | None) -> PoolSpec:
+    """What the models keep, by their configs alone: memory is checked before weights are loaded."""
+    config = ModelConfig.load(plan.model.path)
+    dtype = str(resolve_dtype(plan.model.dtype, config.dtype, device)).removeprefix("torch.")
+    return pool_spec(config, None if draft is None else draft.model, plan.page_size, dtype)
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name, made current. Raises ConfigError where there is none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError("device", f"{name!r} is not a device; write cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", f"{name!r} is not supported; write cpu, cuda or cuda:N")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ConfigError("device", f"{name!r}: torch finds no CUDA device on this machine; use cpu")
+    index, count = device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            "device", f"{name!r}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}"
+        )
+    if torch.version.hip is not None:
+        raise ConfigError(
+            "device",
+            f"{name!r}: this PyTorch is built for ROCm {torch.version.hip}; graphs and kernels need an NVIDIA GPU "
+            "and a CUDA build of PyTorch, or write cpu",
+        )
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < OLDEST_GPU:
+        raise ConfigError(
+            "device",
+            f"{name!r} has compute capability {major}.{minor}; the kernels need 8.0 (A100 and later), or write cpu",
+        )
+    torch.cuda.set_device(index)  # kernels are launched on the current device
+    return torch.device("cuda", index)
+
+
+def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple[MemoryPlan, int]:
+    """What the node takes of its GPU beside pool and graphs, and bytes that other nodes take there; 0 on a CPU.
+
+    Raises ConfigError where this node, or all nodes of the cluster on this GPU, do not fit on it.
+    """
+    if device.type != "cuda":
+        return MemoryPlan(0, 0, 0), 0
+    path, wish, draft = Path(plan.model.path), plan.pool, plan.speculation.draft_path
+    config = ModelConfig.load(path)
+    dtype = resolve_dtype(plan.model.dtype, config.dtype, device)
+    layout = checkpoint_layout(config, path)
+    files = [read_weight_files(each) for each in {path, Path(draft or path)}]
+    names = (str(device), "cuda") if device.index == 0 else (str(device),)
+
+    def taken(wished: PoolWish, rows: int) -> tuple[MemoryPlan, int]:
+        """(the plan with an empty pool, bytes in all)"""
+        without = () if wished.sees else layout.vision_prefixes
+        memory = MemoryPlan(
+            weights=sum(weight_bytes(each, dtype, without) for each in files),
+            pool=0,
+            sampling=adjustment_bytes(rows, config.vocab_size),
+        )
+        if config.vision is not None and wished.sees:
+            encoder = encoder_bytes(config.vision, config.hidden_size, dtype)
+            memory = replace(memory, images=wished.image_bytes, encoder=encoder)
+        if wished.tokens is None:
+            return memory, int(torch.cuda.mem_get_info(device)[1] * wished.fraction)
+        return memory, memory.total + (wished.tokens + spec.page_size) * spec.token_bytes
+
+    there = [taken(each.pool, each.max_rows)[1] for each in plan.shares if each.device in names]
+    memory, own = taken(wish, plan.max_rows)
+    beside = sum(there) - own
+    if wish.tokens is None:
+        check_share(device, memory, beside, wish, spec.page_bytes)
+    else:
+        check_memory(device, replace(memory, pool=own - memory.total), beside, wish.key, spec.token_bytes)
+    return memory, beside

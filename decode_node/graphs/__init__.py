@@ -1,0 +1,1 @@
+"""The decode graphs: what a decode node captures and how a step is replayed."""

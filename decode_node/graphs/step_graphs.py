@@ -1,0 +1,68 @@
+"""What a decode node captures: the target's decode step, or the phases of a speculative round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.backends.choice import NONE, make_backend
+from common.engine.graphs.ladders import (
+    decode_request_buckets,
+    verify_request_buckets,
+)
+from common.engine.graphs.node_graphs import NodeGraphs, decided
+from common.engine.graphs.rules import Decision, Phase, PhaseSwitch
+from common.engine.state.relay_state import RelayState
+from decode_node.graphs.decode_graph import DecodeGraphs, decode_spec
+from decode_node.page_table import PageTable
+
+
+def decode_graphs(
+    runner: ModelRunner,
+    relay: RelayState,
+    page_table: PageTable,
+    wanted: PhaseSwitch,
+    max_running: int,
+    max_model_len: int,
+) -> NodeGraphs[DecodeGraphs]:
+    """The target's decode step, not captured yet."""
+    decision = decided(Phase.DECODE, runner.model.placement, wanted)
+    spec = decode_spec(decode_request_buckets(max_running) if decision.backend != NONE else ())
+    backend = make_backend(decision.backend, runner.model.placement.device)
+    forward = DecodeGraphs(runner, relay, page_table, spec, backend, max_model_len, wanted.poisoned)
+    return NodeGraphs(forward, decision)
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePlan:
+    """What one phase of a speculating node is captured as."""
+
+    decision: Decision
+    buckets: tuple[int, ...]  # requests; (): always eager
+    device: torch.device
+    poisoned: bool = False  # debug switch of `StaticInputs`
+
+    def backend(self) -> Backend:
+        """With a memory pool of its own."""
+        return make_backend(self.decision.backend, self.device)
+
+
+def round_plans(
+    runner: ModelRunner, wanted: PhaseSwitch, max_running: int, min_running: int = 1
+) -> Callable[[Phase], PhasePlan]:
+    """Draft, verify and draft-extend of a decode node, each a full graph of its own, decided each on its own.
+
+    For batches of `min_running` to `max_running` requests.
+    """
+
+    def plan(phase: Phase) -> PhasePlan:
+        decision = decided(phase, runner.model.placement, wanted)
+        ladder = verify_request_buckets(max_running) if decision.backend != NONE else ()
+        buckets = tuple(count for count in ladder if count >= min_running)
+        return PhasePlan(decision, buckets, runner.model.placement.device, wanted.poisoned)
+
+    return plan

@@ -1,0 +1,38 @@
+"""Sampling parameters of a step's rows, gathered from the relay state without a host synchronisation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.engine.sampling.logit_adjustments import Adjustments
+from common.engine.sampling.sampler import SamplingBatch
+from common.engine.sampling.sampling_plan import SamplingVariant
+from common.engine.state.relay_state import RelayState
+
+
+def sampling_batch(
+    relay: RelayState, rows: Tensor, position: Tensor, sampling: SamplingVariant, path: Tensor | None = None
+) -> SamplingBatch:
+    """Parameters for R draws, for relay rows `rows` [R] int64 at sequence indices `position` [R] int64.
+
+    Args:
+        sampling: of the requests in those rows.
+        path: [R, P] int64, where draws stand behind drafts: the tokens from a row's last drawn one, which is left out,
+            to the one drawn behind, in any order; -1 fills up.
+    """
+    adjust = None
+    if sampling.adjust is not None:
+        path = rows.new_empty(len(rows), 0) if path is None else path
+        adjust = Adjustments(relay.adjustments, rows, sampling.adjust, path)
+    return SamplingBatch(
+        temperature=relay.temperature.index_select(0, rows),
+        top_p=relay.top_p.index_select(0, rows),
+        top_k=relay.top_k.index_select(0, rows),
+        min_p=relay.min_p.index_select(0, rows),
+        seed=relay.seed.index_select(0, rows),
+        position=position,
+        all_greedy=sampling.all_greedy,
+        any_filter=sampling.any_filter,
+        num_logprobs=sampling.num_logprobs,
+        adjust=adjust,
+    )

@@ -1,0 +1,136 @@
+"""The prefill graph of a draft head: its body over the prompt's tokens, per token bucket (rows A2-A7).
+
+The target's hidden states have a static buffer of their own, [largest bucket, target width], which every replay fills
+with what the target has just computed (row L1: nobody drafts from what another prompt left there). Embedding, LM head
+and proposals stay eager, on live rows: the graph holds neither, so both may be shared with the target (row A9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.checkpoint.draft_config import DraftConfig
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch
+from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.graphs.admission import BatchFacts
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.graph_runner import GraphRunner
+from common.engine.graphs.outputs import OutField, OutputSpec
+from common.engine.graphs.slots import Fill, Inputs, Slot, StaticInputs
+from common.engine.graphs.spec import Axis, CaptureSpec, Feature, ShapeKey
+from common.engine.models.eagle import DraftOutput
+from prefill_node.graphs.prefill_extend import (
+    BreakableAttention,
+    extend_spec,
+    idle_extend,
+    require_breaks,
+)
+
+OUTPUTS = OutputSpec(DraftOutput, {"last": OutField(Axis.TOKEN), "hidden": OutField(Axis.TOKEN)})
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPrefillCall:
+    """New tokens, each one place ahead of the hidden state that it is paired with."""
+
+    batch: ForwardBatch
+    target_hidden: Tensor  # [T, target width]
+    input_embeds: Tensor | None = None  # [T, H] instead of the embedding of batch.input_ids
+
+
+def draft_prefill_spec(token_buckets: Sequence[int], model: str = "draft") -> CaptureSpec:
+    """Captured LAST: what is kept of a prompt is the state behind its last token (row A2)."""
+    return extend_spec(token_buckets, CaptureHiddenMode.LAST, model=model)
+
+
+class DraftBody:
+    """A `Program`: projection and layers of one head over [T] tokens. Widths are those of its config (row A4)."""
+
+    def __init__(self, runner: DraftRunner, config: DraftConfig, page_size: int) -> None:
+        self._head = runner.head
+        self._config = config
+        self._page_size = page_size
+        self._attention = BreakableAttention(runner.attention)
+
+    def slots(self) -> list[Slot[DraftPrefillCall]]:
+        extend, placement = EagleDraftExtendInput, self._head.placement
+        width, dtype = extend.hidden_size_for(self._config), extend.dtype_for(placement)
+        axes = self._config.model.rope.axes
+        in_page_0 = Fill(self._page_size - 1)  # any slot of the padding page is as good as 0
+        return [
+            Slot("embeds", Axis.TOKEN, (self._config.model.hidden_size,), dtype, self._embeds),
+            Slot("hidden", Axis.TOKEN, (width,), dtype, lambda call: call.target_hidden),
+            Slot("positions", Axis.TOKEN, axes, torch.int64, lambda call: call.batch.positions),
+            Slot("kv_slots", Axis.TOKEN, (), torch.int64, lambda call: call.batch.kv_slots, poison=in_page_0),
+        ]
+
+    def facts(self, call: DraftPrefillCall) -> BatchFacts:
+        batch = call.batch
+        given = call.input_embeds is not None
+        return BatchFacts(
+            mode=batch.mode,
+            live=ShapeKey(batch.input_ids.shape[0], batch.page_table.shape[0]),
+            hidden=CaptureHiddenMode.LAST,
+            features=frozenset((Feature.INPUT_EMBEDS,)) if given else frozenset(),
+        )
+
+    def idle(self, shape: ShapeKey) -> DraftPrefillCall:
+        """One request of padding; its hidden states are zeros, never None (row A6)."""
+        placement, width = self._head.placement, EagleDraftExtendInput.hidden_size_for(self._config)
+        dtype = EagleDraftExtendInput.dtype_for(placement)
+        hidden = torch.zeros(shape.tokens, width, dtype=dtype, device=placement.device)
+        axes = self._config.model.rope.axes
+        return DraftPrefillCall(idle_extend(shape.tokens, self._page_size, placement.device, axes), hidden)
+
+    def plan(self, call: DraftPrefillCall, inputs: Inputs) -> None:
+        self._attention.plan(replace(call.batch, positions=inputs["positions"], kv_slots=inputs["kv_slots"]))
+
+    def run(self, inputs: Inputs, variant: str) -> DraftOutput:
+        hidden = self._head.project(inputs["hidden"])
+        return self._head.body(inputs["embeds"], hidden, inputs["positions"], self._attention)
+
+    def _embeds(self, call: DraftPrefillCall) -> Tensor:
+        return self._head.embed(call.batch.input_ids) if call.input_embeds is None else call.input_embeds
+
+
+class DraftPrefill:
+    """Called as `DraftRunner.extend` is: the same forward, by graphs where they fit."""
+
+    def __init__(
+        self,
+        runner: DraftRunner,
+        config: DraftConfig,
+        page_size: int,
+        spec: CaptureSpec,
+        backend: Backend,
+        poisoned: bool = False,
+    ) -> None:
+        require_breaks(backend)
+        body = DraftBody(runner, config, page_size)
+        largest = spec.largest if spec.shapes else ShapeKey(0)
+        inputs = StaticInputs(body.slots(), largest, runner.head.placement.device, poisoned)
+        self.graphs = GraphRunner(spec, backend, body, inputs, OUTPUTS)
+        self._runner = runner
+
+    @torch.inference_mode()
+    def __call__(
+        self, batch: ForwardBatch, target_hidden: Tensor, input_embeds: Tensor | None = None
+    ) -> EagleDraftInput:
+        """Proposals of `batch.logits_rows`. Raises SlotError where `target_hidden` is of another width."""
+        return self.propose(batch.logits_rows, self.forward(batch, target_hidden, input_embeds))
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, target_hidden: Tensor, input_embeds: Tensor | None = None
+    ) -> DraftOutput:
+        """All rows; a view of static memory: to be read on the same stream before the next call."""
+        return self.graphs(DraftPrefillCall(batch, target_hidden, input_embeds))
+
+    def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
+        """What the tokens in `rows` [R] of a forward propose."""
+        return self._runner.propose(rows, output)

@@ -1,0 +1,98 @@
+"""The graphs of a vision part whose images all have one size: pixels to rows, one full graph per number of images.
+
+Images do not depend on each other and attention has no lengths to read: nothing is a break, and a padding image costs
+its arithmetic alone. In shapes and counters an image stands where a request does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.forward.batch import ForwardMode
+from common.engine.graphs.admission import BatchFacts
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.graph_runner import GraphRunner
+from common.engine.graphs.outputs import OutField, OutputSpec
+from common.engine.graphs.slots import Inputs, Slot, StaticInputs
+from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey, request_shapes
+from common.engine.models.llava import LlavaPart
+from common.engine.models.vision_part import Pixels
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCall:
+    """One forward over new images."""
+
+    pixels: Tensor  # [I, 3, size, size] on the device
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImages:
+    rows: Tensor  # [I, tokens of an image, H]
+
+
+OUTPUTS = OutputSpec(EncodedImages, {"rows": OutField(Axis.REQUEST)})
+
+
+def encoder_spec(image_counts: Sequence[int], tokens_per_image: int) -> CaptureSpec:
+    """Describe one graph for each number of images; the numbers ascend."""
+    return CaptureSpec(
+        model="target",
+        phase="encoder",
+        mode=ForwardMode.EXTEND,
+        shapes=request_shapes(tuple(image_counts), tokens_per_image),
+        tokens_per_request=tokens_per_image,
+    )
+
+
+class EncoderProgram:
+    """A `Program`: tower and projector over [I] images."""
+
+    def __init__(self, part: LlavaPart) -> None:
+        self._part = part
+        size = part.config.image_size
+        self._image = (3, size, size)
+
+    def slots(self) -> list[Slot[EncoderCall]]:
+        dtype = self._part.placement.dtype
+        return [Slot("pixels", Axis.REQUEST, self._image, dtype, lambda call: call.pixels)]
+
+    def facts(self, call: EncoderCall) -> BatchFacts:
+        count = len(call.pixels)
+        return BatchFacts(ForwardMode.EXTEND, ShapeKey(count * self._part.config.tokens_per_image, count))
+
+    def idle(self, shape: ShapeKey) -> EncoderCall:
+        placement = self._part.placement
+        empty = torch.empty((shape.requests, *self._image), dtype=placement.dtype, device=placement.device)
+        return EncoderCall(empty)
+
+    def plan(self, call: EncoderCall, inputs: Inputs) -> None:
+        """Nothing: the number of images is all that the host knows of them."""
+
+    def run(self, inputs: Inputs, variant: str) -> EncodedImages:
+        return EncodedImages(self._part.encode(inputs["pixels"]))
+
+
+class EncoderGraphs:
+    """A `VisionPart`: the same rows as from the part within, by graphs where they fit.
+
+    Rows are views of static memory: consume them on the same stream before the next call, or clone them.
+    """
+
+    def __init__(self, part: LlavaPart, spec: CaptureSpec, backend: Backend, poisoned: bool = False) -> None:
+        program = EncoderProgram(part)
+        largest = spec.largest if spec.shapes else ShapeKey(0)
+        inputs = StaticInputs(program.slots(), largest, part.placement.device, poisoned)
+        self.graphs = GraphRunner(spec, backend, program, inputs, OUTPUTS)
+        self._part = part
+
+    def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
+        encoded = self.graphs(EncoderCall(self._part.pixels(images)))
+        return list(encoded.rows[:, None])
+
+    def examples(self) -> Sequence[Sequence[Pixels]]:
+        return self._part.examples()

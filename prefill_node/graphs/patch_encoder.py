@@ -1,0 +1,130 @@
+"""The graphs of a vision part whose images have any size: patches to rows, one full graph per number of tokens.
+
+Layers work row by row, and attention finds windows and images on the device, in static tensors: any images whose tokens
+fit share a graph. What reads pixels is eager, for its shapes are those of the images. In shapes and counters a window
+stands where a request does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.attention.segments import Segments
+from common.engine.forward.batch import ForwardMode
+from common.engine.graphs.admission import BatchFacts
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.graph_runner import GraphRunner
+from common.engine.graphs.outputs import OutField, OutputSpec
+from common.engine.graphs.slots import Inputs, Slot, StaticInputs
+from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey
+from common.engine.models.qwen_vl import PatchBatch, QwenPart
+from common.engine.models.vision_part import ENCODER_BATCH, Pixels
+
+TOKENS_PER_WINDOW = 4  # at least, on average, of what a graph holds: a full window of published models has 16
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPatches:
+    rows: Tensor  # [T, H], sorted by window
+
+
+OUTPUTS = OutputSpec(EncodedPatches, {"rows": OutField(Axis.TOKEN)})
+
+
+def patch_spec(token_buckets: Sequence[int]) -> CaptureSpec:
+    """Describe one graph for each bucket of tokens; the buckets ascend."""
+    return CaptureSpec(
+        model="target",
+        phase="encoder",
+        mode=ForwardMode.EXTEND,
+        shapes=tuple(ShapeKey(tokens, most_windows(tokens)) for tokens in token_buckets),
+    )
+
+
+def most_windows(tokens: int) -> int:
+    """Return how many windows a graph for so many tokens holds at most."""
+    return max(1, tokens // TOKENS_PER_WINDOW)
+
+
+class PatchProgram:
+    """A `Program`: blocks and merger over [T] groups of patches, of at most ENCODER_BATCH images."""
+
+    def __init__(self, part: QwenPart, largest: ShapeKey) -> None:
+        self._part = part
+        device = part.placement.device
+        self._windows = torch.zeros(largest.requests + 1, dtype=torch.int32, device=device)
+        self._images = torch.zeros(ENCODER_BATCH + 1, dtype=torch.int32, device=device)
+        self._runs: tuple[Segments, Segments] | None = None  # windows and images of the batch that is planned
+
+    def slots(self) -> list[Slot[PatchBatch]]:
+        part = self._part
+        width, dtype = part.group * part.width, part.placement.dtype
+        return [
+            Slot("groups", Axis.TOKEN, (width,), dtype, lambda batch: batch.groups),
+            Slot("places", Axis.TOKEN, (part.group * 2,), torch.int64, lambda batch: batch.places),
+        ]
+
+    def facts(self, batch: PatchBatch) -> BatchFacts:
+        windows = len(batch.windows.starts) - 1
+        return BatchFacts(ForwardMode.EXTEND, ShapeKey(len(batch.groups), windows))
+
+    def idle(self, shape: ShapeKey) -> PatchBatch:
+        """One window of one group; the rest is padding."""
+        part, device = self._part, self._part.placement.device
+        starts = torch.tensor([0, part.group], dtype=torch.int32, device=device)
+        run = Segments(starts, part.group, (part.group,))
+        places = torch.zeros(shape.tokens, 2 * part.group, dtype=torch.int64, device=device)
+        groups = places.new_zeros(shape.tokens, part.group * part.width, dtype=part.placement.dtype)
+        return PatchBatch(groups, places, places[:, 0], run, run)
+
+    def plan(self, batch: PatchBatch, inputs: Inputs) -> None:
+        """A graph reads where windows and images begin from static tensors; what runs eagerly has its own."""
+        groups = inputs["groups"]
+        if groups is batch.groups:
+            self._runs = batch.windows, batch.whole
+            return
+        windows = self._windows[: most_windows(len(groups)) + 1]
+        self._runs = (
+            Segments(_loaded(windows, batch.windows.starts), self._part.window),
+            Segments(_loaded(self._images, batch.whole.starts), len(groups) * self._part.group),
+        )
+
+    def run(self, inputs: Inputs, variant: str) -> EncodedPatches:
+        assert self._runs is not None, "run before plan"
+        return EncodedPatches(self._part.encode(inputs["groups"], inputs["places"], *self._runs))
+
+    def forget(self) -> None:
+        """Let go of the batch that was planned: its runs are views of all that was sent with them, pixels too."""
+        self._runs = None
+
+
+class PatchEncoderGraphs:
+    """A `VisionPart`: the same rows as from the part within, by graphs where they fit."""
+
+    def __init__(self, part: QwenPart, spec: CaptureSpec, backend: Backend, poisoned: bool = False) -> None:
+        largest = spec.largest if spec.shapes else ShapeKey(0)
+        self._program = program = PatchProgram(part, largest)
+        inputs = StaticInputs(program.slots(), largest, part.placement.device, poisoned)
+        self.graphs = GraphRunner(spec, backend, program, inputs, OUTPUTS)
+        self._part = part
+
+    def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
+        batch = self._part.batch(images)
+        rows = self.graphs(batch).rows
+        self._program.forget()
+        return self._part.rows(rows, batch, images)
+
+    def examples(self) -> Sequence[Sequence[Pixels]]:
+        return self._part.examples()
+
+
+def _loaded(static: Tensor, starts: Tensor) -> Tensor:
+    """Runs behind the live ones begin and end where those end. Raises RuntimeError for more than there is room for."""
+    count = len(starts)
+    static[:count].copy_(starts)
+    static[count:] = starts[-1]
+    return static

@@ -1,0 +1,179 @@
+"""The prefill graph of a target model: its body per token bucket; embedding, LM head and sampling stay eager.
+
+Attention is a break: the live batch's page table and lengths are read there, so any mix of requests, cached prefixes
+and chunks fits one bucket. Small buckets have no break: there it reads them from static tensors. Embeddings are always
+computed into their slot, from ids or given ones (images, X3): text and images replay the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.engine.attention.around import AroundAttention
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs.admission import BatchFacts
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.body_point import run_body
+from common.engine.graphs.break_point import break_point
+from common.engine.graphs.graph_runner import GraphRunner
+from common.engine.graphs.outputs import OutField, OutputSpec
+from common.engine.graphs.slots import Fill, Inputs, Slot, StaticInputs
+from common.engine.graphs.spec import Axis, CaptureSpec, Feature, ShapeKey, token_shapes
+from common.engine.models.causal_lm import BodyOutput
+from prefill_node.graphs.static_extend import BROKEN, StaticExtend
+
+MAX_PADDING = 2.0  # beyond it eager is the cheaper one (spec 6.9)
+OUTPUTS = OutputSpec(BodyOutput, {"last": OutField(Axis.TOKEN), "aux": OutField(Axis.TOKEN)})
+
+
+class BreakableAttention(AroundAttention):
+    """An attention backend whose `forward` is a break point."""
+
+    @break_point
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().forward(layer, query, key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendCall:
+    """One forward over new tokens."""
+
+    batch: ForwardBatch
+    input_embeds: Tensor | None = None  # [T, H] instead of the embedding of batch.input_ids
+
+
+def extend_spec(
+    token_buckets: Sequence[int],
+    hidden: CaptureHiddenMode,
+    model: str = "target",
+    phase: str = "prefill",
+    unbroken: ShapeKey = BROKEN,
+) -> CaptureSpec:
+    """The body serves given embeddings, since what makes them is eager.
+
+    `unbroken`: graphs of at most so many tokens have no breaks, and hold at most so many requests.
+    """
+    return CaptureSpec(
+        model=model,
+        phase=phase,
+        mode=ForwardMode.EXTEND,
+        shapes=token_shapes(tuple(token_buckets), unbroken),
+        hidden=hidden,
+        features=frozenset((Feature.INPUT_EMBEDS,)),
+        max_padding=MAX_PADDING,
+    )
+
+
+def idle_extend(
+    tokens: int, page_size: int, device: torch.device, axes: tuple[int, ...] = ()
+) -> ForwardBatch:
+    """A batch of padding alone: one request whose tokens all lie in page 0. `axes`: of the model's RopeConfig."""
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=zeros,
+        positions=zeros.new_zeros(tokens, *axes),
+        kv_slots=zeros,
+        page_table=torch.zeros(1, -(-tokens // page_size), dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        query_start=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        logits_rows=zeros[:0],
+        max_seq_len=tokens,
+        query_lens_host=(tokens,),
+        seq_lens_host=(tokens,),
+    )
+
+
+def require_breaks(backend: Backend) -> None:
+    """Raises ValueError for a backend that prompts cannot be captured by."""
+    if not backend.breaks:
+        raise ValueError(
+            f"backend {backend.name!r} would bake the lengths of the captured batch into attention; prefill needs "
+            "a breakable one"
+        )
+
+
+class ExtendBody:
+    """A `Program`: the layers of one model over [T] tokens."""
+
+    def __init__(self, runner: ModelRunner, static: StaticExtend) -> None:
+        self._runner = runner
+        self._broken = BreakableAttention(runner.attention)
+        self._static = static
+
+    def slots(self) -> list[Slot[ExtendCall]]:
+        placement, config = self._runner.model.placement, self._runner.model.config
+        in_page_0 = Fill(self._runner.pool.page_size - 1)  # any slot of the padding page is as good as 0
+        return [
+            Slot("embeds", Axis.TOKEN, (config.hidden_size,), placement.dtype, self._embeds),
+            Slot("positions", Axis.TOKEN, config.rope.axes, torch.int64, lambda call: call.batch.positions),
+            Slot("kv_slots", Axis.TOKEN, (), torch.int64, lambda call: call.batch.kv_slots, poison=in_page_0),
+        ]
+
+    def facts(self, call: ExtendCall) -> BatchFacts:
+        batch = call.batch
+        given = call.input_embeds is not None
+        return BatchFacts(
+            mode=batch.mode,
+            live=ShapeKey(batch.input_ids.shape[0], batch.page_table.shape[0]),
+            hidden=batch.hidden_mode,
+            features=frozenset((Feature.INPUT_EMBEDS,)) if given else frozenset(),
+        )
+
+    def idle(self, shape: ShapeKey) -> ExtendCall:
+        """One request of `shape.tokens` tokens, all in page 0."""
+        model, page_size = self._runner.model, self._runner.pool.page_size
+        axes = model.config.rope.axes
+        return ExtendCall(idle_extend(shape.tokens, page_size, model.placement.device, axes))
+
+    def plan(self, call: ExtendCall, inputs: Inputs) -> None:
+        """Attention sees the live requests; keys and values of all rows go where `kv_slots`, padded, says."""
+        positions, kv_slots = inputs["positions"], inputs["kv_slots"]
+        batch = self._static.load(call.batch) if self._static.serves(len(positions)) else call.batch
+        self._runner.attention.plan(replace(batch, positions=positions, kv_slots=kv_slots))
+
+    def run(self, inputs: Inputs, variant: str) -> BodyOutput:
+        positions = inputs["positions"]
+        attention = self._runner.attention if self._static.serves(len(positions)) else self._broken
+        return run_body(self._runner.model, inputs["embeds"], positions, attention)
+
+    def _embeds(self, call: ExtendCall) -> Tensor:
+        if call.input_embeds is not None:
+            return call.input_embeds
+        return self._runner.model.embed(call.batch.input_ids)
+
+
+class PrefillExtend:
+    """Called as a ModelRunner is: the same forward, by graphs where they fit.
+
+    `ForwardOutput.hidden` at mode FULL is a view of static memory: consume it on the same stream before the next call,
+    or clone it.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        spec: CaptureSpec,
+        backend: Backend,
+        poisoned: bool = False,
+        unbroken: ShapeKey = BROKEN,
+    ) -> None:
+        """`unbroken` as in `extend_spec`."""
+        require_breaks(backend)
+        device = runner.model.placement.device
+        longest = max(runner.model.config.max_position_embeddings, unbroken.tokens)
+        max_pages = -(-longest // runner.pool.page_size)
+        body = ExtendBody(runner, StaticExtend(unbroken, max_pages, device, poisoned))
+        largest = spec.largest if spec.shapes else ShapeKey(0)
+        inputs = StaticInputs(body.slots(), largest, device, poisoned)
+        self.graphs = GraphRunner(spec, backend, body, inputs, OUTPUTS)
+        self._runner = runner
+
+    @torch.inference_mode()
+    def __call__(self, batch: ForwardBatch, input_embeds: Tensor | None = None) -> ForwardOutput:
+        return self._runner.finish(batch, self.graphs(ExtendCall(batch, input_embeds)))

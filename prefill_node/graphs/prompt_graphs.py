@@ -1,0 +1,119 @@
+"""What a prefill node captures: prompt forwards of the target and of each draft, and image encoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.checkpoint.draft_config import DraftConfig
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.backends.choice import BREAKABLE, NONE, PIECEWISE, make_backend
+from common.engine.graphs.compiled_body import LEAST_TOKENS, CompiledBodies
+from common.engine.graphs.ladders import (
+    image_buckets,
+    image_token_buckets,
+    prefill_token_buckets,
+)
+from common.engine.graphs.node_graphs import NodeGraphs, decided
+from common.engine.graphs.rules import Decision, Phase, PhaseSwitch
+from common.engine.graphs.spec import ShapeKey
+from common.engine.models.llava import LlavaPart
+from common.engine.models.qwen_vl import QwenPart
+from common.engine.models.vision_part import largest_batch
+from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
+from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
+from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
+from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
+from prefill_node.graphs.static_extend import BROKEN, UNBROKEN_TOKENS
+
+
+def prefill_graphs(
+    runner: ModelRunner,
+    wanted: PhaseSwitch,
+    chunk_tokens: int,
+    max_batch: int,
+    hidden: CaptureHiddenMode,
+    bodies: CompiledBodies | None = None,
+) -> NodeGraphs[PrefillExtend]:
+    """The target's prompt forward, not captured yet; returns hidden states of `hidden` and less.
+
+    Args:
+        bodies: where piecewise graphs find the model compiled, or leave it for the next ones.
+    """
+    decision = decided(Phase.PREFILL, runner.model.placement, wanted)
+    on = decision.backend != NONE
+    backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device, bodies)
+    unbroken = ShapeKey(UNBROKEN_TOKENS, max_batch) if on else BROKEN
+    buckets = prefill_token_buckets(chunk_tokens) if on else ()
+    if decision.backend == PIECEWISE:  # one token replays as two
+        buckets = tuple(dict.fromkeys(max(each, LEAST_TOKENS) for each in buckets))
+    spec = extend_spec(buckets, hidden, unbroken=unbroken)
+    return NodeGraphs(PrefillExtend(runner, spec, backend, wanted.poisoned, unbroken), decision)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPrefillPlan:
+    """What all prompt forwards of a draft have in common."""
+
+    target: ModelRunner
+    wanted: PhaseSwitch
+    chunk_tokens: int
+
+    @property
+    def decision(self) -> Decision:
+        return decided(Phase.DRAFT_PREFILL, self.target.model.placement, self.wanted)
+
+    def backend(self) -> Backend:
+        """With a memory pool of its own."""
+        name = self.decision.backend
+        return make_backend(name if name != NONE else BREAKABLE, self.target.model.placement.device)
+
+    def buckets(self, more: int = 0) -> tuple[int, ...]:
+        """Token buckets of chunks with up to `more` rows before them; (): always eager."""
+        return prefill_token_buckets(self.chunk_tokens, more) if self.decision.backend != NONE else ()
+
+
+def draft_model_graphs(draft: ModelRunner, plan: DraftPrefillPlan) -> NodeGraphs[PrefillExtend]:
+    """The prompt forward of a draft that is a language model, not captured yet."""
+    spec = extend_spec(plan.buckets(), CaptureHiddenMode.NULL, model="draft")
+    return NodeGraphs(PrefillExtend(draft, spec, plan.backend(), plan.wanted.poisoned), plan.decision)
+
+
+def draft_head_graphs(
+    draft: DraftRunner, config: DraftConfig, plan: DraftPrefillPlan
+) -> NodeGraphs[DraftPrefill]:
+    """The prompt forward of a head that reads the target's hidden states, not captured yet."""
+    spec, page_size = draft_prefill_spec(plan.buckets()), plan.target.pool.page_size
+    forward = DraftPrefill(draft, config, page_size, spec, plan.backend(), plan.wanted.poisoned)
+    return NodeGraphs(forward, plan.decision)
+
+
+def draft_module_graphs(
+    draft: MultiLayerRunner, config: DraftConfig, plan: DraftPrefillPlan
+) -> list[NodeGraphs[DraftPrefill]]:
+    """The prompt forward of each module, not captured yet."""
+    page_size, modules = plan.target.pool.page_size, []
+    for step, module in enumerate(draft.modules):
+        spec = draft_prefill_spec(plan.buckets(step), f"draft-{step}")
+        forward = DraftPrefill(module, config, page_size, spec, plan.backend(), plan.wanted.poisoned)
+        modules.append(NodeGraphs(forward, plan.decision))
+    return modules
+
+
+def encoder_graphs(
+    part: LlavaPart | QwenPart, wanted: PhaseSwitch
+) -> NodeGraphs[EncoderGraphs | PatchEncoderGraphs]:
+    """The vision part of a model, not captured yet."""
+    needs_host = isinstance(part, QwenPart) and not part.runs_on_device
+    decision = decided(Phase.ENCODER, part.placement, wanted, needs_host)
+    on = decision.backend != NONE
+    backend = make_backend(decision.backend, part.placement.device)
+    if isinstance(part, QwenPart):
+        patches = patch_spec(image_token_buckets() if on else ())
+        return NodeGraphs(PatchEncoderGraphs(part, patches, backend, wanted.poisoned), decision)
+    tokens = part.config.tokens_per_image
+    spec = encoder_spec(image_buckets(largest_batch(tokens)) if on else (), tokens)
+    return NodeGraphs(EncoderGraphs(part, spec, backend, wanted.poisoned), decision)
