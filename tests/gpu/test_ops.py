@@ -182,10 +182,10 @@ def test_a_product_and_the_norm_behind_it(rows: int, size: int, depth: int) -> N
     expected = linear_add_rms_norm_reference(
         x.double(), weight.double(), None, stream.double(), gain.double(), 1e-5
     )
-    for actual, wanted in zip(
-        linear_add_rms_norm(x, weight, None, stream, gain, 1e-5), expected, strict=True
-    ):
-        close(actual, wanted)
+    normed, summed = linear_add_rms_norm(x, weight, None, stream, gain, 1e-5)
+    close(summed, expected[1])
+    # A product of magnitude 4 to 8 is rounded by up to 2**-6; where the stream cancels it, the gain scales that error.
+    torch.testing.assert_close(normed.double(), expected[0], atol=6e-2, rtol=1.6e-2)
 
 
 def test_chained_kernels_wait_for_each_other() -> None:
