@@ -33,6 +33,7 @@ from common.messages.wire import encode
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 from router.dispatcher import Dispatcher
+from router.freed_memory import FreedMemory
 from router.node_registry import Node, NodeRegistry
 from router.registration import RegistrationRules
 
@@ -96,6 +97,7 @@ class ControlPlane:
         self._postponed = 0
         self._unreachable: set[str] = set()  # incarnations that the last probe did not reach
         self._refused_nodes = BoundedLog(log, "refused a node")
+        self.freed_memory = FreedMemory()
         self.refused_messages = 0
         self.address = self._socket.address
         self._local = self.address.startswith("ipc://")  # such a connection ends only with its process
@@ -275,8 +277,11 @@ class ControlPlane:
 
     def _on_disconnect(self) -> None:
         """Some peer's socket closed: find out whose by asking all. A dead process is noticed within milliseconds."""
+        if not self._disconnects.take():
+            return
+        self.freed_memory.connection_ended()
         # however often sockets close, at most one round of probes begins at a time
-        if self._disconnects.take() and not self._probes_due:
+        if not self._probes_due:
             self._probes_due = True
             self._probe_after(PROBE_PAUSES)
 
@@ -320,5 +325,6 @@ class ControlPlane:
                 self._socket.flush_log()
                 self._refused_nodes.flush()
                 self._registry.sweep(late)
+                await self.freed_memory.give_back()
             except Exception:  # a defect must not end the watch over all nodes
                 self._log.exception("looking after the nodes failed; trying again")
