@@ -5,8 +5,9 @@
 A real router process serves scripted nodes (tests/bench/scripted_pair.py) over its ipc socket. First `--requests`
 completions of two tokens come over HTTP, of text and token ids, as streams and not, each with an X-Request-Id of its
 own. Then come `--ids` ids of each kind of UNKNOWN. The router's resident memory, descriptors and threads are sampled
-all the time. Printed is what they grew by after the first WARM_UP requests or ids of a load, or after half of it if
-that is less, and the slope in bytes per request or id.
+all the time, until the router has given the memory of ended connections back. Printed is what they grew by after the
+first WARM_UP requests or ids of a load, or after half of it if that is less, the slope in bytes per request or id, and
+by how much the largest sample exceeded the first one after the warm-up.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from common.messages.generation import OutputToken
 from common.messages.identity import NodeCounters, NodeLoad, new_incarnation
 from common.messages.router_inbox import Failed, FirstToken, Heartbeat, PrefillDone, TokenRun, Tokens
 from common.messages.wire import encode
+from router.freed_memory import TRIM_SECONDS
 from tests.bench.environment import describe
 from tests.bench.raw_http import RawClient, serving
 from tests.bench.scripted_pair import ScriptedPair
@@ -41,6 +43,7 @@ WARM_UP = 10_000  # more than any table of the router holds
 SOCKETS_AT_ONCE = 100
 POOLS = (32_768, 65_536)
 MAX_MODEL_LEN = 4096
+SETTLE_SECONDS = 3.0  # for what is still to be read after a load, and for the sweep that trims the heap
 MESSAGES_AT_ONCE = 50  # then the router gets a moment: it reads some hundred per turn of its loop
 FORMS = [(prompt, stream) for prompt in ("How many are 3 and 4?", [5, 6, 7, 8]) for stream in (False, True)]
 
@@ -61,11 +64,12 @@ class Soak:
         started = time.monotonic()
         async with Watch(self._cluster.processes["router"].pid, lambda: self.done) as watch:
             await load(count)
-            await asyncio.sleep(1)
+            seconds = time.monotonic() - started
+            await asyncio.sleep(TRIM_SECONDS + SETTLE_SECONDS)
         return {
             **growth(watch.samples, min(WARM_UP, count // 2)),
             "count": count,
-            "seconds": round(time.monotonic() - started, 1),
+            "seconds": round(seconds, 1),
             "statuses": dict(self.statuses),
             "log_kib": (self._cluster.directory / "router.log").stat().st_size // 1024,
         }

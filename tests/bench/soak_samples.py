@@ -75,6 +75,7 @@ def growth(samples: list[Sample], warm_up: int) -> dict[str, Any]:
         "samples": len(warm),
         "grown_kib": (last.rss - first.rss) // 1024,
         "children_grown_kib": (last.children_rss - first.children_rss) // 1024,
+        "most_above_warm_kib": (max(each.rss for each in warm) - first.rss) // 1024,
         "bytes_each": round(slope([(each.done, each.rss) for each in warm]), 2),
         "descriptors_grown": last.descriptors - first.descriptors,
         "threads_grown": last.threads - first.threads,

@@ -14,6 +14,7 @@ from common.checkpoint.chat_template_file import TemplateSource, find_chat_templ
 from common.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
 from router.openai_schema import ContentPart, Message
+from tests.fakes.hostile_templates import ENDLESS
 from tests.unit.router.conftest import TINY
 
 HI = [Message(role="user", content="hi")]
@@ -116,62 +117,7 @@ def test_nothing_of_python_is_reachable(tmp_path: Path, source: str) -> None:
     assert text == ""  # refused, or undefined, which prints as nothing
 
 
-NESTED = "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(10**9) %}x{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(999) %}{% for j in 'x' * 9999 %}{% for m in messages %}{% endfor %}{% endfor %}{% endfor %}",
-        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-        "{% for i in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
-        "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
-        "{{ 10**10**10 }}",
-        "{{ 'x' * 10**10 }}",
-        "{{ 10**10 * 'x' }}",
-        "{{ [1] * 10**10 }}",
-        "{{ 'x'.ljust(10**10) }}",
-        "{{ 'x'.zfill(10**10) }}",
-        "{{ 'x'|center(10**10) }}",
-        "{{ 'x\ny'|indent(10**10) }}",
-        "{{ [1]|batch(10**10, 0)|list }}",
-        "{{ [1]|slice(10**10)|list }}",
-        "{{ '%9999999999d' % 1 }}",
-        "{{ '%*d' % (9999999999, 1) }}",
-        "{{ '%9999999999d'|format(1) }}",
-        "{{ '{:9999999999}'.format(1) }}",
-        "{{ '{:{}}'.format(1, 9999999999) }}",
-        "{{ ('x' * 99999)|replace('x', 'y' * 99999) }}",
-        "{{ ('x' * 99999).replace('x', 'y' * 99999) }}",
-        "{% set n = namespace(s='xx') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
-        "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
-        "{% set n = namespace(s=range(99999)|list) %}{% for i in range(99999) %}{{ (n.s|sort|list)[0] }}{% endfor %}",
-        "{{ {}|tojson(indent=10**9) }}{{ [1]|tojson(indent=10**9) }}",
-        "{% set n = namespace(s='xx') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-        "{% set n = namespace(s='xx') %}{% for i in range(99) %}{% set n.s = n.s ~ 'a' ~ n.s %}{% endfor %}",
-        "{{ (('\t' * 99999) ~ 'x').expandtabs(99999) }}",
-        "{{ ('\t' * 99999).expandtabs(tabsize=99999) }}",
-        "{{ ('x' * 99999).translate({120: 'y' * 99999}) }}",
-        f"{NESTED}{{{{ n.l }}}}",
-        f"{NESTED}{{{{ n.l|string|length }}}}",
-        f"{NESTED}{{{{ n.l|tojson }}}}",
-        f"{NESTED}{{{{ (n.l ~ 'x')|length }}}}",
-        f"{NESTED}{{{{ '%s' % (n.l,) }}}}",
-        f"{NESTED}{{{{ '%s'|format(n.l) }}}}",
-        f"{NESTED}{{{{ '{{}}'.format(n.l) }}}}",
-        f"{NESTED}{{{{ n.l|upper }}}}",
-        f"{NESTED.replace('[n.l, n.l]', chr(123) + '1: n.l, 2: n.l' + chr(125))}{{{{ n.l }}}}",
-        "{% set s = 'x' * 9999999 %}{{ ([s] * 9999)|join|length }}",
-        "{% set s = 'x' * 9999999 %}{{ ''.join([s] * 9999)|length }}",
-        "{{ (['x'] * 99999)|join('y' * 99999)|length }}",
-        "{{ ('y' * 99999).join(['x'] * 99999)|length }}",
-        "{% set s = 'x' * 9999999 %}{% set t %}{% for i in range(9999) %}{{ s }}{% endfor %}{% endset %}",
-        "{% set n = namespace(i=3) %}{% for i in range(99) %}{% set n.i = n.i * n.i %}{% endfor %}{{ n.i % 7 }}",
-    ],
-)
+@pytest.mark.parametrize("source", ENDLESS)
 def test_work_and_memory_are_bounded(tmp_path: Path, source: str) -> None:
     template = made(tmp_path, source)
     with pytest.raises(InvalidRequest) as found:

@@ -9,7 +9,6 @@ import io
 import os
 import signal
 import sys
-import zlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from router.image_inspector import ImageInspector
 from router.images import Image, ImageLimits, ImageLoader, NoImages
 from router.openai_schema import ContentPart, ImageUrl, Message
 from router.placeholders import place_images
+from tests.fakes.hostile_images import file, huge, noise, progressive, url
 from tests.fakes.waiting import PATIENCE, eventually
 
 LIMITS = ImageLimits(max_count=3, max_bytes=5_000, max_request_bytes=9_000, max_held_bytes=12_000)
@@ -33,43 +33,12 @@ VISION = LlavaVision(
 )
 
 
-def file(kind: str = "PNG", size: tuple[int, int] = (8, 6), **options: object) -> bytes:
-    out = io.BytesIO()
-    Pil.new("RGB", size, (200, 30, 30)).save(out, kind, **options)
-    return out.getvalue()
-
-
-def huge() -> bytes:
-    """A few bytes that say they are 900 million pixels."""
-    head = bytearray(file())
-    head[16:24] = (30_000).to_bytes(4, "big") * 2
-    head[29:33] = zlib.crc32(head[12:29]).to_bytes(4, "big")
-    return bytes(head)
-
-
 def phone() -> bytes:
     """Two pictures in one JPEG file, of 8 x 6 and 4 x 4 pixels."""
     out = io.BytesIO()
     second = Pil.new("RGB", (4, 4), (0, 0, 255))
     Pil.new("RGB", (8, 6), (200, 30, 30)).save(out, "MPO", save_all=True, append_images=[second])
     return out.getvalue()
-
-
-def progressive(more: int, **options: object) -> bytes:
-    """A JPEG whose last scan comes so many times again."""
-    data = file("JPEG", progressive=True, **options)
-    last, end = data.rindex(b"\xff\xda"), len(data) - 2
-    return data[:end] + data[last:end] * more + data[end:]
-
-
-def noise() -> bytes:
-    out = io.BytesIO()
-    Pil.frombytes("RGB", (30, 30), os.urandom(2_700)).save(out, "PNG")
-    return out.getvalue()
-
-
-def url(data: bytes, media_type: str = "image/png") -> str:
-    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
 def asking(*addresses: str) -> list[Message]:
