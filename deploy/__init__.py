@@ -1,1 +1,1 @@
-"""Starts, supervises, checks and evaluates clusters: commands, cluster files, and the tiny models."""
+"""Starts, supervises, checks and evaluates clusters: commands, cluster files and the tiny models."""

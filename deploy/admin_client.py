@@ -1,4 +1,4 @@
-"""Asks the router of this host through its admin socket: without a key, and whatever certificate it has."""
+"""HTTP client for the admin socket of the router on this host. It needs no API key and checks no certificate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask(
     headers: dict[str, str] | None = None,
     timeout: float = 5.0,
 ) -> tuple[int, bytes]:
-    """Status and body. Raises OSError or HTTPException where the router does not answer."""
+    """Send a request; return (status, body). Raises OSError or HTTPException if the router does not answer."""
     connection = _SocketConnection(path, timeout)
     try:
         connection.request(method, target, body, headers or {})

@@ -1,7 +1,6 @@
-"""`deploy/api_key ID FILE`: make a random 256-bit API key, print it once, and append its hash to the key file.
+"""`deploy/api_key ID FILE`: create a random 256-bit API key, print it once, and append its hash to the key file.
 
-The file is what `security.api_keys` names; running routers read it again within a second. To revoke a key, remove its
-entry.
+`security.api_keys` names that file, and running routers reload it within a second. To revoke a key, remove its entry.
 """
 
 from __future__ import annotations
@@ -30,18 +29,19 @@ Limit = Annotated[int | None, typer.Option(min=1)]
 
 
 def main(
-    id_: Annotated[str, typer.Argument(metavar="ID", help="Names the key in logs and timelines")],
-    file: Annotated[Path, typer.Argument(help="Key file; made with mode 0600 if it does not exist")],
+    id_: Annotated[str, typer.Argument(metavar="ID", help="Name of the key in logs and timelines")],
+    file: Annotated[Path, typer.Argument(help="Key file; created with mode 0600 if it does not exist")],
     scope: Annotated[list[str] | None, typer.Option(help="inference (default), admin, or both")] = None,
     expires: Annotated[str | None, typer.Option(help="Date or time in UTC, such as 2027-01-31")] = None,
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     concurrency: Limit = None,
     weight: Annotated[
-        int | None, typer.Option(min=1, max=MAX_WEIGHT, help="Fair shares, compared with 1 of other keys")
+        int | None,
+        typer.Option(min=1, max=MAX_WEIGHT, help="Share of the cluster relative to other keys; default 1"),
     ] = None,
 ) -> None:
-    """Make an API key."""
+    """Create an API key."""
     secret = PREFIX + secrets.token_urlsafe(32)
     entry: dict[str, Any] = {
         "id": id_,
@@ -59,28 +59,28 @@ def main(
         raise typer.Exit(EXIT_REFUSED) from None
     print(secret)
     print(
-        f"This is the key of {id_}; it is shown only now. {file} holds its hash: set security.api_keys to it.",
+        f"This is the key of {id_}; it is not shown again. Set security.api_keys to {file}, which holds its hash.",
         file=sys.stderr,
     )
 
 
 def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiKey, ...]:
-    """Add an entry; comments in the file stay. The file is replaced as a whole, or not at all. Returns all keys.
+    """Add an entry and keep the comments of the file. The file is replaced atomically. Return all keys.
 
-    Raises ConfigError where the file cannot be read, or the entry does not fit in it.
+    Raises ConfigError if the file cannot be read or the entry is not valid in it.
     """
     if expires is not None and not TIME.fullmatch(expires):
-        raise ConfigError("expires", f"{expires!r} is no date; write 2027-01-31, or 2027-01-31T12:00:00Z")
-    line = "- " + msgspec.json.encode(entry).decode()  # JSON is YAML
+        raise ConfigError("expires", f"{expires!r} is not a date; write 2027-01-31 or 2027-01-31T12:00:00Z")
+    line = "- " + msgspec.json.encode(entry).decode()  # JSON is a subset of YAML
     if expires is not None:
         line = f"{line[:-1]}, expires: {expires}}}"
     directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # two at once would lose one of the keys
+        fcntl.flock(directory, fcntl.LOCK_EX)  # two concurrent runs would lose one of the keys
         text = file.read_text() if file.exists() else ""
         if any(row.strip() and not row.startswith("#") for row in text.splitlines()):
-            read_api_keys(file)  # what is broken, or open to others, is not added to
+            read_api_keys(file)  # refuses a file that is invalid or readable by others
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(_with_line(text, line))
             out.flush()
@@ -97,7 +97,7 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
 
 
 def _with_line(text: str, line: str) -> str:
-    """Add an entry within the brackets of a list in brackets, else with the indentation of the first entry."""
+    """Insert an entry inside the brackets of a flow list, or with the indentation of a block list."""
     bare = text.rstrip()
     if bare.startswith("["):
         inner = bare[1:-1].strip()

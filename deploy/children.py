@@ -1,4 +1,4 @@
-"""Child processes of the supervisor: start, progress, logs, end."""
+"""Child processes of the supervisor: start, progress, logs and exit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ import msgspec
 from common.observability.startup import Progress
 
 _PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before any fork: not much is safe after it
+# Resolved before any fork: between fork and exec hardly anything is safe to call.
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
 TAIL_BYTES = 2000
 LINE_CHARACTERS = 300  # of a log line in a report
-KILLED_SECONDS = 30.0  # after SIGKILL: what takes longer hangs in the kernel
+KILLED_SECONDS = 30.0  # wait after SIGKILL; a process that takes longer hangs in the kernel
 
 
 def _die_with_parent() -> None:
-    """Between fork and exec: a supervisor that is killed takes its children along (SIGTERM: they drain)."""
+    """Runs between fork and exec: if the supervisor is killed, the child gets SIGTERM and drains."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass(slots=True)
 class Child:
-    """One process of the cluster. `progress` is the last thing it said about its start-up."""
+    """One process of the cluster. `progress` is its latest start-up report."""
 
     name: str
     command: Sequence[str]
@@ -42,8 +43,8 @@ class Child:
     _buffer: bytes = b""
 
     def start(self) -> None:
-        """Start a process; of an earlier one the log is kept. Raises OSError if none can be started."""
-        self._close_status()  # the last process died before its end was read
+        """Start the process; its log is appended to. Raises OSError if it cannot be started."""
+        self._close_status()  # the previous process died before its status pipe was read to the end
         with contextlib.ExitStack() as opened:
             read_end, write_end = os.pipe()
             opened.callback(os.close, write_end)
@@ -67,7 +68,7 @@ class Child:
         self._status = read_end
 
     def _open_log(self) -> int:
-        """Its log or, where that cannot be opened, /dev/null: a process without a log is better than none."""
+        """Open its log, or /dev/null if that fails: running without a log is better than not running."""
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             log = os.open(self.log_path, flags, 0o600)
@@ -111,7 +112,7 @@ class Child:
         return self._process.poll()
 
     def read_progress(self) -> Progress:
-        """Take in what it has said since the last call."""
+        """Read the reports that it has written since the last call."""
         while self._status >= 0:
             try:
                 data = os.read(self._status, 65536)
@@ -122,7 +123,7 @@ class Child:
             self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
-            with contextlib.suppress(msgspec.DecodeError):  # what a dying process left half written
+            with contextlib.suppress(msgspec.DecodeError):  # a dying process may write half a line
                 self.progress = msgspec.json.decode(line, type=Progress)
         return self.progress
 
@@ -132,7 +133,7 @@ class Child:
             self._process.send_signal(number)
 
     def stop(self, grace: float) -> bool:
-        """SIGTERM, then SIGKILL after `grace` seconds; True if it went by itself."""
+        """Send SIGTERM, and SIGKILL after `grace` seconds. Return True if SIGTERM was enough."""
         assert self._process is not None
         self.signal(signal.SIGTERM)
         try:
@@ -145,11 +146,11 @@ class Child:
         return True
 
     def log_tail(self) -> str:
-        """The end of its log, for the person who sees it fail."""
-        return _tail(self.log_path) or _tail(self._old_log)  # it may have just been rotated
+        """Return the end of its log, to show when it fails."""
+        return _tail(self.log_path) or _tail(self._old_log)  # the log may just have been rotated
 
     def last_words(self) -> str:
-        """Why it ended, in one line: the reason that it gave at start-up, or the last line of its log."""
+        """One line that says why it ended: the reason reported at start-up, or the last line of its log."""
         if self.read_progress().phase == "failed" and self.progress.message:
             return _shorten(self.progress.message)
         events = (_event(line.strip()) for line in reversed(self.log_tail().split("\n")))
@@ -174,15 +175,15 @@ def _tail(path: Path) -> str:
             text = file.read(TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""
-    if size > TAIL_BYTES:  # begin with a whole line, unless one long line is all there is
+    if size > TAIL_BYTES:  # start at a whole line, unless the tail is a single long line
         text = text.partition("\n")[2] or text
     return text
 
 
 def _event(line: str) -> str:
-    """A log line for people: of a JSON line the event, and the reason or the last line of the traceback.
+    """Convert a log line to readable text: the event of a JSON line, with its reason or the last line of its traceback.
 
-    Empty for a JSON line that was cut on a full disk.
+    Returns "" for a JSON line that was truncated on a full disk.
     """
     try:
         fields = msgspec.json.decode(line, type=dict[str, object])

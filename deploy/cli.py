@@ -1,7 +1,7 @@
-"""`deploy/up`, `down`, `status` and `config`: of a cluster file, a model directory or a model of the Hugging Face hub.
+"""The commands `deploy/up`, `down`, `status` and `config`. Targets are a cluster file, a model directory or ORG/NAME.
 
-Exit codes: 0 good, 1 failed, 2 refused, 3 not running. `status`: 0 everything is up, 1 the router cannot serve,
-4 degraded: requests are served, but a process is down or the supervisor has a problem.
+Exit codes: 0 success, 1 failed, 2 refused, 3 not running. For `status`: 0 everything is up, 1 the router cannot serve,
+4 degraded: requests are served, but a process is down or the supervisor reports a problem.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
 DETACH_TIMEOUT = 960.0
 DETACHED_LOG = "supervisor.log"
-ANSWER_SECONDS = 5.0  # of the router, asked for its state
+ANSWER_SECONDS = 5.0  # timeout of requests to the router
 EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, 2, 3, 4
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -64,7 +64,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set a key, over file and environment, as in router.port=8001; may be repeated.",
+        help="Override a key of the file and the environment, as in router.port=8001; may be repeated.",
     ),
 ]
 
@@ -75,7 +75,8 @@ def up(
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Draft model for speculation; its config.json says which algorithm."
+            metavar="DIR",
+            help="Draft model for speculative decoding; its config.json determines the algorithm.",
         ),
     ] = None,
     port: Annotated[
@@ -85,12 +86,12 @@ def up(
         str | None, typer.Option(metavar="REV", help="Branch, tag or commit of ORG/NAME; default: main.")
     ] = None,
     overrides: Overrides = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return once the cluster answers.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the cluster is ready.")] = False,
 ) -> None:
     """Start a cluster on this machine and keep it running; Ctrl-C drains it.
 
-    For a model, one prefill node and one decode node are started: both on the CPU where there is no GPU, both on a
-    single GPU, or each on its own. ORG/NAME is taken from the Hugging Face cache, or else downloaded.
+    For a model, one prefill node and one decode node are started: both on the CPU if there is no GPU, both on a single
+    GPU, or each on a GPU of its own. ORG/NAME is taken from the Hugging Face cache, or downloaded if it is not cached.
     """
     values = [*(overrides or []), *([] if port is None else [f"router.port={port}"])]
     try:
@@ -109,8 +110,8 @@ def up(
         _fail(str(error))
     signal.signal(signal.SIGINT, supervisor.request_stop)
     signal.signal(signal.SIGTERM, supervisor.request_stop)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, supervisor.request_stop)  # the terminal is closed
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not under nohup
+        signal.signal(signal.SIGHUP, supervisor.request_stop)  # the terminal was closed
     own_log = StderrFile(resolved.cluster.process.log_max_mib << 20, supervisor.run_dir / DETACHED_LOG)
 
     def report(text: str) -> None:
@@ -146,10 +147,10 @@ def down(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
     if table is None:
         info = _server_info(resolved)
         if info is not None:
-            _fail(f"this cluster runs without a supervisor, from the launch scripts. {how_to_end(info)}")
+            _fail(f"this cluster was started by the launch scripts and has no supervisor. {how_to_end(info)}")
         _say("not running")
         return
-    with contextlib.suppress(ProcessLookupError):  # it was just leaving
+    with contextlib.suppress(ProcessLookupError):  # it has just exited
         os.kill(table.supervisor.pid, signal.SIGTERM)
     patience = 2 * resolved.cluster.health.drain_timeout + 20
     deadline = time.monotonic() + patience
@@ -162,7 +163,7 @@ def down(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
 
 @app.command(context_settings=HELP)
 def status(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
-    """Show the processes of a cluster and what the router says of its nodes.
+    """Show the processes of a cluster and what the router reports about its nodes.
 
     Exit codes: 0 everything is up, 1 not ready, 2 refused, 3 not running, 4 degraded.
     """
@@ -181,7 +182,7 @@ def status(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
 
 @app.command(context_settings=HELP)
 def config(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
-    """Show every value of a cluster and where it comes from."""
+    """Show every value of a cluster's configuration and where it comes from."""
     cluster = _cluster_file(target, missing_exit=EXIT_NOT_RUNNING)
     view = RichTable("key", "value", "origin")
     for path, value, origin in _load(cluster, overrides).rows():
@@ -192,7 +193,7 @@ def config(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
 
 
 class StartView:
-    """One bar per process on a terminal, one line per change elsewhere."""
+    """Shows start-up progress: one bar per process on a terminal, otherwise one line per change."""
 
     def __init__(self) -> None:
         columns = (
@@ -234,7 +235,7 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
     table = read_table(run_dir)
     if table is not None:
         _fail(
-            f"this cluster runs already at {table.url} (pid {table.supervisor.pid}); stop it with deploy/down"
+            f"this cluster is already running at {table.url} (pid {table.supervisor.pid}); stop it with deploy/down"
         )
     command = [sys.executable, "-m", "deploy.cli", "up", str(cluster)]
     command += [part for item in overrides for part in ("--set", item)]
@@ -270,7 +271,7 @@ def _served_name(resolved: Resolved) -> str:
 
 
 def _cluster_file(target: str, missing_exit: int) -> Path:
-    """The cluster file of what was given; ends the command where a model was never started."""
+    """Return the cluster file of a target. Ends the command if the target is a model that was never started."""
     try:
         file = cluster_file_of(target)
     except ConfigError as error:
@@ -305,14 +306,14 @@ def _server_info(resolved: Resolved) -> dict[str, Any] | None:
 
 
 def _output() -> Console:
-    """For tables on stdout: cut to the terminal, but not for a script that reads them."""
+    """Return a console for tables on stdout, as wide as the terminal; wide enough never to cut lines in a pipe."""
     return Console(width=None if sys.stdout.isatty() else 1000)
 
 
 def _say(text: str, style: str | None = None) -> None:
-    """One line to the person; brackets in it are no markup, and no path is broken in two.
+    """Print one line to stderr, without markup and without wrapping paths.
 
-    A terminal that is gone and a log on a full disk are no reason to end a cluster.
+    A closed terminal or a log on a full disk must not end a cluster.
     """
     with contextlib.suppress(OSError):
         if console.is_terminal:
@@ -332,7 +333,7 @@ def _refuse(target: Path | str, error: ConfigError) -> NoReturn:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command that a script names first; help and errors then speak of that script."""
+    """Run the command that the calling script names; help and errors name that script."""
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
     command = group.commands.get(arguments[0]) if arguments else None

@@ -1,9 +1,8 @@
-"""deploy/eval: scores a running OpenAI-compatible server with fresh, held-out word problems.
+"""deploy/eval: scores a running OpenAI-compatible server on fresh, held-out word problems.
 
-The problems come from the seed, temperature is 0, and only the number after `####` counts. With --vision the
-questions are about pictures that are drawn from the seed, and the numbers, colours and shapes of an answer count. A
-request that fails counts as a wrong answer and as an error; any error makes the exit code 1, an unreachable server
-makes it 2.
+The problems are generated from the seed, the temperature is 0, and only the number after `####` counts. With --vision
+the questions are about pictures drawn from the seed, and the numbers, colours and shapes of an answer count. A failed
+request counts as a wrong answer and as an error. Any error makes the exit code 1, an unreachable server makes it 2.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from deploy.tiny_models.word_problems import Problem, exam, is_right
 
 Mode = Literal["chat", "completions"]
 
-MOST_NEW_TOKENS = 96  # the longest answer has 53
+MOST_NEW_TOKENS = 96  # the longest correct answer has 53
 CONNECT_SECONDS = 5.0
-GIVE_UP_AFTER = 8  # failed requests in a row: the server is broken, the rest would only wait for it
+GIVE_UP_AFTER = 8  # consecutive failed requests after which the server counts as broken
 
 
 class Unreachable(Exception):
-    """No server answered, or what answered is not an OpenAI-compatible one."""
+    """No server answered, or it is not OpenAI-compatible."""
 
 
 class BadAnswer(Exception):
@@ -50,7 +49,7 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """What to ask, and how."""
+    """The parameters of one evaluation."""
 
     url: str  # with or without /v1
     count: int
@@ -59,7 +58,7 @@ class Exam:
     mode: Mode = "chat"
     vision: bool = False
     concurrency: int = 16
-    model: str | None = None  # None: the first one the server lists
+    model: str | None = None  # None: the first model that the server lists
     timeout: float = 120.0  # seconds for one request
     api_key: str | None = None
 
@@ -72,7 +71,7 @@ class Exam:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The JSON that `--json` writes."""
+    """The result that `--json` writes."""
 
     score: float
     ci_low: float
@@ -91,7 +90,7 @@ class Report:
 
 
 def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % confidence interval of a share; sensible also at 0 and 1, where right/count +- is not."""
+    """The 95 % confidence interval of a proportion (Wilson), which stays valid near 0 and 1."""
     if count == 0:
         return 0.0, 1.0
     share = right / count
@@ -103,14 +102,14 @@ def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, and whether a text answers it."""
+    """One request and the check of its answer."""
 
-    body: dict[str, Any]  # without the model
+    body: dict[str, Any]  # without the model name
     right: Callable[[str], bool]
 
 
 def asked(exam_: Exam) -> Iterator[Asked]:
-    """The requests of an exam, one by one."""
+    """Yield the requests of an exam."""
     if exam_.vision:
         for question in islice(questions(exam_.seed, "heldout"), exam_.count):
             yield Asked(picture_body(question), partial(is_right_about, question))
@@ -120,7 +119,7 @@ def asked(exam_: Exam) -> Iterator[Asked]:
 
 
 def picture_body(question: Question) -> dict[str, Any]:
-    """One chat request with its pictures as PNG data URLs."""
+    """Build a chat request with its pictures as PNG data URLs."""
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": data_url(pixels)}} for pixels in question.images
     ]
@@ -133,14 +132,14 @@ def picture_body(question: Question) -> dict[str, Any]:
 
 
 def data_url(pixels: Pixels) -> str:
-    """[height, width, 3] as a PNG."""
+    """Encode pixels [height, width, 3] as a PNG data URL."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def request_body(mode: Mode, shots: list[Problem], problem: Problem) -> dict[str, Any]:
-    """One request. Completions stop at the blank line that would begin the next question."""
+    """Build a text request. Completions stop at the blank line that would precede the next question."""
     body: dict[str, Any] = {"temperature": 0, "max_tokens": MOST_NEW_TOKENS}
     if mode == "chat":
         return {**body, "messages": chat_messages(shots, problem.question)}
@@ -148,7 +147,7 @@ def request_body(mode: Mode, shots: list[Problem], problem: Problem) -> dict[str
 
 
 def answer_text(mode: Mode, reply: Any) -> str:
-    """The generated text of a reply."""
+    """Return the generated text of a reply. Raises BadAnswer if there is none."""
     try:
         choice = reply["choices"][0]
         text = choice["message"]["content"] if mode == "chat" else choice["text"]
@@ -160,7 +159,7 @@ def answer_text(mode: Mode, reply: Any) -> str:
 
 
 async def hold(exam_: Exam, progress: Progress) -> Report:
-    """Ask everything and score it. Ends: every request has a deadline, and a broken server is given up on."""
+    """Run the exam and score it. It always ends: every request has a deadline, and a broken server is given up."""
     start = time.monotonic()
     headers = {"Authorization": f"Bearer {exam_.api_key}"} if exam_.api_key else {}
     timeout = aiohttp.ClientTimeout(total=exam_.timeout, sock_connect=CONNECT_SECONDS)
@@ -191,7 +190,7 @@ async def hold(exam_: Exam, progress: Progress) -> Report:
 
 
 class _Room:
-    """What the concurrent requests share."""
+    """State that the concurrent requests share."""
 
     def __init__(self, questions: Iterator[Asked], progress: Progress, count: int) -> None:
         self.questions = questions
@@ -270,8 +269,8 @@ async def _call(session: aiohttp.ClientSession, method: str, url: str, body: dic
 
 def run(
     url: Annotated[str, typer.Argument(help="the server, e.g. http://127.0.0.1:8000")],
-    count: Annotated[int, typer.Option(min=1, help="problems")] = 200,
-    seed: Annotated[int, typer.Option(help="draws the problems; any seed gives held-out ones")] = 7,
+    count: Annotated[int, typer.Option(min=1, help="number of problems")] = 200,
+    seed: Annotated[int, typer.Option(help="seed of the problems; every seed yields held-out ones")] = 7,
     shots: Annotated[int, typer.Option(min=0, help="solved problems shown before each question")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
     vision: Annotated[bool, typer.Option("--vision", help="questions about freshly drawn pictures")] = False,
@@ -283,12 +282,10 @@ def run(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 120.0,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer token")] = None,
 ) -> None:
-    """Score a running server with fresh word problems; prints the share of right answers."""
+    """Score a running server on fresh word problems; prints the share of right answers."""
     chosen: Mode = mode or ("completions" if shots else "chat")
     if vision and (shots or mode == "completions"):
-        raise typer.BadParameter(
-            "pictures are asked about in chats without shots: leave out --shots and --mode"
-        )
+        raise typer.BadParameter("--vision uses chat without shots: leave out --shots and --mode")
     exam_ = Exam(url, count, seed, shots, chosen, vision, concurrency, model, timeout, api_key)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -314,7 +311,7 @@ def run(
 
 
 def main() -> None:
-    """The program behind deploy/eval."""
+    """Run the command line of deploy/eval."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
     app(prog_name="deploy/eval")

@@ -1,4 +1,4 @@
-"""Which GPUs the nodes of this machine would find. Torch is asked in a process of its own: it takes seconds to load."""
+"""Finds the GPUs of this machine. Torch runs in a child process, because importing it takes seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 DEVICES = ("/dev/nvidia0", "/dev/dxg")  # the driver's first device, and WSL's
-TIMEOUT = 120.0  # seconds; a GPU that is in a bad state makes CUDA wait
+TIMEOUT = 120.0  # seconds; CUDA can hang on a GPU in a bad state
 QUESTION = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -26,12 +26,12 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def driver_present() -> bool:
-    """Whether this machine has an NVIDIA driver, whatever torch can do with it."""
+    """Whether this machine has an NVIDIA driver, even if torch cannot use it."""
     return any(Path(device).exists() for device in DEVICES) or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that torch finds, as CUDA_VISIBLE_DEVICES has them; [] where there are none or torch cannot use them."""
+    """Return the GPUs that torch sees under CUDA_VISIBLE_DEVICES; [] if there are none or torch cannot use them."""
     if not driver_present():
         return []
     try:

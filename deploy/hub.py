@@ -1,8 +1,8 @@
-"""Finds a model of the Hugging Face hub: in the local cache, else by a download with a progress bar.
+"""Finds a model of the Hugging Face hub: in the local cache, or by a download with a progress bar.
 
-Only what a node reads is fetched: JSON, tokenizer and template files first, then, if the architecture is served, the
-safetensors files that the index names. Tokens are read by huggingface_hub (HF_TOKEN, or `hf auth login`) and appear in
-no message.
+Only what a node reads is fetched: JSON, tokenizer and template files first, then, if the architecture is supported, the
+safetensors files that the index names. huggingface_hub reads the token (HF_TOKEN, or `hf auth login`); no message
+contains it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from common.errors import ConfigError, ModelError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer*")
-NESTED = "*/*"  # folders such as original/ and onnx/ hold the same weights in other forms
+NESTED = "*/*"  # folders such as original/ and onnx/ hold the same weights in other formats
 Say = Callable[[str], None]
 Check = Callable[[Path], object]
 
@@ -43,10 +43,10 @@ class Snapshot:
 
 
 def find_snapshot(name: str, revision: str | None, say: Say, check: Check = ModelConfig.load) -> Snapshot:
-    """The model ORG/NAME at a branch, tag or commit, by default `main`. Raises ConfigError that says what to do.
+    """Return the model ORG/NAME at a branch, tag or commit; the default is `main`. Raises ConfigError with the remedy.
 
     Args:
-        check: is given a directory without weights yet, and raises ModelError for a model that is not served.
+        check: receives a directory without weights and raises ModelError if the model is not supported.
     """
     cached = _cached(name, revision)
     if cached is not None and _is_whole(cached.directory):
@@ -67,7 +67,7 @@ def _snapshot(directory: Path) -> Snapshot:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether nothing that a node reads is missing, as after a download that was broken off."""
+    """Whether the directory has every file that a node reads; false after an interrupted download."""
     try:
         return bool(weight_paths(directory)) and (directory / "tokenizer.json").is_file()
     except ModelError:
@@ -81,12 +81,12 @@ def _download(name: str, revision: str | None, say: Say, check: Check) -> Snapsh
         if not _is_whole(directory):
             free = shutil.disk_usage(directory).free / (1 << 30)
             say(f"{name}: downloading to {constants.HF_HUB_CACHE} ({free:.0f} GiB free)")
-            # by commit: `main` may move between the two
+            # By commit: `main` may move between the two downloads.
             _fetch(name, directory.name, _weight_names(directory))
             weight_paths(directory)
     except ModelError as error:
         raise ConfigError("", str(error)) from error
-    except Exception as error:  # the library's HTTP client and its file locks raise kinds of their own
+    except Exception as error:  # the library's HTTP client and its file locks raise their own types
         raise ConfigError("", _explain(name, revision, error)) from error
     return _snapshot(directory)
 
@@ -105,20 +105,20 @@ def _weight_names(directory: Path) -> tuple[str, ...]:
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> str:
-    """One sentence with the remedy."""
-    endpoint = constants.ENDPOINT.rpartition("@")[2]  # an address may hold a password
+    """Describe an error in one sentence, with the remedy."""
+    endpoint = constants.ENDPOINT.rpartition("@")[2]  # the URL may contain a password
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if isinstance(error, GatedRepoError):
         return f"{name} is gated: accept its terms at {endpoint}/{name}, then {login}"
     if isinstance(error, RevisionNotFoundError):
-        return f"{name} has no revision {revision!r}: give a branch, a tag or a whole commit hash"
+        return f"{name} has no revision {revision!r}: use a branch, a tag or a full commit hash"
     if isinstance(error, RepositoryNotFoundError):
         return f"{endpoint} has no model {name}, or it is private: check the name; for a private one {login}"
     if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
         at = "" if revision is None else f" --revision {revision}"
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{endpoint} cannot be reached"
         return (
-            f"{name} is not in the cache ({constants.HF_HUB_CACHE}), or not all of it, and {reason}. On a machine with "
+            f"{name} is missing or incomplete in the cache ({constants.HF_HUB_CACHE}), and {reason}. On a machine with "
             f"network run `hf download {name}{at} --local-dir DIR`, copy DIR here, and run deploy/up DIR"
         )
     return (

@@ -1,7 +1,7 @@
-"""`deploy/keygen DIR CLUSTER.yaml`: one CURVE key pair per process of the cluster, for links that leave the host.
+"""`deploy/keygen DIR CLUSTER.yaml`: one CURVE key pair per process of the cluster, for links between hosts.
 
 Copy every NAME.key to every host, and NAME.key_secret only to the host that runs NAME; then set security.keys. A key
-speaks for its NAME only. Removing NAME.key from a host revokes the key there.
+authenticates its NAME only. Removing NAME.key from a host revokes the key there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from common.ipc.key_files import make_key_pairs
 
 
 def main(
-    directory: Annotated[Path, typer.Argument(help="Where the keys go; made 0700")],
-    cluster: Annotated[Path, typer.Argument(help="Cluster file: its node names")],
+    directory: Annotated[Path, typer.Argument(help="Directory of the keys; created with mode 0700")],
+    cluster: Annotated[Path, typer.Argument(help="Cluster file with the node names")],
 ) -> None:
-    """Make keys that do not exist yet; existing ones are left alone."""
+    """Create the keys that do not exist yet; existing keys are kept."""
     try:
         file = load_cluster(cluster).cluster
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Ends processes that a killed supervisor has left, so that a new cluster never shares names and sockets with them."""
+"""Ends processes that a killed supervisor left running, so that no new cluster shares names and sockets with them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from pathlib import Path
 from deploy.process_table import Entry, read_any_table
 
 POLL_SECONDS = 0.05
-KILLED_SECONDS = 10.0  # after SIGKILL; what takes longer hangs in the kernel
+KILLED_SECONDS = 10.0  # wait after SIGKILL; a process that takes longer hangs in the kernel
 
 
 def end_leftovers(
     run_dir: Path, grace: float, report: Callable[[str], None], stopped: Callable[[], bool]
 ) -> None:
-    """Drain what still runs of the last cluster in `run_dir`, and kill it after `grace` seconds.
+    """Drain the processes of the previous cluster in `run_dir`, and kill them after `grace` seconds.
 
-    Call with the cluster's lock held: then the supervisor that wrote the table is gone. Returns early once `stopped`.
+    Call it with the cluster's lock held, so that the supervisor that wrote the table is gone. Returns early if
+    `stopped`.
     """
     table = read_any_table(run_dir)
     alive = {name: each for name, each in table.processes.items() if each.alive} if table else {}
     if alive:
         names = ", ".join(f"{name} (pid {each.pid})" for name, each in alive.items())
-        report(
-            f"a supervisor that was killed has left {names}: waiting up to {grace:.0f} s until they have drained"
-        )
+        report(f"a killed supervisor left {names} running: waiting up to {grace:.0f} s for them to drain")
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILLED_SECONDS)):
         for each in alive.values():
             _signal(each, number)
@@ -39,7 +38,7 @@ def end_leftovers(
 
 
 def _signal(process: Entry, number: signal.Signals) -> None:
-    """The descriptor holds the process: a later one with its pid is never signalled."""
+    """Signal a process through a pidfd, so that a later process with the same pid is never signalled."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(process.pid)
         try:

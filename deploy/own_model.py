@@ -1,6 +1,6 @@
-"""Writes the cluster file for one model on this machine: one prefill node and one decode node, on what there is.
+"""Writes the cluster file for one model on this machine: one prefill node and one decode node.
 
-Without a GPU both nodes share the CPU; one GPU is shared by both nodes; of several GPUs each node takes one.
+Without a GPU both nodes share the CPU, a single GPU is shared by both nodes, and of several GPUs each node gets one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from common.speculation.directory import algorithm_of, most_steps
 from deploy.gpus import Gpu
 
 GIB = 1 << 30
-SHARED_GPU = 0.93  # of one GPU for both nodes: the driver and two CUDA contexts need the rest
-PREFILL_SHARE = (
-    0.25  # of what the weights leave of a shared GPU; the decode node's pool holds every running request
-)
-LARGE_GPU = 40 * GIB  # from here on a forward of LARGE_CHUNK tokens is a small part of the memory
+SHARED_GPU = 0.93  # of one GPU for both nodes; the driver and two CUDA contexts need the rest
+# Share of a single GPU's memory, after the weights, for the prefill node. The decode node's pool holds every running
+# request and gets the rest.
+PREFILL_SHARE = 0.25
+LARGE_GPU = 40 * GIB  # from this size a forward of LARGE_CHUNK tokens needs only a small part of the memory
 LARGE_CHUNK = 8192
-CPU_DECODE_SHARE, CPU_PREFILL_SHARE = 0.4, 0.2  # of the memory that weights leave, for the pools
-SHM_SHARE = 0.8  # of /dev/shm, where the decode pool lies
-POOL_STEP = 1024  # tokens; a pool of the CPU is a multiple of it
-FLOAT32 = 4  # bytes: what a CPU node computes in
+CPU_DECODE_SHARE, CPU_PREFILL_SHARE = 0.4, 0.2  # pools, as shares of the memory that the weights leave free
+SHM_SHARE = 0.8  # of /dev/shm, which holds the decode pool
+POOL_STEP = 1024  # tokens; CPU pools are a multiple of it
+FLOAT32 = 4  # bytes per value on a CPU node
 STEPS = 3
 
 HEADER = """\
@@ -41,7 +41,7 @@ HEADER = """\
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the nodes can use."""
+    """The resources that the nodes can use."""
 
     gpus: tuple[Gpu, ...]
     cores: int
@@ -64,7 +64,7 @@ class Machine:
 def cluster_sections(
     name: str, directory: Path, draft: Path | None, machine: Machine
 ) -> dict[str, dict[str, Any]]:
-    """The sections of the cluster file. Raises ConfigError for a directory that is not served, or no draft for it."""
+    """Return the sections of the cluster file. Raises ConfigError for an unsupported model or draft."""
     try:
         config = ModelConfig.load(directory)
         weights = _stored_bytes(directory)
@@ -76,13 +76,13 @@ def cluster_sections(
         raise ConfigError("", str(error)) from error
     if machine.gpus:
         return sections | _on_gpus(machine.gpus, weights)
-    # a checkpoint of two bytes per value grows to four
+    # CPU nodes compute in float32: a checkpoint with two bytes per value takes twice its size.
     widened = weights * (1 if config.dtype == "float32" else 2)
     return sections | _on_cpu(config, widened, machine)
 
 
 def write_cluster_file(file: Path, name: str, sections: dict[str, dict[str, Any]]) -> None:
-    """Replace the file as a whole. Raises ConfigError."""
+    """Replace the file atomically. Raises ConfigError."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(mode=0o700, exist_ok=True)
@@ -116,7 +116,7 @@ def _on_gpus(gpus: tuple[Gpu, ...], weights: int) -> dict[str, dict[str, Any]]:
 
 
 def _on_cpu(config: ModelConfig, weights: int, machine: Machine) -> dict[str, dict[str, Any]]:
-    """Threads for both nodes, and pools that fit beside the weights; a default that fits is left out."""
+    """Threads of both nodes, and pools that fit besides the weights. A default pool size that fits is left out."""
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * FLOAT32
     free = max(machine.free_memory - 2 * weights, 0)
     decode = min(CPU_DECODE_SHARE * free, SHM_SHARE * machine.free_shared) / per_token
@@ -136,7 +136,7 @@ def _stored_bytes(directory: Path) -> int:
 
 
 def _available_memory() -> int:
-    """Bytes that can be taken without swapping, as the kernel says."""
+    """Bytes that can be allocated without swapping, according to the kernel."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

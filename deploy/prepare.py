@@ -1,4 +1,4 @@
-"""From the words given to a command to the cluster file that it is about."""
+"""Resolves the target of a command to a cluster file, which is written first if the target is a model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from deploy.targets import ModelTarget, read_target
 
 
 def cluster_file_of(text: str) -> Path:
-    """The cluster file, which may not exist yet where `text` is a model. Raises ConfigError."""
+    """Return the cluster file of a target; for a model it may not exist yet. Raises ConfigError."""
     target = read_target(text)
     return target.cluster_file if isinstance(target, ModelTarget) else target
 
 
 def prepare(text: str, draft: str | None, revision: str | None, overrides: Sequence[str], say: Say) -> Path:
-    """The cluster file to start. For a model it is written, after a download if needed. Raises ConfigError."""
+    """Return the cluster file to start. For a model, download it if needed and write the file. Raises ConfigError."""
     target = read_target(text)
     if not isinstance(target, ModelTarget):
         for option, value, key in (
@@ -32,13 +32,13 @@ def prepare(text: str, draft: str | None, revision: str | None, overrides: Seque
             ("--revision", revision, "model.path"),
         ):
             if value is not None:
-                raise ConfigError("", f"{option} goes with a model; in a cluster file, set {key}")
+                raise ConfigError("", f"{option} applies only to a model; in a cluster file, set {key}")
         return target
     if target.directory is not None and revision is not None:
-        raise ConfigError("", "--revision goes with ORG/NAME; this is a directory")
+        raise ConfigError("", "--revision applies only to ORG/NAME; this is a directory")
     file = target.cluster_file
     if _is_running(file, overrides):
-        return file  # whose processes may read it again: left as it is
+        return file  # its processes may read it again: leave it unchanged
     directory = target.directory or find_snapshot(target.text, revision, say).directory
     draft_directory = None if draft is None else _find_draft(draft, directory, say)
     gpus = find_gpus()
@@ -48,7 +48,7 @@ def prepare(text: str, draft: str | None, revision: str | None, overrides: Seque
         )
     if find_chat_template(directory) is None:
         say(
-            f"{directory} has no chat template: only /v1/completions is served; model.chat_template names one"
+            f"{directory} has no chat template: only /v1/completions is served; set model.chat_template to add one"
         )
     machine = Machine.of_this_host(gpus)
     write_cluster_file(
@@ -67,11 +67,11 @@ def _find_draft(text: str, target: Path, say: Say) -> Path:
             return found.directory
         return find_snapshot(text, None, say, lambda directory: algorithm_of(directory, target)).directory
     except (ConfigError, ModelError) as error:
-        raise ConfigError("--draft", f"{error}; give the directory of a draft model, or ORG/NAME") from error
+        raise ConfigError("--draft", f"{error}; use the directory of a draft model, or ORG/NAME") from error
 
 
 def _is_running(file: Path, overrides: Sequence[str]) -> bool:
-    """Whether a supervisor runs the cluster of a file that was written before."""
+    """Whether a supervisor is running the cluster of a file that was written earlier."""
     try:
         return file.exists() and read_table(run_directory(load_cluster(file, overrides))) is not None
     except ConfigError:

@@ -1,4 +1,4 @@
-"""The state file of a running cluster: its processes, how often each was restarted and why, and known problems."""
+"""The state file of a running cluster: its processes, their restarts and the reasons, and known problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READ_INTERVAL = 0.02  # seconds
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One process; the start time tells it from a later one with the same pid."""
+    """One process. The start time distinguishes it from a later process with the same pid."""
 
     pid: int
     started: int  # clock ticks since boot, field 22 of /proc/PID/stat
@@ -30,32 +30,31 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessRecord(Entry, frozen=True, kw_only=True):
-    """One process of the cluster: the one that runs or, while the state is "backing off", the last that ran."""
+    """One process of the cluster: the running one or, while the state is "backing off", the previous one."""
 
     state: ProcessState = "starting"
     restarts: int = 0
     restart_at: float | None = None  # monotonic seconds of this host; set while backing off
-    ended_at: float | None = None  # monotonic seconds; when the process before this one ended
-    last_end: str = ""  # exit code or signal, and last log line, of the process before this one
+    ended_at: float | None = None  # monotonic seconds at which the previous process ended
+    last_end: str = ""  # exit code or signal, and last log line, of the previous process
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """Written by the supervisor, read by `deploy/status` and `deploy/down`."""
+    """The state that the supervisor writes and `deploy/status` and `deploy/down` read."""
 
     supervisor: Entry
     cluster: str
     url: str
     state: State
     processes: dict[str, ProcessRecord]
-    problems: list[
-        str
-    ] = []  # what the supervisor cannot do at present: a full disk, a log that cannot be opened
+    # what the supervisor cannot do now: a full disk, a log that cannot be opened
+    problems: list[str] = []
 
 
 def start_time(pid: int) -> int | None:
-    """None if there is no such process, or only its zombie."""
+    """Return the start time of a process in clock ticks; None if it does not exist or is a zombie."""
     try:
-        # the name between the brackets may hold anything, brackets and broken UTF-8 included
+        # The name in parentheses may contain anything, including parentheses and invalid UTF-8.
         fields = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace").rpartition(") ")[2].split()
     except OSError:
         return None
@@ -71,28 +70,28 @@ def table_path(run_dir: Path) -> Path:
 
 
 def read_table(run_dir: Path) -> Table | None:
-    """The table of a supervisor that is alive; None if there is none, or only what a killed one left."""
+    """Return the table of a living supervisor; None if there is none, or only the table of a killed one."""
     table = read_any_table(run_dir)
     return table if table is not None and table.supervisor.alive else None
 
 
 def read_any_table(run_dir: Path) -> Table | None:
-    """The table as it is on disk, also that of a supervisor that was killed."""
+    """Return the table on disk, even if its supervisor was killed."""
     for attempt in range(READ_ATTEMPTS):
         try:
             return msgspec.json.decode(table_path(run_dir).read_bytes(), type=Table)
         except OSError:
             return None
-        except msgspec.DecodeError:  # it may just be overwritten in place
+        except msgspec.DecodeError:  # it may be overwritten in place right now
             if attempt < READ_ATTEMPTS - 1:
                 time.sleep(READ_INTERVAL)
     return None
 
 
 def write_table(run_dir: Path, table: Table) -> None:
-    """Replace the file as a whole or, on a full disk, overwrite it in place. Raises OSError if neither works.
+    """Replace the file atomically or, on a full disk, overwrite it in place. Raises OSError if neither works.
 
-    The file is padded to twice its length, so that later tables fit into the blocks that it has already.
+    The file is padded to twice the length of its content, so that later tables fit into the blocks it already has.
     """
     text = msgspec.json.encode(table)
     data = text.ljust(-(-2 * len(text) // BLOCK) * BLOCK)
@@ -109,7 +108,7 @@ def write_table(run_dir: Path, table: Table) -> None:
 
 
 def _overwrite(path: Path, text: bytes) -> None:
-    """Write into the blocks that the file has; a reader in the same instant reads it again."""
+    """Write into the existing blocks of the file; a reader that sees a partial write retries."""
     with path.open("r+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if len(text) > size:

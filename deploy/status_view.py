@@ -1,4 +1,4 @@
-"""What `deploy/status` shows: the supervisor's table of processes beside what the router says of its nodes."""
+"""Renders `deploy/status`: the supervisor's process table, joined with what the router reports about its nodes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ UP, NOT_READY, DEGRADED = 0, 1, 4  # exit codes of deploy/status
 def show_status(table: Table, disk: str | None, info: dict[str, Any] | None, out: Console) -> int:
     """Print the state and return the exit code.
 
-    `disk`: what is wrong with the disk now; on a read-only one the table does not say so. `info`: the router's
-    /server_info, None without an answer.
+    `disk` is the current disk problem, which the table cannot contain if the disk is read-only. `info` is the router's
+    /server_info; None if it did not answer.
     """
     problems = [*table.problems, *([disk] if disk and disk not in table.problems else [])]
     nodes = {node["name"]: node for node in info.get("nodes", [])} if info else {}
@@ -52,7 +52,7 @@ def show_status(table: Table, disk: str | None, info: dict[str, Any] | None, out
 
 
 def show_launched(info: dict[str, Any], out: Console) -> int:
-    """As `show_status`, of a cluster that the launch scripts started: by the word of its router."""
+    """Show a cluster that the launch scripts started, as the router reports it, and return the exit code."""
     nodes = info.get("nodes", [])
     ready = bool(info.get("ready"))
     degraded = any(node.get("state", "up") != "up" for node in nodes)
@@ -78,7 +78,7 @@ def show_launched(info: dict[str, Any], out: Console) -> int:
 
 
 def how_to_end(info: dict[str, Any]) -> str:
-    """What a person does to end a cluster that no supervisor holds."""
+    """Instructions to stop a cluster that has no supervisor."""
     nodes = [
         f"{node['name']} (pid {node.get('pid')} on {node.get('host')})" for node in info.get("nodes", [])
     ]
@@ -92,7 +92,7 @@ def _pages(load: dict[str, Any]) -> str:
 def _state(name: str, record: ProcessRecord, nodes: dict[str, Any], info: dict[str, Any] | None) -> str:
     if record.state == "backing off":
         wait = max((record.restart_at or 0.0) - time.monotonic(), 0.0)
-        return f"down, starts again in {wait:.0f} s"
+        return f"down, restarts in {wait:.0f} s"
     if not record.alive:
         return "dead"
     if name == "router" and info is not None:

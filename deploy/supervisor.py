@@ -1,4 +1,4 @@
-"""Runs one cluster on this machine: starts its processes, watches them, restarts what dies, drains in order."""
+"""Runs one cluster on this machine: starts its processes, watches and restarts them, and drains them in order."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from deploy.watcher import START_TIMEOUT, Report, Watcher
 from kv_transfer.transport.one_host.segment import sweep_orphans
 
 PROBE_TIMEOUT = 60.0
-WATCH_INTERVAL = 0.1  # seconds between two looks at the processes
-DISK_INTERVAL = 1.0  # seconds between two looks at the disk, and between attempts to write the table
+WATCH_INTERVAL = 0.1  # seconds between two checks of the processes
+DISK_INTERVAL = 1.0  # seconds between two checks of the disk, and between attempts to write the table
 
 
 def local_url(host: str, port: int, scheme: str = "http") -> str:
-    """How this host reaches a server that binds to `host`."""
+    """Return the URL at which this host reaches a server that binds to `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class StartError(TandemError):
-    """The cluster did not come up; the text says which process and why."""
+    """The cluster did not start; the text says which process failed and why."""
 
 
 class AlreadyRunning(TandemError):
@@ -46,14 +46,14 @@ class AlreadyRunning(TandemError):
 
 
 class Supervisor:
-    """One instance per `deploy/up`; `start`, then `watch` until `stop` is asked for."""
+    """Supervises one cluster: call `start`, then `watch`, which returns when a stop is requested, then `stop`."""
 
     def __init__(self, resolved: Resolved, overrides: list[str]) -> None:
         self._resolved = resolved
         self._run_dir = run_directory(resolved, to_write=True)
         cluster = resolved.cluster
         if cluster.router.port == 0:
-            raise ConfigError("router.port", "deploy/up has to know the port: choose one")
+            raise ConfigError("router.port", "deploy/up needs a fixed port: set one")
         scheme = "http" if resolved.tls_paths is None else "https"
         self.url = local_url(cluster.router.host, cluster.router.port, scheme)
         self._admin_socket = admin_listeners(resolved).socket
@@ -80,7 +80,7 @@ class Supervisor:
         return self._run_dir
 
     def request_stop(self, number: int = 0, frame: FrameType | None = None) -> None:
-        """As a signal handler, or called."""
+        """Ask `watch` to return. Usable as a signal handler."""
         self._stop_requested = True
 
     @property
@@ -88,9 +88,9 @@ class Supervisor:
         return self._stop_requested
 
     def start(self, show: Callable[[list[Child]], None], report: Report) -> None:
-        """Start everything and return once a probe request has gone through. `show` is called while it waits.
+        """Start everything and return once a probe request has succeeded. `show` is called while it waits.
 
-        Raises StartError, or ConfigError if the run directory cannot be written to; then nothing is left running.
+        Raises StartError, or ConfigError if the run directory is not writable. In that case no process is left running.
         """
         try:
             end_leftovers(self._run_dir, self._drain + 5, report, lambda: self._stop_requested)
@@ -105,13 +105,13 @@ class Supervisor:
             self._write("ready")
         except OSError as error:
             self.stop()
-            raise StartError(f"no process can be started: {error}") from error
+            raise StartError(f"cannot start a process: {error}") from error
         except BaseException:
             self.stop()
             raise
 
     def watch(self, report: Report) -> None:
-        """Until a stop is requested: restart processes that end, and report that and every other problem."""
+        """Restart processes that end and report every problem, until a stop is requested."""
         next_look = 0.0
         while not self._stop_requested:
             changed = self._watcher.check(report)
@@ -123,7 +123,7 @@ class Supervisor:
             time.sleep(WATCH_INTERVAL)
 
     def stop(self) -> None:
-        """Drain: the router first, since it holds the clients, then the nodes. Leaves nothing behind."""
+        """Drain the router first, because it holds the clients, then the nodes. Remove sockets, table and lock file."""
         started = [child for child in self.children if child.launched]
         if started:
             self._write("stopping")
@@ -136,7 +136,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             sweep_orphans()
         for file in (*self._run_dir.glob("*.sock"), table_path(self._run_dir), self._lock_path):
-            with contextlib.suppress(OSError):  # on a disk that is read-only by now, it stays
+            with contextlib.suppress(OSError):  # on a disk that has become read-only, the file stays
                 file.unlink()
         os.close(self._lock)
 
@@ -154,7 +154,7 @@ class Supervisor:
         show(self.children)
 
     def _probe(self, show: Callable[[list[Child]], None]) -> None:
-        """One real request through router, prefill node, transfer and decode node."""
+        """Send a real request through router, prefill node, transfer and decode node."""
         body = msgspec.json.encode(
             {"prompt": [1, 1, 1], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         )
@@ -164,12 +164,12 @@ class Supervisor:
             self._check_children()
             try:
                 status, raw = ask(self._admin_socket, "POST", "/v1/completions", body, headers, PROBE_TIMEOUT)
-                problem = f"the probe was answered {status}: {raw[:300].decode(errors='replace')}"
+                problem = f"the probe request got status {status}: {raw[:300].decode(errors='replace')}"
                 if status == 200:
                     answer = msgspec.json.decode(raw)
                     if answer["usage"]["completion_tokens"] == 2:
                         return
-                    problem = f"the probe was answered with {answer['usage']}"
+                    problem = f"the probe request got usage {answer['usage']}"
             except (OSError, HTTPException) as error:
                 problem = f"the router at {self.url} does not answer on {self._admin_socket}: {error}"
             if time.monotonic() > deadline:
@@ -200,25 +200,26 @@ class Supervisor:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._lock_path.stat()):
                     break
-            os.close(descriptor)  # the lock of a file that its last owner has just removed holds nobody off
+            # The last owner has just removed this file, so its lock excludes nobody.
+            os.close(descriptor)
         table = read_table(self._run_dir)
-        if table is not None:  # somebody has removed the file of its lock
+        if table is not None:  # the lock file was removed while its supervisor runs
             os.close(descriptor)
             raise self._already_running(table)
         return descriptor
 
     def _already_running(self, table: Table | None) -> AlreadyRunning:
         where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
-        return AlreadyRunning(f"this cluster runs already{where}; stop it with deploy/down")
+        return AlreadyRunning(f"this cluster is already running{where}; stop it with deploy/down")
 
     def _write_first(self) -> None:
-        """As `_write`, but a table that cannot be written ends the start: `deploy/down` could not find the cluster."""
+        """Write the first table. If that fails the start fails, because `deploy/down` could not find the cluster."""
         self._write("starting")
         if self._table_problem:
             raise unwritable(self._run_dir, self._table_problem)
 
     def _write(self, state: State) -> None:
-        """Write the table; a failure is a problem to report, never the end of the cluster."""
+        """Write the table. A failure is reported as a problem but never ends the cluster."""
         table = Table(
             supervisor=entry(os.getpid()),
             cluster=str(self._resolved.file),
@@ -234,21 +235,21 @@ class Supervisor:
             self._table_problem = f"cluster.json cannot be written: {error.strerror or error}"
 
     def _table_is_old(self) -> bool:
-        """Whether the table could not be written, or somebody has tidied it away."""
+        """Whether the table could not be written, or was removed by someone."""
         return bool(self._table_problem) or not table_path(self._run_dir).exists()
 
     def _look_for_problems(self, report: Report) -> bool:
-        """Report problems that have come or gone; True if there were any."""
+        """Report problems that appeared or disappeared; return True if any did."""
         found = [disk_problem(self._run_dir) or "", *(child.log_problem for child in self.children)]
         if self._table_problem:
-            found.append(f"{self._run_dir}: {self._table_problem}; deploy/status shows an old state")
+            found.append(f"{self._run_dir}: {self._table_problem}; deploy/status shows an outdated state")
         problems = [problem for problem in found if problem]
         for problem in problems:
             if problem not in self._problems:
                 report(problem)
         for problem in self._problems:
             if problem not in problems:
-                report(f"no longer so: {problem}")
+                report(f"resolved: {problem}")
         changed = problems != self._problems
         self._problems = problems
         return changed

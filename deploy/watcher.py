@@ -1,4 +1,4 @@
-"""Starts the processes of a running cluster again when they end, each after its own back-off."""
+"""Restarts the processes of a running cluster when they end, each with its own back-off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deploy.backoff import Backoff
 from deploy.children import Child, describe_exit
 from deploy.process_table import ProcessRecord, ProcessState, entry
 
-START_TIMEOUT = 900.0  # seconds until a process must have loaded its weights
+START_TIMEOUT = 900.0  # seconds in which a process must have loaded its weights
 Report = Callable[[str], None]
 
 
@@ -31,14 +31,14 @@ class _Watched:
 
 
 class Watcher:
-    """Looks after all processes without ever waiting for one: while one is down, the others are looked after."""
+    """Watches all processes without waiting for any: while one is down, the others are still watched."""
 
     def __init__(self, children: Sequence[Child], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._watched = {child.name: _Watched(child, clock()) for child in children}
 
     def check(self, report: Report) -> bool:
-        """Look once at every process; restart what is due. Returns whether a record changed."""
+        """Check every process once and restart those that are due. Return whether a record changed."""
         changes = [self._check(each, report) for each in self._watched.values()]
         return any(changes)
 
@@ -64,9 +64,7 @@ class Watcher:
                 report(f"{child.name} is up again (pid {child.pid})")
             return True
         if each.up_since is None and now - each.started_at > START_TIMEOUT:
-            report(
-                f"{child.name} is not ready after {START_TIMEOUT:.0f} s and is killed; see {child.log_path}"
-            )
+            report(f"{child.name} is not ready after {START_TIMEOUT:.0f} s: killing it; see {child.log_path}")
             each.started_at = now
             child.signal(signal.SIGKILL)
         return False
@@ -79,16 +77,16 @@ class Watcher:
             return
         each.restart_at, each.started_at = None, now
         each.restarts += 1
-        report(f"{each.child.name} was started again (pid {each.child.pid})")
+        report(f"{each.child.name} was restarted (pid {each.child.pid})")
 
 
 def _schedule(each: _Watched, now: float, end: str, report: Report) -> None:
-    """Set the time of the next start, and say what ended, why, and when it comes back."""
+    """Schedule the next start; report what ended, why, and when it restarts."""
     delay = each.backoff.next_delay(0.0 if each.up_since is None else now - each.up_since)
     each.up_since, each.restart_at = None, now + delay
     each.ended_at, each.last_end = now, end
     child = each.child
-    report(f"{child.name} {end}; it will be started again in {delay:.1f} s; log: {child.log_path}")
+    report(f"{child.name} {end}; restarting in {delay:.1f} s; log: {child.log_path}")
 
 
 def _record(each: _Watched) -> ProcessRecord:

@@ -1,1 +1,4 @@
-"""The only process that speaks HTTP and text: admits and places requests, retries them, merges tokens. No torch."""
+"""The only process that speaks HTTP and text: it admits, places and retries requests and merges their token streams.
+
+Nothing in this package imports torch.
+"""

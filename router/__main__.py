@@ -1,4 +1,4 @@
-"""`python -m router --cluster FILE`: the router process."""
+"""Entry point of the router process: `python -m router --cluster FILE`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+    # Under nohup SIGHUP is ignored, and stays so.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, app.http.reload)
     await app.start()
     reporter.report("ready")
@@ -29,7 +30,7 @@ async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> Non
 
 
 def main(cluster: ClusterOption, set_: SetOption = None, status_fd: StatusOption = None) -> None:
-    """Run the router until it is told to drain (SIGTERM)."""
+    """Run the router until SIGTERM or SIGINT asks it to drain."""
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         uvloop.run(_serve(resolved, reporter, log))

@@ -1,4 +1,4 @@
-"""What operators do on the admin listener beside looking: take the router out of service, and back."""
+"""Operator actions of the admin listener: stop taking new requests (/drain) and start again (/resume)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from router.http_errors import json_response
 
 
 class AdminRoutes:
-    """`set_paused(True)`: nothing new is taken and /ready says no, while requests in flight finish."""
+    """Routes that pause and resume the router.
+
+    While it is paused, new requests are refused and /ready answers 503; requests in flight finish.
+    """
 
     def __init__(self, set_paused: Callable[[bool], None], active: Callable[[], int]) -> None:
         self._set_paused = set_paused

@@ -1,9 +1,9 @@
-"""Lets requests through to the nodes while these have room; the others wait here, in fair order and for a bounded time.
+"""Admission control: requests wait here, in fair order and for a bounded time, until the nodes have room for them.
 
-A request costs its prompt and the tokens that a decode node keeps free for its answer. Requests are let in while their
-cost fits what the decode nodes can hold, or while the nodes themselves report much more room than that: prompts may
-share cached pages. Without this gate the nodes' queues fill up in order of arrival, and a short request waits behind
-every long one that came before it.
+The cost of a request is its prompt plus the tokens that a decode node reserves for its answer. A request is admitted
+while the total cost fits the capacity of the decode nodes, or while the nodes report spare capacity for it, because
+prompts can share cached pages. Without this gate the queues of the nodes would fill up in order of arrival, and a short
+request would wait for every long one that arrived before it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from common.errors import Overloaded
 from router.fair_queue import FairQueue, Waiting
 from router.node_registry import Node
 
-LOOK_SECONDS = 0.25  # between two looks at what nodes report, while requests wait
-REPORTED_SECONDS = 1.0  # after so long a request shows in what its node reports
-RATE_SECONDS = 10.0  # over which the rate of finished work is taken
-LONGEST_RETRY = 60.0
+LOOK_SECONDS = 0.25  # interval at which reported loads are read again while requests wait
+REPORTED_SECONDS = 1.0  # a request appears in the load report of its node within this time
+RATE_SECONDS = 10.0  # window over which the completion rate is measured
+LONGEST_RETRY = 60.0  # upper bound of Retry-After, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the decode nodes can hold."""
+    """Capacity of the decode nodes."""
 
-    tokens: int  # in all
+    tokens: int  # total
     requests: int
-    spare_tokens: int  # free now, as they report it
+    spare_tokens: int  # free now, as the nodes report
 
 
 class NodeRoom:
-    """`Room` of the nodes that are up."""
+    """Computes the `Room` of all nodes that are up."""
 
     def __init__(self, nodes: Callable[[], Iterable[Node]], requests_per_node: int) -> None:
-        """`requests_per_node`: in its batch, and on the way there."""
+        """`requests_per_node`: requests that a decode node may have in its batch or in transfer."""
         self._nodes = nodes
         self._requests = requests_per_node
 
@@ -49,13 +49,13 @@ class NodeRoom:
                 tokens += node.register.total_pages * page
                 requests += self._requests
                 if not node.load.queued:
-                    # half of it: those that run want more pages, too
+                    # Only half of it: running requests will need more pages, too.
                     spare += (node.load.free_pages + node.load.cached_pages) * page // 2
         return Room(tokens, requests, spare)
 
 
 class SlidingSum:
-    """The sum of what was added in the last `seconds`. Forgets the rest whenever something is added."""
+    """The sum of the amounts that were added in the last `seconds`. Older ones are dropped at each call."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._seconds = seconds
@@ -83,14 +83,14 @@ class SlidingSum:
 
 @dataclass(slots=True)
 class _Gate:
-    """A request that waits, and how it hears that it may go."""
+    """A waiting request and the event that admits it."""
 
     waiting: Waiting
     opened: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Admission:
-    """Used on the event loop."""
+    """Admits requests in fair order while the decode nodes have room. Used on the event loop only."""
 
     def __init__(
         self,
@@ -99,31 +99,31 @@ class Admission:
         longest_wait: float,
         clock: Callable[[], float],
     ) -> None:
-        """`reserved_tokens`: what a decode node keeps free for a request's answer, at most."""
+        """`reserved_tokens`: the most tokens that a decode node reserves for the answer of one request."""
         self._room = room
         self._reserved = reserved_tokens
         self._longest_wait = longest_wait
         self._clock = clock
         self._queue = FairQueue()
         self._gates: dict[Waiting, _Gate] = {}
-        self._tokens = 0  # of what was let in and has not ended
+        self._tokens = 0  # cost of the admitted requests that have not ended
         self._requests = 0
-        self._recent = SlidingSum(REPORTED_SECONDS, clock)  # tokens that nodes may not report yet
-        self._finished = SlidingSum(RATE_SECONDS, clock)  # tokens
+        self._recent = SlidingSum(REPORTED_SECONDS, clock)  # cost that nodes may not report yet
+        self._finished = SlidingSum(RATE_SECONDS, clock)  # cost of ended requests
         self._look: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait."""
+        """Number of waiting requests."""
         return len(self._queue)
 
     @asynccontextmanager
     async def let_in(
         self, client: str, prompt_tokens: int, max_tokens: int, patience: float, weight: int = 1
     ) -> AsyncIterator[None]:
-        """Wait for room; inside, the request counts as in flight. `weight`: see FairQueue.
+        """Wait for room; inside the context the request counts as in flight. `weight`: see FairQueue.
 
-        Raises Overloaded where the wait is too long, or longer than `patience` seconds.
+        Raises Overloaded if the request would wait, or has waited, longer than `patience` or the configured limit.
         """
         cost = prompt_tokens + min(max_tokens, self._reserved)
         if not len(self._queue) and self._fits(cost):
@@ -142,7 +142,7 @@ class Admission:
             self._open_gates()
 
     def open_all(self) -> None:
-        """Let everybody in, because the router shuts down and each request is to end with its own error."""
+        """Admit every waiting request: the router is shutting down, and each request ends with its own error."""
         while (head := self._queue.head()) is not None:
             self._open(head)
 
@@ -158,7 +158,8 @@ class Admission:
             async with asyncio.timeout(patience):
                 await gate.opened.wait()
         except BaseException as error:
-            if gate.opened.is_set():  # let in and gone at once
+            # Admitted and cancelled at the same time.
+            if gate.opened.is_set():
                 self._tokens -= waiting.cost
                 self._requests -= 1
                 self._queue.leave(waiting.client)
@@ -171,7 +172,7 @@ class Admission:
             raise
 
     def _open_gates(self) -> None:
-        """Let in whoever's turn it is, as long as there is room."""
+        """Admit the requests whose turn it is while there is room."""
         while (head := self._queue.head()) is not None and self._fits(head.cost):
             self._open(head)
         if len(self._queue) and self._look is None:
@@ -194,7 +195,7 @@ class Admission:
     def _fits(self, cost: int) -> bool:
         room = self._room()
         if not self._requests or not room.requests:
-            # whatever its size; and without decode nodes it is the placement that waits or refuses
+            # An idle cluster takes a request of any size. Without decode nodes, placement waits or refuses.
             return True
         if self._requests >= room.requests:
             return False
@@ -203,7 +204,7 @@ class Admission:
         return self._recent.total() + cost <= room.spare_tokens
 
     def _expected_wait(self, waiting: Waiting) -> float:
-        """Seconds until another request of this client has its turn; 0 while nothing is known."""
+        """Seconds until the next request of this client would be admitted; 0 while no completion rate is known."""
         finished = self._finished.total()
         before = self._queue.tokens_before(waiting.client, waiting.weight)
         return before * RATE_SECONDS / finished if finished else 0.0
@@ -211,6 +212,6 @@ class Admission:
 
 def _overloaded(seconds: float) -> Overloaded:
     return Overloaded(
-        "the cluster has more work than it can take in now; try again later",
+        "the cluster is overloaded; try again later",
         retry_after=min(max(seconds, 1.0), LONGEST_RETRY),
     )

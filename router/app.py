@@ -1,4 +1,4 @@
-"""Composition root of the router: config to objects, start-up and drain order."""
+"""Composition root of the router: builds all objects from the config; defines the order of start-up and drain."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ SHUTTING_DOWN = "this router is shutting down"
 
 @dataclass(slots=True)
 class RouterApp:
-    """A running router. `drain` ends it: readiness off, requests finish, sockets close."""
+    """A running router.
+
+    `drain` ends it: it reports "not ready", lets requests finish and closes the sockets.
+    """
 
     resolved: Resolved
     log: Log
@@ -65,10 +68,11 @@ class RouterApp:
     model: ServedModel
     incarnation: str
     events: EventLog
-    openai: OpenAiRoutes = field(init=False)  # asks this object, as do the handlers of `http`
+    # set last: `openai` and the handlers of `http` call this object
+    openai: OpenAiRoutes = field(init=False)
     http: HttpListeners = field(init=False)
     draining: bool = False
-    paused: bool = False  # as draining, but an operator can take it back
+    paused: bool = False  # refuses new requests as `draining` does, but an operator can resume it
 
     async def start(self) -> None:
         """Listen for nodes, start the text workers, then listen for clients. Raises ConfigError or ModelError."""
@@ -78,18 +82,19 @@ class RouterApp:
 
     @property
     def runner(self) -> web.AppRunner:
-        """Of the API."""
+        """The runner of the public API listener."""
         return self.http.public
 
     async def drain(self) -> None:
-        """Take nothing new, let requests finish up to health.drain_timeout, close."""
+        """Refuse new requests, let those in flight finish for up to health.drain_timeout seconds, then close."""
         self.draining = True
         self.log.info("draining", requests=self.openai.active)
         deadline = time.monotonic() + self.resolved.cluster.health.drain_timeout
         while self.openai.active and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.dispatcher.end_all(Unavailable(f"{SHUTTING_DOWN}, and the answer was not ready in time"))
-        # gives those answers a moment to leave, cancels the rest: aborts reach the nodes before the socket closes
+        # Gives the last answers time to be sent and cancels the rest, so that aborts reach the nodes before the socket
+        # closes.
         await self.http.close()
         await asyncio.sleep(0.05)
         self.control.close()
@@ -100,7 +105,7 @@ class RouterApp:
         self.context.term()
 
     def served(self) -> ServedModel:
-        """The model with the context length that every node can serve."""
+        """The served model, with the context length that every node supports."""
         limit = self.registry.max_model_len
         return (
             self.model
@@ -109,14 +114,17 @@ class RouterApp:
         )
 
     def admitting(self) -> ServedModel:
-        """As `served`, for requests that generate. Raises Unavailable while draining."""
+        """Return `served()` for a request that generates. Raises Unavailable while draining or paused."""
         if self.draining:
             raise Unavailable(f"{SHUTTING_DOWN}; try again in a few seconds")
         if self.paused:
-            raise Unavailable("this router takes nothing new until its operator resumes it; try another one")
+            raise Unavailable(
+                "this router is paused and takes no new requests until its operator resumes it; use another router"
+            )
         return self.served()
 
     def not_ready(self) -> str | None:
+        """Why the router cannot serve requests now; None if it can."""
         if self.draining or self.paused:
             return "draining"
         for role in ("prefill", "decode"):
@@ -127,7 +135,7 @@ class RouterApp:
         return None
 
     def missing_nodes(self) -> list[dict[str, str]]:
-        """Nodes of the cluster file that take no requests at present."""
+        """Nodes of the cluster file that take no requests now."""
         cluster = self.resolved.cluster
         up = {(node.role, node.name) for node in self.registry if node.state == "up"}
         configured = [("prefill", node.name) for node in cluster.prefill.nodes]
@@ -135,7 +143,7 @@ class RouterApp:
         return [{"name": name, "role": role} for role, name in configured if (role, name) not in up]
 
     def set_paused(self, paused: bool) -> None:
-        """For operators: take nothing new, or go on."""
+        """Pause or resume the router on behalf of an operator."""
         self.paused = paused
         self.log.info("paused" if paused else "resumed", requests=self.dispatcher.active)
 
@@ -159,20 +167,21 @@ class RouterApp:
 
 
 def build(resolved: Resolved, log: Log) -> RouterApp:
-    """Compose a router. Raises ConfigError or ModelError with the remedy."""
+    """Compose a router. Raises ConfigError or ModelError, each naming the remedy."""
     cluster = resolved.cluster
     address = control_address(resolved)
     path = resolved.model_path
-    # the draft is the nodes' to check, and so are weights, of which the router reads headers
+    # Only the manifest of the target, and without weights: the router reads just headers, and nodes check the draft.
     check_manifests([each for each in resolved.manifests if each[0] == path], weights=False)
     config = ModelConfig.load(path)
     if config.vision is None:
         refuse_unread(unread_by_text_models(cluster), resolved.origins)
     tokenizer = Tokenizer(path)
-    placeholder = -1 if config.vision is None else config.vision.image_token_id  # has no embedding of its own
+    # The placeholder token of an image may lie outside the vocabulary: it has no embedding.
+    placeholder = -1 if config.vision is None else config.vision.image_token_id
     if tokenizer.vocab_size > max(config.vocab_size, placeholder + 1):
         raise ModelError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has only {config.vocab_size}"
         )
     model = ServedModel(
         name=cluster.model.served_name or path.name,
@@ -246,7 +255,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     template = resolved.chat_template_path
     if find_chat_template(path, template) is None:
         log.warning(
-            "this model has no chat template: /v1/chat/completions is refused; model.chat_template may name a file",
+            "this model has no chat template: /v1/chat/completions is refused; set model.chat_template",
             model=str(path),
         )
     text_pool = TextPool(path, body_bytes, log, dict(resolved.manifests).get(path), template)
@@ -282,7 +291,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
 
 
 def _images(section: Router, vision: VisionConfig | None) -> tuple[Images, int]:
-    """What loads the images of requests, and the bytes that a request's body may have."""
+    """Return the image loader and the largest accepted body, in bytes."""
     if vision is None:
         return NoImages(), section.max_body_bytes
     own = section.images

@@ -1,4 +1,4 @@
-"""One attempt of one request: a room on two nodes, and the two token streams merged by offset."""
+"""One attempt of one request on a pair of nodes: merges the token streams of both nodes by offset."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from common.messages.generation import OutputToken
 from common.messages.router_inbox import FirstToken, TokenRun
 from router.node_registry import Node
 
-MAX_EARLY_RUNS = 4096  # decode steps that may overtake the first token
-MAX_TAKEN = 128  # tokens that go to the client in one turn of the loop: with log-probabilities 27 us each
+MAX_EARLY_RUNS = 4096  # token runs of a decode node that may arrive before the first token
+# Tokens that go to the client in one turn of the event loop. With log-probabilities a token costs 27 us.
+MAX_TAKEN = 128
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """Filled by the control plane, emptied by the dispatcher; both on the event loop."""
+    """The state of one attempt. The control plane fills it, the dispatcher empties it; both run on the event loop."""
 
     room: int
     prefill: Node
     decode: Node
-    emitted: int = 0  # tokens that the request had said before
+    emitted: int = 0  # tokens of the answer from earlier attempts
     next_offset: int = 0
-    pending: list[OutputToken] = field(default_factory=list)  # in order, not given to the client yet
-    # offset -> run that waits for the ones before it
+    pending: list[OutputToken] = field(default_factory=list)  # in order, not sent to the client yet
+    # offset -> run that arrived before the runs that precede it
     early: dict[int, TokenRun] = field(default_factory=dict)
     finish_reason: str | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
-    prefill_over: bool = False  # pages handed over, or the leg failed: nothing to abort there
+    prefill_over: bool = False  # the pages are handed over or the prefill failed: no abort is needed there
     decode_over: bool = False
-    transferred: bool = False  # the prefill node has handed the pages over
-    blamed: set[str] = field(default_factory=set)  # incarnations that another attempt should avoid
+    transferred: bool = False  # the prefill node has handed over the pages
+    blamed: set[str] = field(default_factory=set)  # incarnations that the next attempt should avoid
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def said(self) -> int:
-        """Tokens of the request in all, those that the client has not got yet included."""
+        """Tokens of the answer so far over all attempts, including those in `pending`."""
         return self.emitted + self.next_offset
 
     def on_first_token(self, message: FirstToken) -> None:
@@ -45,12 +46,16 @@ class Attempt:
         self.on_run(TokenRun(self.room, 0, [message.token], message.finish_reason))
 
     def on_run(self, run: TokenRun) -> None:
-        """Take tokens in from either node; duplicates are dropped, what comes early waits."""
+        """Add tokens from either node. Duplicates are dropped; a run that arrives early waits in `early`."""
         if self.finish_reason is not None:
             return
         if run.offset > self.next_offset:
             if len(self.early) >= MAX_EARLY_RUNS:
-                self.fail(InternalError("a decode node is far ahead of the prefill node"))
+                self.fail(
+                    InternalError(
+                        "the decode node sent too many tokens before the prefill node sent the first one"
+                    )
+                )
             else:
                 self.early[run.offset] = run
             return
@@ -63,13 +68,13 @@ class Attempt:
         self.woken.set()
 
     def fail(self, error: RequestError) -> None:
-        """The first failure counts."""
+        """End the attempt with `error`, unless it has already failed or finished."""
         if self.error is None and self.finish_reason is None:
             self.error = error
         self.woken.set()
 
     def lose(self, node: Node, reason: str) -> None:
-        """A node of this attempt is gone."""
+        """End the attempt because one of its nodes is lost."""
         if node is self.prefill:
             self.prefill_over = True
         else:
@@ -77,11 +82,11 @@ class Attempt:
         self.fail(NodeLost(f"{node.role} node {node.name} was lost: {reason}"))
 
     def expire(self) -> None:
-        """The request's deadline is over. One timer per attempt: one for every token would cost more than the token."""
+        """End the attempt at the deadline of the request. One timer per attempt: one per token would cost too much."""
         self.fail(DeadlineExceeded("the request took longer than its timeout"))
 
     def take(self) -> list[OutputToken]:
-        """What has come since the last call, of much the first part: the rest stays `pending`."""
+        """Return up to MAX_TAKEN of the tokens that have arrived since the last call; the rest stays in `pending`."""
         tokens, self.pending = self.pending[:MAX_TAKEN], self.pending[MAX_TAKEN:]
         if not self.pending:
             self.woken.clear()

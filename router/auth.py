@@ -1,7 +1,7 @@
-"""Who may send a request: one gate per listener, asked before any handler.
+"""Authentication and authorization: each listener has one gate, which is asked before any handler runs.
 
-- OpenGate: no API keys. Everybody who reaches the address, but no web page of another origin.
-- KeyGate: API keys. Every route but the probes needs one with a scope that covers it.
+- OpenGate: no API keys. It admits every client that reaches the address, except web pages of another origin.
+- KeyGate: API keys. Every route except the probes needs a key whose scopes cover it.
 - OwnerGate: the admin socket, which only the owner of the cluster can open.
 """
 
@@ -24,9 +24,9 @@ from router.http_errors import request_id_key
 from router.listeners import client_address
 
 METRICS = "/metrics"
-# Orchestrators ask these without a key.
+# Routes that orchestrators call without a key.
 PROBES = frozenset(("/live", "/liveness", "/ping", "/health", "/health_generate", "/ready", "/readiness"))
-LOG_SECONDS = 1.0  # between two log lines about refused clients
+LOG_SECONDS = 1.0  # shortest time between two log lines about refused clients
 _READS = ("GET", "HEAD")
 admission_key: web.RequestKey[Admission] = web.RequestKey("admission", Admission)
 _quota_key: web.RequestKey[Quota] = web.RequestKey("quota", Quota)
@@ -36,16 +36,16 @@ class Gate(Protocol):
     """Decides about each request of one listener."""
 
     def probe_view(self, request: web.Request) -> View:
-        """What a probe, which needs no key, is shown."""
+        """How much a probe, which carries no key, may see."""
         ...
 
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
-        """Who it is, and its claim on that client's limits. Raises Unauthorized, Forbidden or RateLimited."""
+        """Identify the client and claim its quota. Raises Unauthorized, Forbidden or RateLimited."""
         ...
 
 
 class OpenGate:
-    """`view`: what everybody is shown; on a loopback address that is the cluster."""
+    """Admits clients without API keys. `view` is what each of them may see: the cluster if the address is loopback."""
 
     def __init__(self, hosts: HostRule, view: View, open_metrics: bool) -> None:
         self._hosts = hosts
@@ -53,7 +53,7 @@ class OpenGate:
         self._open_metrics = open_metrics
 
     def probe_view(self, request: web.Request) -> View:
-        """Probes come under any name, and so do pages of other origins: these learn nothing of the nodes."""
+        """A probe may use any Host name; a request that fails the host rule sees nothing about the nodes."""
         try:
             self._hosts.check(request)
         except Forbidden:
@@ -68,7 +68,11 @@ class OpenGate:
 
 
 class KeyGate:
-    """`scope`: what every request needs on an admin listener; None: reading needs any key, all else `inference`."""
+    """Admits clients by API key.
+
+    `scope` is what every request on an admin listener needs. With None, reads need any key and everything else needs
+    the scope `inference`.
+    """
 
     def __init__(
         self, ring: KeyRing, quotas: Quotas, scope: Scope | None, shared_cache: bool, open_metrics: bool
@@ -83,7 +87,7 @@ class KeyGate:
         return View.SERVICE
 
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
-        """Reading is not limited: it costs next to nothing, and clients look at the model before they start."""
+        """Reads are not limited: they are cheap, and clients query the model before they start."""
         route, reads = _route(request), request.method in _READS
         if route == METRICS and self._open_metrics:
             return Client(address_of(request), View.SERVICE), UNLIMITED
@@ -109,13 +113,13 @@ class KeyGate:
         secret = _secret(request)
         key = self._ring.find(secret) if secret else None
         if key is None:
-            given = "this API key is not known, or has expired" if secret else "no API key was given"
+            given = "this API key is unknown or has expired" if secret else "no API key was given"
             raise Unauthorized(f"{given}; send Authorization: Bearer KEY, or x-api-key: KEY")
         return key
 
 
 class OwnerGate:
-    """Whoever could open the socket owns the cluster."""
+    """Admits everyone with operator rights: only the owner of the cluster can open the socket."""
 
     def probe_view(self, request: web.Request) -> View:
         return View.OPERATOR
@@ -125,7 +129,7 @@ class OwnerGate:
 
 
 class Entrance:
-    """The middleware around all handlers of one listener: CORS, the gate, limits."""
+    """The middleware around all handlers of one listener: it applies CORS, the gate and the limits."""
 
     def __init__(self, gate: Gate, cors: Cors, log: Log, clock: Callable[[], float]) -> None:
         self._gate = gate
@@ -137,7 +141,7 @@ class Entrance:
 
     @property
     def middleware(self) -> Middleware:
-        """To stand inside error_middleware, which turns refusals into answers."""
+        """The middleware. It runs inside error_middleware, which turns its refusals into answers."""
 
         @web.middleware
         async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -161,14 +165,14 @@ class Entrance:
         return handle
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For Application.on_response_prepare: streams are covered, too."""
+        """Add CORS and quota headers, to streams too. Registered in Application.on_response_prepare."""
         self._cors.add_headers(request, response)
         quota = request.get(_quota_key)
         if quota is not None:
             response.headers.update(quota.headers())
 
     def _say(self, request: web.Request, error: RequestError) -> None:
-        """Anybody can be refused as often as he likes: at most one line per LOG_SECONDS."""
+        """Log at most one line per LOG_SECONDS: a client can be refused arbitrarily often."""
         self._refused += 1
         now = self._clock()
         if now - self._logged >= LOG_SECONDS:
@@ -183,12 +187,12 @@ class Entrance:
 
 
 def address_of(request: web.BaseRequest) -> str:
-    """Of the peer, as shares and limits count it."""
+    """The peer's address in the form by which quotas and fair shares count clients."""
     return client_address(request.remote or "")
 
 
 def _route(request: web.Request) -> str:
-    """The path of the route that matched; "": none."""
+    """The path of the matched route; "" if none matched."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else ""
 

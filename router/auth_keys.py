@@ -1,4 +1,4 @@
-"""The API keys of a cluster: found by the hash of what a client sends, replaced as a whole when their file changes."""
+"""The API keys of a cluster, looked up by the hash of what a client sends, and reloaded when their file changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from common.api_key import ApiKey
 from common.errors import ConfigError
 from common.observability.logs import Log
 
-CHECK_SECONDS = 1.0  # between two looks at the file
+CHECK_SECONDS = 1.0  # interval at which the file is checked for changes
 
 
 class KeyRing:
-    """All keys that are valid now. `now` gives Unix seconds, for `expires`."""
+    """All keys that are valid now. `now` returns Unix seconds and is compared with `expires`."""
 
     def __init__(self, keys: Sequence[ApiKey], now: Callable[[], float]) -> None:
         self._now = now
@@ -29,7 +29,7 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, secret: str) -> ApiKey | None:
-        """The entry of a key, unless it has expired. Takes as long for every key, known or not."""
+        """Return the entry of a key unless it has expired. The time taken is the same for known and unknown keys."""
         digest = hashlib.sha256(secret.encode(errors="surrogateescape")).digest()
         found: ApiKey | None = None
         for expected, key in self._keys:
@@ -41,7 +41,10 @@ class KeyRing:
 
 
 class KeyFile:
-    """Follows the file: keys come and go without a restart. While it cannot be read, the keys before it hold."""
+    """Reloads the key file when it changes, without a restart.
+
+    While it cannot be read, the previous keys stay valid.
+    """
 
     def __init__(
         self,
@@ -50,24 +53,24 @@ class KeyFile:
         changed: Callable[[Sequence[ApiKey]], None],
         log: Log,
     ) -> None:
-        """`read` raises ConfigError; `changed` is called on the event loop with the new keys."""
+        """`read` raises ConfigError. `changed` is called on the event loop with the new keys."""
         self._path = path
         self._read = read
         self._changed = changed
         self._log = log
         self._asked = asyncio.Event()
         self._seen = self._stamp()
-        self._failure = ""  # why it could not be read the last time
+        self._failure = ""  # why the last read failed
 
     def ask(self) -> None:
-        """Read it again now, whether or not it looks changed."""
+        """Reload the file now, whether or not it has changed."""
         self._asked.set()
 
     async def watch(self) -> None:
-        """For ever: at most one look per CHECK_SECONDS, or when asked.
+        """Run for ever: check the file once per CHECK_SECONDS and whenever `ask` is called.
 
-        After a failure the file is read again until that works, though it has not changed: a lack of descriptors must
-        not keep a revoked key valid. A failure that repeats is logged once.
+        After a failed read the file is read again until that succeeds, even if it has not changed: a lack of file
+        descriptors must not keep a revoked key valid. A repeated failure is logged once.
         """
         while True:
             try:
@@ -87,16 +90,17 @@ class KeyFile:
 
     async def _reload(self) -> None:
         try:
-            keys = await asyncio.to_thread(self._read, self._path)  # parsing takes a while
+            # off the event loop: parsing a large file takes time
+            keys = await asyncio.to_thread(self._read, self._path)
         except ConfigError as error:
             reason, before = str(error), self._failure
             self._failure = reason
             if reason != before:
-                self._log.error("the API keys cannot be read again; those from before hold", reason=reason)
+                self._log.error("cannot reload the API keys; the previous keys stay valid", reason=reason)
             return
         self._failure = ""
         self._changed(keys)
-        self._log.info("read the API keys again", keys=len(keys))
+        self._log.info("reloaded the API keys", keys=len(keys))
 
     def _stamp(self) -> tuple[int, ...] | None:
         try:

@@ -1,4 +1,4 @@
-"""What an API key may use: requests and tokens per minute, and prompts in flight."""
+"""Quotas of API keys: requests and tokens per minute, and prompts in flight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 from common.api_key import ApiKey
 from common.errors import RateLimited
 
-CONCURRENCY_RETRY = 1.0  # seconds: nobody knows when another of the key's requests ends
+CONCURRENCY_RETRY = 1.0  # seconds of Retry-After: when another request of the key ends is unknown
 
 
 class Bucket:
-    """A minute's worth at most, refilled all the time. What is taken may be more than it holds: then it owes."""
+    """A token bucket that holds one minute's allowance and refills continuously. Its level may become negative."""
 
     __slots__ = ("_level", "_seen", "per_minute")
 
@@ -44,7 +44,7 @@ class Answered(Protocol):
 
 
 class Admission:
-    """One HTTP request that a key's limits let in. `release` exactly once."""
+    """The quota claim of one admitted HTTP request. `release` must be called exactly once."""
 
     __slots__ = ("_prompts", "_quota", "_usage")
 
@@ -54,9 +54,9 @@ class Admission:
         self._usage: Answered | None = None
 
     def begin(self, prompts: int, usage: Answered) -> None:
-        """Its body is read: so many prompts, to be answered at once. `usage` counts on until the request ends.
+        """Claim the prompts of the request, once its body is read. `usage` keeps counting until the request ends.
 
-        Raises RateLimited where they are more than the key may have in flight.
+        Raises RateLimited if the key may not have so many prompts in flight.
         """
         self._quota.occupy(prompts - self._prompts)
         self._prompts = prompts
@@ -70,7 +70,7 @@ class Admission:
 
 
 class NoLimits(Admission):
-    """Of clients without limits: probes, operators, and everybody where there are no keys."""
+    """The claim of clients without limits: probes, operators, and everyone if the cluster has no keys."""
 
     __slots__ = ()
 
@@ -98,13 +98,13 @@ class Quota:
         self.configure(key)
 
     def configure(self, key: ApiKey) -> None:
-        """Limits of the key as its file has them now; one that did not change keeps its level."""
+        """Apply the limits that the key file has now; a limit that did not change keeps its level."""
         self._id, self._concurrency = key.id, key.concurrency
         self._requests = self._bucket(self._requests, key.requests_per_minute)
         self._tokens = self._bucket(self._tokens, key.tokens_per_minute)
 
     def admit(self) -> Admission:
-        """Count one request. Raises RateLimited, which counts none."""
+        """Count one request. Raises RateLimited; a refused request is not counted."""
         now = self._clock()
         self._check(self._requests, "requests_per_minute", now)
         self._check(self._tokens, "tokens_per_minute", now)
@@ -126,12 +126,12 @@ class Quota:
         self._running -= prompts
 
     def spend(self, tokens: int) -> None:
-        """Tokens that were used; the next request waits until what is owed is refilled."""
+        """Subtract used tokens. If the level becomes negative, the next request waits until it is refilled."""
         if self._tokens is not None:
             self._tokens.take(tokens, self._clock())
 
     def headers(self) -> dict[str, str]:
-        """As OpenAI names them."""
+        """Rate limit headers under OpenAI's names."""
         now, found = self._clock(), dict[str, str]()
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
@@ -155,7 +155,7 @@ class Quota:
 
 
 class Quotas:
-    """One per key, by id."""
+    """The quota of each key, by key id."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -171,7 +171,7 @@ class Quotas:
         return quota
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
-        """The file has changed: forget keys that are gone, keep what the others have used."""
+        """Follow a reload of the key file: drop removed keys and keep what the others have used."""
         known = {key.id: key for key in keys}
         self._of = {id_: quota for id_, quota in self._of.items() if id_ in known}
         for id_, quota in self._of.items():
@@ -179,7 +179,7 @@ class Quotas:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes them: 120ms, 2s, 6m0s."""
+    """Format a duration as OpenAI does: 120ms, 2s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

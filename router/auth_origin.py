@@ -1,7 +1,7 @@
-"""What browsers say of the page that sends a request: Host and Origin headers, and CORS.
+"""Protection against web pages: checks the Host and Origin headers of requests and answers CORS preflights.
 
-A page in a browser on this host can send requests to every loopback port, and by DNS rebinding even under a name of its
-own. Where clients prove nothing (no API keys), requests are taken only under names that are this router's.
+A page in a browser on this host can send requests to every loopback port and, by DNS rebinding, even under a host name
+of its own. Without API keys, requests are therefore accepted only under a name that belongs to this router.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REQUEST_HEADER = re.compile(
 
 
 class Cors:
-    """Pages of `origins` may use the API; nobody else's browser is told that they may."""
+    """Lets pages of `origins` use the API; browsers block pages of all other origins."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._origins = frozenset(origins)
@@ -35,7 +35,7 @@ class Cors:
         return origin in self._origins
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """The answer to a browser that asks whether a page may send a request; None: it is no such question."""
+        """The answer to a CORS preflight request; None if this is not one."""
         if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
             return None
         if not self.lists(request.headers.get("Origin", "")):
@@ -62,21 +62,25 @@ class Cors:
 
 
 class HostRule:
-    """For clusters without API keys. `allowed`: names beside loopback ones and the address that a request came to."""
+    """Checks Host and Origin in clusters without API keys.
+
+    `allowed` adds host names to the loopback names and to the address on which a request arrived.
+    """
 
     def __init__(self, allowed: Sequence[str], cors: Cors) -> None:
         self._allowed = frozenset(_plain(host) for host in allowed)
         self._cors = cors
 
     def check(self, request: web.Request) -> None:
-        """Raises Forbidden with the key that would allow it."""
+        """Raises Forbidden, which names the config key that would allow the request."""
         given = request.headers.getall("Host", [])
         if len(given) > 1:
             raise Forbidden("the request has several Host headers")
-        host = _host_of(given[0]) if given else None  # browsers always send one
+        # Browsers always send a Host header; a client without one is no web page.
+        host = _host_of(given[0]) if given else None
         if host is not None and not self._is_ours(host, request):
             raise Forbidden(
-                f"this router is not called {host[:100]!r}; if it is, its operator can add the name to "
+                f"{host[:100]!r} is not a name of this router; its operator can add it to "
                 "router.allowed_hosts"
             )
         origin = request.headers.get("Origin")
@@ -99,7 +103,7 @@ class HostRule:
 
 
 def _host_of(header: str) -> str:
-    """The Host header without its port; what cannot be read is nobody's name."""
+    """The host name of the Host header, without port; "" if it cannot be parsed."""
     try:
         return _plain(urlsplit(f"//{header}").hostname or "")
     except ValueError:

@@ -1,10 +1,10 @@
-"""Circuit breakers: what failed is left out for a while, then one request tries it again.
+"""Circuit breakers: a failed node or pair is left out for a while, then one trial request tests it.
 
     closed ──failures within the window──> open ──back-off over──> half-open ──success──> closed
                                             ^                          │
                                             └── failure: twice as long ┘
 
-A breaker only advises: placement ignores it where nothing else is left.
+A breaker only advises: placement ignores it if nothing else is left.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ K = TypeVar("K", bound=Hashable)
 class BreakerLimits:
     """When a breaker opens and for how long."""
 
-    failures: int  # within `window` that open it
+    failures: int  # that open it within `window`
     window: float  # seconds
-    first_pause: float  # seconds open after the first time; doubled each time in a row
+    first_pause: float  # seconds that it stays open the first time; doubled each further time in a row
     longest_pause: float
-    trial: float = 10.0  # seconds that a trial request may take before another one is let through
+    trial: float = 10.0  # seconds after which another trial request is let through
 
 
 @dataclass(slots=True)
 class _State:
-    failures: list[float] = field(default_factory=list)  # times, while closed
-    openings: int = 0  # in a row; 0: closed
+    failures: list[float] = field(default_factory=list)  # their times, while closed
+    openings: int = 0  # in a row; 0 while closed
     open_until: float = 0.0
     trial_until: float = 0.0
 
@@ -44,7 +44,7 @@ class Breakers(Generic[K]):
         self._states: dict[K, _State] = {}
 
     def failed(self, key: K) -> None:
-        """Count a failure. Failures while the breaker is open stem from before and change nothing."""
+        """Count a failure. Failures while the breaker is open belong to older requests and change nothing."""
         now, limits = self._clock(), self._limits
         state = self._states.setdefault(key, _State())
         if state.openings:

@@ -1,4 +1,4 @@
-"""Chat messages to one prompt text, with the model's own Jinja template in a sandbox."""
+"""Renders chat messages to one prompt text, with the model's own Jinja template in a sandbox."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class ChatTemplate:
-    """A model's own template, or one that the cluster file names in its place."""
+    """The template of the model, or the one that the cluster file sets instead."""
 
     def __init__(self, path: Path, given: Path | None = None) -> None:
-        """Raises ModelError when the template cannot be compiled. A model without one serves no chat."""
+        """Raises ModelError if the template cannot be compiled. A model without a template serves no chat."""
         config = _read_config(path / "tokenizer_config.json")
         source = find_chat_template(path, given)
-        # a token that the model does not have stays undefined: templates test for it, and print it as ""
+        # A token that the model lacks stays undefined: templates test for it, and it prints as "".
         self._variables = {
             name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None
         }
@@ -39,12 +39,12 @@ class ChatTemplate:
             assert source is not None
             line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ModelError(
-                f"{source.file}: the chat template cannot be compiled: {error}{line}; mend it, or name another file in "
+                f"{source.file}: the chat template cannot be compiled: {error}{line}; correct it, or set another in "
                 "model.chat_template"
             ) from error
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt, generation prompt included. Raises InvalidRequest("messages"). May run on any thread."""
+        """Return the prompt, including the generation prompt. Raises InvalidRequest("messages"). Runs on any thread."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or set model.chat_template",
@@ -60,11 +60,11 @@ class ChatTemplate:
 
     @cached_property
     def _forms(self) -> ContentForms:
-        """Found with the first request: rendering is limited in a text worker, loading is not."""
+        """The forms, probed at the first request: a text worker limits the time of rendering but not of loading."""
         return ContentForms(self.render_plain)
 
     def render_plain(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Render messages as they are. Raises whatever the template raises."""
+        """Render messages unchanged. Raises whatever the template raises."""
         assert self._template is not None
         variables = {
             **self._variables,
@@ -76,12 +76,12 @@ class ChatTemplate:
         return self._sandbox.render(self._template, variables, MAX_PROMPT_CHARACTERS)
 
     def _plain(self, message: Message) -> dict[str, Any]:
-        """A message as the template expects it: its images as parts, its text in the form of its role."""
+        """Convert a message to what the template expects: images as parts, text in the form of its role."""
         form = self._forms.of(message.role)
         content: Content
         if not isinstance(message.content, list):
             content = form.of_text(message.content or "")
-        elif list(image_parts([message])):  # refuses parts of other types
+        elif list(image_parts([message])):  # raises for parts of other types
             content = [
                 {"type": "image"} if part.type == "image_url" else text_part(part.text or "")
                 for part in message.content

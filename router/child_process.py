@@ -1,7 +1,7 @@
-"""Processes of the router's own that read what strangers wrote: confined, and spoken to in frames.
+"""Confinement and framing for the router's child processes, which parse untrusted input.
 
-A frame is 4 bytes of length, little-endian, and that much msgpack. Text workers, whose frames are large, have the
-payload of a frame beside its msgpack, so that nothing is copied.
+A frame is a 4-byte little-endian length followed by that many bytes of msgpack. Frames of text workers are large, so
+they carry their payload next to the msgpack, which avoids copies.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import msgspec
 
 from common.errors import ProtocolError
 
-START_SECONDS = 30.0  # until a process says that it is ready
+START_SECONDS = 30.0  # until a process must report that it is ready
 
 
 def confine(address_space: int, open_files: int) -> None:
-    """This process, from here on: its memory in bytes, no files written, no core dumps."""
-    os.setpgrp()  # a Ctrl-C in the terminal ends the router, which ends this one
+    """Limit the current process: `address_space` bytes of memory, no written files, no core dumps."""
+    # Ctrl-C in the terminal ends only the router, which then ends this process.
+    os.setpgrp()
     for limit, value in (
         (resource.RLIMIT_AS, address_space),
         (resource.RLIMIT_FSIZE, 0),
@@ -35,14 +36,14 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 def frame_head(head: msgspec.Struct, payload_bytes: int) -> bytes:
-    """What a frame begins with: all of it but the payload."""
+    """Return everything of a frame that precedes its payload."""
     content = msgspec.msgpack.encode(head)
     return len(content).to_bytes(4, "little") + payload_bytes.to_bytes(4, "little") + content
 
 
 async def read_frame(reader: StreamReader, most: int) -> bytes:
-    """Its content. Raises EOFError, OSError, or ProtocolError for one of more than `most` bytes."""
+    """Return the content of a frame. Raises EOFError, OSError, or ProtocolError if it has more than `most` bytes."""
     length = int.from_bytes(await reader.readexactly(4), "little")
     if length > most:
-        raise ProtocolError(f"a frame of {length} bytes, at most {most} are taken")
+        raise ProtocolError(f"a frame has {length} bytes, the limit is {most}")
     return await reader.readexactly(length)

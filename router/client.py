@@ -1,4 +1,4 @@
-"""Who sent a request: what handlers may know of it, once one of router.auth's gates has let it in."""
+"""The identity of a client, as a gate of router.auth has established it and handlers may see it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from aiohttp import web
 
 
 class View(IntEnum):
-    """How much of the cluster a client is shown; each level holds the ones below it."""
+    """How much of the cluster a client may see; each level includes the levels below it."""
 
-    SERVICE = 0  # the model, and its own requests
-    CLUSTER = 1  # nodes by name, their load, metrics, the configuration
-    OPERATOR = 2  # processes, hosts and incarnations, too
+    SERVICE = 0  # the model and its own requests
+    CLUSTER = 1  # also node names, their load, metrics and the configuration
+    OPERATOR = 2  # also processes, hosts and incarnations
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """`name` stands in logs and timelines, and is what shares of the cluster go by."""
+    """A client. `name` appears in logs and timelines and identifies the client for fair shares."""
 
     name: str  # API key id, or the client's address where there are no keys
     view: View
-    tenant: str = ""  # whose prompts share cached pages; "": everybody's
-    weight: int = 1  # shares of the cluster that it gets while clients wait for room
+    tenant: str = ""  # only prompts of one tenant share cached pages; "" is shared by everyone
+    weight: int = 1  # its share of the cluster relative to other waiting clients
 
 
 client_key: web.RequestKey[Client] = web.RequestKey("client", Client)
 
 
 def cache_salt(tenant: str, asked: str | None) -> bytes:
-    """The salt of a request's cached pages: by tenant and by the request's own `cache_salt`, which never leaves it."""
+    """Derive the salt of a request's cached pages from its tenant and its `cache_salt` field."""
     if not tenant and asked is None:
         return b""
     return hashlib.sha256(msgspec.msgpack.encode((tenant, asked))).digest()[:16]

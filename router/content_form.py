@@ -1,7 +1,7 @@
-"""In which form a chat template takes the content of messages: as one text, as a list of parts, or as either.
+"""Finds out in which form a chat template takes message content: one text, a list of parts, or either.
 
-A template that gets the other form rarely fails: it prints a Python list, or finds no parts in a text and prints
-nothing. So each template is asked once, by rendering marked messages of each role, which forms come out whole.
+A template that is given the wrong form rarely fails: it prints a Python list, or finds no parts in a text and prints
+nothing. So each template is probed once: marked messages of each role are rendered to see which forms appear whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Message = dict[str, Any]
 Render = Callable[[Sequence[_Message]], str]
 
 USER = "user"
-# Conversations in which a role is probed: what some templates refuse ("roles must alternate"), others demand.
+# Conversations in which a role is probed: some templates demand what others refuse ("roles must alternate").
 _SURROUNDINGS: dict[str, tuple[tuple[Sequence[str], Sequence[str]], ...]] = {
     USER: (((), ()), (("system",), ()), ((), ("assistant",))),
     "system": (((), (USER,)),),
@@ -26,7 +26,7 @@ _SURROUNDINGS: dict[str, tuple[tuple[Sequence[str], Sequence[str]], ...]] = {
     "tool": (((USER, "assistant"), ()), ((), (USER,))),
 }
 _MARKS = ("qzprobexa", "qzprobexb")
-# The list itself was printed, by Python or as JSON: [{'type': 'text', 'text': 'qzprobexa'}]
+# Matches a list that was printed itself, by Python or as JSON: [{'type': 'text', 'text': 'qzprobexa'}]
 _PRINTED_LIST = re.compile(rf"""["']text["']\s*:\s*["']({"|".join(_MARKS)})""", re.IGNORECASE)
 
 
@@ -40,17 +40,17 @@ class Parts(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoleForm:
-    """What a template prints whole of the messages of one role."""
+    """Which forms of content a template prints whole for messages of one role."""
 
     text: bool
     parts: Parts
 
     def of_text(self, text: str) -> Content:
-        """A content that the client sent as a string."""
+        """Return content that the client sent as a string, in the form that the template prints."""
         return text if self.text or self.parts is Parts.NONE else [text_part(text)]
 
     def of_parts(self, texts: Sequence[str]) -> Content:
-        """Text parts as they are where the template prints all of them, else lines of one text."""
+        """Return text parts unchanged if the template prints all of them, otherwise joined by newlines."""
         if self.parts is Parts.SEVERAL or len(texts) == self.parts:
             return [text_part(text) for text in texts]
         return self.of_text("\n".join(texts))
@@ -61,10 +61,10 @@ def text_part(text: str) -> dict[str, str]:
 
 
 class ContentForms:
-    """The forms of each role, found by rendering short conversations."""
+    """The form of each role, found by rendering short conversations."""
 
     def __init__(self, render: Render) -> None:
-        """`render` may raise anything: a template can."""
+        """`render` may raise anything, because a template can."""
         self._render = render
         as_text = RoleForm(True, Parts.NONE)
         self._user = self._probe(USER, as_text) or as_text
@@ -73,11 +73,11 @@ class ContentForms:
         }
 
     def of(self, role: str) -> RoleForm:
-        """A role that the template prints in no form, or that is no role of OpenAI's API, is taken for a user's."""
+        """The form of a role. Unknown roles, and roles whose content is never printed, take the user's form."""
         return self._others.get(role, self._user)
 
     def _probe(self, role: str, others: RoleForm) -> RoleForm | None:
-        """None where no conversation prints the role's content. `others`: the form of all other messages."""
+        """Return None if no conversation prints the role's content. `others` is the form of all other messages."""
         for before, after in _SURROUNDINGS[role]:
             found = self._probe_between(
                 role,
@@ -102,10 +102,10 @@ class ContentForms:
         try:
             text = self._render(messages)
         except MemoryError:
-            # says nothing about the template: the next request asks again
+            # This says nothing about the template: the next request probes again.
             raise
         except Exception:
-            # a refusal, or an error of the template: either way it does not take this form
+            # A refusal or an error of the template: it does not take this form.
             return False
         return all(mark in text.lower() for mark in marks) and not _PRINTED_LIST.search(text)
 

@@ -1,7 +1,7 @@
-"""The router's side of the control socket: what nodes say reaches registry and dispatcher, on the event loop.
+"""The router's side of the control socket: passes node messages to the registry and dispatcher, on the event loop.
 
-A node may speak only for its own incarnation (its socket identity) and its own rooms; everything else is counted and
-dropped.
+A node may speak only for its own incarnation (its socket identity) and its own rooms. Every other message is counted
+and dropped.
 """
 
 from __future__ import annotations
@@ -38,21 +38,20 @@ from router.node_registry import Node, NodeRegistry
 from router.registration import RegistrationRules
 
 SWEEP_INTERVAL = 0.25
-MAX_POSTPONED = (
-    50  # probes, while messages wait to be read: a flood must not hide a death for longer than a second
-)
-TOO_MANY_BAD_FRAMES = "it sent too many frames that no node sends; the router's log names them"
-FRAMES_PER_TURN = 200  # read in one turn of the loop
-# Messages and runs of tokens that are handled in one turn: each wakes a request, which then writes to its client. A
-# decode step of a thousand requests arrives in one frame.
+# Probes that may be postponed while messages wait to be read: a flood must not hide a dead node for more than a second.
+MAX_POSTPONED = 50
+TOO_MANY_BAD_FRAMES = "it sent too many invalid frames; the router's log lists them"
+FRAMES_PER_TURN = 200  # read in one turn of the event loop
+# Messages and token runs that are handled in one turn: each wakes a request, which then writes to its client. One frame
+# can hold a decode step of a thousand requests.
 STEPS_PER_TURN = 100
-# the pipe of a dead peer goes a moment after the event, later on a busy host
+# The pipe of a dead peer disappears a moment after the event, and later on a busy host.
 PROBE_PAUSES = (0.02, 0.3, 0.4, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """Who sent a message, by the routing id of its socket: NAME/INCARNATION[/LINK]."""
+    """The sender of a message, parsed from the routing id of its socket: NAME/INCARNATION[/LINK]."""
 
     routing_id: bytes
     name: str
@@ -60,7 +59,7 @@ class Speaker:
 
     @classmethod
     def of(cls, routing_id: bytes) -> Speaker:
-        """Raises ProtocolError for a routing id of another form."""
+        """Parse a routing id. Raises ProtocolError if it is malformed."""
         parts = routing_id.decode("ascii").split("/")
         if len(parts) not in (2, 3):
             raise ProtocolError("the sender's routing id is not NAME/INCARNATION[/LINK]")
@@ -68,7 +67,7 @@ class Speaker:
 
 
 class ControlPlane:
-    """Owns the control socket. Built before the registry and the dispatcher, which send through it."""
+    """Owns the control socket. It is built before the registry and the dispatcher, which send through it."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class ControlPlane:
         queued_bytes: int,
         rules: RegistrationRules,
     ) -> None:
-        """At most `queued_bytes` wait for one node."""
+        """`queued_bytes`: the most bytes that may be queued for one node."""
         self._socket = RouterSocket(context, address, security, queued_bytes)
         self._disconnects = self._socket.disconnects
         self._incarnation = incarnation
@@ -92,18 +91,18 @@ class ControlPlane:
         self._closed = False
         self._probes_due = False
         self._look_due = False
-        # (routing id, frame or runs that are left of one): read, and handled in a later turn
+        # (routing id, frame or the remaining runs of one): read already, handled in a later turn
         self._unhandled: deque[tuple[bytes, bytes | list[TokenRun]]] = deque()
         self._postponed = 0
-        self._unreachable: set[str] = set()  # incarnations that the last probe did not reach
+        self._unreachable: set[str] = set()  # incarnations that the last probe could not reach
         self._refused_nodes = BoundedLog(log, "refused a node")
         self.freed_memory = FreedMemory()
         self.refused_messages = 0
         self.address = self._socket.address
-        self._local = self.address.startswith("ipc://")  # such a connection ends only with its process
+        self._local = self.address.startswith("ipc://")  # such a connection closes only when its process ends
 
     def start(self, registry: NodeRegistry, dispatcher: Dispatcher) -> None:
-        """Begin to listen, on the running event loop."""
+        """Start to listen on the running event loop."""
         self._registry = registry
         self._dispatcher = dispatcher
         loop = asyncio.get_running_loop()
@@ -111,7 +110,8 @@ class ControlPlane:
         loop.add_reader(self._disconnects.fileno(), self._on_disconnect)
         self._sweeper = loop.create_task(self._sweep())
         self._on_readable()
-        self._on_disconnect()  # a monitor's edge comes only after a look that found nothing
+        # The monitor's edge-triggered descriptor signals only after a read that found it empty.
+        self._on_disconnect()
 
     def close(self) -> None:
         self._closed = True
@@ -123,18 +123,19 @@ class ControlPlane:
         self._socket.close()
 
     def send(self, peer: str, message: msgspec.Struct) -> bool:
-        """False if the node at this routing id cannot be reached."""
+        """Send `message` to the node with this routing id; return False if it cannot be reached."""
         sent = self._socket.send(peer.encode(), encode(message))
-        self._look_soon()  # sending may hide a readable edge
+        # Sending may consume a readable edge.
+        self._look_soon()
         return sent
 
     def drain_nodes(self) -> None:
-        """Ask every node to finish what it has and leave."""
+        """Ask every node to finish its requests and leave."""
         for node in self._registry:
             self.send(node.routing_id, Drain())
 
     def announce_loss(self, node: Node) -> None:
-        """Tell the nodes of the other role that a peer is gone."""
+        """Tell the nodes of the other role that a peer is lost."""
         self._socket.forget(node.routing_id.encode())
         self._unreachable.discard(node.incarnation)
         for other in self._registry:
@@ -142,7 +143,7 @@ class ControlPlane:
                 self.send(other.routing_id, PeerLost(incarnation=node.incarnation))
 
     def _look_soon(self) -> None:
-        """Read in a later turn of the loop: others get theirs first, however much arrives."""
+        """Schedule a read in a later turn of the loop, so that a flood of messages does not starve other tasks."""
         if not self._look_due:
             self._look_due = True
             asyncio.get_running_loop().call_soon(self._look)
@@ -152,7 +153,8 @@ class ControlPlane:
         self._on_readable()
 
     def _on_readable(self) -> None:
-        if self._closed:  # a look that was scheduled before
+        # A read was scheduled before `close`.
+        if self._closed:
             return
         refused = self._socket.refused
         if not self._unhandled:
@@ -162,15 +164,16 @@ class ControlPlane:
         for peer in self._socket.take_cut_off():
             self._cut_off(peer)
         if self._has_more:
-            self._look_soon()  # the descriptor is edge-triggered: until it is empty
+            # The descriptor is edge-triggered: read until it is empty.
+            self._look_soon()
 
     @property
     def _has_more(self) -> bool:
-        """Something that a node has said may not be handled yet."""
+        """Whether messages of nodes may still be unhandled."""
         return bool(self._unhandled) or self._socket.more
 
     def _handle_some(self) -> None:
-        """Handle what was read, in its order, but no more than one turn of the loop should take."""
+        """Handle read messages in order, but no more of them than one turn of the loop should take."""
         left = STEPS_PER_TURN
         while self._unhandled and left > 0:
             identity, read = self._unhandled.popleft()
@@ -189,13 +192,13 @@ class ControlPlane:
                 self._socket.refuse(identity, str(error))
 
     def _cut_off(self, peer: str) -> None:
-        """`peer` sent too many bad frames: NAME/INCARNATION, or the NAME whose key was misused."""
-        self._log.error("cut off a peer that sends bad frames", peer=peer)
+        """Lose a peer that sent too many bad frames: NAME/INCARNATION, or the NAME whose key was misused."""
+        self._log.error("disconnected a peer that sends invalid frames", peer=peer)
         for node in self._registry:
             if peer in (node.name, f"{node.name}/{node.incarnation}"):
-                # A process that still works ends by this, and its successor registers with a new incarnation.
+                # A live process ends on this message; its supervisor starts it again with a new incarnation.
                 self._socket.send(node.routing_id.encode(), encode(Rejected(reason=TOO_MANY_BAD_FRAMES)))
-                self._registry.lose(node, "it sent too many bad frames", "cut_off")
+                self._registry.lose(node, "it sent too many invalid frames", "cut_off")
 
     def _on_message(self, speaker: Speaker, message: RouterMessage, nbytes: int) -> None:
         identity = speaker.incarnation
@@ -216,7 +219,7 @@ class ControlPlane:
                 attempt.prefill_over = True
                 attempt.prefill.rooms.pop(message.room, None)
                 self._dispatcher.transferred(attempt, message.stages)
-            # also after the last token
+            # also after the last token: timelines anchor the stages of the node
             self._dispatcher.timelines.anchor(message.room, identity, message.stages)
         elif isinstance(message, Failed):
             self._on_failed(identity, message)
@@ -230,7 +233,7 @@ class ControlPlane:
         for run in runs:
             attempt = self._dispatcher.attempt(run.room)
             if attempt is None or attempt.decode.incarnation != identity:
-                continue  # ended here already, or not this node's
+                continue  # the attempt has ended, or belongs to another node
             self.rules.check_tokens(run.tokens)
             if run.finish_reason is not None:
                 attempt.decode_over = True
@@ -246,7 +249,8 @@ class ControlPlane:
         error: RequestError = from_code(message.code, message.message, message.param)
         node = attempt.prefill if attempt.prefill.incarnation == identity else attempt.decode
         attempt.blamed.add(identity)
-        if isinstance(error, TransferFailed | NodeLost):  # of a pair, either end may be the cause
+        # Either end of a pair may be the cause.
+        if isinstance(error, TransferFailed | NodeLost):
             attempt.blamed |= {attempt.prefill.incarnation, attempt.decode.incarnation}
         if node is attempt.prefill:
             attempt.prefill_over = True
@@ -257,11 +261,11 @@ class ControlPlane:
 
     def _on_register(self, speaker: Speaker, message: Register, nbytes: int) -> None:
         if message.link_id().encode() != speaker.routing_id:
-            raise ProtocolError("a registration of another node than the one that sends it")
+            raise ProtocolError("a node sent the registration of another node")
         try:
             checked = self.rules.check(message, nbytes)
             if self._registry.undecided(checked):
-                # without an answer the node asks again
+                # No answer yet: the node asks again.
                 return
             refusal = self._registry.register(checked)
         except HandshakeRefused as error:
@@ -276,17 +280,17 @@ class ControlPlane:
         self._socket.send(speaker.routing_id, encode(answer))
 
     def _on_disconnect(self) -> None:
-        """Some peer's socket closed: find out whose by asking all. A dead process is noticed within milliseconds."""
+        """Some peer's socket closed: probe all nodes to find out which. A dead process is found within milliseconds."""
         if not self._disconnects.take():
             return
         self.freed_memory.connection_ended()
-        # however often sockets close, at most one round of probes begins at a time
+        # At most one round of probes starts at a time, however often sockets close.
         if not self._probes_due:
             self._probes_due = True
             self._probe_after(PROBE_PAUSES)
 
     def _probe_after(self, pauses: tuple[float, ...]) -> None:
-        """One after the other: a loop that stalls must not spend them all at once."""
+        """Schedule the probes one after the other: a stalled loop must not run them all at once."""
         if pauses:
             asyncio.get_running_loop().call_later(pauses[0], self._probe, pauses[1:])
 
@@ -294,7 +298,7 @@ class ControlPlane:
         if self._closed:
             return
         if self._has_more and self._postponed < MAX_POSTPONED:
-            # What a node said last before it closed may still wait here: it is read first.
+            # The last messages of a node that closed its socket may still be unread: read them first.
             self._postponed += 1
             asyncio.get_running_loop().call_later(PROBE_PAUSES[0], self._probe, later)
             return
@@ -308,7 +312,8 @@ class ControlPlane:
             elif node.incarnation in self._unreachable or self._local:
                 self._registry.lose(node, "its socket closed", "closed")
             else:
-                self._unreachable.add(node.incarnation)  # a broken connection is made anew in a moment
+                # A broken TCP connection is re-established within a moment: only the next probe decides.
+                self._unreachable.add(node.incarnation)
 
     def _ack(self, sequence: int, known: bool) -> HeartbeatAck:
         return HeartbeatAck(router_incarnation=self._incarnation, sequence=sequence, known=known)
@@ -318,7 +323,7 @@ class ControlPlane:
         while True:
             due = loop.time() + SWEEP_INTERVAL
             await asyncio.sleep(SWEEP_INTERVAL)
-            # a stall of this process, or of the whole host, is no node's silence
+            # A stall of this process or host must not count as silence of a node.
             late = max(loop.time() - due, 0.0)
             try:
                 self._on_readable()
@@ -326,5 +331,6 @@ class ControlPlane:
                 self._refused_nodes.flush()
                 self._registry.sweep(late)
                 await self.freed_memory.give_back()
-            except Exception:  # a defect must not end the watch over all nodes
-                self._log.exception("looking after the nodes failed; trying again")
+            except Exception:
+                # A defect must not end the supervision of all nodes.
+                self._log.exception("the sweep over the nodes failed; it runs again")

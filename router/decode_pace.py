@@ -1,11 +1,11 @@
-"""Measures a decode node while it works on an answer: a long one need not end before a slow node is found."""
+"""Measures the speed of a decode node while an answer is in progress, so that a slow node is found early."""
 
 from __future__ import annotations
 
 from router.attempt import Attempt
 from router.node_health import NodeHealth
 
-PACE_SECONDS = 1.0  # between two measurements of one attempt
+PACE_SECONDS = 1.0  # shortest time between two measurements of one attempt
 
 
 class DecodePace:
@@ -14,11 +14,11 @@ class DecodePace:
     def __init__(self, attempt: Attempt, health: NodeHealth) -> None:
         self._attempt = attempt
         self._health = health
-        self._since: float | None = None  # where the last measurement ended
+        self._since: float | None = None  # when the last measurement ended
         self._offset = 0
 
     def measure(self, now: float) -> None:
-        """Called when tokens have come. The last ones are `Dispatcher.decoded`'s to measure."""
+        """Record progress when tokens arrive. The final tokens are measured by `Dispatcher.decoded`."""
         attempt = self._attempt
         if attempt.error is not None or attempt.finish_reason is not None or attempt.next_offset < 2:
             return

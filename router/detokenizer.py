@@ -1,10 +1,9 @@
-"""Tokens to text one by one; half a character is never given out.
+"""Incremental detokenization: converts tokens to text one by one and never emits part of a character.
 
-Byte-level vocabularies (Llama 3, Qwen, Mistral's newer ones, ours) are decoded here from a table of token bytes; every
-other decoder is asked for the text of a small window of tokens, so that it sees what stands before the new token.
-
-Why not `tokenizers.DecodeStream`: it waits for a text that does not end in U+FFFD, so a model that emits bytes which
-are no UTF-8 gets silence, and each step decodes everything since.
+Byte-level vocabularies (Llama 3, Qwen, newer Mistral models, the shipped models) are decoded from a table of token
+bytes. Every other decoder is asked for the text of a small window of tokens, so that it sees the tokens that precede
+the new one. `tokenizers.DecodeStream` is not used: it waits for text that does not end in U+FFFD, so bytes that are not
+UTF-8 stop the output, and each step then decodes everything since.
 """
 
 from __future__ import annotations
@@ -18,34 +17,35 @@ from typing import Protocol
 import msgspec
 from tokenizers import Tokenizer as HfTokenizer
 
-TAIL_TOKENS = 6  # prompt tokens that a new token's text may depend on: spaces at word starts, open characters
-MAX_HELD = 16  # tokens held for an open character; UTF-8 needs at most 4, so this text is broken anyway
+# Prompt tokens that can affect the text of a new token: leading spaces, incomplete characters.
+TAIL_TOKENS = 6
+MAX_HELD = 16  # tokens held for an incomplete character; UTF-8 needs at most 4, so more means invalid text
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDecoder(Protocol):
-    """The text of one choice as its tokens come. After `flush` it is used no more."""
+    """Decodes the tokens of one choice. It must not be used after `flush`."""
 
     def step(self, token_id: int) -> str:
-        """The text that became certain with this token; "" inside a character."""
+        """Return the text that this token completes; "" inside a character."""
 
     def flush(self) -> str:
-        """The U+FFFD of a character that the answer began and did not finish."""
+        """Return U+FFFD if the answer ends inside a character, otherwise ""."""
 
 
 class TokenBytes:
-    """The bytes that each token of a byte-level vocabulary stands for."""
+    """The bytes of each token of a byte-level vocabulary."""
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
-        self.texts: dict[int, str | None] = {}  # tokens that are whole characters; None: they are not
+        self.texts: dict[int, str | None] = {}  # text of tokens that are whole characters; None for others
 
     @staticmethod
     def fit(tokenizer: HfTokenizer) -> bool:
-        """Whether the tokenizer's decoder is ByteLevel alone."""
+        """Whether the tokenizer's decoder is ByteLevel and nothing else."""
         if tokenizer.decoder is None:
             return False
         described = msgspec.json.decode(tokenizer.decoder.__getstate__())
@@ -53,7 +53,7 @@ class TokenBytes:
         return [step.get("type") for step in steps] == ["ByteLevel"]
 
     def __getitem__(self, token_id: int) -> bytes:
-        """b"" for an id outside the vocabulary, as the library decodes it."""
+        """The bytes of a token; b"" for an id outside the vocabulary, as the library decodes it."""
         found = self._known.get(token_id)
         if found is None:
             token = self._tokenizer.id_to_token(token_id)
@@ -61,7 +61,7 @@ class TokenBytes:
         return found
 
     def text(self, token_id: int) -> str | None:
-        """The token's text where it is whole characters, else None."""
+        """The token's text if it consists of whole characters, otherwise None."""
         try:
             return self.texts[token_id]
         except KeyError:
@@ -74,16 +74,16 @@ class TokenBytes:
 
 
 class ByteDecoder:
-    """For byte-level vocabularies: a table look-up per token, exact U+FFFD for what is not UTF-8."""
+    """Decodes byte-level vocabularies: one table look-up per token, and U+FFFD exactly for invalid UTF-8."""
 
     def __init__(self, table: TokenBytes, skip: frozenset[int], prompt: Sequence[int]) -> None:
-        """`skip`: tokens without text. The answer may complete an open character at the end of `prompt`."""
+        """`skip`: tokens without text. The answer may complete a character that `prompt` leaves incomplete."""
         self._table = table
         self._texts = table.texts
         self._skip = skip
-        self._open = False  # inside a character
+        self._open = False  # inside an incomplete character
         self._decoder = _Utf8("replace")
-        # bytes of the open character, all of them the prompt's, until the answer's first byte is known
+        # bytes of an incomplete character at the end of the prompt, until the first byte of the answer is known
         self._of_prompt = b""
         tail = b"".join(table[token] for token in prompt[-TAIL_TOKENS:] if token not in skip)
         if tail and tail[-1] >= 0x80:
@@ -108,7 +108,7 @@ class ByteDecoder:
     def _decode(self, data: bytes) -> str:
         if data and self._of_prompt:
             if not _continues(self._of_prompt, data[:1]):
-                # the answer leaves the prompt's character unfinished: its U+FFFD is not part of the answer
+                # The answer does not complete the prompt's character; the U+FFFD of that is not part of the answer.
                 self._decoder.reset()
             self._of_prompt = b""
         text = self._decoder.decode(data)
@@ -117,7 +117,7 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For every other decoder: the text of the last tokens with and without the new one, O(1) per token."""
+    """Decodes every other vocabulary: compares the text of the last tokens with and without the new one, in O(1)."""
 
     def __init__(
         self,
@@ -126,16 +126,16 @@ class WindowDecoder:
         skip: frozenset[int],
         prompt: Sequence[int],
     ) -> None:
-        """`token_of`: the vocabulary's name of a token. The answer may complete an open character of the prompt."""
+        """`token_of` returns the vocabulary entry of a token. The answer may complete a character of the prompt."""
         self._decode = decode
         self._token_of = token_of
         self._skip = skip
-        # special tokens between words do not hide the words from a decoder that looks at its first token
+        # Skip special tokens: the decoder treats the first token of a window differently, so a word must come first.
         tail = [token for token in prompt[-8 * TAIL_TOKENS :] if token not in skip][-TAIL_TOKENS:]
-        self._window = tail  # tokens whose text is out, then those whose text is held
-        self._of_prompt = _open_bytes(list(map(token_of, tail)))  # held tokens that are not the answer's
+        self._window = tail  # tokens whose text is emitted, then tokens whose text is held
+        self._of_prompt = _open_bytes(list(map(token_of, tail)))  # held tokens that belong to the prompt
         self._out = len(tail) - self._of_prompt
-        self._before = decode(tail[: self._out]) if tail else ""  # the text of the tokens that are out
+        self._before = decode(tail[: self._out]) if tail else ""  # the text of the emitted tokens
 
     def step(self, token_id: int) -> str:
         if token_id in self._skip:
@@ -151,11 +151,12 @@ class WindowDecoder:
 
     def _advance(self, text: str) -> str:
         held = self._window[self._out :]
-        # a decoder may change what it said before (byte fallback, when a run of bytes turns out to be broken)
+        # A decoder may revise earlier text (byte fallback, once a run of bytes turns out to be invalid).
         new = text[len(self._before) :] if text.startswith(self._before) else self._decode(held)
         if self._of_prompt:
             if _broken([self._token_of(token) for token in held]):
-                # the decoder shows each byte of a broken run as U+FFFD; the prompt's are not part of the answer
+                # The decoder prints each byte of an invalid run as U+FFFD; those of the prompt are not part of the
+                # answer.
                 new = new.removeprefix(REPLACEMENT * self._of_prompt)
             self._of_prompt = 0
         self._window = held
@@ -165,7 +166,7 @@ class WindowDecoder:
 
 
 def _open_bytes(tokens: Sequence[str | None]) -> int:
-    """How many byte-fallback tokens (<0xE2>) at the end are an unfinished character."""
+    """Count the byte-fallback tokens (<0xE2>) at the end that form an incomplete character."""
     run: list[int] = []
     for token in reversed(tokens):
         found = _BYTE_TOKEN.fullmatch(token or "")
@@ -178,7 +179,7 @@ def _open_bytes(tokens: Sequence[str | None]) -> int:
 
 
 def _continues(opened: bytes, byte: bytes) -> bool:
-    """Whether `byte` may follow in the character that `opened` begins."""
+    """Whether `byte` may follow `opened`, the first bytes of a character."""
     try:
         _Utf8().decode(opened + byte)
     except UnicodeDecodeError:
@@ -187,7 +188,7 @@ def _continues(opened: bytes, byte: bytes) -> bool:
 
 
 def _broken(tokens: Sequence[str | None]) -> bool:
-    """Whether the byte-fallback tokens at the beginning are not UTF-8."""
+    """Whether the leading byte-fallback tokens are invalid UTF-8."""
     run = takewhile(bool, (_BYTE_TOKEN.fullmatch(token or "") for token in tokens))
     try:
         bytes(int(found[1], 16) for found in run if found).decode()
@@ -197,7 +198,7 @@ def _broken(tokens: Sequence[str | None]) -> bool:
 
 
 def _alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2)."""
+    """Map each character of GPT-2's byte alphabet to the byte that it represents."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in plain}
     rest = (byte for byte in range(256) if byte not in plain)
@@ -208,7 +209,7 @@ _BYTE_OF = _alphabet()
 
 
 def _bytes_of(token: str) -> bytes:
-    """As the library: a token with any character outside the alphabet stands for itself."""
+    """Return the bytes of a token. As in the library, a token with a character outside the alphabet is plain text."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:

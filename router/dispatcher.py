@@ -1,7 +1,7 @@
-"""One request end to end: place, reserve and prefill at once, merge the token streams, move on when a node is lost.
+"""Runs one request from start to end: placement, reservation and prefill, token merging, retry on lost nodes.
 
-A request that lost a node is placed again with what it has said appended to its prompt. Draws are keyed by (seed,
-position), so it goes on with the tokens it would have had; the client sees a pause.
+A request whose node is lost is placed again, with the tokens of its answer so far appended to the prompt. Sampling is
+keyed by (seed, position), so the answer continues with the tokens that it would have had; the client sees a pause.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from router.turns import Turns
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """From the router section of the config."""
+    """Limits from the router section of the config."""
 
     max_attempts: int
     max_requests: int
@@ -57,12 +57,12 @@ class DispatchLimits:
     retry_ratio: float = 0.2
     queue_wait: float = 30.0
     max_crashes: int = 2
-    reserved_tokens: int = 256  # what a decode node keeps free for the answer of a request
-    requests_per_node: int = 1 << 20  # that a decode node has in its batch or on the way there
+    reserved_tokens: int = 256  # that a decode node reserves for the answer of a request
+    requests_per_node: int = 1 << 20  # that a decode node may have in its batch or in transfer
 
 
 class Dispatcher:
-    """Implements router.generation.Generator."""
+    """Places and runs requests. Implements router.generation.Generator."""
 
     def __init__(
         self,
@@ -84,31 +84,31 @@ class Dispatcher:
         self._metrics = metrics
         self._log = log
         self._events = events
-        self._attempts: dict[int, Attempt] = {}  # room -> attempt under way
-        self._flights: dict[int, InFlight] = {}  # room -> whose attempt it is
+        self._attempts: dict[int, Attempt] = {}  # room -> current attempt
+        self._flights: dict[int, InFlight] = {}  # room -> request of the attempt
         self.poison = PoisonWatch(self.health.clock, limits.max_crashes)
         self._changed = asyncio.Event()  # replaced at every change of the registry
         room = NodeRoom(lambda: registry, limits.requests_per_node)
         self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
         metrics.placement.waiting.set_function(lambda: self.admission.waiting)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
-        self._turns = Turns()  # of placements
+        self._turns = Turns()  # spreads placements over turns of the event loop
         self._active = 0
         self._ended = asyncio.Event()
-        self._ending: RequestError | None = None  # what every request ends with, once `end_all` was called
+        self._ending: RequestError | None = None  # ends every request once `end_all` was called
         self.timelines = Timelines()
 
     @property
     def active(self) -> int:
-        """Requests in flight."""
+        """Number of requests in flight."""
         return self._active
 
     def attempt(self, room: int) -> Attempt | None:
-        """For the control plane: whom a node's message concerns."""
+        """The attempt of a room, for messages of nodes; None once it has ended."""
         return self._attempts.get(room)
 
     def nodes_changed(self) -> None:
-        """Wake everybody who waits for a node."""
+        """Wake every request that waits for a node."""
         self.poison.look_for_survivors(self._registry)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -128,7 +128,7 @@ class Dispatcher:
             self._attempts[room].lose(node, reason)
 
     def transferred(self, attempt: Attempt, stages: Mapping[str, float]) -> None:
-        """The prefill node has handed the pages over. `stages`: seconds since it received the prompt."""
+        """The prefill node has handed over the pages. `stages` are in seconds since it received the prompt."""
         attempt.transferred = True
         self.poison.prefilled(self._flights[attempt.room])
         self.health.transferred(attempt.prefill, attempt.decode)
@@ -138,25 +138,26 @@ class Dispatcher:
         self.health.prefilled(attempt.prefill, took, prompt - attempt.cached_tokens)
 
     def decoded(self, attempt: Attempt, stages: Mapping[str, float], tokens: int) -> None:
-        """The decode node has ended the request after so many tokens. `stages`: seconds since it was reserved."""
+        """The decode node ended the request after `tokens` tokens. `stages`: seconds since the reservation."""
         self.health.node_served(attempt.decode)
         self.health.verified(attempt.prefill, attempt.decode)
         took = stages.get("finished", 0.0) - stages.get("first_decode", 0.0)
-        # the first token is the prefill node's, and the first decoded one begins the measurement
+        # The prefill node draws the first token, and the measurement begins with the first decoded one.
         self.health.decoded(attempt.decode, took, tokens - 2)
 
     def failed(self, attempt: Attempt, node: Node, error: RequestError) -> None:
-        """A node of the attempt gave it up."""
+        """One node of the attempt reported a failure."""
         if isinstance(error, ChecksumFailed):
             self.health.corrupted(attempt.prefill, attempt.decode)
-        elif isinstance(error, TransferFailed):  # either end may be the cause, or what is between them
+        elif isinstance(error, TransferFailed):
+            # Either end, or the network between them, may be the cause.
             self.health.transfer_failed(attempt.prefill, attempt.decode)
         elif isinstance(error, InternalError):
             self.health.node_failed(node)
         attempt.fail(error)
 
     def end_all(self, error: RequestError) -> None:
-        """Every request ends with this error, which is not `retryable`; those that wait for a node, too."""
+        """End every request, including those that wait for a node, with `error`, which must not be `retryable`."""
         self._ending = error
         self._ended.set()
         self.admission.open_all()
@@ -165,7 +166,7 @@ class Dispatcher:
             attempt.fail(error)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Yields tokens as they come; raises RequestError; closing it at any point frees both nodes."""
+        """Yield tokens as they arrive. Raises RequestError. Closing the generator at any point frees both nodes."""
         if self._ending is not None:
             self._metrics.request_refused(self._ending.code)
             raise self._ending
@@ -219,7 +220,7 @@ class Dispatcher:
             before = len(flight.said)
             flight.attempts += 1
             try:
-                # closed here and not by the garbage collector: a client that leaves frees both nodes at once
+                # Close it here rather than in the garbage collector: a client that leaves must free both nodes at once.
                 async with aclosing(self._attempt(flight)) as deltas:
                     async for delta in deltas:
                         flight.said.extend(token.id for token in delta.tokens)
@@ -235,7 +236,7 @@ class Dispatcher:
                     raise
                 if retries.repeated and not self._budget.take():
                     self._metrics.placement.over_budget.inc()
-                    reason = f"too many requests fail again and again; the last failure: {error}"
+                    reason = f"the retry budget of the cluster is used up; the last failure: {error}"
                     raise Unavailable(reason) from error
                 self._metrics.retries.labels(error.code).inc()
                 if not isinstance(error, Overloaded):
@@ -251,13 +252,13 @@ class Dispatcher:
                 await self._pause(pause)
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, but not beyond `end_all`: its error has to reach the client before the connection is closed."""
+        """Wait, but no longer than until `end_all`: its error must reach the client before the connection closes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
 
     async def _attempt(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
-        """`flight.avoid` gains the nodes that are to blame if this fails."""
+        """Run one attempt. If it fails, the nodes to blame are added to `flight.avoid`."""
         await self._turns.wait()
         trial = await self.poison.trial(flight)
         try:
@@ -286,7 +287,7 @@ class Dispatcher:
                 if attempt.pending:
                     await asyncio.sleep(0)
                 elif attempt.error is not None:
-                    await self._turns.wait()  # a node may have been lost by a thousand requests
+                    await self._turns.wait()  # one lost node may fail a thousand requests
                     raise attempt.error
         finally:
             deadline.cancel()
@@ -297,7 +298,7 @@ class Dispatcher:
     async def _place(self, flight: InFlight, trial: Trial) -> Attempt:
         """Choose a pair of nodes and send both halves of the request.
 
-        A node that cannot be sent to is out of reach until it says something; that is no failed attempt.
+        A node to which sending fails counts as unreachable until it is heard from; that is not a failed attempt.
         """
         loop = asyncio.get_running_loop()
         tokens = flight.tokens
@@ -313,7 +314,7 @@ class Dispatcher:
                 if not self._send(address, message):
                     self._registry.unreachable(node)
                     self.health.node_failed(node)
-                    # the decode node is told first: only it can hold something of this attempt
+                    # The message to the decode node is sent first, so only that node can hold state of this attempt.
                     attempt.prefill_over, attempt.decode_over = True, node is decode
                     self._close(attempt)
                     if loop.time() >= self._wait_until(flight, started):
@@ -323,7 +324,7 @@ class Dispatcher:
                 return attempt
 
     async def _pair(self, flight: InFlight, trial: Trial, started: float) -> tuple[Node, Node]:
-        """Wait for a pair: a retry for `placement_wait`, a new request too if a node is expected to come back."""
+        """Wait for a pair: a retry waits for `placement_wait`; a new request waits only if a node is expected back."""
         loop = asyncio.get_running_loop()
         waited: Role | None = None
         while True:
@@ -364,12 +365,12 @@ class Dispatcher:
         wanted = len(request.token_ids) + request.sampling.max_tokens
         if limit is not None and wanted > limit:
             raise InvalidRequest(
-                f"prompt and max_tokens make {wanted} tokens, this cluster serves at most {limit}",
+                f"prompt and max_tokens together need {wanted} tokens; this cluster serves at most {limit}",
                 param="max_tokens",
             )
 
     def _open(self, attempt: Attempt, flight: InFlight, tokens: int) -> None:
-        """From here on both nodes count the attempt, until `_close`."""
+        """Register the attempt: both nodes count it until `_close`."""
         prefill, decode, timeline = attempt.prefill, attempt.decode, flight.timeline
         self._attempts[attempt.room] = attempt
         self._flights[attempt.room] = flight
@@ -384,14 +385,14 @@ class Dispatcher:
         self.health.placed(prefill, decode)
 
     def _close(self, attempt: Attempt) -> None:
-        """End an attempt, finished or not: whatever a node still holds of it is aborted."""
+        """End an attempt, finished or not, and abort whatever a node still holds of it."""
         del self._attempts[attempt.room]
         del self._flights[attempt.room]
         self.timelines.close(attempt.room)
         self.health.released(attempt.prefill, attempt.decode)
         finished = attempt.finish_reason is not None
         reason = "finished" if finished else "the request ended at the router"
-        # where the last token has come the prompt was handed over: the prefill node is about to say so
+        # After the last token the prompt has been handed over, and the prefill node is about to report it.
         prefill_over = attempt.prefill_over or finished
         for node, over in ((attempt.prefill, prefill_over), (attempt.decode, attempt.decode_over)):
             node.rooms.pop(attempt.room, None)

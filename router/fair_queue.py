@@ -1,8 +1,8 @@
-"""Who is next among requests that wait: fair shares between clients, and for each client the shortest first, ageing.
+"""Order of waiting requests: fair shares between clients; within a client the shortest request first, with ageing.
 
-A client that has had few tokens served goes before one that has had many, whatever it sends. Tokens are divided by the
-client's weight: with weight 3 it gets three times as many while everybody waits. Among the requests
-of one client the cheapest goes first, but every second of waiting counts as AGEING_TOKENS: nobody waits for ever.
+The client that has been served the fewest tokens goes first, whatever it sends. Tokens are divided by the weight of the
+client: with weight 3 it is served three times as many while everybody waits. Among the requests of one client the
+cheapest goes first, but every second of waiting subtracts AGEING_TOKENS from its cost, so none waits for ever.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 AGEING_TOKENS = 500.0  # per second
-STALE_SHARE = 8  # estimates are made anew after as many changes as an eighth of the clients
-SPARE_RANKS = 64  # outdated entries that a heap may hold beyond one for each client
+STALE_SHARE = 8  # the backlog estimate is renewed after a number of changes equal to 1/8 of the clients
+SPARE_RANKS = 64  # outdated entries that a heap may hold beyond one per client
 
 
 @dataclass(slots=True, eq=False)
@@ -30,20 +30,20 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    # tokens that were served, divided by its weight; counted from the least of the clients that were there when it came
+    # tokens served, divided by the weight; starts at the least `given` of the clients present when this one arrived
     given: float = 0.0
-    weight: int = 1  # as its latest request has it: the file of the API keys may change
-    present: int = 0  # requests that wait or were let in
-    waiting: int = 0  # tokens of those that wait
-    heap: list[tuple[float, int, Waiting]] = field(default_factory=list)  # its first entry waits
-    rank: _Rank | None = None  # its valid entry in the order of clients; None: nothing waits
+    weight: int = 1  # of its latest request: a reload of the API keys may change it
+    present: int = 0  # requests that wait or are admitted
+    waiting: int = 0  # tokens of the waiting requests
+    heap: list[tuple[float, int, Waiting]] = field(default_factory=list)  # its first entry is never withdrawn
+    rank: _Rank | None = None  # its valid entry in the order of clients; None while nothing waits
 
 
-_Rank = tuple[float, float, int, _Client]  # given, key of its first request, a number, whose it is
+_Rank = tuple[float, float, int, _Client]  # (given, key of the client's first request, a tie breaker, client)
 
 
 class _Backlog:
-    """How much waits before a client that has been given so much: an estimate for all clients at one moment."""
+    """Estimates how many waiting tokens are served before a client's turn. A snapshot of all clients."""
 
     def __init__(self, clients: list[_Client]) -> None:
         self._starts = _Excess([(each.given, each.weight) for each in clients])
@@ -51,12 +51,12 @@ class _Backlog:
 
     def before(self, turn: float) -> int:
         """Waiting tokens that are served before a client has been given `turn`."""
-        # of each client min(waiting, weight * (turn - given)), where that is positive
+        # For each client this is min(waiting, weight * (turn - given)) where positive.
         return round(self._starts.over(turn) - self._ends.over(turn))
 
 
 class _Excess:
-    """Sums of weight * max(0, value - each) over many numbers with their weights, in logarithmic time."""
+    """Computes sums of weight * max(0, value - number) over many weighted numbers in logarithmic time."""
 
     def __init__(self, weighted: list[tuple[float, int]]) -> None:
         weighted.sort()
@@ -70,7 +70,7 @@ class _Excess:
 
 
 class FairQueue:
-    """Remembers a client as long as something of it waits or is in flight. No step looks at every client."""
+    """The fair queue. It keeps a client while one of its requests waits or is in flight. No step visits all clients."""
 
     def __init__(self) -> None:
         self._clients: dict[str, _Client] = {}
@@ -86,7 +86,7 @@ class FairQueue:
 
     def push(self, waiting: Waiting) -> None:
         client = self._enter(waiting.client, waiting.weight)
-        # cost - AGEING * (now - since) has the order of cost + AGEING * since, which never changes
+        # Order by cost - AGEING * (now - since) equals order by cost + AGEING * since, which never changes.
         key = waiting.cost + AGEING_TOKENS * waiting.since
         heapq.heappush(client.heap, (key, next(self._numbers), waiting))
         self._waiting += 1
@@ -94,7 +94,7 @@ class FairQueue:
         self._changed(client)
 
     def tokens_before(self, name: str, weight: int = 1) -> int:
-        """About how many waiting tokens are served before the next request of this client."""
+        """Estimate how many waiting tokens are served before the next request of this client."""
         if self._changes * STALE_SHARE >= len(self._clients):
             self._backlog = _Backlog(list(self._clients.values()))
             self._changes = 0
@@ -104,7 +104,7 @@ class FairQueue:
         return self._backlog.before(client.given + client.waiting / weight)
 
     def head(self) -> Waiting | None:
-        """Return the request whose turn it is; None: nobody waits."""
+        """Return the request whose turn it is; None if none waits."""
         while self._order:
             rank = self._order[0]
             client = rank[3]
@@ -114,26 +114,26 @@ class FairQueue:
         return None
 
     def take(self, waiting: Waiting) -> None:
-        """Let in `waiting`, which is the head."""
+        """Admit `waiting`, which must be the head."""
         client = self._clients[waiting.client]
         heapq.heappop(client.heap)
         client.given += waiting.cost / client.weight
         self._count_out(waiting)
 
     def let_in(self, name: str, cost: int, weight: int = 1) -> None:
-        """Count a request that did not have to wait."""
+        """Count a request that was admitted without waiting."""
         client = self._enter(name, weight)
         client.given += cost / weight
         self._changed(client)
 
     def withdraw(self, waiting: Waiting) -> None:
-        """Remove a request whose client has left or whose wait is over."""
+        """Remove a request whose client has disconnected or whose wait is over."""
         waiting.withdrawn = True
         self._count_out(waiting)
         self.leave(waiting.client)
 
     def leave(self, client: str) -> None:
-        """Count the end of a request that was let in."""
+        """Count the end of an admitted request."""
         found = self._clients[client]
         found.present -= 1
         if not found.present:
@@ -157,7 +157,7 @@ class FairQueue:
             given, number, client = self._least[0]
             if not client.present:
                 heapq.heappop(self._least)
-            elif client.given != given:  # it only grows
+            elif client.given != given:  # outdated: `given` only grows
                 heapq.heapreplace(self._least, (client.given, number, client))
             else:
                 return given
@@ -170,7 +170,7 @@ class FairQueue:
         self._changed(client)
 
     def _changed(self, client: _Client) -> None:
-        """Give a client its place in the order again."""
+        """Update the position of a client in the order."""
         self._changes += 1
         while client.heap and client.heap[0][2].withdrawn:
             heapq.heappop(client.heap)

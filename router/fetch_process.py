@@ -1,9 +1,10 @@
-"""Fetches images in a process of its own: what a host answers is parsed where it can end that process alone.
+"""Fetches images in a child process, so that a malformed response can crash only that process.
 
-    python -m router.fetch_process      the router's socket as standard input, until it closes
+    python -m router.fetch_process      its standard input is a socket to the router; it runs until that closes
 
-Frames: `Settings` first, answered by a `Fetched` once it is ready; then a `Wanted` for every image, answered in any
-order. The process applies all rules (image_fetch.py); the router asks it for nothing that they refuse by the address.
+The router sends `Settings` first, which the process answers with a `Fetched` once it is ready, and then one `Wanted`
+per image; answers come in any order. The process applies all rules of image_fetch.py. The router asks only for
+addresses that these rules allow.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from router.image_fetch import UNREACHABLE, ImageFetcher
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 256
-AT_ONCE = 32  # images on their way; more are refused
-GRACE_SECONDS = 5.0  # beyond the time that an image may take: then the process is taken for hung
-HEAD = 1 << 16  # bytes of a frame beside the image
+AT_ONCE = 32  # images being fetched; further requests are refused
+GRACE_SECONDS = 5.0  # added to the timeout of an image before the process counts as hung
+HEAD = 1 << 16  # bytes of a frame besides the image
 PROGRAM = ("-m", "router.fetch_process")
 
 
 class Settings(msgspec.Struct, frozen=True, array_like=True):
-    """Of an ImageFetcher."""
+    """The parameters of an ImageFetcher."""
 
     hosts: tuple[str, ...]
     max_bytes: int
@@ -41,19 +42,19 @@ class Settings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """An image to fetch."""
+    """Asks for one image."""
 
     number: int
     address: str
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True):
-    """Without a problem or a defect it is here."""
+    """The answer to one `Wanted`: success unless `problem` or `defect` is set."""
 
     number: int
     data: bytes = b""
-    problem: str = ""  # for the client
-    defect: str = ""  # of ours: a traceback for the log
+    problem: str = ""  # an error message for the client
+    defect: str = ""  # a traceback of a bug of ours, for the log
 
 
 _settings = msgspec.msgpack.Decoder(Settings)
@@ -62,7 +63,7 @@ _fetched = msgspec.msgpack.Decoder(Fetched)
 
 
 class FetchProcess:
-    """The router's end. The process is started when it is needed and again when it died."""
+    """The router's end. It starts the process when it is first needed, and again after it has died."""
 
     def __init__(
         self, hosts: Sequence[str], max_bytes: int, timeout: float, program: Sequence[str] = PROGRAM
@@ -75,7 +76,10 @@ class FetchProcess:
         self._turn = asyncio.Lock()
 
     async def fetch(self, address: str) -> bytes:
-        """Raises InvalidRequest, or Overloaded while too many are on their way."""
+        """Return the bytes of an image.
+
+        Raises InvalidRequest, or Overloaded while too many images are being fetched.
+        """
         self._rules.check(address)
         child = await self._running()
         try:
@@ -87,7 +91,7 @@ class FetchProcess:
         except OSError as error:
             raise InvalidRequest(UNREACHABLE) from error
         if fetched.defect:
-            raise RuntimeError(f"the process that fetches images failed:\n{fetched.defect}")
+            raise RuntimeError(f"the image fetch process failed:\n{fetched.defect}")
         if fetched.problem:
             raise InvalidRequest(fetched.problem)
         return fetched.data
@@ -105,28 +109,29 @@ class FetchProcess:
 
 
 class _Child:
-    """One process, and the images that it is asked for."""
+    """One child process and the images requested from it."""
 
     def __init__(self, process: Process, reader: StreamReader, writer: StreamWriter, most: int) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._most = most  # bytes of a frame
+        self._most = most  # largest frame, in bytes
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Future[Fetched]] = {}  # given-up ones too, until they are answered
+        self._waiting: dict[int, Future[Fetched]] = {}  # includes abandoned requests until they are answered
         self.ended = False
         self._listener = asyncio.create_task(self._listen())
 
     async def ask(self, address: str) -> Fetched:
-        """Raises OSError where the process ends before it answers."""
+        """Request one image. Raises OSError if the process ends before it answers."""
         if self.ended:
-            raise ConnectionResetError("the process has ended")
+            raise ConnectionResetError("the image fetch process has ended")
         if len(self._waiting) >= AT_ONCE:
             raise Overloaded(f"{AT_ONCE} images are being fetched already; try again later")
         number = next(self._numbers)
         answer: Future[Fetched] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        self._writer.write(framed(Wanted(number, address)))  # short, and AT_ONCE at most
+        # needs no drain: small, and at most AT_ONCE of them
+        self._writer.write(framed(Wanted(number, address)))
         return await answer
 
     async def end(self) -> None:
@@ -145,14 +150,14 @@ class _Child:
             self.ended = True
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_exception(ConnectionResetError(f"the process has ended: {error}"))
+                    answer.set_exception(ConnectionResetError(f"the image fetch process has ended: {error}"))
         finally:
             self._writer.close()
             await _end(self._process)
 
 
 async def _start(program: tuple[str, ...], settings: Settings) -> _Child:
-    """Ready for addresses. Raises InternalError."""
+    """Start a process and wait until it is ready. Raises InternalError."""
     ours, theirs = socket.socketpair()
     async with contextlib.AsyncExitStack() as undo:
         undo.callback(ours.close)
@@ -168,7 +173,7 @@ async def _start(program: tuple[str, ...], settings: Settings) -> _Child:
             async with asyncio.timeout(START_SECONDS):
                 await read_frame(reader, HEAD)
         except (OSError, EOFError, TimeoutError, ProtocolError) as error:
-            raise InternalError(f"the process that fetches images cannot be started: {error}") from error
+            raise InternalError(f"cannot start the image fetch process: {error}") from error
         undo.pop_all()
     return _Child(process, reader, writer, settings.max_bytes + HEAD)
 
@@ -180,14 +185,14 @@ async def _end(process: Process) -> None:
 
 
 async def serve(channel: socket.socket) -> None:
-    """The other end. Returns when the router closes its own."""
+    """Run the child's end of the channel. Returns when the router closes its end."""
     reader, writer = await asyncio.open_connection(sock=channel)
     settings = _settings.decode(await read_frame(reader, 1 << 20))
     fetcher = ImageFetcher(settings.hosts, settings.max_bytes, settings.timeout)
     turn = asyncio.Lock()
 
     async def say(fetched: Fetched) -> None:
-        async with turn:  # one image at a time beside the socket's buffer
+        async with turn:  # holds at most one image besides the socket's buffer
             writer.write(framed(fetched))
             await writer.drain()
 
@@ -196,7 +201,7 @@ async def serve(channel: socket.socket) -> None:
             fetched = Fetched(wanted.number, await fetcher.fetch(wanted.address))
         except InvalidRequest as error:
             fetched = Fetched(wanted.number, problem=str(error))
-        except Exception:  # a defect of ours: the router should not wait for it
+        except Exception:  # a bug of ours: the router must not wait for an answer
             fetched = Fetched(wanted.number, defect=traceback.format_exc()[-HEAD // 2 :])
         await say(fetched)
 
@@ -205,7 +210,7 @@ async def serve(channel: socket.socket) -> None:
         async with asyncio.TaskGroup() as group:
             while True:
                 group.create_task(answer(_wanted.decode(await read_frame(reader, HEAD))))
-    except* (OSError, EOFError):  # and what is on its way is given up
+    except* (OSError, EOFError):  # fetches in progress are abandoned
         writer.close()
 
 

@@ -1,4 +1,4 @@
-"""What the cluster file says to the router: what it expects of its nodes, and who may come in by which listener."""
+"""Derives from the cluster file what the router expects of its nodes and how each listener authenticates clients."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _AddRoutes = Callable[[web.Application], None]
 
 
 def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) -> RegistrationRules:
-    """`max_model_len`: of the configuration, or of the model."""
+    """`max_model_len`: the limit of the configuration, or else of the model."""
     cluster = resolved.cluster
     page_size = cluster.kv.page_size
 
     def expected(section: PrefillSection | DecodeSection, device: str) -> tuple[int, int | None]:
-        """(least context, pages of the pool). A pool whose size the node works out may be any."""
+        """Return (least context length, pages of the pool); None pages if the node sizes the pool itself."""
         tokens: int | None = None
         if section.pool_tokens != "auto":
             tokens = section.pool_tokens
@@ -65,7 +65,7 @@ def http_listeners(
     now: Callable[[], float],
     log: Log,
 ) -> HttpListeners:
-    """`now` gives Unix seconds. Raises ConfigError for keys and certificates that cannot be used."""
+    """`now` returns Unix seconds. Raises ConfigError for unusable keys and certificates."""
     cluster = resolved.cluster
     router, security = cluster.router, cluster.security
     places = admin_listeners(resolved)

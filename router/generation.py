@@ -1,4 +1,4 @@
-"""What the HTTP side asks of the dispatcher: tokens for token ids."""
+"""The interface between the HTTP side and the dispatcher: token ids in, a stream of tokens out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """One image and where it stands in the prompt."""
+    """One image and its position in the prompt."""
 
     span: ImageSpan
     data: bytes
@@ -19,14 +19,14 @@ class PromptImage:
 
 @dataclass(slots=True)
 class Batch:
-    """What the prompts of one HTTP request share. Where one of them fails, the others end with it."""
+    """State shared by all prompts of one HTTP request: if one of them fails, the others end with it."""
 
     failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt, validated."""
+    """One validated prompt."""
 
     request_id: str
     token_ids: list[int]
@@ -34,8 +34,8 @@ class GenerationRequest:
     timeout_s: float | None = None
     images: tuple[PromptImage, ...] = ()
     client: str = ""  # API key id, or the client's address where the cluster has no keys
-    weight: int = 1  # of the client, when clients wait for room
-    salt: bytes = b""  # cached pages are shared within one salt only
+    weight: int = 1  # the client's share while clients wait for room
+    salt: bytes = b""  # cached pages are shared only between requests with the same salt
     batch: Batch = field(default_factory=Batch)
 
 
@@ -44,16 +44,19 @@ class TokenDelta:
     """Tokens that arrived together."""
 
     tokens: list[OutputToken]
-    finish_reason: str | None  # on the last delta
-    cached_tokens: int | None  # on the first delta: prompt tokens found in the prefill node's cache
+    finish_reason: str | None  # set on the last delta
+    cached_tokens: int | None  # set on the first delta: prompt tokens found in the prefill node's cache
 
 
 class AnswerComplete(Exception):
-    """Thrown into a generator by its reader: the text is whole, more tokens are not wanted (a stop string)."""
+    """Thrown into a generator by its reader when the text is complete, for example at a stop string."""
 
 
 class Generator(Protocol):
-    """Closing the generator means that the client is gone, or that the request's batch has failed;
-    `athrow(AnswerComplete())` that the client has what it wants. Both nodes are freed then. Raises RequestError."""
+    """Generates the answer to a request. Raises RequestError.
+
+    Closing the generator means that the client has disconnected or that the request's batch has failed;
+    `athrow(AnswerComplete())` means that the answer is complete. Either way both nodes are freed.
+    """
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]: ...

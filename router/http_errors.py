@@ -1,4 +1,4 @@
-"""Every error a client can see, in OpenAI's shape; details of defects stay in the log under the request id."""
+"""Renders every error that a client can see in OpenAI's format. Details of bugs go to the log, under the request id."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from router.unknown_route import not_allowed, not_found
 
 REQUEST_ID = "X-Request-Id"
 MAX_REQUEST_ID = 128
-MAX_MESSAGE = 1000  # characters of an error message; what a client sent is not echoed at length
+MAX_MESSAGE = 1000  # characters of an error message: long client input is not echoed
 SHOULD_RETRY = "x-should-retry"
 RETRY_AFTER_SECONDS = 1
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=-]")
@@ -43,7 +43,10 @@ def body_of(error: RequestError) -> dict[str, Any]:
 
 
 def response_of(error: RequestError) -> web.Response:
-    """With what OpenAI's clients obey: they would also repeat a 408 or a 500, whose work would be done twice."""
+    """Answer with an error and the retry headers that OpenAI's clients obey.
+
+    Without these headers they would also retry a 408 or 500, and the work would be done twice.
+    """
     headers = {SHOULD_RETRY: "false"}
     if error.status == 503:
         headers = {SHOULD_RETRY: "true", "Retry-After": str(RETRY_AFTER_SECONDS)}
@@ -55,14 +58,14 @@ def response_of(error: RequestError) -> web.Response:
 
 
 def broken_request(status: int) -> web.Response:
-    """The answer to bytes that are no HTTP request, or to a failure of the server itself."""
+    """Answer bytes that are not a valid HTTP request, or a failure of the server itself."""
     if status < 500:
         return refused_connection(status, "this is not a valid HTTP request")
     return _closing(status, error_body("internal error", "server_error", None, InternalError.code))
 
 
 def refused_connection(status: int, message: str) -> web.Response:
-    """The answer to a request that no handler sees, after which the connection closes: who sends it is confused."""
+    """Answer a request that never reaches a handler, and close the connection: the client may be out of step."""
     return _closing(status, error_body(message, "invalid_request_error", None, status))
 
 
@@ -81,14 +84,14 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def defect(log: Log, request: web.Request) -> InternalError:
-    """Log the exception being handled; what the client may know of it."""
+    """Log the exception that is being handled; return the error that the client may see."""
     identity = request[request_id_key]
     log.exception("a handler failed", request_id=identity, path=request.path)
     return InternalError(f"internal error; the log has the details under request id {identity}")
 
 
 def request_id(request: web.Request) -> str:
-    """The client's X-Request-Id, cut and cleaned, or a fresh one."""
+    """Return the client's X-Request-Id, truncated and sanitized, or a new one."""
     given = _UNSAFE.sub("", request.headers.get(REQUEST_ID, "")[: 8 * MAX_REQUEST_ID])[:MAX_REQUEST_ID]
     return given or secrets.token_hex(12)
 
@@ -102,7 +105,7 @@ def _http_text(request: web.Request, error: web.HTTPException) -> str:
 
 
 def error_middleware(log: Log) -> Middleware:
-    """Gives each request its id and turns what handlers raise into answers."""
+    """Return a middleware that assigns request ids and turns exceptions of handlers into error responses."""
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,7 +1,7 @@
-"""aiohttp's server, except that every error of its own is answered in JSON, as ours are.
+"""aiohttp's HTTP server, with its own errors answered in the JSON format of all other errors.
 
-aiohttp has no hook for that: errors before there is a request are answered by the protocol itself, and some requests
-are refused before a middleware is asked.
+aiohttp has no hook for this: its protocol answers errors that precede a request object, and some requests are refused
+before any middleware runs.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from router.turns import Turns
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
-# From the start, or the answer before, until the head of the next request is complete: a client that sends none must
-# not keep a descriptor.
+# Limits the time until the head of the next request is complete, measured from the start of the connection or from the
+# previous answer: an idle client must not hold a file descriptor.
 IDLE_SECONDS = 75.0
-SHUTDOWN_SECONDS = 1.0  # for answers that are being written when the server closes
+SHUTDOWN_SECONDS = 1.0  # for answers in progress when the server closes
 
 
 def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> web.AppRunner:
-    """The HTTP server of an application, with the limits that hold before a handler is asked."""
+    """Build the HTTP server of an application, with the limits that apply before handlers run."""
     app[reading_key] = ReadingBytes()
     return _Runner(
         app,
         limit,
-        handler_cancellation=True,  # else a client that leaves before the first byte is noticed only at the end
+        # Without this, a client that disconnects before the first byte is noticed only at the end.
+        handler_cancellation=True,
         access_log=None,
         shutdown_timeout=SHUTDOWN_SECONDS,
         keepalive_timeout=IDLE_SECONDS,
         max_field_size=MAX_HEADER_BYTES,
         max_line_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
-        auto_decompress=False,  # a small compressed body must not become a large one
+        # A small compressed body must not become a large one.
+        auto_decompress=False,
     )
 
 
@@ -47,7 +49,7 @@ class _Protocol(web.RequestHandler):
     __slots__ = ("_client", "_limit", "_lost")
 
     def __init__(self, *args: Any, limit: ConnectionLimit | None, lost: Turns, **kwargs: Any) -> None:
-        """`lost`: turns of connections that end."""
+        """`lost` spreads the handling of closed connections over turns of the event loop."""
         super().__init__(*args, **kwargs)
         self._limit = limit
         self._lost = lost
@@ -60,7 +62,8 @@ class _Protocol(web.RequestHandler):
             self.force_close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        # it cancels the request, which then tells both nodes; a proxy that ends may take a thousand connections along
+        # This cancels the request, which sends aborts to both nodes. A proxy that closes may drop a thousand
+        # connections.
         self._lost.call(partial(self._end, exc))
 
     def _end(self, exc: BaseException | None) -> None:
@@ -77,10 +80,12 @@ class _Protocol(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         if status >= 500:
-            super().handle_error(request, status, exc, message)  # logs it; raises if an answer has begun
+            # logs the error; raises if the answer has started
+            super().handle_error(request, status, exc, message)
         elif request.writer.output_size > 0:
-            raise ConnectionError("an answer has begun: there can be no other one")
-        return broken_request(status)  # anybody can send such bytes: they are no error of ours to log
+            raise ConnectionError("the answer has started: an error cannot be sent any more")
+        # Not logged: anybody can send invalid bytes.
+        return broken_request(status)
 
 
 class _Server(web.Server):
@@ -95,19 +100,19 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 def _checked(handler: Handler) -> Handler:
-    """What holds for every request, whatever its route."""
+    """Apply the checks that hold for every request on any route."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         if request.version < HttpVersion10:
             return refused_connection(505, "send the request as HTTP/1.1")
         codings = request.headers.getall(hdrs.TRANSFER_ENCODING, [])
         if codings and [coding.strip().lower() for coding in codings] != ["chunked"]:
-            # aiohttp would pass the coded bytes on as the body
-            return refused_connection(501, "the only Transfer-Encoding that is taken is chunked")
+            # aiohttp would pass the encoded bytes on as the body.
+            return refused_connection(501, "the only supported Transfer-Encoding is chunked")
         if codings and hdrs.CONTENT_LENGTH in request.headers:
             return refused_connection(400, "Transfer-Encoding and Content-Length exclude each other")
         if request.headers.get(hdrs.EXPECT, "100-continue").lower() != "100-continue":
-            return refused_connection(417, "the only Expect that is met is 100-continue")
+            return refused_connection(417, "the only supported Expect is 100-continue")
         return await handler(request)
 
     return handle

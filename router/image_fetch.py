@@ -1,7 +1,7 @@
-"""Images that a client names by address, from hosts that the config allows, and from no private network (SSRF).
+"""Fetches images by URL: only from configured hosts and never from a private network (SSRF protection).
 
-https on port 443 alone, no redirects, no proxies; the name is looked up here, every address is checked, and the
-connection goes to the address that was checked.
+Only https on port 443, no redirects, no proxies. The name is resolved here, every address is checked, and the
+connection goes to a checked address.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from common.errors import InvalidRequest
 Lookup = Callable[[str, int], Awaitable[Sequence[tuple[Any, ...]]]]  # as loop.getaddrinfo returns it
 UNREACHABLE = "the image cannot be fetched"
 MAX_ADDRESS = 8192  # characters
-AS_IT_IS = {"Accept-Encoding": "identity"}  # nothing is unpacked here: a few bytes would become many
+AS_IT_IS = {"Accept-Encoding": "identity"}  # no compression: a few bytes could expand to many
 
 
 def public(address: str) -> bool:
-    """Whether an address lies in the public internet, whatever it is wrapped in."""
+    """Whether an address belongs to the public internet, also if it embeds an IPv4 address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         teredo = ip.teredo
@@ -41,7 +41,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class PublicResolver(AbstractResolver):
-    """Names to public addresses; a name with any other address is refused as a whole."""
+    """Resolves names to public addresses. A name that has any other address is refused."""
 
     def __init__(self, lookup: Lookup | None = None) -> None:
         self._lookup = lookup or _getaddrinfo
@@ -52,7 +52,7 @@ class PublicResolver(AbstractResolver):
         found = await self._lookup(host, port)
         addresses = [(entry[0], str(entry[4][0])) for entry in found]
         if not addresses or not all(public(address) for _, address in addresses):
-            raise OSError(f"{host} has no public address, or a private one beside it")
+            raise OSError(f"{host} has no public address, or also a private one")
         return [
             ResolveResult(
                 hostname=host,
@@ -66,11 +66,14 @@ class PublicResolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the resolver holds no resources."""
 
 
 class ImageFetcher:
-    """Allow-list, limits, one request per image. With no hosts nothing is fetched."""
+    """Fetches one image per request from the allowed hosts, under size and time limits.
+
+    Without hosts it refuses all.
+    """
 
     def __init__(
         self, hosts: Sequence[str], max_bytes: int, timeout: float, resolver: AbstractResolver | None = None
@@ -81,7 +84,7 @@ class ImageFetcher:
         self._resolver = resolver or PublicResolver()
 
     async def fetch(self, address: str) -> bytes:
-        """Raises InvalidRequest; the sentence says nothing about what lies behind the address."""
+        """Return the image at `address`. Raises InvalidRequest, whose text reveals nothing about the target."""
         url = self.check(address)
         timeout = aiohttp.ClientTimeout(total=self._timeout)
         connector = aiohttp.TCPConnector(resolver=self._resolver, use_dns_cache=False, limit=1)
@@ -104,23 +107,25 @@ class ImageFetcher:
             raise InvalidRequest(UNREACHABLE) from error
 
     def check(self, address: str) -> URL:
-        """What can be said of it without asking anyone. Raises InvalidRequest."""
+        """Check what needs no network access and return the URL. Raises InvalidRequest."""
         if not self._hosts:
-            raise InvalidRequest("images are not fetched here; send the image itself as a data: URL")
+            raise InvalidRequest("this router does not fetch images; send the image as a data: URL")
         if len(address) > MAX_ADDRESS:
-            raise InvalidRequest(f"the address of the image has more than {MAX_ADDRESS} characters")
+            raise InvalidRequest(f"the URL of the image has more than {MAX_ADDRESS} characters")
         try:
             url = URL(address)
         except ValueError as error:
-            raise InvalidRequest("the address of the image is not a URL") from error
+            raise InvalidRequest("the URL of the image is not valid") from error
         host = (url.host or "").lower()
         if url.scheme != "https" or url.port != 443 or url.user is not None or host not in self._hosts:
-            raise InvalidRequest("images are fetched by https from listed hosts alone; send a data: URL")
+            raise InvalidRequest(
+                "images are fetched only by https and from configured hosts; send a data: URL"
+            )
         try:
-            ipaddress.ip_address(host)  # a listed address would pass by the resolver
+            ipaddress.ip_address(host)  # a literal address would bypass the resolver
         except ValueError:
             return url
-        raise InvalidRequest("images are fetched from names, not from addresses; send a data: URL")
+        raise InvalidRequest("images are fetched by host name, not by IP address; send a data: URL")
 
 
 async def _getaddrinfo(host: str, port: int) -> Sequence[tuple[Any, ...]]:

@@ -1,8 +1,8 @@
-"""Decodes every image once, in a process of its own: a file that makes a decoder crash or grow ends that one alone.
+"""Decodes every image once in a child process, so that a malicious file can crash or exhaust only that process.
 
-    python -m router.image_inspector      frames on standard input, verdicts on standard output, until it closes
+    python -m router.image_inspector      reads frames from standard input and writes verdicts to standard output
 
-A frame holds an `Inspection`, or as the answer a `Verdict`. A first `Verdict` says that the process has started.
+A request frame holds an `Inspection`, an answer a `Verdict`. An initial `Verdict` reports that the process is ready.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from router.child_process import START_SECONDS, confine, framed, read_frame
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 64
-SECONDS = 3.0  # for one image, waiting for those before it not counted; the others wait for it
-TURN_SECONDS = 30.0  # that an image waits for those before it
+SECONDS = 3.0  # limit for decoding one image, without its wait for earlier ones
+TURN_SECONDS = 30.0  # limit for that wait
 VERDICT_BYTES = 1 << 16
 
 
 class Inspection(msgspec.Struct, frozen=True, array_like=True):
-    """One image as it came."""
+    """One image as the client sent it."""
 
     media_type: str | None
     max_pixels: int
@@ -36,12 +36,12 @@ class Inspection(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """Without a problem it decodes to its end and keeps the limits."""
+    """The result for one image: it decodes completely and within the limits unless `problem` or `defect` is set."""
 
     problem: str
-    width: int = 0  # pixels, turned as its EXIF says
+    width: int = 0  # pixels, after EXIF rotation
     height: int = 0
-    defect: str = ""  # of ours: a traceback for the log
+    defect: str = ""  # a traceback of a bug of ours, for the log
 
 
 _verdicts = msgspec.msgpack.Decoder(Verdict)
@@ -49,7 +49,7 @@ _inspections = msgspec.msgpack.Decoder(Inspection)
 
 
 class ImageInspector:
-    """The router's end. One image at a time; the process is started when it is needed and again when it died."""
+    """The router's end. It handles one image at a time and starts the process when needed, and again if it died."""
 
     def __init__(self, max_pixels: int, seconds: float = SECONDS) -> None:
         self._max_pixels = max_pixels
@@ -58,7 +58,10 @@ class ImageInspector:
         self._turn = asyncio.Lock()
 
     async def check(self, data: bytes, media_type: str | None) -> tuple[int, int]:
-        """(width, height) in pixels. Raises InvalidRequest with what is wrong with the image, or Overloaded."""
+        """Return (width, height) in pixels.
+
+        Raises InvalidRequest, which says what is wrong with the image, or Overloaded.
+        """
         frame = framed(Inspection(media_type, self._max_pixels, data))
         async with self._next():
             process = await self._running()
@@ -71,15 +74,14 @@ class ImageInspector:
             except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
                 await self._end()
                 raise InvalidRequest(
-                    "the image is broken: decoding it took too much time or memory"
+                    "the image cannot be decoded: it took too much time or memory"
                 ) from error
-            except (
-                BaseException
-            ):  # cancelled: the answer to this image must not be taken for that to the next
+            except BaseException:
+                # Cancelled: the verdict on this image must not be read as that on the next one.
                 await self._end()
                 raise
         if verdict.defect:
-            raise RuntimeError(f"the process that decodes images failed:\n{verdict.defect}")
+            raise RuntimeError(f"the image inspection process failed:\n{verdict.defect}")
         if verdict.problem:
             raise InvalidRequest(verdict.problem)
         return verdict.width, verdict.height
@@ -90,7 +92,7 @@ class ImageInspector:
             async with asyncio.timeout(TURN_SECONDS):
                 await self._turn.acquire()
         except TimeoutError:
-            raise Overloaded("the images of other requests keep the decoder busy; try again later") from None
+            raise Overloaded("the image decoder is busy with other requests; try again later") from None
         try:
             yield
         finally:
@@ -101,7 +103,7 @@ class ImageInspector:
             await self._end()
 
     async def _running(self) -> Process:
-        """Ready for an image. Raises InternalError."""
+        """Return a process that is ready for an image. Raises InternalError."""
         if self._process is None or self._process.returncode is not None:
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -115,8 +117,8 @@ class ImageInspector:
                     await _verdict(self._process)
             except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
                 await self._end()
-                raise InternalError(f"the image decoder cannot be started: {error}") from error
-            except BaseException:  # cancelled: its first verdict must not be taken for that to an image
+                raise InternalError(f"cannot start the image inspection process: {error}") from error
+            except BaseException:  # cancelled: its initial verdict must not be read as that on an image
                 await self._end()
                 raise
         return self._process
@@ -135,7 +137,7 @@ async def _verdict(process: Process) -> Verdict:
 
 
 def serve() -> None:
-    """The other end. Returns when the router closes its pipe."""
+    """Run the child's end of the pipe. Returns when the router closes its end."""
     confine(ADDRESS_SPACE, OPEN_FILES)
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     verdict = Verdict("")
@@ -149,14 +151,14 @@ def serve() -> None:
 
 
 def inspect(inspection: Inspection) -> Verdict:
-    """Whatever the decoders raise."""
+    """Return the verdict on one image, whatever the decoders raise."""
     try:
         image = decode_image(inspection.data, inspection.max_pixels, inspection.media_type)
     except InvalidRequest as error:
         return Verdict(str(error))
     except MemoryError:
-        return Verdict("the image is broken: decoding it takes too much memory")
-    except Exception:  # a defect of ours: others should not wait for a new process
+        return Verdict("the image cannot be decoded: it takes too much memory")
+    except Exception:  # a bug of ours: other requests must not wait for a new process
         return Verdict("", defect=traceback.format_exc()[-VERDICT_BYTES // 2 :])
     return Verdict("", image.width, image.height)
 

@@ -1,4 +1,4 @@
-"""The images of a chat request: from content parts to checked bytes, under limits, off the event loop."""
+"""Loads the images of a chat request: from content parts to verified bytes, under limits, off the event loop."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _DATA_URL = re.compile(r"data:([a-z0-9/+.-]*)((?:;[a-z0-9=+.-]+)*?)(;base64)?,",
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image, known to decode."""
+    """One image that is known to decode."""
 
     data: bytes
     digest: bytes  # SHA-256 of data
-    rows: int  # in which its tokens lie
+    rows: int  # of its grid of tokens
     columns: int
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """From the router section of the config."""
+    """Limits from the router section of the config."""
 
     max_count: int
     max_bytes: int
@@ -42,7 +42,7 @@ class ImageLimits:
 
 class Inspect(Protocol):
     async def check(self, data: bytes, media_type: str | None) -> tuple[int, int]:
-        """(width, height). Raises InvalidRequest."""
+        """Return (width, height) in pixels. Raises InvalidRequest."""
         ...
 
     async def close(self) -> None: ...
@@ -50,17 +50,17 @@ class Inspect(Protocol):
 
 class Fetch(Protocol):
     async def fetch(self, address: str) -> bytes:
-        """Raises InvalidRequest."""
+        """Return the image at `address`. Raises InvalidRequest."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Images(Protocol):
-    """What the chat route asks for."""
+    """The image loader that the chat route uses."""
 
     async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
-        """In the order of their parts. Raises InvalidRequest."""
+        """Return the images of all messages in order. Raises InvalidRequest."""
         ...
 
     def hold(self, images: Sequence[Image]) -> AbstractContextManager[None]: ...
@@ -69,22 +69,22 @@ class Images(Protocol):
 
 
 class NoImages:
-    """Of a model that reads text alone."""
+    """The loader of a text-only model: it refuses every image."""
 
     async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
         for where, _ in image_parts(messages):
-            raise InvalidRequest(f"{where}: this model takes no images", param=where)
+            raise InvalidRequest(f"{where}: this model does not accept images", param=where)
         return ()
 
     def hold(self, images: Sequence[Image]) -> AbstractContextManager[None]:
         return nullcontext()
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the loader holds no resources."""
 
 
 class ImageLoader:
-    """Every refusal names the part: messages[i].content[j].image_url."""
+    """Loads and verifies images. Every refusal names the part: messages[i].content[j].image_url."""
 
     def __init__(self, limits: ImageLimits, vision: VisionConfig, inspector: Inspect, fetcher: Fetch) -> None:
         self._limits = limits
@@ -95,11 +95,14 @@ class ImageLoader:
 
     @property
     def held_bytes(self) -> int:
-        """Of all requests in flight."""
+        """Bytes of images that all requests in flight hold."""
         return self._held
 
     async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
-        """In the order of their parts. Raises InvalidRequest, or Overloaded where too much is held."""
+        """Return the images of all messages in order.
+
+        Raises InvalidRequest, or Overloaded if too many bytes are held.
+        """
         parts = list(image_parts(messages))
         if len(parts) > self._limits.max_count:
             raise InvalidRequest(
@@ -107,7 +110,8 @@ class ImageLoader:
             )
         images: list[Image] = []
         left = self._limits.max_request_bytes
-        with self._counted(sum(len(address) for _, address in parts)):  # they may wait long for the inspector
+        # Counted already now: the requests may wait long for the inspector.
+        with self._counted(sum(len(address) for _, address in parts)):
             for where, address in parts:
                 try:
                     image = await self._one(address, left)
@@ -118,7 +122,7 @@ class ImageLoader:
         return tuple(images)
 
     def hold(self, images: Sequence[Image]) -> AbstractContextManager[None]:
-        """While a request keeps its images, for another placement. Raises Overloaded where too much is held."""
+        """Count the images of a request while it may be placed again. Raises Overloaded if too many bytes are held."""
         return self._counted(sum(len(image.data) for image in images))
 
     @contextmanager
@@ -132,7 +136,7 @@ class ImageLoader:
             self._held -= size
 
     async def close(self) -> None:
-        """Ends the processes that read images and fetch them."""
+        """End the processes that decode and fetch images."""
         await self._inspector.close()
         await self._fetcher.close()
 
@@ -145,7 +149,7 @@ class ImageLoader:
             data = await self._fetcher.fetch(address)
         if len(data) > most:
             raise InvalidRequest(
-                f"the images of a request have at most {self._limits.max_request_bytes} bytes in all"
+                f"the images of a request may have at most {self._limits.max_request_bytes} bytes in total"
             )
         size = await self._inspector.check(data, media_type)
         rows, columns = self._vision.grid(*size)
@@ -154,14 +158,14 @@ class ImageLoader:
 
 
 def _from_data_url(address: str, max_bytes: int) -> tuple[str, bytes]:
-    """(media type, bytes)."""
+    """Return (media type, bytes) of a data: URL."""
     found = _DATA_URL.match(address[:256])
     if found is None or not found[3]:
         raise InvalidRequest("a data: URL of an image looks like data:image/png;base64,...")
     media_type = found[1].lower().replace("image/jpg", "image/jpeg")
     if media_type not in MEDIA_TYPES.values():
         raise InvalidRequest(
-            f"images of type {found[1]!r} are not taken; send {', '.join(MEDIA_TYPES.values())}"
+            f"images of type {found[1]!r} are not supported; send {', '.join(MEDIA_TYPES.values())}"
         )
     if (len(address) - found.end()) * 3 // 4 > max_bytes + 2:
         raise InvalidRequest(f"the image is larger than {max_bytes} bytes")
@@ -172,13 +176,13 @@ def _from_data_url(address: str, max_bytes: int) -> tuple[str, bytes]:
 
 
 def _from_base64(text: str, start: int) -> bytes:
-    """`text` from `start` on. In pieces: one of them holds the interpreter, and the event loop waits for it."""
+    """Decode `text[start:]` in pieces: each piece holds the GIL, and the event loop waits for it."""
     data = bytearray()
     try:
-        if text.find("=", start, -2) >= 0:  # at the end of a piece it would be taken for the end of all
-            raise ValueError("padding inside")
+        if text.find("=", start, -2) >= 0:  # at the end of a piece it would count as valid padding
+            raise ValueError("padding in the middle")
         for at in range(start, len(text), PIECE):
             data += base64.b64decode(text[at : at + PIECE], validate=True)
-    except ValueError as error:  # binascii.Error is one
+    except ValueError as error:  # binascii.Error is a ValueError
         raise InvalidRequest("the image is not valid base64") from error
     return bytes(data)

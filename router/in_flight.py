@@ -1,4 +1,4 @@
-"""One request while the dispatcher works on it, across its attempts."""
+"""One request while the dispatcher works on it, over all its attempts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from router.timeline import Timeline
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """What the attempts of a request share."""
+    """State shared by the attempts of a request."""
 
     request: GenerationRequest
     timeline: Timeline
-    deadline: float  # of the event loop's clock
-    said: list[int] = field(default_factory=list)  # tokens that went to the client
-    avoid: set[str] = field(default_factory=set)  # incarnations that are to blame for failed attempts
+    deadline: float  # on the event loop's clock
+    said: list[int] = field(default_factory=list)  # tokens that were sent to the client
+    avoid: set[str] = field(default_factory=set)  # incarnations to blame for failed attempts
     attempts: int = 0
-    suspect: bytes = b""  # fingerprint, once it was on a node that crashed
+    suspect: bytes = b""  # fingerprint of the request, once a node crashed while it ran there
 
     @property
     def tokens(self) -> list[int]:
-        """What is prefilled: the prompt and what was said."""
+        """The tokens to prefill: the prompt and the answer so far."""
         return [*self.request.token_ids, *self.said]

@@ -1,4 +1,7 @@
-"""JSON from strangers to one typed struct: the nesting limit first, then the schema. Knows nothing of HTTP."""
+"""Decodes untrusted JSON into one typed struct: checks the nesting depth first, then the schema.
+
+Independent of HTTP.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import msgspec
 
 from common.errors import InvalidRequest
 
-MAX_DEPTH = 64  # of arrays and objects in each other
-PIECE = 1 << 16  # bytes looked at in one step of the depth check
+MAX_DEPTH = 64  # of nested arrays and objects
+PIECE = 1 << 16  # bytes per step of the depth check
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
 _QUOTE, _OPENS = b'"['
@@ -20,7 +23,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
-    """Raises InvalidRequest with the field's name."""
+    """Decode a JSON body. Raises InvalidRequest, which names the field."""
     check_depth(raw)
     try:
         return decoder.decode(raw)
@@ -31,7 +34,7 @@ def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def check_depth(raw: bytes | bytearray) -> None:
-    """Raise InvalidRequest where JSON nests deeper than MAX_DEPTH. Broken JSON may pass: decoders refuse it."""
+    """Raise InvalidRequest if JSON nests deeper than MAX_DEPTH. Invalid JSON may pass: the decoder refuses it."""
     if not _many_brackets(raw):
         return
     depth, inside = 0, False
@@ -43,12 +46,12 @@ def check_depth(raw: bytes | bytearray) -> None:
                 depth += 1 if mark == _OPENS else -1
                 if depth > MAX_DEPTH:
                     raise InvalidRequest(
-                        f"the body nests more than {MAX_DEPTH} arrays and objects in each other"
+                        f"the body nests arrays and objects more than {MAX_DEPTH} levels deep"
                     )
 
 
 def _marks(raw: bytes | bytearray) -> Iterator[bytes]:
-    """Quotes and brackets piece by piece, in one pass whatever the body is made of."""
+    """Yield quotes and brackets piece by piece, in one pass over the body."""
     start = 0
     while start < len(raw):
         end = start + PIECE
@@ -57,11 +60,12 @@ def _marks(raw: bytes | bytearray) -> Iterator[bytes]:
             piece, end = raw[start : end + 1], end + 1
         start = end
         marks = piece.replace(rb"\\", b"").replace(rb"\"", b"").translate(_ONE_KIND, _NO_MARK)
-        yield bytes(marks.replace(b'""', b""))  # two quotes in a row cancel, whatever stands between them
+        # Two adjacent quotes cancel each other, whatever they enclosed.
+        yield bytes(marks.replace(b'""', b""))
 
 
 def _many_brackets(raw: bytes | bytearray) -> bool:
-    """Whether so many brackets open that they could nest too deep. A large image passes at once."""
+    """Whether there are enough opening brackets to nest too deep. The body of a large image takes no further check."""
     for bracket in (b"[", b"{"):
         place = -1
         for _ in range(MAX_DEPTH // 2 + 1):
@@ -74,7 +78,7 @@ def _many_brackets(raw: bytes | bytearray) -> bool:
 
 
 def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:
-    """A body that does not fit the schema, with the field's name."""
+    """Describe a body that violates the schema, with the name of the field."""
     text, _, path = str(error).partition(" - at `$")
     field = path.rstrip("`").lstrip(".")
     missing = re.search(r"required field `(\w+)`", text)

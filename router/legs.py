@@ -1,4 +1,4 @@
-"""The messages that start an attempt: a reservation on the decode node, the prompt on the prefill node."""
+"""Builds the messages that start an attempt: a reservation for the decode node and the prompt for the prefill node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.node_registry import Node
 def placement_messages(
     request: GenerationRequest, attempt: Attempt, tokens: list[int], remaining_ms: int
 ) -> Iterator[tuple[str, Node, msgspec.Struct]]:
-    """(address, node, message) in the order of sending. `tokens`: the prompt and what the request has said so far."""
+    """Yield (address, node, message) in sending order. `tokens`: the prompt and the answer so far."""
     prefill, decode = attempt.prefill, attempt.decode
     emitted = len(tokens) - len(request.token_ids)
     spans = tuple(image.span for image in request.images)
@@ -36,7 +36,7 @@ def placement_messages(
             images=spans,
         ),
     )
-    # each image once, however often the prompt shows it
+    # Send each image once, however often it occurs in the prompt.
     for digest, data in {image.span.digest: image.data for image in request.images}.items():
         address = prefill.register.link_id(LINK)
         yield address, prefill, ImageData(digest=digest, data=data, salt=request.salt)

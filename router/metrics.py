@@ -1,6 +1,6 @@
-"""/metrics: the router's own series and what nodes report with heartbeats, under vLLM's names where it has one.
+"""/metrics: the router's own series and those that nodes report with heartbeats, under vLLM's names where vLLM has one.
 
-One registry per process. Node series are read from the registry at scrape time; nothing is observed per token.
+There is one registry per process. Node series are read from the registry at scrape time; nothing is observed per token.
 """
 
 from __future__ import annotations
@@ -45,29 +45,32 @@ GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
     "vllm:num_requests_running": ("Requests in a batch", lambda load: load.running),
     "vllm:num_requests_waiting": ("Requests not started yet", lambda load: load.queued),
     "vllm:kv_cache_usage_perc": (
-        "Pages that cannot be had, 0 to 1",
+        "KV cache usage: pages neither free nor cached, 0 to 1",
         lambda load: (
             1 - (load.free_pages + load.cached_pages) / load.total_pages if load.total_pages else 0.0
         ),
     ),
-    "tandem_transferring_requests": ("Requests whose pages are on the way", lambda load: load.transferring),
+    "tandem_transferring_requests": (
+        "Requests in transfer",
+        lambda load: load.transferring,
+    ),
     "tandem_free_pages": ("Free KV pages", lambda load: load.free_pages),
     "tandem_cached_pages": ("KV pages owned by the prefix cache", lambda load: load.cached_pages),
     "tandem_quarantined_pages": ("KV pages that a peer may still write", lambda load: load.quarantined_pages),
-    "tandem_total_pages": ("KV pages in all, padding page left out", lambda load: load.total_pages),
+    "tandem_total_pages": ("KV pages in total, without the padding page", lambda load: load.total_pages),
 }
 
-REFUSED = "tandem_refused_messages"  # the router counts its own, too
+REFUSED = "tandem_refused_messages"  # the router also counts its own
 COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
-    "vllm:prompt_tokens": ("Prompt tokens taken in", lambda c: c.prompt_tokens),
-    "vllm:generation_tokens": ("Tokens drawn", lambda c: c.generated_tokens),
+    "vllm:prompt_tokens": ("Prompt tokens received", lambda c: c.prompt_tokens),
+    "vllm:generation_tokens": ("Tokens sampled", lambda c: c.generated_tokens),
     "vllm:prefix_cache_queries": ("Prompt tokens looked up", lambda c: c.prompt_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found", lambda c: c.cached_tokens),
     "vllm:num_preemptions": ("Retractions", lambda c: c.retractions),
     "vllm:spec_decode_num_drafts": ("Steps of one request that verified drafts", lambda c: c.spec_drafts),
     "vllm:spec_decode_num_draft_tokens": ("Draft tokens verified", lambda c: c.spec_draft_tokens),
     "vllm:spec_decode_num_accepted_tokens": ("Draft tokens accepted", lambda c: c.spec_accepted_tokens),
-    "tandem_node_requests": ("Requests taken", lambda c: c.requests),
+    "tandem_node_requests": ("Requests accepted", lambda c: c.requests),
     "tandem_steps": ("Forward launches", lambda c: c.steps),
     "tandem_kv_transfers": ("Requests handed over or accepted", lambda c: c.transfers),
     "tandem_kv_transfer_failures": ("Transfers that failed", lambda c: c.transfer_failures),
@@ -76,7 +79,7 @@ COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
     "tandem_kv_checksum_failures": ("Pages whose checksum did not match", lambda c: c.checksum_failures),
     "tandem_kv_record_failures": ("Records refused", lambda c: c.record_failures),
     REFUSED: (
-        "Messages refused: malformed, or against the protocol",
+        "Messages refused: malformed or in violation of the protocol",
         lambda c: c.refused_messages,
     ),
     "tandem_late_messages": ("Messages about requests that had ended", lambda c: c.late_messages),
@@ -86,16 +89,16 @@ COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
 GRAPH_COUNTERS: dict[str, tuple[str, Callable[[GraphTotals], float]]] = {
     "graph_replays": ("Forwards that replayed a captured graph", lambda g: g.replays),
     "graph_live_tokens": ("Tokens computed in replays", lambda g: g.live_tokens),
-    "graph_padded_tokens": ("Padding computed in replays and thrown away", lambda g: g.padded_tokens),
+    "graph_padded_tokens": ("Padding tokens computed in replays and discarded", lambda g: g.padded_tokens),
 }
 GRAPH_GAUGES: dict[str, tuple[str, Callable[[GraphTotals], float]]] = {
-    "graphs_captured": ("Graphs of a forward", lambda g: g.captured),
+    "graphs_captured": ("Captured graphs of a forward", lambda g: g.captured),
     "graphs_unused": ("Graphs that no batch has replayed yet", lambda g: g.unused),
 }
 
 
 class RouterMetrics(Collector):
-    """The router's registry; `nodes` yields the nodes of the moment."""
+    """The router's metrics registry. `nodes` returns the nodes that are registered at that moment."""
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ class RouterMetrics(Collector):
         refused: Callable[[], int],
         conditions: Callable[[Iterable[Node]], Iterable[Condition]] = lambda nodes: (),
     ) -> None:
-        """`refused`: messages from nodes that the router itself has refused so far."""
+        """`refused` returns how many messages of nodes the router itself has refused so far."""
         self._nodes = nodes
         self._refused = refused
         self._conditions = conditions
@@ -137,7 +140,7 @@ class RouterMetrics(Collector):
         self._registry.register(self)
 
     def request_finished(self, timeline: Timeline, prompt_tokens: int, generated_tokens: int) -> None:
-        """Once per request, when it is over."""
+        """Observe a request once, when it is over."""
         first = timeline.stages.get("first_token")
         if first is not None:
             self._ttft.observe(first)
@@ -150,7 +153,7 @@ class RouterMetrics(Collector):
             self._errors.labels(timeline.outcome.removeprefix("error: ").replace(" ", "_")).inc()
 
     def request_refused(self, code: str) -> None:
-        """Instead of `request_finished`, where a request has not begun."""
+        """Count a request that was refused before it began; `request_finished` is not called for it."""
         self._errors.labels(code).inc()
 
     def collect(self) -> Iterator[Metric]:
@@ -177,14 +180,14 @@ class RouterMetrics(Collector):
         yield from condition_series(self._model, self._conditions(nodes))
 
     def _speculation(self, nodes: Iterable[Node], names: tuple[str, ...]) -> Iterator[Metric]:
-        """How far drafts get, and where a step's time goes."""
+        """Draft acceptance by position, and device time by the phases of a step."""
         places = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by their place in a row of drafts",
+            "Draft tokens accepted, by their position in the draft",
             labels=(*names, "position"),
         )
         phases = CounterMetricFamily(
-            "tandem_phase_seconds", "Time on the device by the parts of a step", labels=(*names, "phase")
+            "tandem_phase_seconds", "Device time by the phases of a step", labels=(*names, "phase")
         )
         for node in nodes:
             values = (self._model, node.name, node.role)
@@ -196,7 +199,7 @@ class RouterMetrics(Collector):
         yield phases
 
     def _graphs(self, nodes: Iterable[Node], names: tuple[str, ...]) -> Iterator[Metric]:
-        """Of every forward that may be captured; `model` is its model's part, target or draft."""
+        """Counters of every capturable forward. The label `model` is target or draft."""
         found = [
             ((self._model, node.name, node.role, totals.phase, totals.model), totals)
             for node in nodes
@@ -222,5 +225,5 @@ class RouterMetrics(Collector):
             yield gauge
 
     def render(self) -> bytes:
-        """Prometheus text format."""
+        """Return all series in the Prometheus text format."""
         return generate_latest(self._registry)

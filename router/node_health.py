@@ -1,4 +1,4 @@
-"""What placement remembers of nodes beyond their registration: links and nodes that failed, and nodes that are new."""
+"""What placement knows about nodes beyond their registration: breakers of nodes and pairs, speeds, slow start."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from router.outliers import Outliers
 
 PairKey = tuple[str, str]  # incarnations of the prefill node and of the decode node
 PAIR_LIMITS = BreakerLimits(failures=1, window=10.0, first_pause=1.0, longest_pause=30.0)
-# corruption comes and goes, so successes in between clear nothing, and the pair is left out for longer
+# Corruption is intermittent: successes do not clear its failures, and the pair is avoided for longer.
 CHECKSUM_LIMITS = BreakerLimits(failures=3, window=60.0, first_pause=30.0, longest_pause=600.0)
 NODE_LIMITS = BreakerLimits(failures=5, window=10.0, first_pause=1.0, longest_pause=30.0)
-LEAST_START_WEIGHT = 0.1  # of a node that has just come
-JUDGED_EVERY = 0.25  # seconds between two comparisons of speeds
-LEAST_PROMPT = 64  # tokens: what shorter prompts take says little about the node
+LEAST_START_WEIGHT = 0.1  # weight of a node that has just registered
+JUDGED_EVERY = 0.25  # seconds between two comparisons of node speeds
+LEAST_PROMPT = 64  # tokens: shorter prompts say little about the speed of a node
 LEAST_ANSWER = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What placement thinks of a node."""
+    """The placement state of a node."""
 
     node: Node
     weight: float  # share of requests compared with a node of weight 1
     breaker: str  # closed, open or half-open
-    seconds_per_token: float | None  # as requests have measured it; None: no request has
-    bad_peers: list[str]  # names of nodes of the other role that it is not paired with now
+    seconds_per_token: float | None  # measured on requests; None before the first measurement
+    bad_peers: list[str]  # nodes of the other role with which it is not paired now
 
 
 class NodeHealth:
-    """Weights and breakers of the nodes that are registered now.
+    """Weights and breakers of the registered nodes.
 
-    A lost node takes its history with it: what is reported of it afterwards is ignored, so that nothing stays behind.
+    The history of a lost node is dropped with it. Reports about it that arrive later are ignored, so no entry leaks.
     """
 
     def __init__(self, slow_start: float, clock: Callable[[], float]) -> None:
@@ -47,10 +47,10 @@ class NodeHealth:
         self.checksums: Breakers[PairKey] = Breakers(CHECKSUM_LIMITS, clock)
         self.nodes: Breakers[str] = Breakers(NODE_LIMITS, clock)
         self.outliers = Outliers(clock)
-        self._judged: dict[Role, float] = {}  # when speeds were compared last
+        self._judged: dict[Role, float] = {}  # time of the last comparison of speeds
 
     def weights(self, nodes: Sequence[Node]) -> list[float]:
-        """Shares of requests that the nodes of one role should take compared with each other, at most 1."""
+        """Relative shares of requests for the nodes of one role, each at most 1."""
         now = self.clock()
         if nodes and now - self._judged.get(nodes[0].role, -math.inf) >= JUDGED_EVERY:
             self._judged[nodes[0].role] = now
@@ -58,7 +58,7 @@ class NodeHealth:
         warm_since = now - self._slow_start
         starts = [1.0 if node.since <= warm_since else self._start_weight(node, now) for node in nodes]
         if 1.0 not in starts:
-            # all are new, as after the cluster's start: none of them takes over from another
+            # All nodes are new, as after the start of the cluster: none of them takes over from another.
             starts = [1.0] * len(nodes)
         if self.outliers.none:
             return starts
@@ -67,12 +67,12 @@ class NodeHealth:
         ]
 
     def _start_weight(self, node: Node, now: float) -> float:
-        """Of a node in its slow start."""
+        """The weight of a node during its slow start."""
         progress = min(max((now - node.since) / self._slow_start, 0.0), 1.0)
         return LEAST_START_WEIGHT + (1.0 - LEAST_START_WEIGHT) * progress
 
     def placed(self, prefill: Node, decode: Node) -> None:
-        """A request goes to this pair; it is the trial of breakers that are half-open."""
+        """A request was placed on this pair. It is the trial request of breakers that are half-open."""
         self.pairs.placed((prefill.incarnation, decode.incarnation))
         self.checksums.placed((prefill.incarnation, decode.incarnation))
         self.nodes.placed(prefill.incarnation)
@@ -83,26 +83,26 @@ class NodeHealth:
             self.pairs.failed((prefill.incarnation, decode.incarnation))
 
     def corrupted(self, prefill: Node, decode: Node) -> None:
-        """A page that the prefill node sent is not what the decode node has."""
+        """A page on the decode node differs from what the prefill node sent."""
         if not _lost(prefill, decode):
             self.checksums.failed((prefill.incarnation, decode.incarnation))
 
     def verified(self, prefill: Node, decode: Node) -> None:
-        """The decode node has checked the pages of a request and ran it."""
+        """The decode node has verified the pages of a request and run it."""
         pair = (prefill.incarnation, decode.incarnation)
         if self.checksums.is_half_open(pair):
             self.checksums.succeeded(pair)
 
     def bad_pairs(self) -> set[PairKey]:
-        """Pairs to avoid."""
+        """Pairs that placement should avoid."""
         return self.pairs.blocked() | self.checksums.blocked()
 
     def transferred(self, prefill: Node, decode: Node) -> None:
-        """The pages of a request arrived."""
+        """The pages of a request have arrived."""
         self.pairs.succeeded((prefill.incarnation, decode.incarnation))
 
     def node_failed(self, node: Node) -> None:
-        """The node broke a request by a fault of its own, or could not be sent to."""
+        """The node failed a request through a fault of its own, or could not be reached."""
         if not _lost(node):
             self.nodes.failed(node.incarnation)
 
@@ -110,17 +110,17 @@ class NodeHealth:
         self.nodes.succeeded(node.incarnation)
 
     def prefilled(self, node: Node, seconds: float, tokens: int) -> None:
-        """The node computed so many tokens of a prompt."""
+        """Measure a prefill of `tokens` prompt tokens that took `seconds`."""
         if tokens >= LEAST_PROMPT and not _lost(node):
             self.outliers.measured(node.incarnation, seconds, tokens)
 
     def decoded(self, node: Node, seconds: float, tokens: int) -> None:
-        """The node gave a request so many tokens."""
+        """Measure a decode of `tokens` tokens that took `seconds`."""
         if tokens >= LEAST_ANSWER and not _lost(node):
             self.outliers.measured(node.incarnation, seconds, tokens)
 
     def released(self, prefill: Node, decode: Node) -> None:
-        """A request on this pair is over, with whatever verdict was given before."""
+        """A request on this pair is over, whether or not it reported success or failure."""
         self.pairs.released((prefill.incarnation, decode.incarnation))
         self.checksums.released((prefill.incarnation, decode.incarnation))
         self.nodes.released(prefill.incarnation)
@@ -134,7 +134,7 @@ class NodeHealth:
         self.outliers.forget(gone)
 
     def conditions(self, nodes: Iterable[Node]) -> list[Condition]:
-        """For status pages and metrics."""
+        """The condition of each node, for status pages and metrics."""
         known = list(nodes)
         names = {node.incarnation: node.name for node in known}
         bad = self.bad_pairs()

@@ -1,9 +1,9 @@
-"""Who is in the cluster: nodes register themselves, heartbeats carry their load, silence makes them lost.
+"""Membership of the cluster: nodes register, send heartbeats with their load, and are lost when they fall silent.
 
-A node that a message cannot be sent to is out of reach: it is not chosen until it says something again.
+A node to which sending fails is unreachable: it is not chosen until it is heard from again.
 
-A name belongs to one process. While it lives, another one that registers under its name is refused; once it is lost,
-the other one takes over. Until it is known which of the two holds, the other one gets no answer and asks again.
+A name belongs to one process. While that process lives, another one that registers under the same name is refused; once
+it is lost, the other one takes over. Until it is known which case holds, the other one gets no answer and asks again.
 
 (unknown) ──Register──> up ──Drain or heartbeat says so──> draining ──Goodbye──> gone
                          └──────── no heartbeat, hung loop, closed socket ──────> lost (forgotten)
@@ -24,11 +24,11 @@ from router.return_watch import ReturnWatch
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
-# How a node left: `closed` means that its socket closed, so most likely that its process died.
+# How a node left. `closed` means that its socket closed, so most likely its process died.
 LossCause = Literal["closed", "silent", "hung", "goodbye", "cut_off"]
-# A heartbeat that is read so many seconds after another process asked for the name was sent by a living process.
+# A heartbeat read this many seconds after another process asked for the name proves that the sender lives.
 SIGN_OF_LIFE = 0.5
-MAX_CONTENDERS = 8  # processes that ask for the name of one node
+MAX_CONTENDERS = 8  # processes that may ask for the name of one node
 
 
 @dataclass(slots=True)
@@ -36,20 +36,19 @@ class Node:
     """One incarnation of one node."""
 
     register: Register
-    seen: float  # monotonic seconds of the last sign of life
-    since: float = 0.0  # monotonic seconds of its registration
+    seen: float  # monotonic seconds when it was last heard from
+    since: float = 0.0  # monotonic seconds when it registered
     state: NodeState = "up"
     load: NodeLoad = field(default_factory=NodeLoad)
     counters: NodeCounters = field(default_factory=NodeCounters)
     loop_age: float = 0.0
-    announced: float = 0.0  # seconds that its main loop may need between two turns, as it said
-    as_of: float = 0.0  # Unix seconds of its host: when load and counters were so
+    announced: float = 0.0  # seconds that its main loop may take for one turn, as the node announced
+    as_of: float = 0.0  # Unix seconds on its host at which load and counters were read
     rooms: dict[int, int] = field(default_factory=dict)  # room -> prompt tokens not computed yet
     reachable: bool = True  # False from a failed send to its next heartbeat or registration
     lost_by: LossCause | None = None  # set when it is lost
-    contenders: dict[str, float] = field(
-        default_factory=dict
-    )  # incarnation -> when it first asked for the name
+    # incarnation -> when it first asked for the name
+    contenders: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -61,7 +60,7 @@ class Node:
 
     @property
     def routing_id(self) -> str:
-        """Of its control link."""
+        """The routing id of its control link."""
         return self.register.link_id()
 
     @property
@@ -70,7 +69,7 @@ class Node:
 
     @property
     def eligible(self) -> bool:
-        """It takes requests and can be sent to."""
+        """Whether it takes requests and can be reached."""
         return self.state == "up" and self.reachable
 
     def candidate(self, weight: float = 1.0) -> Candidate:
@@ -80,7 +79,7 @@ class Node:
 
 
 class NodeRegistry:
-    """Changes are announced through callbacks, so that requests of a lost node hear of it at once."""
+    """The nodes of the cluster. Callbacks announce changes, so that requests on a lost node hear of it at once."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class NodeRegistry:
         on_change: Callable[[], None],
         returns: ReturnWatch | None = None,
     ) -> None:
-        """`returns`: knows the nodes of the cluster file; without it no node is expected back."""
+        """`returns` knows the nodes of the cluster file; without it no node is expected back."""
         self._fingerprint = fingerprint
         self._node_timeout = node_timeout
         self._loop_timeout = loop_timeout
@@ -103,7 +102,7 @@ class NodeRegistry:
         self._on_change = on_change
         self._returns = returns or ReturnWatch({}, 0.0, clock)
         self._nodes: dict[str, Node] = {}  # incarnation -> node
-        self._served_at: dict[Role, float] = dict.fromkeys(ROLES, clock())  # a node took requests last
+        self._served_at: dict[Role, float] = dict.fromkeys(ROLES, clock())  # when a node last took requests
 
     def __iter__(self) -> Iterator[Node]:
         return iter(list(self._nodes.values()))
@@ -112,17 +111,17 @@ class NodeRegistry:
         return self._nodes.get(incarnation)
 
     def node(self, incarnation: str) -> Node:
-        """A node that is registered."""
+        """Return a registered node."""
         return self._nodes[incarnation]
 
     def eligible(self) -> list[Node]:
-        """Nodes of both roles that take requests and can be sent to."""
+        """Nodes of both roles that take requests and can be reached."""
         return [node for node in self._nodes.values() if node.eligible]
 
     def undecided(self, message: Register) -> bool:
-        """Whether another process has the node's name and may be dead: its next heartbeat or its loss decides.
+        """Whether another process holds the node's name and may be dead; its next heartbeat or its loss decides.
 
-        A node that drains gives its name away when it has ended.
+        A draining node holds its name until it has ended.
         """
         holder = self._holder(message)
         if holder is None:
@@ -134,11 +133,11 @@ class NodeRegistry:
         return holder.state == "draining" or holder.seen < since + SIGN_OF_LIFE
 
     def register(self, message: Register) -> str | None:
-        """Take a node in. Returns None, or a sentence that says why it is refused."""
+        """Add a node. Returns None, or the reason for a refusal."""
         node = message.node
         if message.model_fingerprint != self._fingerprint:
             return (
-                f"{node.name} serves a model with fingerprint {message.model_fingerprint[:12]}, this router "
+                f"{node.name} serves the model with fingerprint {message.model_fingerprint[:12]}, this router "
                 f"{self._fingerprint[:12]}: start both from the same model directory"
             )
         for other in self:
@@ -153,7 +152,7 @@ class NodeRegistry:
         if holder is not None:
             where = holder.register
             return (
-                f"{node.name} is running already, as process {where.pid} on {where.host}: stop that one first, or "
+                f"{node.name} is already running as process {where.pid} on {where.host}: stop that one first, or "
                 "start this one under another name of the cluster file"
             )
         known = self._nodes.get(node.incarnation)
@@ -170,7 +169,7 @@ class NodeRegistry:
         return None
 
     def heartbeat(self, message: Heartbeat) -> bool:
-        """False if the incarnation is not known: it has to register."""
+        """Record a heartbeat. Return False if the incarnation is unknown, so that it has to register."""
         node = self._nodes.get(message.incarnation)
         if node is None:
             return False
@@ -186,19 +185,19 @@ class NodeRegistry:
         return True
 
     def leave(self, incarnation: str) -> None:
-        """The node said goodbye: whatever it still held is lost like a dead node's."""
+        """A node said goodbye: what it still held is lost, as with a dead node."""
         node = self._nodes.get(incarnation)
         if node is not None:
             self.lose(node, "it said goodbye", "goodbye")
 
     def unreachable(self, node: Node) -> None:
-        """A message could not be sent to it: do not choose it until it says something again."""
+        """Mark a node to which sending failed: it is not chosen until it is heard from again."""
         if node.reachable:
             node.reachable = False
-            self._log.warning("node out of reach", peer=node.name, role=node.role)
+            self._log.warning("node unreachable", peer=node.name, role=node.role)
 
     def lose(self, node: Node, reason: str, cause: LossCause) -> None:
-        """Forget a node and end what it holds."""
+        """Remove a node and end the requests that it holds."""
         if self._nodes.pop(node.incarnation, None) is not None:
             node.lost_by = cause
             self._served(node)
@@ -210,7 +209,10 @@ class NodeRegistry:
             self._on_change()
 
     def sweep(self, stalled: float = 0.0) -> None:
-        """Lose nodes that are silent or hung. `stalled`: seconds in which nobody listened: they are no silence."""
+        """Lose nodes that are silent or hung.
+
+        `stalled`: seconds in which this process did not listen; they do not count.
+        """
         now = self._clock()
         for node in self:
             node.seen = min(node.seen + stalled, now)
@@ -223,10 +225,10 @@ class NodeRegistry:
                 )
 
     def expected_within(self, role: Role) -> float:
-        """Seconds for which a node of `role` may still be expected to take requests soon; 0 if none is.
+        """Seconds for which a node of `role` may be expected to take requests soon; 0 if none is expected.
 
-        Expected are nodes of the cluster file that went or have not come yet, the successor of one that drains, and
-        nodes that are out of reach just now: they come back or are lost.
+        Expected are nodes of the cluster file that left or have not arrived yet, the successor of a draining node, and
+        nodes that are unreachable now, because they either return or are lost.
         """
         back = any(
             node.role == role
@@ -236,19 +238,19 @@ class NodeRegistry:
         return math.inf if back else self._returns.remaining(role)
 
     def expected(self, role: Role) -> list[str]:
-        """Names of nodes of the cluster file that are away and expected back."""
+        """Names of nodes of the cluster file that are absent and expected back."""
         return self._returns.expected(role)
 
     def missing_for(self, role: Role) -> float:
-        """Seconds since the last node of a role went or stopped to take requests; 0 while there is one."""
+        """Seconds since the last node of a role stopped taking requests; 0 while one takes them."""
         return self._clock() - self._served_at[role] if not self.count(role) else 0.0
 
     def count(self, role: Role) -> int:
-        """Nodes of a role that take requests."""
+        """Number of nodes of a role that take requests."""
         return sum(node.role == role and node.state == "up" for node in self)
 
     def _holder(self, message: Register) -> Node | None:
-        """Another process that has the name."""
+        """Another process that holds the name."""
         node = message.node
         return next(
             (other for other in self if other.name == node.name and other.incarnation != node.incarnation),
@@ -256,7 +258,7 @@ class NodeRegistry:
         )
 
     def _served(self, node: Node) -> None:
-        """The node is about to leave or change its state: until now it took requests, or did not."""
+        """Record the time until which the node took requests, before it leaves or changes its state."""
         if node.state == "up":
             self._served_at[node.role] = self._clock()
 
@@ -268,5 +270,5 @@ class NodeRegistry:
 
     @property
     def max_model_len(self) -> int | None:
-        """The least of all nodes; None without nodes."""
+        """The smallest limit of all nodes; None without nodes."""
         return min((node.register.max_model_len for node in self), default=None)

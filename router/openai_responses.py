@@ -1,6 +1,6 @@
-"""Answers of the OpenAI API, complete and as server-sent events. Formats as ECOSYSTEM.md lists them.
+"""Formats answers of the OpenAI API, complete and as server-sent events.
 
-Events are put together from bytes: of a streamed token only its text is encoded anew.
+Events are assembled from bytes: for a streamed token only its text is newly encoded.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from common.messages.generation import OutputToken
 from router.tokenizer import Tokenizer
 
 FINGERPRINT = "tandem"
-CHAT_ID = "chatcmpl-"  # the id of an answer is this and the request's id
+CHAT_ID = "chatcmpl-"  # prefix of an answer's id; the request id follows
 COMPLETION_ID = "cmpl-"
-LOWEST_LOGPROB = -9999.0  # for minus infinity, which JSON cannot say
+LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
 class Usage:
-    """Counts over all choices of a request."""
+    """Token counts over all choices of a request."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -41,28 +41,28 @@ class Usage:
 
 @dataclass(slots=True)
 class Piece:
-    """What one choice gained at one moment."""
+    """What one choice gained with one delta."""
 
     index: int
     text: str
     tokens: Sequence[OutputToken]
-    offsets: Sequence[int]  # per token: characters of this choice's text before it
+    offsets: Sequence[int]  # per token: characters of this choice's text that precede it
     finish_reason: str | None
 
 
 class Format(ABC):
-    """Common part of both endpoints' formats; subclasses say how a choice looks."""
+    """Common part of both endpoints' formats; subclasses define the format of a choice."""
 
     whole: ClassVar[str]  # `object` of the complete answer
     part: ClassVar[str]  # `object` of a chunk
     lists: ClassVar[tuple[str, ...]]  # keys of `logprobs` whose values are lists
-    constant_columns: ClassVar[bytes] = b""  # what else `logprobs` holds in a complete answer
-    after_text: ClassVar[bytes]  # of a choice of the complete answer: from its text to its logprobs
+    constant_columns: ClassVar[bytes] = b""  # the remaining members of `logprobs` in a complete answer
+    after_text: ClassVar[bytes]  # bytes between the text and the logprobs of a choice in a complete answer
 
     def __init__(
         self, identity: str, model: str, created: int, tokenizer: Tokenizer, logprobs: int | None
     ) -> None:
-        """`logprobs`: likeliest tokens listed with each token; None for no logprobs."""
+        """`logprobs`: number of top tokens listed with each token; None for no log-probabilities."""
         self._head = {"id": identity, "created": created, "model": model, "system_fingerprint": FINGERPRINT}
         self._tokenizer = tokenizer
         self._logprobs = logprobs
@@ -70,7 +70,7 @@ class Format(ABC):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys of `logprobs` in a choice of the complete answer; none without logprobs."""
+        """Keys of `logprobs` in a choice of the complete answer; empty without log-probabilities."""
         return self.lists if self._logprobs is not None else ()
 
     def before_choices(self) -> bytes:
@@ -82,24 +82,24 @@ class Format(ABC):
         """A choice of the complete answer up to its text."""
 
     def fragments(self, piece: Piece) -> list[bytes]:
-        """What a piece adds to each of `columns`: items of a JSON list, without its brackets."""
+        """What a piece adds to each of `columns`: items of a JSON list, without the brackets."""
         listed = self._listed([piece]) or {}
         return [_encode(listed[name])[1:-1] for name in self.columns]
 
     @abstractmethod
     def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        """The logprobs of pieces that follow each other."""
+        """The logprobs of consecutive pieces."""
 
     def opening(self, choices: int, usage: bytes) -> bytes:
-        """Events before the first token. `usage` is what each event says of it, from `usage_field`."""
+        """Events that precede the first token. `usage` is the usage member of each event, from `usage_field`."""
         return b""
 
     @abstractmethod
     def events(self, piece: Piece, usage: bytes) -> bytes:
-        """What a piece adds to the stream; b"" while its text is held back."""
+        """The events of a piece; b"" while its text is held back."""
 
     def last_event(self, usage: Usage) -> bytes:
-        """The event of stream_options.include_usage."""
+        """The final event that stream_options.include_usage requests."""
         return self._event(b"", usage_field(usage))
 
     def _event(self, choice: bytes, usage: bytes) -> bytes:
@@ -107,7 +107,7 @@ class Format(ABC):
 
 
 class ChatFormat(Format):
-    """chat.completion and chat.completion.chunk."""
+    """Formats chat.completion and chat.completion.chunk."""
 
     whole = "chat.completion"
     part = "chat.completion.chunk"
@@ -159,7 +159,7 @@ class ChatFormat(Format):
 
 
 class CompletionFormat(Format):
-    """text_completion, whole and in chunks."""
+    """Formats text_completion, complete and in chunks."""
 
     whole = part = "text_completion"
 
@@ -197,7 +197,7 @@ class CompletionFormat(Format):
                 texts.append(text_of(token.id))
                 values.append(max(LOWEST_LOGPROB, found.logprob))
                 top: dict[str, float] = {}
-                # the drawn token is always listed; of tokens with one text the likeliest counts
+                # The sampled token is always listed. Of several tokens with the same text, the most likely one counts.
                 pairs = [
                     *list(zip(found.top_ids, found.top_logprobs))[: self._logprobs],
                     (token.id, found.logprob),
@@ -209,7 +209,7 @@ class CompletionFormat(Format):
 
 
 def usage_field(usage: Usage) -> bytes:
-    """`,"usage":{...}` for an event."""
+    """Return the member `,"usage":{...}` of an event."""
     return (
         b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,'
         b'"prompt_tokens_details":{"cached_tokens":%d}}'

@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions: body to prompt, tokens to text, complete or as server-sent events."""
+"""Handlers of /v1/chat/completions and /v1/completions: body to prompt, tokens to text, complete or streamed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Choice:
 
 
 class OpenAiRoutes:
-    """Handlers; `model` is asked anew for each request, since nodes decide the context length."""
+    """The handlers. They ask for `model` at each request, because the nodes determine the context length."""
 
     def __init__(
         self,
@@ -80,7 +80,10 @@ class OpenAiRoutes:
         log: Log,
         write_timeout: float = WRITE_TIMEOUT,
     ) -> None:
-        """`model` raises Unavailable while nothing new is taken. `max_requests`: prompts in flight, of all clients."""
+        """`model` raises Unavailable while no requests are accepted.
+
+        `max_requests`: prompts in flight, of all clients.
+        """
         self._generator = generator
         self._tokenizer = tokenizer
         self._texts = texts
@@ -89,8 +92,8 @@ class OpenAiRoutes:
         self._max_requests = max_requests
         self._log = log
         self._write_timeout = write_timeout
-        self._turns = Turns()  # of requests that begin
-        self.active = 0  # requests that are worked on: their texts and images, and then their answer
+        self._turns = Turns()  # spreads the start of requests over turns of the event loop
+        self.active = 0  # requests in progress, from reading their texts and images to the end of the answer
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)
@@ -133,7 +136,7 @@ class OpenAiRoutes:
         model = self._model()
         with self._counted():
             body = await self._texts.read_completion(raw, model.max_model_len)
-            del raw  # megabytes, which nobody needs until the answer is complete
+            del raw  # may be megabytes, and is not needed while the answer is generated
             return await self._complete(request, body, model)
 
     async def _complete(
@@ -145,7 +148,7 @@ class OpenAiRoutes:
         given = prompts(body, model.max_model_len)
         if len(given) > self._max_requests:
             raise InvalidRequest(
-                f"{len(given)} prompts in one request, this router takes {self._max_requests} at a time; send them in "
+                f"{len(given)} prompts in one request; this router allows {self._max_requests} in flight; send them in "
                 "several requests",
                 param="prompt",
             )
@@ -155,14 +158,14 @@ class OpenAiRoutes:
             choices.append(
                 self._choice(request, body, model, list(ids), index, "max_tokens", logprobs, batch=batch)
             )
-            await asyncio.sleep(0)  # many prompts: others get their turn in between
+            await asyncio.sleep(0)  # let other tasks run between many prompts
         identity = COMPLETION_ID + request[request_id_key]
         form = CompletionFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
         return await self._answer(request, body, form, choices)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """A router that drains waits for it."""
+        """Count the request as active: a draining router waits for it."""
         self.active += 1
         try:
             yield
@@ -172,7 +175,7 @@ class OpenAiRoutes:
     async def _encoded(
         self, given: Sequence[str | TokenIds], body: CompletionRequest, model: ServedModel
     ) -> dict[str, TokenIds]:
-        """Name of each prompt -> its token ids; all texts of the request are encoded together."""
+        """Map the name of each prompt to its token ids. All texts of the request are encoded together."""
         names = prompt_names(len(given))
         texts = {name: prompt for name, prompt in zip(names, given) if isinstance(prompt, str)}
         special = body.add_special_tokens is not False
@@ -234,7 +237,8 @@ class OpenAiRoutes:
         try:
             async with aclosing(self._pieces(choices, usage)) as pieces:
                 try:
-                    async for piece in pieces:  # an error before the first token is an ordinary HTTP error
+                    # An error before the first token is an ordinary HTTP error.
+                    async for piece in pieces:
                         if every:
                             reported = usage_field(usage)
                         events = form.events(piece, reported)
@@ -249,13 +253,14 @@ class OpenAiRoutes:
                     if not writer.started:
                         raise
                     known = error if isinstance(error, RequestError) else defect(self._log, request)
-                    return await writer.finish(error_event(body_of(known)))  # no [DONE]: it is not whole
+                    # No [DONE]: the answer is incomplete.
+                    return await writer.finish(error_event(body_of(known)))
         except ClientGone as error:
             self._log.info(str(error), request_id=request[request_id_key])
             return writer.abandon()
 
     async def _pieces(self, choices: Sequence[Choice], usage: Usage) -> AsyncGenerator[Piece, None]:
-        """Pieces of all choices as they come. Closing it, or an error in one choice, ends all of them."""
+        """Yield pieces of all choices as they arrive. Closing it, or an error in one choice, ends all of them."""
         if len(choices) == 1:
             async with aclosing(self._run(0, choices[0], usage)) as pieces:
                 async for piece in pieces:
@@ -290,7 +295,7 @@ class OpenAiRoutes:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, index: int, choice: Choice, usage: Usage) -> AsyncGenerator[Piece, None]:
-        """One choice to its end. Raises InternalError if its tokens end without a reason."""
+        """Run one choice to its end. Raises InternalError if its tokens end without a finish reason."""
         text = choice.text
         async with aclosing(self._generator.generate(choice.request)) as deltas:
             async for delta in deltas:
@@ -306,11 +311,11 @@ class OpenAiRoutes:
                 if stopped:
                     return
         if text.finish_reason is None:
-            raise InternalError("the answer broke off without a reason")
+            raise InternalError("the token stream ended without a finish reason")
 
 
 def _check(body: SharedFields, model: ServedModel) -> None:
-    """What can be said before there is a prompt."""
+    """Apply the checks that need no prompt."""
     refuse_unsupported(body)
     check_model(body, model)
     if body.stream_options is not None and not body.stream:

@@ -1,8 +1,8 @@
-"""Requests of the OpenAI API as clients send them: typed, bounded, unknown fields ignored as vLLM does.
+"""Requests of the OpenAI API as clients send them: typed and bounded. Unknown fields are ignored, as in vLLM.
 
-A field that would change the answer and is not honoured must never pass silently. Fields that a later version will
-honour stand in NOT_YET with the values that change nothing: those are accepted, every other value is refused with the
-field's name.
+A field that would change the answer but is not supported must never be ignored silently. Such fields are listed in
+NOT_YET with the values that have no effect: those values are accepted, any other value is refused with the field's
+name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64  # prompts in one completions request
 MAX_STOP_TOKENS = 128
-MAX_PARTS = 8192  # of the contents of all messages, in a large body
+MAX_PARTS = 8192  # content parts over all messages, in a large body
 TOP_LOGPROBS = 20
 
 MAX_TEXT = 8 << 20  # characters
@@ -36,14 +36,14 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """An image, as a data: URL or an address. `detail` changes nothing: every image is scaled to the model's size."""
+    """An image, as a data: URL or an https URL. `detail` has no effect: every image is scaled to the model's size."""
 
     url: str
     detail: str | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content, text or image_url; parts of other types are refused by name."""
+    """One part of a message's content, text or image_url. Parts of other types are refused with their type."""
 
     type: str
     text: str | None = None
@@ -54,7 +54,7 @@ class Message(msgspec.Struct, frozen=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Text | list[ContentPart] | None = None
     name: str | None = None
-    # parts of conversations with tools: see MESSAGE_NOT_YET
+    # fields of conversations with tools: see MESSAGE_NOT_YET
     tool_calls: Any = None
     tool_call_id: Any = None
     function_call: Any = None
@@ -62,7 +62,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -73,7 +73,7 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None  # token id -> what is added to its logit
+    logit_bias: dict[str, float] | None = None  # token id -> value added to its logit
     min_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -84,11 +84,10 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = (
-        None  # vLLM: shares no cached prompt beyond it
-    )
+    # as in vLLM: cached prompt pages are shared only between requests with the same salt
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     user: Any = None
-    # not yet: see NOT_YET
+    # not supported yet: see NOT_YET
     n: Any = None
     best_of: Any = None
     response_format: Any = None
@@ -116,7 +115,7 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(SharedFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
@@ -138,29 +137,30 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
 
 
 class CompletionRequest(SharedFields, frozen=True, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
-    # text, texts, token ids, or lists of token ids: see `prompts`; ids from `compact_completion` are packed
+    # one text, several texts, token ids, or lists of token ids: see `prompts`; `compact_completion` packs ids
     prompt: Text | list[Any]
     logprobs: int | None = None
     suffix: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
-    """POST /tokenize."""
+    """The body of POST /tokenize."""
 
     prompt: str
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     tokens: list[int]
     skip_special_tokens: bool = False
 
 
-NOT_YET: dict[str, tuple[Any, ...]] = {  # field -> values that change nothing
+# field -> values that have no effect
+NOT_YET: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
@@ -210,12 +210,12 @@ MESSAGE_NOT_YET: dict[str, tuple[Any, ...]] = {
 
 
 def honoured(request: type[SharedFields]) -> list[str]:
-    """Fields of a request that have their effect, in alphabetical order; for /server_info."""
+    """Supported fields of a request, sorted by name, for /server_info."""
     return sorted(set(request.__struct_fields__) - set(NOT_YET) - {"user"})
 
 
 def refuse_unsupported(request: SharedFields) -> None:
-    """Raises InvalidRequest naming the first field that would change the answer and is not honoured yet."""
+    """Raises InvalidRequest for the first field that would change the answer but is not supported."""
     _refuse(request, NOT_YET, "")
     if isinstance(request, ChatRequest):
         for index, message in enumerate(request.messages):
@@ -236,7 +236,7 @@ def _refuse(struct: msgspec.Struct, not_yet: dict[str, tuple[Any, ...]], where: 
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    """Whether two values are equal in JSON: 1 and 1.0 are, 1 and true are not."""
     numbers = (int, float)
     if type(neutral) in numbers:
         return type(value) in numbers and bool(value == neutral)
@@ -244,9 +244,10 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]:
-    """The prompts of a completions request, one per choice. Raises InvalidRequest("prompt").
+    """Return the prompts of a completions request, one per choice. Raises InvalidRequest("prompt").
 
-    Token ids are looked at only in prompts of at most `max_tokens`; longer ones are refused by their length later.
+    Token ids are checked only in prompts of at most `max_tokens` tokens; longer ones are later refused for their
+    length.
     """
     prompt = request.prompt
     if isinstance(prompt, str):
@@ -257,7 +258,9 @@ def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]
         _check_ids(prompt, max_tokens)
         return [prompt]
     if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"{len(prompt)} prompts in one request, at most {MAX_PROMPTS}", param="prompt")
+        raise InvalidRequest(
+            f"{len(prompt)} prompts in one request; the limit is {MAX_PROMPTS}", param="prompt"
+        )
     for item in prompt:
         if isinstance(item, list):
             _check_ids(item, max_tokens)
@@ -267,22 +270,25 @@ def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]
 
 
 def compact_chat(request: ChatRequest) -> ChatRequest:
-    """The same request with little to decode: a large body may be millions of small values.
+    """Return the same request in a form that is cheap to decode: a large body may hold millions of small values.
 
-    Fields without effect are dropped. Raises InvalidRequest for what would be refused later anyway, or is too much.
+    Fields without effect are dropped. Raises InvalidRequest for what exceeds a limit or would be refused later anyway.
     """
     _check_sizes(request)
     parts = sum(len(message.content) for message in request.messages if isinstance(message.content, list))
     if parts > MAX_PARTS:
         raise InvalidRequest(
-            f"the messages have {parts} parts, at most {MAX_PARTS}: join neighbouring text parts",
+            f"the messages have {parts} parts; the limit is {MAX_PARTS}: join adjacent text parts",
             param="messages",
         )
     return msgspec.structs.replace(request, user=None)
 
 
 def compact_completion(request: CompletionRequest) -> CompletionRequest:
-    """As `compact_chat`; token ids are packed as int32, where -1 stands for numbers that no token has."""
+    """Compact a completions request like `compact_chat`.
+
+    Token ids are packed as int32; -1 replaces out-of-range ids.
+    """
     _check_sizes(request)
     prompt: str | list[Any] = request.prompt
     if not isinstance(prompt, str):
@@ -295,7 +301,7 @@ def compact_completion(request: CompletionRequest) -> CompletionRequest:
 
 
 def _check_sizes(request: SharedFields) -> None:
-    """Refuse what is unsupported, and lists that are too long whatever is in them."""
+    """Refuse unsupported fields and lists that are too long, without looking at their items."""
     refuse_unsupported(request)
     check_stops(request)
     if len(request.stop_token_ids or ()) > MAX_STOP_TOKENS:
@@ -304,7 +310,7 @@ def _check_sizes(request: SharedFields) -> None:
         )
     if len(request.logit_bias or ()) > MAX_BIASES:
         raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
-    for field in request.__struct_fields__:  # msgpack has no larger integers
+    for field in request.__struct_fields__:  # msgpack cannot encode larger integers
         value = getattr(request, field)
         values = value if field == "stop_token_ids" and value else (value,)
         if any(type(each) is int and not -(2**63) <= each < 2**64 for each in values):
@@ -312,13 +318,13 @@ def _check_sizes(request: SharedFields) -> None:
 
 
 def check_stops(request: SharedFields) -> list[str]:
-    """The stop strings. Raises InvalidRequest("stop")."""
+    """Return the stop strings. Raises InvalidRequest("stop")."""
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"{len(stops)} stop strings, at most {MAX_STOPS}", param="stop")
+        raise InvalidRequest(f"{len(stops)} stop strings; the limit is {MAX_STOPS}", param="stop")
     for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", param="stop")
+            raise InvalidRequest(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
     return stops
 
 
@@ -330,12 +336,12 @@ def _packed(ids: TokenIds) -> bytes:
 
 
 def prompt_names(count: int) -> list[str]:
-    """What refusals call each of `count` prompts."""
+    """The names of `count` prompts in refusals."""
     return ["prompt"] if count == 1 else [f"prompt[{index}]" for index in range(count)]
 
 
 def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """(where it stands, its address) of every image, in order. Raises InvalidRequest for parts of unknown types."""
+    """Yield (field path, URL) of every image in order. Raises InvalidRequest for parts of unknown types."""
     for index, message in enumerate(messages):
         for position, part in enumerate(message.content if isinstance(message.content, list) else ()):
             where = f"messages[{index}].content[{position}]"
@@ -344,13 +350,13 @@ def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
                 yield f"{where}.image_url", url if isinstance(url, str) else url.url
             elif part.type != "text" or part.text is None:
                 raise InvalidRequest(
-                    f"{where} has type {part.type!r}; taken are text and image_url parts with what they are named for",
+                    f"{where} has type {part.type!r}; send text parts with `text` and image_url parts with `image_url`",
                     param=where,
                 )
 
 
 def without_addresses(messages: Sequence[Message]) -> list[Message]:
-    """The same messages, images without what they were sent as: megabytes of base64 once they are loaded."""
+    """Return the messages without the URLs of their images, which are megabytes of base64 and loaded already."""
     return [
         msgspec.structs.replace(
             message,
@@ -365,7 +371,9 @@ def without_addresses(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-_PROMPT_KINDS = "prompt must be a text, a list of texts, a list of token ids, or a list of such lists"
+_PROMPT_KINDS = (
+    "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+)
 
 
 def _check_ids(ids: list[Any], max_tokens: int) -> None:

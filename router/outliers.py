@@ -1,8 +1,9 @@
-"""Finds nodes that serve far slower than others of their role (gray failures), by what requests have measured.
+"""Finds nodes that are far slower than others of their role (gray failures), from measurements on requests.
 
-A node whose seconds per token are `FACTOR` times the median of its role for `SUSTAINED` seconds takes a smaller share
-of requests: as much smaller as it is slower. At most half of a role is judged so, a role of one node never is. It takes
-its full share again once it is fast, or if nobody has measured it for `STALE` seconds.
+A node whose seconds per token exceed `FACTOR` times the median of its role for `SUSTAINED` seconds gets a smaller share
+of requests, in inverse proportion to its slowness. At most half of a role is treated so, and never a node that is the
+only one of its role. A node gets its full share back once it is fast, or when it has no measurements for `STALE`
+seconds.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from dataclasses import dataclass
 from statistics import median_low
 
 FACTOR = 3.0
-RECOVERED = 2.0  # times the median, below which a slow node has recovered
+RECOVERED = 2.0  # a slow node has recovered below this multiple of the median
 SUSTAINED = 3.0  # seconds
 STALE = 15.0
 LEAST_WEIGHT = 0.1
-SMOOTHING = 0.1  # of one measurement in the average
-ENOUGH = 5  # measurements before a node is compared
+SMOOTHING = 0.1  # weight of one measurement in the moving average
+ENOUGH = 5  # measurements that a node needs before it is compared
 
 
 @dataclass(slots=True)
 class _Speed:
-    seconds: float  # averages of what measurements took and of the tokens they are about
+    seconds: float  # moving averages of the measured seconds and tokens
     tokens: float
     count: int
-    measured: float  # when the last measurement came
+    measured: float  # time of the last measurement
     slow_since: float | None = None
     weight: float = 1.0
 
@@ -35,15 +36,15 @@ class _Speed:
 
 
 class Outliers:
-    """Speeds by incarnation."""
+    """Measured speeds and resulting weights, by incarnation."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._speeds: dict[str, _Speed] = {}
-        self._slow: set[str] = set()  # of a weight below 1
+        self._slow: set[str] = set()  # nodes with a weight below 1
 
     def measured(self, incarnation: str, seconds: float, tokens: int) -> None:
-        """A request waited `seconds` for `tokens` tokens of this node."""
+        """Record that a request waited `seconds` for `tokens` tokens of this node."""
         if tokens <= 0 or seconds <= 0:
             return
         now = self._clock()
@@ -58,11 +59,11 @@ class Outliers:
 
     @property
     def none(self) -> bool:
-        """Every node has its full weight."""
+        """Whether every node has its full weight."""
         return not self._slow
 
     def weight(self, incarnation: str) -> float:
-        """As of the last `judge`: 1 unless the node is an outlier."""
+        """The weight at the last `judge`: 1 unless the node is an outlier."""
         speed = self._speeds.get(incarnation)
         return 1.0 if speed is None else speed.weight
 
@@ -71,7 +72,7 @@ class Outliers:
         return None if speed is None else speed.per_token
 
     def judge(self, role: Sequence[str]) -> None:
-        """Compare all nodes of one role, by incarnation."""
+        """Compare all nodes of one role, given by incarnation."""
         self._compare(role)
         self._slow.difference_update(role)
         self._slow.update(key for key in role if self.weight(key) < 1.0)

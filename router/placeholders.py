@@ -1,4 +1,4 @@
-"""Where images stand in a tokenized prompt: the template's one placeholder becomes as many as an image has rows."""
+"""Expands the template's single placeholder per image to one placeholder for each token of the image."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def place_images(
     vocab_size: int,
     salt: bytes = b"",
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Token ids of the vocabulary with room for every image, and where that is. Nodes cache images by content and salt.
+    """Return the prompt with a run of placeholder tokens for every image, and the span of each run.
 
-    A placeholder outside the vocabulary is written as a token that the prompt has anyway: nothing embeds it, and
-    repetition_penalty falls on no token that the prompt lacks. Raises InvalidRequest where the text itself spells the
-    placeholder, which would move the images.
+    Nodes cache images by content and salt. A placeholder token outside the vocabulary is replaced by a token that the
+    prompt contains anyway: it is never embedded, and so repetition_penalty affects no token that is not in the prompt.
+    Raises InvalidRequest if the text itself contains the placeholder, which would shift the images.
     """
     filler = vision.image_token_id
     if filler >= vocab_size:
@@ -32,13 +32,13 @@ def place_images(
     placed: list[PromptImage] = []
     if any(token in vision.refused_token_ids for token in token_ids):
         raise InvalidRequest(
-            "the messages spell the placeholder of a video; videos are not supported", param="messages"
+            "the messages contain the placeholder of a video; videos are not supported", param="messages"
         )
     placeholders = sum(token == vision.image_token_id for token in token_ids)
     if placeholders != len(images):
         raise InvalidRequest(
-            f"the prompt has {placeholders} placeholders for {len(images)} images; leave the placeholder's own text "
-            "out of the messages",
+            f"the prompt has {placeholders} placeholders for {len(images)} images; remove the placeholder's text "
+            "from the messages",
             param="messages",
         )
     for token in token_ids:

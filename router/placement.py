@@ -1,4 +1,4 @@
-"""Which nodes take a request: pure functions over what the registry knows, one class per policy."""
+"""Placement policies: pure functions over the state of the registry, one class per policy."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ import msgspec
 from common.messages.identity import NodeLoad, Role
 
 _NAME = attrgetter("name")
-LEAST_WEIGHT = 0.05  # relative to the heaviest candidate: no node is starved
+LEAST_WEIGHT = 0.05  # relative to the heaviest candidate, so that no node starves
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One node that can take a request now. A struct, because many are made for each request."""
+    """One node that can take a request now. It is a struct because each request creates many."""
 
     name: str
     incarnation: str
     load: NodeLoad  # as of its last heartbeat
-    assigned: int  # requests placed there and not finished: newer than any heartbeat
-    assigned_tokens: int  # their prompt tokens that are not computed yet
-    weight: float = 1.0  # share of requests that it takes compared with the others; they may all be below 1
+    assigned: int  # unfinished requests placed there; newer than any heartbeat
+    assigned_tokens: int  # prompt tokens of these that are not computed yet
+    weight: float = 1.0  # share of requests relative to the other candidates; all may be below 1
 
 
 class PlacementPolicy(Protocol):
-    """`candidates` is never empty; the answer is one of them."""
+    """Chooses one of `candidates`, which is never empty."""
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate: ...
 
 
 class Shares:
-    """Lets nodes of reduced weight take part in as many choices as their weight entitles them to.
+    """Lets nodes of reduced weight take part in as many choices as their weight allows.
 
-    Each choice gives such a node credit of weight / sum of weights; with a credit of 1 it may be chosen.
+    Each choice credits such a node with weight / sum of weights; a node whose credit reaches 1 may be chosen.
     """
 
     def __init__(self) -> None:
-        self._credit: dict[str, float] = {}  # name -> below 1 until it may be chosen
+        self._credit: dict[str, float] = {}  # name -> credit of a node with reduced weight
 
     def split(self, candidates: Sequence[Candidate]) -> tuple[Sequence[Candidate], list[Candidate]]:
-        """(candidates of full weight, candidates of reduced weight whose turn has come)."""
+        """Return (candidates of full weight, candidates of reduced weight that may be chosen now)."""
         weights = [c.weight for c in candidates]
         most = max(weights)
         if min(weights) == most:
@@ -62,7 +62,7 @@ class Shares:
 
 
 class RoundRobin:
-    """Takes each in turn, by name, whatever their load. A node of reduced weight has its turn less often."""
+    """Chooses nodes in turn by name, whatever their load. A node of reduced weight gets fewer turns."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -80,7 +80,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The node with the least `cost` for its weight; among equals the one with the fewest requests, then in turn."""
+    """Chooses the least `cost` per weight; among equals the node with the fewest requests, then in turn."""
 
     def __init__(self, cost: Callable[[Candidate], float]) -> None:
         self._cost = cost
@@ -92,7 +92,7 @@ class LeastLoaded:
         ranked = [((self._cost(c) / max(c.weight, LEAST_WEIGHT), c.assigned), c) for c in (*full, *due)]
         least = min(rank for rank, _ in ranked)
         best = [c for rank, c in ranked if rank == least]
-        # among equals a node of reduced weight takes its turn: it comes seldom enough
+        # Among equals a node of reduced weight comes first, because it may be chosen rarely.
         chosen = next((c for c in due if c in best), None) or self._ties.choose(best)
         self._shares.take(chosen)
         return chosen
@@ -104,7 +104,7 @@ def choose_pair(
     policies: Mapping[Role, PlacementPolicy],
     bad_pairs: Container[tuple[str, str]] = frozenset(),
 ) -> tuple[Candidate, Candidate]:
-    """A prefill and a decode node, neither list empty. A pair of `bad_pairs` (incarnations) only if all are bad."""
+    """Choose a prefill and a decode node from non-empty lists. A pair in `bad_pairs` is chosen only if all are bad."""
     if not bad_pairs:
         return policies["prefill"].choose(prefills), policies["decode"].choose(decodes)
 
@@ -116,12 +116,12 @@ def choose_pair(
 
 
 def prefill_cost(candidate: Candidate) -> float:
-    """Prompt tokens in front of a new request: what its time to first token depends on."""
+    """Prompt tokens queued before a new request, which determine its time to first token."""
     return candidate.assigned_tokens
 
 
 def decode_cost(candidate: Candidate) -> float:
-    """Requests per step, and how full the pool is: what inter-token latency and retraction depend on."""
+    """Requests per step plus the fill level of the pool, which determine inter-token latency and retractions."""
     load = candidate.load
     used = 1.0 - (load.free_pages + load.cached_pages) / load.total_pages if load.total_pages else 0.0
     return max(candidate.assigned, load.running + load.transferring + load.queued) + 8.0 * max(

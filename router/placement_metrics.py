@@ -1,4 +1,4 @@
-"""Series about placement: requests that wait for room or a role or were refused, retries, breakers and weights."""
+"""Metrics of placement: requests that wait or are refused, retries, breakers and weights."""
 
 from __future__ import annotations
 
@@ -11,35 +11,43 @@ from router.node_health import Condition
 
 
 class PlacementMetrics:
-    """Counters that the dispatcher increments, and a gauge that reads its queue."""
+    """Counters that the dispatcher increments, and a gauge of its queue length."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
 
         self.waited = counter(
-            "tandem_requests_without_node", "Requests that found no node of a role at first", "role"
+            "tandem_requests_without_node", "Requests that had to wait for a node of a role", "role"
         )
         self.refused = counter(
-            "tandem_requests_refused_without_node", "Requests that were refused for want of a role", "role"
+            "tandem_requests_refused_without_node",
+            "Requests refused because no node of a role was available",
+            "role",
         )
         self.over_budget = counter(
-            "tandem_retries_over_budget", "Requests that were refused a retry because there are too many"
+            "tandem_retries_over_budget", "Requests whose retry was refused by the retry budget"
         )
-        self.quarantined = counter("tandem_requests_quarantined", "Requests that crashed node after node")
+        self.quarantined = counter(
+            "tandem_requests_quarantined", "Requests quarantined because they crash nodes"
+        )
         self.waiting = Gauge(
             "tandem_requests_waiting_for_room",
-            "Requests that wait at the router until decode nodes have room",
+            "Requests that wait at the router for capacity of the decode nodes",
             registry=registry,
         )
 
 
 def condition_series(model: str, conditions: Iterable[Condition]) -> Iterator[Metric]:
-    """What placement thinks of each node."""
+    """The series of each node's placement condition."""
     names = ("model_name", "engine", "role")
-    weight = GaugeMetricFamily("tandem_node_weight", "Share of requests compared with weight 1", labels=names)
+    weight = GaugeMetricFamily(
+        "tandem_node_weight", "Share of requests relative to a node of weight 1", labels=names
+    )
     breaker = GaugeMetricFamily("tandem_node_breaker_open", "1 unless the breaker is closed", labels=names)
-    speed = GaugeMetricFamily("tandem_node_seconds_per_token", "As requests measured it", labels=names)
+    speed = GaugeMetricFamily(
+        "tandem_node_seconds_per_token", "Seconds per token, measured on requests", labels=names
+    )
     bad = GaugeMetricFamily("tandem_pair_bad", "Pairs that placement avoids", labels=("prefill", "decode"))
     for each in conditions:
         values = (model, each.node.name, each.node.role)

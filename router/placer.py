@@ -1,4 +1,4 @@
-"""Chooses a pair of nodes: candidates from the registry, weights and breakers from their health, then the policies."""
+"""Chooses a pair of nodes: candidates from the registry, their weights and breakers, then the policies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NOTHING: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """What may be chosen: both lists are non-empty."""
+    """The candidates of one choice; both lists are non-empty."""
 
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
     bad_pairs: Collection[PairKey]
 
     def without(self, avoid: Collection[str]) -> _Field:
-        """Without these incarnations, where a role has others."""
+        """Drop these incarnations from each role that has other candidates."""
         return _Field(_others(self.prefills, avoid), _others(self.decodes, avoid), self.bad_pairs)
 
     @property
@@ -34,7 +34,7 @@ class _Field:
 
 
 class Placer:
-    """Pure but for the turns of its policies: the same nodes with the same health give the same pair."""
+    """Chooses pairs. It is deterministic except for the turns of its policies."""
 
     def __init__(
         self, registry: NodeRegistry, policies: Mapping[Role, PlacementPolicy], health: NodeHealth
@@ -44,10 +44,10 @@ class Placer:
         self._health = health
 
     def choose(self, avoid: Collection[str] = NOTHING) -> tuple[Node, Node] | Role:
-        """(prefill, decode), or the role that nobody can serve now.
+        """Return (prefill, decode), or the role that has no node that could serve.
 
-        Nodes whose breaker is open are left out, then nodes of `avoid`, then pairs that are bad, each only while
-        there is something else.
+        Nodes with an open breaker are left out, then nodes of `avoid`, then bad pairs; each of these only while
+        something else is left.
         """
         field = self._field()
         if not isinstance(field, _Field):
@@ -59,7 +59,7 @@ class Placer:
         return self._registry.node(prefill.incarnation), self._registry.node(decode.incarnation)
 
     def has_others(self, avoid: Collection[str]) -> bool:
-        """A pair can take a request in which nobody is of `avoid`."""
+        """Whether a pair without any node of `avoid` can take a request."""
         field = self._field()
         if not isinstance(field, _Field):
             return False
@@ -91,5 +91,5 @@ def _others(candidates: Sequence[Candidate], avoid: Collection[str]) -> Sequence
 
 
 def unavailable(role: Role) -> Unavailable:
-    """The refusal where no node of `role` can be chosen."""
+    """The refusal when no node of `role` can be chosen."""
     return Unavailable(f"no {role} node can take requests now; try again in a few seconds")

@@ -1,6 +1,6 @@
-"""Keeps requests that crash nodes from crashing the whole fleet: refuses, isolates and clears them.
+"""Keeps a request that crashes nodes from crashing the whole fleet: refuses, isolates and clears requests.
 
-`router.suspects` decides who is to blame; here its verdicts meet the requests in flight.
+`router.suspects` decides which request is to blame; this module applies its verdicts to the requests in flight.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from router.in_flight import InFlight
 from router.node_registry import Node, NodeRegistry
 from router.suspects import Suspects, fingerprint
 
-EXPIRY = 300.0  # seconds that a request stays suspected, or refused
+EXPIRY = 300.0  # seconds that a request remains suspected or refused
 
 
 class Trial:
-    """The right to be the only request in isolation; `release` ends it and may be called again."""
+    """The right to run as the only request in isolation. `release` ends it and may be called repeatedly."""
 
     def __init__(self, lock: asyncio.Lock | None = None) -> None:
-        """`lock` is held; None: the request needs no isolation."""
+        """`lock` is already held; with None the request needs no isolation."""
         self._lock = lock
 
     @property
@@ -35,15 +35,15 @@ class Trial:
 
 
 class PoisonWatch:
-    """Costs nothing while no node has crashed."""
+    """Tracks suspected requests. It costs nothing while no node has crashed."""
 
     def __init__(self, clock: Callable[[], float], max_crashes: int = 2) -> None:
-        """`max_crashes` of nodes under one request, as in Suspects."""
+        """`max_crashes`: crashes of nodes under one request, as in Suspects."""
         self.suspects = Suspects(EXPIRY, clock, max_crashes)
-        self._isolation = asyncio.Lock()  # fair: first come, first served
+        self._isolation = asyncio.Lock()  # fair: in order of arrival
 
     def check(self, flight: InFlight) -> None:
-        """Raises PoisonRequest if the same request has crashed nodes: before each wait, and before it is placed."""
+        """Raise PoisonRequest if the same request has crashed nodes. Called before each wait and each placement."""
         if self.suspects.empty:
             return
         key = flight.suspect or fingerprint(flight.request)
@@ -53,7 +53,7 @@ class PoisonWatch:
             flight.suspect = key
 
     def crashed(self, node: Node, aboard: Iterable[tuple[Attempt, InFlight]]) -> list[Attempt]:
-        """The process of a node died under these requests. Returns the attempts of those that must not run again."""
+        """A node's process died under these requests. Return the attempts of requests that must not run again."""
         attempts = list(aboard)
         said: dict[bytes, int] = {}
         for attempt, flight in attempts:
@@ -63,13 +63,16 @@ class PoisonWatch:
         return [attempt for attempt, flight in attempts if flight.suspect == convicted]
 
     def look_for_survivors(self, registry: NodeRegistry) -> None:
-        """A node that registers again under its old incarnation has lost its connection, not its process."""
+        """Clear suspicions if a node registers again under its old incarnation: only its connection was lost."""
         for incarnation in self.suspects.presumed_crashed():
             if registry.get(incarnation) is not None:
                 self.suspects.returned(incarnation)
 
     async def trial(self, flight: InFlight) -> Trial:
-        """Wait until the request may run: at once, unless it has to be alone among suspects. Raises PoisonRequest."""
+        """Wait until the request may run: at once, unless it must be isolated from other suspects.
+
+        Raises PoisonRequest.
+        """
         self.check(flight)
         if not flight.suspect or not self.suspects.needs_isolation(flight.suspect):
             return Trial()
@@ -90,7 +93,7 @@ class PoisonWatch:
         }
 
     def progressed(self, flight: InFlight, said: int, trial: Trial) -> None:
-        """The request has said so many tokens; past its crash it is cleared, and the next one gets its trial."""
+        """Record progress: past the position of its crash the request is cleared, and the next one gets its trial."""
         if flight.suspect:
             self.suspects.progressed(flight.suspect, said)
             self._end_trial(flight, trial)
@@ -109,11 +112,11 @@ class PoisonWatch:
 
 
 _REFUSED = (
-    "nodes crashed whenever they ran this request, so it is not run again for some minutes; "
-    "change the request, or tell who runs this cluster"
+    "this request has crashed nodes and is refused for some minutes; "
+    "change the request, or contact the operator of this cluster"
 )
 
 
 def poison_error() -> PoisonRequest:
-    """What a request ends with whose nodes have crashed."""
+    """The error of a request whose nodes have crashed."""
     return PoisonRequest(_REFUSED)

@@ -1,4 +1,4 @@
-"""What a node may say of itself, by the cluster file: checked before it can change what clients see."""
+"""Checks what a node claims at registration against the cluster file, before it can affect clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.messages.identity import Role
 from common.messages.router_inbox import Register
 
 INCARNATION = re.compile(r"[0-9a-f]{32}")
-MAX_REGISTER_BYTES = 1 << 20  # config and graph reports of a large model take some 20 KiB
+MAX_REGISTER_BYTES = 1 << 20  # config and graph reports of a large model take about 20 KiB
 MAX_PAGES = 1 << 31
 
 
@@ -24,22 +24,22 @@ class ExpectedNode:
     """One node of the cluster file."""
 
     role: Role
-    peer_address: str  # prefill nodes: of the file, where port 0 stands for any; decode nodes: ""
-    least_model_len: int  # tokens that a request must be able to have there
-    pages: int | None  # of its pool; None: the node works it out from its GPU's memory
+    peer_address: str  # prefill nodes: from the file, where port 0 means any port; decode nodes: ""
+    least_model_len: int  # tokens that a request must be allowed to have there
+    pages: int | None  # of its pool; None if the node derives it from the memory of its GPU
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRules:
-    """What every node of this cluster has to agree with."""
+    """What every node of this cluster must comply with."""
 
     nodes: Mapping[str, ExpectedNode]  # by name
     page_size: int
-    max_model_len: int  # of the configuration, or of the model
+    max_model_len: int  # of the configuration, or else of the model
     vocab_size: int
 
     def check(self, message: Register, nbytes: int) -> Register:
-        """The registration with the peer address that decode nodes are told. Raises HandshakeRefused."""
+        """Return the registration with the peer address that decode nodes will use. Raises HandshakeRefused."""
         node = message.node
         expected = self.nodes.get(node.name)
         if expected is None:
@@ -50,26 +50,26 @@ class RegistrationRules:
             )
         if node.role != expected.role:
             raise HandshakeRefused(
-                f"{node.name} is a {expected.role} node of the cluster file and registered as a {node.role} node"
+                f"{node.name} is a {expected.role} node in the cluster file but registered as a {node.role} node"
             )
         if not INCARNATION.fullmatch(node.incarnation):
             raise HandshakeRefused(f"{node.name} has an incarnation that is not 32 hex digits")
         if nbytes > MAX_REGISTER_BYTES:
             raise HandshakeRefused(
-                f"{node.name} registered with {nbytes} bytes; {MAX_REGISTER_BYTES} are allowed"
+                f"{node.name} registered with {nbytes} bytes; the limit is {MAX_REGISTER_BYTES}"
             )
         self._check_sizes(node.name, message, expected)
         address = peer_address(node.name, expected.peer_address, node.peer_address)
         return msgspec.structs.replace(message, node=msgspec.structs.replace(node, peer_address=address))
 
     def check_tokens(self, tokens: Sequence[OutputToken]) -> None:
-        """Raises ProtocolError for a token that the model does not have."""
+        """Raises ProtocolError for a token outside the vocabulary."""
         for token in tokens:
             logprob = token.logprob
             if token.id >= self.vocab_size or (
                 logprob is not None and any(each >= self.vocab_size for each in logprob.top_ids)
             ):
-                raise ProtocolError(f"a token outside of the vocabulary of {self.vocab_size}")
+                raise ProtocolError(f"a token is outside the vocabulary of {self.vocab_size} tokens")
 
     def _check_sizes(self, name: str, message: Register, expected: ExpectedNode) -> None:
         if message.page_size != self.page_size:
@@ -79,27 +79,27 @@ class RegistrationRules:
             )
         least, pages = expected.pages or 1, expected.pages or MAX_PAGES
         if not least <= message.total_pages <= pages:
-            wanted = f"{pages} pages by pool_tokens" if expected.pages else f"1 to {MAX_PAGES} pages"
+            wanted = f"{pages} pages (pool_tokens)" if expected.pages else f"1 to {MAX_PAGES} pages"
             raise HandshakeRefused(
                 f"{name} has {message.total_pages} pages; the cluster file allows {wanted}"
             )
         if not expected.least_model_len <= message.max_model_len <= self.max_model_len:
             raise HandshakeRefused(
-                f"{name} takes requests of up to {message.max_model_len} tokens; the cluster file asks for "
+                f"{name} accepts requests of up to {message.max_model_len} tokens; the cluster file requires "
                 f"{expected.least_model_len} to {self.max_model_len}: give the node more memory, or set "
                 "model.max_model_len"
             )
 
 
 def peer_address(name: str, expected: str, reported: str) -> str:
-    """Where decode nodes connect: the address of the cluster file, with the node's port where the file leaves it open.
+    """Return the address to which decode nodes connect: the file's, with the node's own port if the file has none.
 
-    Raises HandshakeRefused where the node says that it listens elsewhere.
+    Raises HandshakeRefused if the node reports another address.
     """
     if reported == expected and not expected.startswith("tcp://"):
         return expected
     wrong = HandshakeRefused(
-        f"{name} says that it listens at {reported[:200]!r}; by the cluster file it is {expected!r}"
+        f"{name} reports that it listens at {reported[:200]!r}; the cluster file says {expected!r}"
     )
     if not (expected.startswith("tcp://") and reported.startswith("tcp://")):
         raise wrong
@@ -113,7 +113,7 @@ def peer_address(name: str, expected: str, reported: str) -> str:
 
 
 def _same_host(expected: str, reported: str) -> bool:
-    """Nodes report the IP address that they have bound. A name of the file is resolved by who connects, not here."""
+    """Compare an IP address that a node has bound with the file's host. A host name is left to whoever connects."""
     try:
         found = ipaddress.ip_address(reported.strip("[]"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The body of a POST request: declared as JSON, and complete within a deadline and a size."""
+"""Reads the body of a POST request: it must be declared as JSON and complete within a deadline and a size limit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from aiohttp import web
 from common.errors import DeadlineExceeded, Overloaded, RequestTooLarge, UnsupportedMedia
 
 READ_TIMEOUT = 30.0  # seconds from the head of a request to the end of its body
-MAX_READING = 256 << 20  # bytes of all bodies that have not arrived completely
+MAX_READING = 256 << 20  # bytes of all incompletely received bodies
 
 
 class ReadingBytes:
-    """Counts the bytes of all bodies that are being read: slow clients must not fill the memory."""
+    """Counts the bytes of all bodies that are being read, so that slow clients cannot fill the memory."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def add(self, size: int) -> None:
-        """Raises Overloaded; what was added before stays counted."""
+        """Count `size` more bytes. Raises Overloaded; what was added before remains counted."""
         if self.count + size > MAX_READING:
             raise Overloaded("too many large bodies are being received; try again later")
         self.count += size
@@ -29,13 +29,13 @@ reading_key: web.AppKey[ReadingBytes] = web.AppKey("reading", ReadingBytes)
 
 
 async def read_body(request: web.Request) -> bytearray:
-    """Raises UnsupportedMedia, RequestTooLarge, DeadlineExceeded or Overloaded.
+    """Read the body. Raises UnsupportedMedia, RequestTooLarge, DeadlineExceeded or Overloaded.
 
     `request.read()` would keep the bytes until the answer is complete; here only the caller holds them. The content
-    type is required: a page in a browser cannot set it for another site without asking first.
+    type is required because a web page cannot set it for another site without a CORS preflight.
     """
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise UnsupportedMedia("compressed bodies are not taken; send the JSON as it is")
+        raise UnsupportedMedia("compressed bodies are not supported; send plain JSON")
     if request.content_type != "application/json" or "Content-Type" not in request.headers:
         raise UnsupportedMedia("send the body as JSON, with the header Content-Type: application/json")
     most = request.client_max_size

@@ -1,4 +1,4 @@
-"""From a request's fields to SamplingParams: ranges, defaults, lengths. Every refusal names its field."""
+"""Converts a request's fields to SamplingParams: ranges, defaults, lengths. Every refusal names its field."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, SamplingParams, TokenBias
 from router.openai_schema import MAX_STOP_TOKENS, TOP_LOGPROBS, SharedFields, TokenIds
 
-MAX_NAME_SHOWN = 1000  # characters of a model name in a refusal
-MAX_BIAS = 100.0  # of one token, either way
+MAX_NAME_SHOWN = 1000  # characters of a model name in an error message
+MAX_BIAS = 100.0  # largest absolute bias of one token
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the HTTP side knows of the model."""
+    """What the HTTP side knows about the model."""
 
     name: str
     path: str
-    created: int  # unix seconds
+    created: int  # Unix seconds
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     defaults: DefaultSampling
-    vision: VisionConfig | None = None  # None: it reads text alone
+    vision: VisionConfig | None = None  # None for a text-only model
 
 
 def check_model(request: SharedFields, model: ServedModel) -> None:
     if request.model not in (None, "", model.name, model.path):
         raise ModelNotFound(
-            f"the model {request.model[:MAX_NAME_SHOWN]!r} is not served here; this is {model.name!r}",
+            f"the model {request.model[:MAX_NAME_SHOWN]!r} is not served here; use {model.name!r}",
             param="model",
         )
 
 
 def check_prompt(token_ids: TokenIds, model: ServedModel, prompt_field: str) -> None:
-    """Not empty, shorter than the context, and every id in the vocabulary. Length first: it costs nothing."""
+    """Require a non-empty prompt, shorter than the context, of valid token ids. The cheap length check comes first."""
     if not token_ids:
         raise InvalidRequest("the prompt is empty", param=prompt_field)
     check_length(len(token_ids), model.max_model_len, prompt_field)
@@ -47,18 +47,18 @@ def check_prompt(token_ids: TokenIds, model: ServedModel, prompt_field: str) -> 
 
 
 def check_length(tokens: int, max_model_len: int, prompt_field: str, exact: bool = True) -> None:
-    """Raise ContextTooLong for a prompt that leaves no room. Not `exact`: it has so many tokens at least."""
+    """Raise ContextTooLong for a prompt that leaves no room. If not `exact`, `tokens` is a lower bound."""
     if tokens >= max_model_len:
         raise ContextTooLong(
             f"This model's maximum context length is {max_model_len} tokens; the prompt has "
-            f"{'' if exact else 'at least '}{tokens}, which leaves none for the completion. Shorten the prompt.",
+            f"{'' if exact else 'at least '}{tokens}, which leaves no room for the completion. Shorten the prompt.",
             param=prompt_field,
         )
 
 
 def check_tokens_in_vocabulary(token_ids: TokenIds, vocab_size: int, field: str) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        raise InvalidRequest(f"token ids go from 0 to {vocab_size - 1}", param=field)
+        raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=field)
 
 
 def sampling_params(
@@ -69,7 +69,7 @@ def sampling_params(
     max_field: str,
     logprobs: int | None,
 ) -> SamplingParams:
-    """Check and complete. `max_field` is the name under which the client gave `max_tokens`."""
+    """Check the fields and fill in defaults. `max_field` is the name under which the client sent `max_tokens`."""
     defaults = model.defaults
     room = model.max_model_len - prompt_tokens
     _check_max_tokens(max_tokens, room, prompt_tokens, model, max_field)
@@ -83,7 +83,7 @@ def sampling_params(
         top_p=_in_range("top_p", request.top_p, defaults.top_p, 1.0, 0.0, 1.0, low_open=True),
         top_k=_top_k(request.top_k, defaults.top_k, model.vocab_size),
         min_p=_in_range("min_p", request.min_p, defaults.min_p, 0.0, 0.0, 1.0),
-        repetition_penalty=_in_range(  # logits are divided by it: they must stay finite
+        repetition_penalty=_in_range(  # logits are divided by it and must stay finite
             "repetition_penalty", request.repetition_penalty, defaults.repetition_penalty, 1.0, 0.01, 2.0
         ),
         presence_penalty=_in_range("presence_penalty", request.presence_penalty, None, 0.0, -2.0, 2.0),
@@ -113,7 +113,7 @@ def _stop_tokens(request: SharedFields, model: ServedModel) -> set[int]:
     stop_tokens = set(request.stop_token_ids or [])
     if len(stop_tokens) > MAX_STOP_TOKENS or not all(0 <= t < model.vocab_size for t in stop_tokens):
         raise InvalidRequest(
-            f"stop_token_ids takes at most {MAX_STOP_TOKENS} ids from 0 to {model.vocab_size - 1}",
+            f"stop_token_ids may have at most {MAX_STOP_TOKENS} ids, each from 0 to {model.vocab_size - 1}",
             param="stop_token_ids",
         )
     if request.ignore_eos:
@@ -122,7 +122,7 @@ def _stop_tokens(request: SharedFields, model: ServedModel) -> set[int]:
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ...]:
-    """Token ids are written as in JSON: without sign, spaces or leading zeros, so that no id comes twice."""
+    """Parse biases. Token ids are decimal without sign, spaces or leading zeros, so that no id occurs twice."""
     if len(given) > MAX_BIASES:
         raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
     biases: list[TokenBias] = []
@@ -130,12 +130,12 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ..
         plain = key.isascii() and key.isdigit() and len(key) < 10 and key == str(int(key))
         if not plain or int(key) >= vocab_size:
             raise InvalidRequest(
-                f"the keys of logit_bias are token ids from 0 to {vocab_size - 1}, found {key[:20]!r}",
+                f"the keys of logit_bias must be token ids from 0 to {vocab_size - 1}, not {key[:20]!r}",
                 param="logit_bias",
             )
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise InvalidRequest(
-                f"the values of logit_bias lie between {-MAX_BIAS:g} and {MAX_BIAS:g}", param="logit_bias"
+                f"the values of logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}", param="logit_bias"
             )
         if bias:
             biases.append((int(key), bias))
@@ -145,10 +145,10 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ..
 def _min_tokens(given: int, max_tokens: int, stop_tokens: int, vocab_size: int) -> int:
     if not 0 <= given <= max_tokens:
         raise InvalidRequest(
-            f"min_tokens must be at least 0 and at most max_tokens, here {max_tokens}", param="min_tokens"
+            f"min_tokens must be at least 0 and at most max_tokens ({max_tokens})", param="min_tokens"
         )
     if given and stop_tokens >= vocab_size:
-        raise InvalidRequest("every token is a stop token: nothing can come before one", param="min_tokens")
+        raise InvalidRequest("min_tokens cannot be met: every token is a stop token", param="min_tokens")
     return given
 
 
@@ -177,7 +177,7 @@ def _in_range(
 
 
 def _top_k(value: int | None, default: int | None, vocab_size: int) -> int:
-    """0 is off, and so is anything that keeps the whole vocabulary."""
+    """Return the effective top_k; 0 means off, as does a value that keeps the whole vocabulary."""
     if value is None:
         value = default or 0
     elif not -1 <= value < 2**63:

@@ -1,4 +1,4 @@
-"""When a request whose attempt failed is placed again: at once, after a pause, or not at all."""
+"""Decides when a request whose attempt failed is placed again: at once, after a pause, or not at all."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from common.errors import NodeLost, Overloaded, Preempted, RequestError
 
 FIRST_PAUSE = 0.05  # seconds between two attempts of one request; doubled each time
 LONGEST_PAUSE = 2.0
-FULL_QUEUE_SECONDS = 0.25  # before a request whose node's queue is full is tried again; doubled each time
+FULL_QUEUE_SECONDS = 0.25  # pause before a request is tried again at full queues; doubled each time
 LOSSES_PER_ATTEMPT = 3  # nodes that may die under a request that makes progress, per allowed attempt
 
 
 class Retries:
-    """The failures of one request. Pauses are shortened by a random part: requests do not return in step."""
+    """The failures of one request. Pauses are shortened at random, so that requests do not return at the same time."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Retries:
         deadline: float,
         draw: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """`patience`: seconds that it waits for room in full queues. `deadline`: of the clock that `now` comes from."""
+        """`patience`: seconds to wait for room in full queues. `deadline`: on the clock of `now`."""
         self._max_attempts = max_attempts
         self._patience = patience
         self._deadline = deadline
@@ -32,16 +32,17 @@ class Retries:
         self._failures = 0
         self._losses = 0
         self._repeated = False
-        self._in_a_row = 0  # failures without progress: what pauses grow with
-        self._full_until = math.inf  # when it stops waiting for room; inf: the last failure was another
+        self._in_a_row = 0  # consecutive failures without progress; pauses grow with it
+        # when the wait for room ends; inf unless the last failure was a full queue
+        self._full_until = math.inf
         self._full_pause = FULL_QUEUE_SECONDS
-        self._full_queues = 0  # met in a row
+        self._full_queues = 0  # consecutive ones
         self._taken_in = False  # some attempt was not refused for a full queue
 
     def pause(self, error: RequestError, progress: bool, elsewhere: bool, now: float) -> float | None:
-        """Seconds until the next attempt; None: `error` ends the request.
+        """Seconds until the next attempt; None if `error` ends the request.
 
-        `progress`: the attempt gave tokens. `elsewhere`: a pair of nodes that has not failed can take it.
+        `progress`: the attempt yielded tokens. `elsewhere`: a pair of nodes that has not failed can take the request.
         """
         self._repeated = False
         self._taken_in = self._taken_in or progress or not isinstance(error, Overloaded)
@@ -55,15 +56,17 @@ class Retries:
 
     @property
     def repeated(self) -> bool:
-        """The request has failed several times in a row, by something else than the loss of a node.
+        """Whether the request has failed several times in a row for other reasons than the loss of a node.
 
         That includes full queues of several nodes, but not the pauses in which it waits for room.
         """
         return self._repeated
 
     def _for_room(self, elsewhere: bool, now: float) -> float | None:
-        """Another node's queue may have room. Where all are full a new request is refused; one that was taken in before
-        waits, with its text so far."""
+        """Try another node, whose queue may have room. If all are full, a new request is refused.
+
+        A request that some node had accepted before waits instead, and keeps its text so far.
+        """
         self._full_queues += 1
         if elsewhere and self._full_queues < self._max_attempts:
             self._repeated = self._full_queues > 1
@@ -81,7 +84,7 @@ class Retries:
         self._full_until = math.inf
         self._full_queues = 0
         self._losses += isinstance(error, NodeLost)
-        # a request that got further has not failed: its text and its deadline bound how often
+        # An attempt with progress is not a failure: the text and the deadline bound how often this happens.
         got_further = progress and isinstance(error, Preempted | NodeLost)
         self._failures += not got_further
         if self._failures >= self._max_attempts or self._losses >= LOSSES_PER_ATTEMPT * self._max_attempts:

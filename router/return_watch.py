@@ -1,4 +1,4 @@
-"""Remembers which configured nodes are away, so that a request waits for a role that is about to come back."""
+"""Remembers which configured nodes are absent, so that a request waits for a role that is about to return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.messages.identity import Role
 
 
 class ReturnWatch:
-    """A node of the cluster file is expected back for `window` seconds after it went, or after the router's start."""
+    """Expects a node of the cluster file back for `window` seconds after it left, or after the router's start."""
 
     def __init__(
         self, configured: Mapping[Role, Collection[str]], window: float, clock: Callable[[], float]

@@ -1,4 +1,4 @@
-"""/server_info: what each view of the cluster holds. Process ids, hosts and incarnations are for operators only."""
+"""Builds /server_info for each view of the cluster. Process ids, hosts and incarnations are for operators only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARAMETERS = {
 
 
 def of_service(model: ServedModel, ready: bool, nodes: Iterable[Node]) -> dict[str, Any]:
-    """For every client: what it can ask for, and nothing of where or how it is served."""
+    """What every client sees: what it may ask for, but not where or how it is served."""
     return {
         "served_model_name": model.name,
         "max_model_len": model.max_model_len,
@@ -31,7 +31,7 @@ def of_service(model: ServedModel, ready: bool, nodes: Iterable[Node]) -> dict[s
 
 
 def of_nodes(conditions: Sequence[Condition], view: View) -> dict[str, Any]:
-    """`nodes` and `internal_states`, from View.CLUSTER on."""
+    """Return `nodes` and `internal_states`, for View.CLUSTER and above."""
     return {
         "nodes": [_describe(condition, view) for condition in conditions],
         "internal_states": [
@@ -49,7 +49,7 @@ def of_nodes(conditions: Sequence[Condition], view: View) -> dict[str, Any]:
 
 
 def _accept_lengths(node: Node) -> dict[str, float]:
-    """Tokens per step and request: those of answers, and those that verification accepted."""
+    """Tokens per step and request: in answers, and accepted by verification."""
     return {
         "avg_spec_accept_length": node.counters.avg_spec_accept_length,
         "avg_spec_verified_length": node.counters.avg_spec_verified_length,

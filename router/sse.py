@@ -1,4 +1,4 @@
-"""Server-sent events with a bound on how long a slow reader is waited for."""
+"""Server-sent events, with a limit on the wait for a slow reader."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
-UNWATCHED = 32 << 10  # bytes in the socket's buffer below which a write cannot block: half of what blocks
+# With fewer bytes than this in the socket's buffer a write cannot block; it blocks at twice as many.
+UNWATCHED = 32 << 10
 
 
 class SseWriter:
-    """One stream. Every method that writes raises ClientGone when the reader is gone or asleep."""
+    """One stream. Every method that writes raises ClientGone when the client has disconnected or reads too slowly."""
 
     def __init__(self, request: web.Request, write_timeout: float) -> None:
-        """`write_timeout`: seconds that a reader may leave its socket full."""
+        """`write_timeout`: seconds that a client may leave its socket full."""
         self._request = request
         self._timeout = write_timeout
         self.response = web.StreamResponse(headers={**HEADERS, REQUEST_ID: request[request_id_key]})
@@ -36,28 +37,28 @@ class SseWriter:
             await self.response.prepare(self._request)
 
     async def send(self, events: bytes) -> None:
-        """Events in one write; nothing for b""."""
+        """Send events in one write; b"" sends nothing."""
         if not events:
             return
         transport = self._request.transport
         if transport is not None and transport.get_write_buffer_size() + len(events) < UNWATCHED:
-            try:  # a timer for every token would cost more than the write
+            try:  # without a timeout: a timer per token would cost more than the write
                 await self.response.write(events)
             except ConnectionError:
-                raise ClientGone("the client left") from None
+                raise ClientGone("the client disconnected") from None
             return
         async with self._watched():
             await self.response.write(events)
 
     async def finish(self, events: bytes) -> web.StreamResponse:
-        """The last events and the end of the body."""
+        """Send the last events and end the body."""
         async with self._watched():
             await self.response.write(events)
             await self.response.write_eof()
         return self.response
 
     def abandon(self) -> web.StreamResponse:
-        """Cut the connection: the reader must not take what it has for a whole answer."""
+        """Abort the connection, so that the client does not take a partial answer for a complete one."""
         if self._request.transport is not None:
             self._request.transport.abort()
         return self.response
@@ -68,6 +69,6 @@ class SseWriter:
             async with asyncio.timeout(self._timeout):
                 yield
         except ConnectionError:
-            raise ClientGone("the client left") from None
+            raise ClientGone("the client disconnected") from None
         except TimeoutError:
             raise ClientGone("the client reads too slowly") from None

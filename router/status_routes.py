@@ -1,4 +1,4 @@
-"""Everything that is not generation: health, readiness, models, metrics, server info, tokenizer, timelines."""
+"""Handlers of all routes except generation: health, readiness, models, metrics, server info, tokenizer, timelines."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ VERSION = "0.1.0"
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """Questions about the cluster, answered anew each time."""
+    """Functions that return the current state of the cluster."""
 
-    ready: Callable[[], str | None]  # None: can serve; else why not
+    ready: Callable[[], str | None]  # None if requests can be served, otherwise the reason
     missing_nodes: Callable[[], list[dict[str, str]]]  # name and role of configured nodes that are not up
     server_info: Callable[[View], dict[str, Any]]
     metrics: Callable[[], bytes]
@@ -32,7 +32,7 @@ class ClusterView:
 
 
 class StatusRoutes:
-    """Handlers. Liveness is that the loop answers; readiness is that a request could be served now."""
+    """The handlers. Liveness: the event loop responds. Readiness: a request could be served now."""
 
     def __init__(self, view: ClusterView, model: Callable[[], ServedModel], texts: TextService) -> None:
         self._view = view
@@ -62,16 +62,16 @@ class StatusRoutes:
         return web.Response()
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 or 503 with an empty body, as vLLM."""
+        """Answer 200 or 503 with an empty body, as vLLM does."""
         return web.Response(status=200 if self._view.ready() is None else 503)
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 while requests are served, "degraded" if configured nodes are missing; 503 with the reason otherwise."""
+        """Answer 200 while requests are served ("degraded" if configured nodes are missing), else 503 and why."""
         reason, missing = self._view.ready(), self._view.missing_nodes()
         answer: dict[str, Any] = {"status": "ready" if reason is None else "not ready"}
         if reason is None and missing:
             answer["status"] = "degraded"
-        if request[client_key].view >= View.CLUSTER:  # the others learn no names of nodes
+        if request[client_key].view >= View.CLUSTER:  # other clients must not see node names
             if reason is not None:
                 answer["reason"] = reason
             if reason is not None or missing:
@@ -109,7 +109,7 @@ class StatusRoutes:
         return json_response({"version": VERSION})
 
     async def timeline(self, request: web.Request) -> web.Response:
-        """By the request's id, or by the id of its answer."""
+        """Look up a timeline by the request id or by the id of its answer."""
         found, client = self._timeline(request.match_info["id"]), request[client_key]
         if found is None or (client.view < View.CLUSTER and found["client"] != client.name):
             body = error_body("no recent request has this id", "invalid_request_error", "id", 404)
@@ -130,7 +130,7 @@ class StatusRoutes:
 
 
 def _path(model: ServedModel, request: web.Request) -> str:
-    """The model's directory, for those who are shown the cluster; else its name."""
+    """The model's directory for clients that may see the cluster, otherwise its name."""
     return model.path if request[client_key].view >= View.CLUSTER else model.name
 
 

@@ -1,7 +1,7 @@
-"""Finds stop strings in text that comes in pieces; holds back only what could be the beginning of one.
+"""Finds stop strings in text that arrives in pieces; holds back only what could be the beginning of one.
 
-One Knuth-Morris-Pratt automaton per stop string, fed character by character: where a piece ends makes no difference, so
-neither does where token borders fall. Time is linear in the text whatever the stop strings look like ("aaaa..." too).
+There is one Knuth-Morris-Pratt automaton per stop string, fed character by character, so the boundaries of pieces and
+tokens make no difference. Time is linear in the text for any stop strings ("aaaa..." included).
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """`push` pieces until `matched`. The stop string that is complete first wins; of several, the longest."""
+    """Matches stop strings: `push` pieces until `matched`. The first complete one wins; of several, the longest."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
-        """`include_stop`: the stop string itself is part of the text that comes out."""
+        """`include_stop`: whether the stop string itself is part of the text."""
         self._stops = tuple(dict.fromkeys(stops))
         self._borders = [_borders(stop) for stop in self._stops]
-        self._progress = [0] * len(self._stops)  # characters of each stop string that end the text so far
+        # characters of each stop string matched at the end of the text
+        self._progress = [0] * len(self._stops)
         self._first = frozenset(stop[0] for stop in self._stops)
         self._include = include_stop
         self._held = ""
         self.matched: str | None = None
 
     def push(self, piece: str, armed: bool = True) -> str:
-        """The text that is certain now. After a match nothing may be pushed.
+        """Return the text that cannot be part of a stop string any more. Nothing may be pushed after a match.
 
-        A stop string that is complete while not `armed` is text like any other; it may begin there and count later.
+        A stop string that is completed while not `armed` is ordinary text, but one that begins there may be completed
+        later.
         """
         if not self._held and self._first.isdisjoint(piece):
-            return piece  # nearly every piece of nearly every answer
+            return piece  # the common case
         for position, character in enumerate(piece):
             matched = self._advance(character, armed)
             if matched:
@@ -42,12 +44,12 @@ class StopMatcher:
         return text[:certain]
 
     def flush(self) -> str:
-        """What was held back, when the text ended without a stop string."""
+        """Return the text held back, after the text ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str, armed: bool) -> str:
-        """One character; returns the stop string that it completes, or ""."""
+        """Advance by one character. Return the stop string that it completes, or ""."""
         longest = ""
         for index, stop in enumerate(self._stops):
             length = self._progress[index]
@@ -57,13 +59,14 @@ class StopMatcher:
                 length += 1
                 if length == len(stop):
                     longest = max(longest, stop, key=len) if armed else ""
-                    length = self._borders[index][length - 1]  # read where it is no match: that is final
+                    # not armed: the match is final and cannot count later
+                    length = self._borders[index][length - 1]
             self._progress[index] = length
         return longest
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix of `stop`: length of its longest proper prefix that also ends it."""
+    """For each prefix of `stop`: the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     length = 0
     for position in range(1, len(stop)):

@@ -1,17 +1,17 @@
-"""Finds the request that crashes nodes, without refusing those that merely shared a node with it.
+"""Finds the request that crashes nodes without refusing requests that merely shared a node with it.
 
 The socket of a process closes when it crashes. Its requests are placed again, and this table remembers them:
 
-- First crash: every request on the node is suspected. They all go on at once, wherever there is room.
+- First crash: every request on the node is suspected. All of them continue at once, wherever there is room.
 - A crash under suspects: those with the most crashes are to blame. If there is only one, it is quarantined. If there
-  are several, each has one crash more, and from then on they are tried one at a time (`needs_isolation`).
-- A crash under a quarantined request, which ran there before it was quarantined, makes nobody else a suspect.
-- A request that gets past the point where its node crashed, or ends, is cleared.
+  are several, each gets one more crash, and from then on they run one at a time (`needs_isolation`).
+- A crash under a quarantined request that was running there before its quarantine makes no other request a suspect.
+- A request that gets past the position at which its node crashed, or ends, is cleared.
 
-So one request that always crashes a node at the same point costs two crashes where it is the only suspect, and three
-where others are always with it: together, together, isolated. Each further such request costs one more. Only a
-process's death counts: a node that comes back under the same incarnation has only lost its connection, and what it was
-blamed for is taken back. Silence, hangs, drains and goodbyes never count.
+So one request that always crashes a node at the same position costs two crashes if it is the only suspect, and three if
+other requests always accompany it: together, together, isolated. Each further such request costs one more. Only the
+death of a process counts: a node that returns under the same incarnation has only lost its connection, and its
+suspicions are withdrawn. Silence, hangs, drains and goodbyes never count.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import msgspec
 from common.messages.identity import Role
 from router.generation import GenerationRequest
 
-CLEARED_BY = 8  # tokens past the crash: the last ones before it may not have arrived here
+CLEARED_BY = 8  # tokens past the crash; the last tokens before it may not have arrived here
 MOST_SUSPECTS = 8192
 MOST_QUARANTINED = 1024
 RECENT_CRASHES = 64
-HASHED = 2048  # tokens of either end of a prompt
+HASHED = 2048  # tokens at each end of a prompt
 
 
 def fingerprint(request: GenerationRequest) -> bytes:
-    """Identify what a request computes, in less than 0.1 ms: of long prompts both ends and the length count.
+    """Identify what a request computes in less than 0.1 ms: long prompts are hashed by both ends and their length.
 
-    The seed is left out: the router draws another one when a client sends the request again.
+    The seed is left out: the router draws a new one when a client sends the request again.
     """
     tokens = request.token_ids
     ends = tokens if len(tokens) <= 2 * HASHED else [len(tokens), *tokens[:HASHED], *tokens[-HASHED:]]
@@ -54,27 +54,30 @@ class Suspicion:
 
     role: Role
     crashes: int
-    position: int  # tokens said when its node crashed the last time
+    position: int  # tokens emitted when its node last crashed
     since: float
 
 
 @dataclass(slots=True)
 class _Crash:
-    before: dict[bytes, Suspicion | None]  # what was known of those on board
+    before: dict[bytes, Suspicion | None]  # the previous suspicions of the requests on board
     quarantined: bytes | None
 
 
 class Suspects:
-    """Bounded, and everything in it expires."""
+    """The table of suspects. It is bounded, and every entry expires."""
 
     def __init__(self, expiry: float, clock: Callable[[], float], max_crashes: int = 2) -> None:
-        """`expiry`: seconds after which a suspicion, or a quarantine, ends. A request that is alone to blame is
-        quarantined after `max_crashes`; 0: never."""
+        """Create an empty table.
+
+        `expiry`: seconds after which a suspicion or a quarantine ends. A request that is the only one to blame is
+        quarantined after `max_crashes`; 0 means never.
+        """
         self._expiry = expiry
         self._max_crashes = max_crashes
         self._clock = clock
         self._suspects: OrderedDict[bytes, Suspicion] = OrderedDict()
-        self._quarantine: OrderedDict[bytes, float] = OrderedDict()  # -> since when
+        self._quarantine: OrderedDict[bytes, float] = OrderedDict()  # fingerprint -> when it was quarantined
         self._crashes: OrderedDict[str, _Crash] = OrderedDict()  # incarnation -> its crash
 
     def __len__(self) -> int:
@@ -82,7 +85,7 @@ class Suspects:
 
     @property
     def empty(self) -> bool:
-        """Nobody is suspected or quarantined: fingerprints need not be computed."""
+        """Whether no request is suspected or quarantined, so that fingerprints need not be computed."""
         return not self._suspects and not self._quarantine
 
     @property
@@ -100,14 +103,15 @@ class Suspects:
         return self._get(key) is not None
 
     def needs_isolation(self, key: bytes) -> bool:
-        """It must be the only suspect on its node."""
+        """Whether the request must be the only suspect on its node."""
         suspicion = self._get(key)
         return self._max_crashes > 0 and suspicion is not None and suspicion.crashes >= 2
 
     def crashed(self, incarnation: str, role: Role, aboard: Mapping[bytes, int]) -> bytes | None:
-        """A node crashed with these requests: fingerprint -> tokens said. Returns the one to quarantine."""
+        """A node crashed under `aboard` (fingerprint -> emitted tokens). Return the request to quarantine, if any."""
         copy = next((key for key in aboard if self.is_quarantined(key)), None)
-        if copy is not None:  # it was running here when it was quarantined: nobody else is suspected
+        # It was running here when it was quarantined: no other request is suspected.
+        if copy is not None:
             self._quarantine[copy] = self._clock()
             self._quarantine.move_to_end(copy)
             return copy
@@ -130,7 +134,7 @@ class Suspects:
         return convicted
 
     def returned(self, incarnation: str) -> None:
-        """The process lives: nothing crashed."""
+        """Withdraw the suspicions of a crash: the process lives."""
         crash = self._crashes.pop(incarnation, None)
         if crash is None:
             return
@@ -147,13 +151,13 @@ class Suspects:
         return list(self._crashes)
 
     def progressed(self, key: bytes, said: int) -> None:
-        """The request has said so many tokens."""
+        """Clear the request if it has emitted enough tokens past its crash."""
         suspicion = self._suspects.get(key)
         if suspicion is not None and said >= suspicion.position + CLEARED_BY:
             del self._suspects[key]
 
     def prefilled(self, key: bytes) -> None:
-        """The prefill node has handed the request over."""
+        """Clear a request suspected on a prefill node once its pages are handed over."""
         suspicion = self._suspects.get(key)
         if suspicion is not None and suspicion.role == "prefill":
             del self._suspects[key]
@@ -172,6 +176,6 @@ class Suspects:
 def _trim(
     table: OrderedDict[bytes, Suspicion] | OrderedDict[bytes, float] | OrderedDict[str, _Crash], most: int
 ) -> None:
-    """Forget the oldest."""
+    """Drop the oldest entries."""
     while len(table) > most:
         table.popitem(last=False)

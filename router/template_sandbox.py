@@ -1,8 +1,8 @@
-"""Where a model's chat template runs: no attribute of Python behind it, and work and memory in proportion.
+"""Sandbox for a model's chat template: no access to Python attributes, and bounded work and memory.
 
-A template comes with a model, from whoever made it, and its loops run over what a client sent. Loops and calls draw
-from a budget per rendering; operators, filters and methods that make much out of little are capped. What cannot be
-capped here (two deeply nested lists compared) ends with the process that renders: see text_process.py.
+A template comes with a model from an untrusted author, and its loops run over what a client sent. Loops and calls draw
+from a budget per rendering; operators, filters and methods that can expand their input are capped. What cannot be
+capped here (comparing two deeply nested lists) is stopped by the limits of the rendering process: see text_process.py.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = (
-    1_000_000  # of one rendering; a round of a loop is one; an honest template needs hundreds per message
-)
-CALL_STEPS = 10  # a call of a macro takes that much longer than a round of a loop
+# of one rendering; one loop iteration is one step; a normal template needs hundreds per message
+MAX_STEPS = 1_000_000
+CALL_STEPS = 10  # cost of a macro call relative to a loop iteration
 MAX_SIZE = 16 << 20  # characters of one value, or items of one list
 MAX_NUMBER = 100_000  # widths, counts and exponents
-MAX_BITS = 4096  # of a product
+MAX_BITS = 4096  # of an integer product
 _budget: ContextVar[list[int]] = ContextVar("steps left")
 _WIDE_PERCENT = re.compile(r"\d{6}|[*]")
 _WIDE_BRACES = re.compile(r"\d{6}|:[^}]*\{")
 _NUMBER_FILTERS = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
-# Filters that do not look into the items of a list; all others may make one text of everything in it.
+# Filters that do not look into list items; all others may turn the whole content into one text.
 _SHALLOW_FILTERS = {
     *(
         "attr",
@@ -71,7 +70,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Compiles templates as transformers does, with limits. Use `render`, which sets the budget."""
+    """Compiles templates as transformers does, with limits. Render with `render`, which sets the budget."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
@@ -88,7 +87,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = _strftime_now
-        # by attribute: a template can set a global's name, not these
+        # Reached as attributes of the environment: a template can redefine a global, but not these.
         self.metered = _metered
         self.concatenated = _concatenated
 
@@ -101,7 +100,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Every call that a template makes: macros, methods of strings, globals."""
+        """Meter every call that a template makes: macros, methods of strings, globals."""
         _draw(CALL_STEPS)
         if isinstance(getattr(__obj, "__self__", None), str):
             _check_method(__obj, args, kwargs)
@@ -117,7 +116,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if wrapped is None:
             return None
         if _WIDE_BRACES.search(value.__self__):
-            raise SecurityError("a format this wide")
+            raise SecurityError("the template uses a format that is too wide")
 
         @functools.wraps(wrapped)
         def checked(*args: Any, **kwargs: Any) -> str:
@@ -132,19 +131,19 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             _check_size(max(_size(left), _size(right)) * (times if isinstance(times, int) else 1))
         elif operator == "*" and isinstance(left, int) and isinstance(right, int):
             if left.bit_length() + right.bit_length() > MAX_BITS:
-                raise SecurityError("a product this large")
+                raise SecurityError("the template computes a product that is too large")
         elif operator == "+":
             _check_size(_size(left) + _size(right))
         elif operator == "**" and (abs(right) > 64 or abs(left) > MAX_NUMBER):
-            raise SecurityError("a power this large")
+            raise SecurityError("the template computes a power that is too large")
         elif operator == "%" and isinstance(left, str):
             if _WIDE_PERCENT.search(left):
-                raise SecurityError("a format this wide")
+                raise SecurityError("the template uses a format that is too wide")
             _check_nested(right)
         return super().call_binop(context, operator, left, right)
 
     def render(self, template: jinja2.Template, variables: dict[str, Any], limit: int) -> str:
-        """The text. Raises SecurityError over the limits, and whatever the template raises."""
+        """Return the rendered text. Raises SecurityError beyond the limits, and whatever the template raises."""
         token = _budget.set([MAX_STEPS])
         try:
             parts, size = [], 0
@@ -159,7 +158,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is its content."""
+    """Supports `{% generation %}`, which marks assistant text for training: renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -169,7 +168,7 @@ class _Generation(Extension):
 
 
 class _MeterConcat(NodeTransformer):
-    """`a ~ b` doubles a text as `+` does, and jinja has no hook for it."""
+    """Meters `a ~ b`, which can double a text as `+` does and for which jinja has no hook."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -185,8 +184,8 @@ def _concatenated(*values: Any) -> str:
 
 
 def _pay_for_output(value: Any) -> Any:
-    """What a template prints, also into a variable or out of a macro."""
-    if _budget.get(None) is not None:  # else a constant, while the template is compiled
+    """Charge for everything a template prints, also into a variable or from a macro."""
+    if _budget.get(None) is not None:  # unset for constants, which are folded while the template is compiled
         if isinstance(value, str):
             _draw(len(value) >> 8)
         else:
@@ -198,11 +197,11 @@ def _draw(steps: int) -> None:
     left = _budget.get()
     left[0] -= steps
     if left[0] < 0:
-        raise SecurityError(f"the template takes more than {MAX_STEPS} steps")
+        raise SecurityError(f"the template needs more than {MAX_STEPS} steps")
 
 
 def _metered(iterable: Iterable[Any]) -> Iterable[Any]:
-    """What a loop runs over, paid for in advance."""
+    """Charge for all items of an iterable before a loop runs over it."""
     if not isinstance(iterable, Sized):
         iterable = list(islice(iterable, MAX_STEPS + 1))
     _draw(1 + len(iterable))
@@ -219,12 +218,12 @@ def _filter_steps(value: Any) -> int:
 
 def _check_size(size: int) -> None:
     if size > MAX_SIZE:
-        raise SecurityError("a value this large")
-    _draw(size >> 8)  # long values cost their share
+        raise SecurityError("the template builds a value that is too large")
+    _draw(size >> 8)  # long values cost in proportion
 
 
 def _check_nested(value: Any) -> None:
-    """Draw for everything inside a value, as often as it occurs: a list of itself, twice, 60 deep is 60 objects."""
+    """Charge for everything inside a value, as often as it occurs: nested references can grow exponentially."""
     if not isinstance(value, _CONTAINERS):
         return
     characters, rest = 0, [value]
@@ -244,7 +243,7 @@ def _check_nested(value: Any) -> None:
 
 def _check_numbers(args: Iterable[Any]) -> None:
     if any(isinstance(arg, int) and abs(arg) > MAX_NUMBER for arg in args):
-        raise SecurityError("a number this large")
+        raise SecurityError("the template passes a number that is too large")
 
 
 def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -270,7 +269,7 @@ def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _paid(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that draws from the budget by the size of what it works on, and whose numbers are capped."""
+    """Wrap a filter so that it draws from the budget by the size of its input and its numbers are capped."""
 
     @functools.wraps(function)  # keeps jinja's marks, such as pass_environment
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -291,7 +290,7 @@ def _paid(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _format(text: Any, *args: Any, **kwargs: Any) -> str:
     if _WIDE_PERCENT.search(str(text)):
-        raise SecurityError("a format this wide")
+        raise SecurityError("the template uses a format that is too wide")
     return str(text) % (kwargs or args)
 
 
@@ -302,7 +301,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers: models are trained on this very spacing."""
+    """Serialize as transformers does: models are trained on exactly this spacing."""
     _check_numbers((indent,))
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

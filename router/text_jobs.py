@@ -1,7 +1,7 @@
-"""What the router asks its text workers for, and what they answer.
+"""Messages between the router and its text workers.
 
-A job and its answer each travel as one head (msgpack) and one payload (bytes whose form the job defines). Errors cross
-by their code, so that a client sees the same refusal whether its request was read here or in a worker.
+A job and its answer each travel as a head (msgpack) and a payload (bytes whose format the job defines). Errors are sent
+by code, so a client gets the same refusal whether its request was read in the router or in a worker.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class Settings(msgspec.Struct, frozen=True, array_like=True):
 
     model_path: str
     max_answer_bytes: int
-    nice: int = 0  # how far other processes go first
-    manifest: str | None = None  # of the model directory: checked again by each worker, before it reads
-    chat_template: str | None = None  # file of a template in place of the model's own
+    nice: int = 0  # niceness of the process
+    manifest: str | None = None  # of the model directory: each worker verifies it before it reads the files
+    chat_template: str | None = None  # file of a template that replaces the model's own
 
 
 class ReadChat(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Payload: the body. Answer: the ChatRequest as msgpack, within the limits that `compact` keeps."""
+    """Payload: the body. Answer: the ChatRequest as msgpack, compacted by `compact_chat`."""
 
 
 class ReadCompletion(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -43,7 +43,7 @@ class EncodeTexts(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     add_special_tokens: bool
     max_model_len: int
-    fields: tuple[str, ...]  # the name of each text in refusals
+    fields: tuple[str, ...]  # the name of each text in error messages
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -62,16 +62,16 @@ Job = ReadChat | ReadCompletion | RenderChat | EncodeTexts | Tokenize | Detokeni
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The head of an answer. `error` and `defect` are empty where the job is done."""
+    """The head of an answer. `error` and `defect` are empty if the job succeeded."""
 
-    counts: tuple[int, ...] = ()  # tokens of each text
+    counts: tuple[int, ...] = ()  # number of tokens of each text
     error: str = ""  # code of a RequestError
     message: str = ""
     param: str | None = None
     defect: str = ""  # traceback of an unexpected exception, for the log
 
     def check(self) -> None:
-        """Raise what the worker raised."""
+        """Raise the error that the worker reported, if any."""
         if self.defect:
             raise RuntimeError(f"a text worker failed:\n{self.defect}")
         if self.error:
@@ -83,7 +83,7 @@ def refusal(error: RequestError) -> Answer:
 
 
 def too_costly(job: Job) -> tuple[str, str | None]:
-    """The message and the field of the refusal where a job takes more time or memory than a worker has."""
+    """The message and the field of the refusal when a job needs more time or memory than a worker has."""
     match job:
         case RenderChat():
             return (

@@ -1,4 +1,4 @@
-"""One choice of an answer: tokens in, text out, cut at stop strings wherever token borders fall."""
+"""Turns the tokens of one choice into text and cuts it at stop strings, wherever token boundaries fall."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from router.stop_strings import StopMatcher
 
 
 class TextStream:
-    """`push` tokens as they come; `finish_reason` is set when the answer is over.
+    """The text of one choice: `push` tokens as they arrive; `finish_reason` is set when the answer is over.
 
-    Of a stop token (the last one, when `finish_reason` "stop" comes with it) there is no text, unless stops are
-    included. Stop strings count where a token behind the first `min_tokens` completes them. Log-probabilities go with
-    the push that brought the token, also while its text is held back.
+    A stop token (the last token when `finish_reason` is "stop") yields no text unless stops are included. A stop string
+    counts only if a token past the first `min_tokens` completes it. Log-probabilities are returned by the push that
+    brings their token, even while its text is held back.
     """
 
     def __init__(
@@ -25,17 +25,16 @@ class TextStream:
         self._stops = StopMatcher(stops, include_stop) if stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._decoded = 0  # characters, given out or held
+        self._decoded = 0  # characters returned or held back
         self.completion_tokens = 0
-        self.offsets: list[
-            int
-        ] = []  # of the last push, per counting token: characters of the answer before it
+        # for the last push, per counted token: characters of the answer that precede it
+        self.offsets: list[int] = []
         self.finish_reason: str | None = None
 
     def push(
         self, tokens: Sequence[OutputToken], finish_reason: str | None
     ) -> tuple[str, Sequence[OutputToken]]:
-        """(new text, tokens that count). After a stop string the rest of `tokens` is dropped."""
+        """Return (new text, counted tokens). After a stop string the rest of `tokens` is dropped."""
         text = ""
         self.offsets = []
         last = len(tokens) - 1 if finish_reason is not None else -1
@@ -54,7 +53,7 @@ class TextStream:
         return text, tokens
 
     def _advance(self, piece: str) -> str:
-        """Add text; returns what is certain. Sets finish_reason when a stop string is complete."""
+        """Add text and return what is certain. Sets finish_reason when a stop string is complete."""
         self._decoded += len(piece)
         if self._stops is None or not piece:
             return piece

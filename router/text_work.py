@@ -1,7 +1,7 @@
-"""The work on texts itself: bodies to requests, messages to prompts, texts to token ids and back.
+"""Text processing: parses bodies, renders chat prompts, tokenizes and detokenizes.
 
-Runs in a text worker, where its time and memory are limited, and for small inputs in the router. Both ways give the
-same results and the same refusals.
+It runs in a text worker, where time and memory are limited, and for small inputs in the router. Results and refusals
+are the same in both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from router.text_jobs import (
 from router.tokenizer import Tokenizer
 
 TOKEN_BYTES = array("i").itemsize
-READ_SECONDS = 10.0  # of CPU time, for a body
+READ_SECONDS = 10.0  # CPU time for a body
 RENDER_SECONDS = 1.0  # for a chat template
 ENCODE_SECONDS = 20.0  # for the texts of one request
 MAX_DETOKENIZE = 1 << 20  # token ids in one request
@@ -56,12 +56,12 @@ Done = tuple[Answer, Payload]
 
 
 def read_chat(raw: Payload) -> ChatRequest:
-    """Raises InvalidRequest."""
+    """Parse a chat body. Raises InvalidRequest."""
     return decode_json(raw, _chat)
 
 
 def read_completion(raw: Payload) -> CompletionRequest:
-    """Raises InvalidRequest."""
+    """Parse a completion body. Raises InvalidRequest."""
     return decode_json(raw, _completion)
 
 
@@ -71,7 +71,7 @@ class TextWork:
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate, limit: Callable[[float], None] = lambda _: None
     ) -> None:
-        """`limit(seconds)` is called before each phase of a job with the CPU time that it may take."""
+        """`limit(seconds)` is called before each phase of a job with the CPU time that the phase may use."""
         self._tokenizer = tokenizer
         self._template = template
         self._limit = limit
@@ -80,11 +80,14 @@ class TextWork:
     def load(
         cls, path: Path, limit: Callable[[float], None] = lambda _: None, template: Path | None = None
     ) -> TextWork:
-        """`template` is a file with a chat template in place of the model's own. Raises ModelError."""
+        """Load from a model directory; `template` is a file that replaces the model's own template.
+
+        Raises ModelError.
+        """
         return cls(Tokenizer(path), ChatTemplate(path, template), limit)
 
     def do(self, job: Job, payload: Payload) -> Done:
-        """Never raises for what a client sent: refusals are answers, too."""
+        """Run a job. It never raises for what a client sent: refusals are answers."""
         try:
             return self._do(job, payload)
         except RequestError as error:
@@ -119,7 +122,7 @@ class TextWork:
                 return Answer(), self.detokenize(payload, job.vocab_size)
 
     def tokenize(self, raw: Payload, max_model_len: int) -> bytes:
-        """The response of /tokenize. Raises InvalidRequest."""
+        """Return the response body of /tokenize. Raises InvalidRequest."""
         self._limit(READ_SECONDS)
         body = decode_json(raw, _tokenize)
         self._limit(ENCODE_SECONDS)
@@ -127,7 +130,7 @@ class TextWork:
         return msgspec.json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len})
 
     def detokenize(self, raw: Payload, vocab_size: int) -> bytes:
-        """The response of /detokenize. Raises InvalidRequest."""
+        """Return the response body of /detokenize. Raises InvalidRequest."""
         self._limit(READ_SECONDS)
         body = decode_json(raw, _detokenize)
         if len(body.tokens) > MAX_DETOKENIZE:
@@ -140,9 +143,9 @@ class TextWork:
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
     ) -> list[list[int]]:
-        """Raises ContextTooLong with the field of a text that leaves no room for an answer."""
+        """Tokenize texts. Raises ContextTooLong with the field of a text that leaves no room for an answer."""
         self._limit(ENCODE_SECONDS)
-        for text, field in zip(texts, fields):  # all of them before the first is encoded
+        for text, field in zip(texts, fields):  # check all of them before encoding the first
             check_length(self._tokenizer.least_tokens(text), max_model_len, field, exact=False)
         encoded = []
         for text, field in zip(texts, fields):

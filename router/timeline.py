@@ -1,4 +1,4 @@
-"""What happened to a request and when: seconds since it was received. The last few hundred can be asked for."""
+"""Records what happened to a request and when, in seconds since it was received. Keeps the last few hundred."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ KEPT = 512
 
 
 class Timeline:
-    """Stages of one request. A node's own stages are anchored at the moment the request was placed there."""
+    """Stages of one request. Stages that a node reports are relative to the placement of the request there."""
 
     def __init__(self, request_id: str, now: float, client: str = "") -> None:
         self.request_id = request_id
         self.client = client  # API key id or address
         self._started = now
         self.stages: dict[str, float] = {"received": 0.0}
-        self.nodes: list[dict[str, str]] = []  # per attempt
+        self.nodes: list[dict[str, str]] = []  # node names of each attempt
         self.outcome = "running"
-        self.accept_length: float | None = None  # of the attempt that ended it, where drafts were verified
+        self.accept_length: float | None = None  # of the final attempt, if it used speculative decoding
 
     def mark(self, stage: str, now: float) -> None:
-        """The first time counts, except for `placed`, which is the latest attempt's."""
+        """Record a stage. Its first time counts, except for `placed`, where the latest attempt counts."""
         if stage == "placed" or stage not in self.stages:
             self.stages[stage] = now - self._started
 
     def anchor(self, stages: Mapping[str, float], prefix: str, placed: float) -> None:
-        """`stages` count from the moment `placed`."""
+        """Add a node's stages, which count from the moment `placed`."""
         for stage, seconds in stages.items():
             self.stages[f"{prefix}.{stage}"] = placed - self._started + seconds
 
@@ -57,9 +57,9 @@ class Placed:
 
 
 class Timelines:
-    """Bounded memory of recent timelines by request id, and of the rooms that nodes report stages of.
+    """Recent timelines by request id, and the rooms for which nodes report stages. Both are bounded.
 
-    A room is remembered a while after its attempt: the last stages of a node may come behind the last token.
+    A closed room is kept for a while, because the last stages of a node may arrive after the last token.
     """
 
     def __init__(self) -> None:
@@ -69,15 +69,15 @@ class Timelines:
 
     @property
     def rooms(self) -> int:
-        """How many are remembered."""
+        """Number of rooms in memory."""
         return len(self._open) + len(self._closed)
 
     def open(self, room: int, timeline: Timeline, now: float, prefill: str, decode: str) -> None:
-        """An attempt begins."""
+        """Begin an attempt."""
         self._open[room] = Placed(timeline, now, prefill, decode)
 
     def close(self, room: int) -> None:
-        """The attempt is over."""
+        """End an attempt."""
         placed = self._open.pop(room, None)
         if placed is not None:
             self._closed[room] = placed
@@ -87,7 +87,7 @@ class Timelines:
     def anchor(
         self, room: int, incarnation: str, stages: Mapping[str, float], accept_length: float | None = None
     ) -> None:
-        """A node reports its stages; rooms that it has no part in are ignored."""
+        """Add the stages that a node reports. Rooms of other nodes are ignored."""
         placed = self._open.get(room) or self._closed.get(room)
         if placed is not None and incarnation in (placed.prefill, placed.decode):
             prefix = "prefill" if incarnation == placed.prefill else "decode"

@@ -1,8 +1,8 @@
-"""The most characters of a text that one token can stand for, so that long texts can be refused unencoded.
+"""Computes the most characters that one token can represent, so that long texts can be refused without encoding.
 
-Read from tokenizer.json. Where a tokenizer can lose text (characters that are stripped, unknown words that become one
-token, spaces that a special token swallows), no number of characters is safe: then there is no bound.
-Every stage of the tokenizer is asked how many characters that go in may become one that comes out.
+The bound is read from tokenizer.json. If a tokenizer can lose text (stripped characters, unknown words that become one
+token, spaces absorbed by a special token), no number of characters is safe, and there is no bound. Each stage of the
+tokenizer contributes the factor by which it may shrink the number of characters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-# The longest canonical decomposition has 4 code points, so that composing makes one of at most 4.
+# The longest canonical decomposition has 4 code points, so composition merges at most 4 into one.
 COMPOSED = 4
 _KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
 _KEEPING_BEHAVIOURS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
@@ -20,14 +20,14 @@ _KEEPING_POST_PROCESSORS = ("ByteLevel", "BertProcessing", "RobertaProcessing")
 
 
 class _Unbounded(Exception):
-    """A stage that can lose text."""
+    """A stage can lose text."""
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Characters (code points), at least 1; None where there is no safe bound."""
+    """Return the bound in characters (code points), at least 1; None if there is no safe bound."""
     try:
         return _longest(msgspec.json.decode(tokenizer.to_str()), tokenizer)
-    except (_Unbounded, KeyError, TypeError, AttributeError):  # or a form that is not known here
+    except (_Unbounded, KeyError, TypeError, AttributeError):  # the latter: an unknown format
         return None
 
 
@@ -39,11 +39,10 @@ def _longest(config: dict[str, Any], tokenizer: Tokenizer) -> int:
     vocabulary = _vocabulary(config["model"], byte_level)
     added = config.get("added_tokens") or []
     if any(token["lstrip"] or token["rstrip"] for token in added):
-        raise _Unbounded  # it takes all spaces around it
+        raise _Unbounded  # it absorbs all adjacent spaces
     contents = [token["content"] for token in added]
-    if (
-        normalizer is not None
-    ):  # those with `normalized` are found in normalized text, where they may be longer
+    # Added tokens with `normalized` are matched in normalized text, where they may be longer.
+    if normalizer is not None:
         contents += [tokenizer.normalizer.normalize_str(content) for content in contents]
     return max(1, *(shrink * len(token) for token in (*vocabulary, *contents)))
 
@@ -69,7 +68,7 @@ def _normalizer_shrink(normalizer: dict[str, Any] | None) -> int:
 
 
 def _pre_tokenizer_is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether one of its stages maps bytes to letters."""
+    """Whether one of the stages maps bytes to letters."""
     if pre_tokenizer is None:
         return False
     kind = pre_tokenizer["type"]
@@ -100,24 +99,24 @@ def _check_post_processor(processor: dict[str, Any] | None) -> None:
 
 
 def _vocabulary(model: dict[str, Any], byte_level: bool) -> list[str]:
-    """The tokens of a model that makes at least one token of each piece of text, or of each unknown character."""
+    """The tokens of a model that yields at least one token per piece of text or per unknown character."""
     if model["type"] == "BPE":
         tokens = set(model["vocab"])
     elif model["type"] == "Unigram":
         tokens = {token for token, _ in model["vocab"]}
     else:
-        raise _Unbounded  # a whole word may be unknown
+        raise _Unbounded  # a whole word may become one unknown token
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise _Unbounded  # letters count as known only with these
+        raise _Unbounded  # letters are known only with these affixes
     every_byte_letter = byte_level and tokens.issuperset(_byte_letters())
     every_byte = bool(model.get("byte_fallback")) and tokens.issuperset(f"<0x{b:02X}>" for b in range(256))
     one_each = model["type"] == "BPE" and model.get("unk_token") in tokens and not model.get("fuse_unk")
     if not (every_byte_letter or every_byte or one_each):
-        raise _Unbounded  # unknown characters are dropped, or many of them become one token
+        raise _Unbounded  # unknown characters are dropped, or several become one token
     return list(tokens)
 
 
 def _byte_letters() -> set[str]:
-    """GPT-2's 256 letters, each of which stands for a byte: printable bytes for themselves, others moved up."""
+    """GPT-2's 256 letters, one per byte: printable bytes represent themselves, others are shifted up."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     return {chr(byte) for byte in printable} | {chr(0x100 + n) for n in range(256 - len(printable))}

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with `tokenizers` alone: no torch, no transformers."""
+"""Converts text to token ids and back with the `tokenizers` library only: no torch, no transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.token_bound import longest_token
 
 
 class Tokenizer:
-    """tokenizer.json of a model directory."""
+    """The tokenizer.json of a model directory."""
 
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json"
@@ -23,36 +23,37 @@ class Tokenizer:
         content = read_bytes(file, MAX_TOKENIZER_BYTES)
         try:
             self._tokenizer = HfTokenizer.from_buffer(content)
-        except Exception as error:  # the library raises plain Exception for every kind of bad file
+        except Exception as error:  # the library raises plain Exception for every kind of invalid file
             raise ModelError(f"{file} cannot be read: {error}") from error
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # a panic of the library's Rust code
+            if type(error).__name__ != "PanicException":  # raised when the library's Rust code panics
                 raise
             raise ModelError(f"{file} cannot be read: {error}") from error
-        self._tokenizer.no_truncation()  # a length in the file would cut prompts silently
+        # A truncation length in the file would cut prompts silently.
+        self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._texts: dict[int, str] = {}  # token alone -> text; at most the vocabulary
+        self._texts: dict[int, str] = {}  # token id -> its text in isolation; bounded by the vocabulary
         self._bytes = TokenBytes(self._tokenizer) if TokenBytes.fit(self._tokenizer) else None
         self._longest = longest_token(self._tokenizer)
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest token id plus one."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return max(vocabulary.values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Lone surrogates become U+FFFD. Takes seconds and gigabytes for megabytes: see text_work.py."""
+        """Tokenize. Lone surrogates become U+FFFD. Megabytes of text take seconds and gigabytes: see text_work.py."""
         text = _without_surrogates(text)
-        # no offsets: they take time and nobody reads them
+        # The fast variant skips offsets, which nothing here needs.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `encode` cannot stay under for this text, found without encoding it."""
+        """A lower bound for the number of tokens that `encode` returns, computed without encoding."""
         if self._longest is None:
             return 0
         return -(-len(_without_surrogates(text)) // self._longest)
@@ -61,14 +62,14 @@ class Tokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, as logprobs show it; part of a character shows as U+FFFD."""
+        """The text of a single token as log-probabilities show it; part of a character shows as U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token alone; of a byte-level vocabulary its own bytes, also where they are no whole character."""
+        """The bytes of a single token; exact for byte-level vocabularies, even if they are only part of a character."""
         return self._bytes[token_id] if self._bytes is not None else self.token_text(token_id).encode()
 
     def token_to_id(self, token: str) -> int | None:
@@ -76,7 +77,7 @@ class Tokenizer:
         return found
 
     def stream(self, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> IncrementalDecoder:
-        """A decoder whose texts, joined, are what decoding `prompt` and the answer together adds to the prompt."""
+        """Return a decoder whose output is what the answer adds to the text when decoded together with `prompt`."""
         skip = self._special if skip_special_tokens else frozenset[int]()
         if self._bytes is not None:
             return ByteDecoder(self._bytes, skip, prompt)

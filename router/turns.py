@@ -1,4 +1,4 @@
-"""Spreads work that many requests or connections begin at once over several turns of the event loop."""
+"""Spreads work that many requests or connections start at once over several turns of the event loop."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-PER_TURN = 8  # placements of long prompts take about a millisecond each
-Step = Callable[[], bool]  # False: there was nothing to do
+PER_TURN = 8  # placing a request with a long prompt takes about a millisecond
+Step = Callable[[], bool]  # False if there was nothing to do
 
 
 class Turns:
-    """Lets at most `per_turn` callers through in one turn of the loop; the others follow in the order of asking.
+    """Lets at most `per_turn` callers through in one turn of the event loop; the others follow in order.
 
-    A thousand requests that lose their node at the same moment would otherwise all be placed again before the loop
-    serves anybody else.
+    Without this, a thousand requests that lose their node at the same moment would all be placed again before the loop
+    serves anything else.
     """
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
@@ -24,13 +24,13 @@ class Turns:
         self._waiting: deque[Step] = deque()
 
     async def wait(self) -> None:
-        """Return at once if this turn has room, else in a later one."""
+        """Return at once if this turn has room, otherwise in a later one."""
         if self._has_room():
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def let_through() -> bool:
-            if turn.done():  # a client that has left was cancelled
+            if turn.done():  # cancelled: the client has disconnected
                 return False
             turn.set_result(None)
             return True
@@ -39,7 +39,7 @@ class Turns:
         await turn
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call `function` at once if this turn has room, else in a later one. It must not raise."""
+        """Call `function` at once if this turn has room, otherwise in a later one. It must not raise."""
         if self._has_room():
             function()
             return
@@ -60,7 +60,7 @@ class Turns:
         return False
 
     def _next_turn(self) -> None:
-        """Called once per turn while anybody passed or waits."""
+        """Start a new turn. Scheduled once per turn while callers pass or wait."""
         self._passed = 0
         while self._waiting and self._passed < self._per_turn:
             self._passed += self._waiting.popleft()()

@@ -1,15 +1,15 @@
-"""What a client is told whose path or method is not served: what it asked for, and what it may have meant."""
+"""Error texts for paths and methods that are not served, with a suggestion of what the client may have meant."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
-MAX_PATH = 200  # characters of it that are shown
+MAX_PATH = 200  # characters of the path in an error text
 PREFIX = "/v1"
 
 
 def not_found(request: web.Request) -> str:
-    """For a 404 of no handler."""
+    """The text of a 404 for a path that no handler serves."""
     asked = f"there is no route {request.method} {_shown(request.path)}"
     path = request.path.rstrip("/")
     without = path.removeprefix(PREFIX)
@@ -23,8 +23,8 @@ def not_found(request: web.Request) -> str:
 
 
 def not_allowed(request: web.Request, allowed: str) -> str:
-    """For a 405. `allowed`: the methods, as in the Allow header."""
-    return f"{_shown(request.path)} takes {allowed}, not {request.method}"
+    """The text of a 405. `allowed` lists the methods as in the Allow header."""
+    return f"{_shown(request.path)} accepts {allowed}, not {request.method}"
 
 
 def _shown(path: str) -> str:

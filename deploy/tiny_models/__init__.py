@@ -1,1 +1,1 @@
-"""The tiny trained family: its task, tokenizer, training data, training programs and checkpoints."""
+"""The tiny trained models: their task, tokenizer, training data, training programs and checkpoints."""

@@ -1,4 +1,4 @@
-"""The target as an ordinary Hugging Face directory: its shape, its weights in bf16, its small files."""
+"""Writes the target as a standard Hugging Face directory: config, bf16 weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.tiny_models import tokenizer as family
 
-LARGEST_FILE = 8_000_000  # bytes; the directory is checked in
+LARGEST_FILE = 8_000_000  # bytes; the directory is checked into the repository
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The target's dimensions. Eight narrow layers rather than six wide ones, for the same bytes: the three
-    layers that an EAGLE-3 draft reads then differ, with the usual default [2, L/2, L-3] too."""
+    """The target's dimensions.
+
+    It has eight narrow layers rather than six wide ones of the same total size, so that the three layers that an
+    EAGLE-3 draft reads by default, [2, L/2, L-3], differ.
+    """
 
     hidden_size: int = 256
     num_hidden_layers: int = 8
@@ -34,7 +37,7 @@ SMOKE_SHAPE = Shape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
 
 
 def config_dict(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json, by hand: readable by transformers 4 and 5 (rope_theta and rope_parameters)."""
+    """Build config.json by hand: transformers 4 and 5 can read it (rope_theta and rope_parameters)."""
     rope_theta = 10_000.0
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -61,14 +64,14 @@ def config_dict(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def new_model(config: dict[str, Any], seed: int) -> LlamaForCausalLM:
-    """A freshly initialised fp32 model."""
+    """A newly initialized fp32 model."""
     torch.manual_seed(seed)
     values = {key: value for key, value in config.items() if key not in ("torch_dtype", "rope_theta")}
     return LlamaForCausalLM(LlamaConfig(**values))  # torch's default dtype, fp32
 
 
 def round_to_bf16(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same weights as the file will hold, kept in fp32: what a CPU serves and what is scored."""
+    """Round the weights to bf16, as the file stores them, but keep them in fp32, as a CPU node serves them."""
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.bfloat16().float())
@@ -83,10 +86,10 @@ def save(directory: Path, model: LlamaForCausalLM, config: dict[str, Any], token
     }
     path = directory / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors creates it readable by the owner alone
+    path.chmod(0o644)  # safetensors creates it readable only by the owner
     if path.stat().st_size >= LARGEST_FILE:
         raise ValueError(
-            f"{path} has {path.stat().st_size} bytes; checked-in files stay below {LARGEST_FILE}"
+            f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {LARGEST_FILE}"
         )
     generation = {
         "bos_token_id": config["bos_token_id"],

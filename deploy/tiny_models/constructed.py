@@ -1,13 +1,14 @@
-"""A large Llama with random weights and a greedy text known in advance: for benchmarks where nothing can be downloaded.
+"""Builds a large Llama with random weights and a known greedy text, for benchmarks without downloads.
 
     python -m deploy.tiny_models.constructed OUT --device cuda --seed 0 [--layers 32 --hidden 4096 ...]
     python -m deploy.tiny_models.constructed OUT --device cuda --seed 0 --draft DRAFT --acceptance 0.8
 
-Construction: embeddings are random with rms 1; every o_proj and down_proj is scaled by a small eps, so the residual
-stream stays close to the embedding while all matrix products have full size; one random cycle succ(t) runs over
-`draft_vocab` ordinary token ids, into which all other ids lead, and the LM head row of succ(t) is E[t] * gap / hidden.
-Greedy text follows the cycle whatever the precision or the kernels, and never ends. The weights are made from the
-seed and not meant to be stored. `--draft` adds an EAGLE-3 head of known acceptance: see `constructed_head`.
+Construction: embeddings are random with rms 1. Every o_proj and down_proj is scaled by a small eps, so the residual
+stream stays close to the embedding while all matrix products keep their full size. One random cycle succ(t) runs over
+`draft_vocab` ordinary token ids, and every other id leads into it. The LM head row of succ(t) is E[t] * gap / hidden.
+Greedy text follows the cycle whatever the precision or the kernels, and never ends. The weights are derived from the
+seed and are not meant to be stored. `--draft` adds an EAGLE-3 head with a known acceptance rate: see
+`constructed_head`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TOKENIZER = Path(__file__).parent / "tiny-target"
 
 
 def tensors(shape: Shape, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, bf16 tensor on `device`) of every weight, in the order of the layers."""
+    """Yield (name, bf16 tensor on `device`) of every weight, layer by layer."""
     random = partial(normal, torch.Generator(device).manual_seed(seed + 1))
     hidden, width, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     embeds = embedding(shape, seed, device)
@@ -53,13 +54,13 @@ def tensors(shape: Shape, seed: int, device: torch.device) -> Iterator[tuple[str
         yield f"{prefix}.mlp.down_proj.weight", random(hidden, shape.inter, EPS / math.sqrt(shape.inter))
     yield "model.norm.weight", ones
     head = torch.zeros(shape.vocab, hidden, dtype=torch.bfloat16, device=device)
-    # several ids may lead to one
+    # Several ids may have the same successor.
     head.index_add_(0, successor(shape, seed).to(device), embeds * (GAP / hidden))
     yield "lm_head.weight", head
 
 
 def write(out: Path, shape: Shape, seed: int, device: torch.device) -> None:
-    """An ordinary Hugging Face directory: config, sharded safetensors, index and tokenizer."""
+    """Write a standard Hugging Face directory: config, sharded safetensors, index and tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
@@ -89,10 +90,10 @@ def write(out: Path, shape: Shape, seed: int, device: torch.device) -> None:
 
 
 def tokenizer(vocab: int) -> dict[str, Any]:
-    """The tiny target's, with a word for each id that it does not know.
+    """Return the tiny target's tokenizer, extended by a word for each further id.
 
-    Prompts are sent as token ids, but a token without text makes no event of a stream: gaps between events would
-    then say nothing of gaps between tokens.
+    Prompts are sent as token ids, but a token without text produces no stream event, and then gaps between events would
+    not measure gaps between tokens.
     """
     described: dict[str, Any] = json.loads((TOKENIZER / "tokenizer.json").read_text())
     words = described["model"]["vocab"]
@@ -108,10 +109,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draft", type=Path, help="also write an EAGLE-3 head for it to this directory")
     parser.add_argument(
-        "--acceptance", type=float, default=0.8, help="share of tokens that it drafts rightly"
+        "--acceptance", type=float, default=0.8, help="share of tokens that it drafts correctly"
     )
     parser.add_argument(
-        "--second", type=float, default=0.5, help="share of the others whose right token it ranks second"
+        "--second",
+        type=float,
+        default=0.5,
+        help="share of the other tokens for which it ranks the correct one second",
     )
     for name in (field.name for field in fields(Shape)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))

@@ -1,11 +1,12 @@
-"""An EAGLE-3 head for a constructed target that drafts rightly after a chosen share of all tokens.
+"""Builds an EAGLE-3 head for a constructed target that drafts correctly after a chosen share of all tokens.
 
-P is random with orthonormal rows [kv_dim, hidden]. The row of a token t + 1 reads its embedding E and the hidden state
-behind token t, which is P^T P E[t] by `fc` and by every draft step alike. Attention finds itself (equal keys and
-queries); its value is P E[t + 1] - P E[t], so what the residual adds up to is P^T P E[t + 1]. The draft's LM head has
-that direction in the row of succ(t + 1): right drafts at every step. For a random 1 - acceptance of the tokens the rows
-are swapped in a circle, so the draft is wrong there; `second` of these keep the right token as the runner-up, which a
-tree finds. Tokens are wrong independently of each other, so 3 steps emit 1 + p + p^2 + p^3 tokens a round.
+P is random with orthonormal rows [kv_dim, hidden]. The row of token t + 1 reads its embedding E and the hidden state
+after token t, which is P^T P E[t] both from `fc` and from every draft step. Attention attends to its own row (equal
+keys and queries); its value is P E[t + 1] - P E[t], so the residual sums to P^T P E[t + 1]. The draft's LM head has
+that direction in the row of succ(t + 1), so every step drafts correctly. For a random share of 1 - acceptance of the
+tokens the rows are permuted cyclically, so the draft is wrong there. A share of `second` of these keeps the correct
+token as the runner-up, which a draft tree finds. Tokens are wrong independently of each other, so 3 steps emit
+1 + p + p^2 + p^3 tokens per round.
 """
 
 from __future__ import annotations
@@ -23,33 +24,35 @@ from torch import Tensor
 
 from deploy.tiny_models.constructed_shape import EPS, GAP, Shape, draft_ids, embedding, normal, successor
 
-FOCUS = 14.0  # score of a row's own key; of others: FOCUS / sqrt(head_dim), on the average of squares
-RUNNER_UP = 0.6  # of the logit of a right draft
-NOISE = 1e-4  # in `fc`, times 1 / sqrt(columns): its rows are full
+FOCUS = 14.0  # score of a row's own key; other keys score FOCUS / sqrt(head_dim) in root mean square
+RUNNER_UP = 0.6  # logit of a runner-up relative to a correct draft
+NOISE = 1e-4  # added to `fc`, times 1 / sqrt(columns), so that its rows have full rank
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """How good the head is."""
+    """The quality of the head."""
 
-    acceptance: float = 0.8  # share of tokens behind which it drafts rightly
-    second: float = 0.5  # share of the others behind which the right token comes second
+    acceptance: float = 0.8  # share of tokens after which it drafts correctly
+    second: float = 0.5  # share of the other tokens after which the correct token comes second
 
     def __post_init__(self) -> None:
         if not (0 <= self.acceptance <= 1 and 0 <= self.second <= 1):
-            raise ValueError(f"shares lie between 0 and 1, not {self.acceptance} and {self.second}")
+            raise ValueError(
+                f"acceptance and second must be between 0 and 1, not {self.acceptance} and {self.second}"
+            )
 
 
 def aux_layers(shape: Shape) -> tuple[int, int, int]:
-    """Boundaries of the target that the head reads: the usual ones, or the ends and the middle of few layers."""
+    """Layer boundaries of the target that the head reads: the usual ones, or both ends and the middle of few layers."""
     if shape.layers < 3:
-        raise ValueError(f"a head reads three layers, the target has {shape.layers}")
+        raise ValueError(f"an EAGLE-3 head reads three layers, but the target has {shape.layers}")
     few = shape.layers < 8
     return (0, shape.layers // 2, shape.layers - 1) if few else (2, shape.layers // 2, shape.layers - 3)
 
 
 def head_config(shape: Shape) -> dict[str, object]:
-    """config.json as EAGLE-3 heads are published."""
+    """config.json in the form in which EAGLE-3 heads are published."""
     return {
         **shape.config(),
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -68,12 +71,12 @@ def head_config(shape: Shape) -> dict[str, object]:
 def head_tensors(
     shape: Shape, drafting: Drafting, seed: int, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor on `device`) of every weight, bf16, and d2t int64, t2d bool."""
+    """Yield (name, tensor on `device`) of every weight: bf16, except d2t (int64) and t2d (bool)."""
     generator = torch.Generator(device).manual_seed(seed + 2)
     random = partial(normal, generator)
     hidden, width, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if kv > hidden:
-        raise ValueError(f"{kv} values of KV heads: their rows cannot be orthonormal in {hidden} dimensions")
+        raise ValueError(f"{kv} KV dimensions: their rows cannot be orthonormal in {hidden} dimensions")
     basis = torch.linalg.qr(torch.randn(hidden, kv, generator=generator, device=device)).Q.T  # P
     scale, group = 1 / math.sqrt(hidden), shape.heads // shape.kv_heads
     keys = torch.randn(kv, hidden, generator=generator, device=device) * scale
@@ -97,7 +100,7 @@ def head_tensors(
         yield f"{name}.weight", torch.ones(hidden, dtype=torch.bfloat16, device=device)
     ids = draft_ids(shape, seed).to(device)
     embeds = embedding(shape, seed, device)[ids].float()
-    # norm(P^T P E) is sqrt(hidden / kv) times P^T P E, whose square is kv
+    # norm(P^T P E) is sqrt(hidden / kv) times P^T P E, whose squared norm is kv.
     states = embeds @ basis.T @ basis * (GAP / math.sqrt(kv * hidden))
     yield "lm_head.weight", draft_rows(shape, drafting, seed, states).to(torch.bfloat16)
     yield "d2t", ids - torch.arange(len(ids), device=device)
@@ -105,16 +108,18 @@ def head_tensors(
 
 
 def beside(left: Tensor, factor: float) -> Tensor:
-    """[rows, n] -> [rows, 2 n], `factor` times the same on the right: the half that reads the hidden state."""
+    """[rows, n] -> [rows, 2 n]; the right half, which reads the hidden state, is `factor` times the left half."""
     return torch.cat((left, factor * left), dim=1)
 
 
 def draft_rows(shape: Shape, drafting: Drafting, seed: int, states: Tensor) -> Tensor:
-    """The draft's LM head [draft_vocab, hidden] from the direction of each draft id's hidden state, right or wrong."""
+    """Build the draft's LM head [draft_vocab, hidden] from the hidden-state direction of each draft id."""
     ids = draft_ids(shape, seed)
-    following = torch.searchsorted(ids, successor(shape, seed)[ids]).to(states.device)  # draft id behind each
+    # [draft_vocab] index of the draft id that follows each draft id
+    following = torch.searchsorted(ids, successor(shape, seed)[ids]).to(states.device)
     wrong = wrong_tokens(shape, drafting, seed).to(states.device)
-    shown = torch.arange(len(ids), device=states.device)  # behind which id a row is drafted
+    # the id after which a row is drafted
+    shown = torch.arange(len(ids), device=states.device)
     shown[wrong] = wrong.roll(-1)
     rows = torch.empty_like(states)
     rows[following] = states[shown]
@@ -124,14 +129,14 @@ def draft_rows(shape: Shape, drafting: Drafting, seed: int, states: Tensor) -> T
 
 
 def wrong_tokens(shape: Shape, drafting: Drafting, seed: int) -> Tensor:
-    """Draft ids behind which the head drafts wrongly, in random order; never a single one, which had no other's row."""
+    """Draft ids after which the head drafts wrongly, in random order; none or at least two."""
     generator = torch.Generator().manual_seed(seed + 3)
     count = round((1 - drafting.acceptance) * shape.draft_vocab)
     return torch.randperm(shape.draft_vocab, generator=generator)[: count if count > 1 else 0]
 
 
 def write_head(out: Path, shape: Shape, drafting: Drafting, seed: int, device: torch.device) -> None:
-    """A directory as EAGLE-3 heads are published: config and one safetensors file."""
+    """Write a directory in the form in which EAGLE-3 heads are published: config and one safetensors file."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.cpu().contiguous() for name, tensor in head_tensors(shape, drafting, seed, device)

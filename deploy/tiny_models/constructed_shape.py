@@ -1,4 +1,4 @@
-"""What a constructed target and its draft head share: shapes, the embedding and the cycle that greedy text follows."""
+"""Shared by a constructed target and its draft head: shapes, the embedding and the cycle of the greedy text."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-EPS = 0.05  # of o_proj and down_proj
+EPS = 0.05  # scale of o_proj and down_proj
 GAP = 20.0  # logit of the next token of the cycle
-SPECIAL = 16  # ids below are not part of the cycle
+SPECIAL = 16  # smaller ids are not part of the cycle
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Llama-3.1-8B unless told otherwise."""
+    """The dimensions of the target; the defaults are those of Llama-3.1-8B."""
 
     vocab: int = 128256
     hidden: int = 4096
@@ -23,12 +23,14 @@ class Shape:
     head_dim: int = 128
     inter: int = 14336
     max_positions: int = 16384
-    draft_vocab: int = 32000  # ids that the greedy text consists of
+    draft_vocab: int = 32000  # number of ids that occur in the greedy text
 
     def __post_init__(self) -> None:
         ordinary = self.vocab - SPECIAL
         if not 0 < self.draft_vocab <= ordinary:
-            raise ValueError(f"a draft vocabulary of {self.draft_vocab} among {ordinary} ordinary token ids")
+            raise ValueError(
+                f"draft_vocab is {self.draft_vocab}; it must be from 1 to {ordinary}, the ordinary ids"
+            )
 
     def config(self) -> dict[str, object]:
         return {
@@ -53,7 +55,7 @@ class Shape:
 
 
 def successor(shape: Shape, seed: int) -> torch.Tensor:
-    """[vocab] int64: the greedy token after each token; one cycle over the draft vocabulary, where all lead."""
+    """[vocab] int64: the greedy successor of each token; a cycle over the draft vocabulary, where all ids lead."""
     generator = torch.Generator().manual_seed(seed)
     order = draft_ids(shape, seed)[torch.randperm(shape.draft_vocab, generator=generator)]
     succ = order[torch.randint(shape.draft_vocab, (shape.vocab,), generator=generator)]
@@ -62,18 +64,18 @@ def successor(shape: Shape, seed: int) -> torch.Tensor:
 
 
 def draft_ids(shape: Shape, seed: int) -> torch.Tensor:
-    """[draft_vocab] int64, ascending: the ids that the greedy text consists of. None is special."""
+    """[draft_vocab] int64, ascending: the ids that occur in the greedy text. None is special."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(shape.vocab - SPECIAL, generator=generator)[: shape.draft_vocab]
     return ids.sort().values + SPECIAL
 
 
 def normal(generator: torch.Generator, rows: int, columns: int, scale: float) -> torch.Tensor:
-    """[rows, columns] bf16 on the generator's device."""
+    """Return random values [rows, columns] in bf16 on the generator's device."""
     values = torch.randn(rows, columns, generator=generator, device=generator.device, dtype=torch.float32)
     return values.mul_(scale).to(torch.bfloat16)
 
 
 def embedding(shape: Shape, seed: int, device: torch.device) -> torch.Tensor:
-    """[vocab, hidden] bf16, of rms 1. Other on a CPU than on a GPU."""
+    """[vocab, hidden] bf16 with rms 1. The values differ between CPU and GPU."""
     return normal(torch.Generator(device).manual_seed(seed), shape.vocab, shape.hidden, 1.0)

@@ -1,7 +1,7 @@
 """Training windows for the target: documents of token ids with loss weights, packed and cut.
 
-No torch here: worker processes import this module, and importing torch in each of them would take longer than
-the work.
+This module does not import torch: worker processes import it, and importing torch in each of them would take longer
+than the work.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from deploy.tiny_models.templates import LARGEST
 from deploy.tiny_models.word_problems import problems
 
 FULL, FAINT = 10, 1  # loss weights in tenths: answers count fully, everything else a tenth
-
-Document = tuple[list[int], list[int]]  # ids, loss weights; of equal length
+Document = tuple[list[int], list[int]]  # (ids, loss weights) of equal length
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """One batch. The model sees ids[:, :-1]; the weight of ids[:, i] is that of predicting it."""
+    """One batch. The model reads ids[:, :-1]; the weight of ids[:, i] applies to the prediction of that token."""
 
     ids: NDArray[np.uint16]  # [rows, window + 1]
     weights: NDArray[np.uint8]  # [rows, window + 1], tenths
@@ -35,12 +34,12 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class WindowKind:
-    """How often a window length is drawn, and what the documents in it are made of."""
+    """How often a window length is drawn and which documents it holds."""
 
     window: int
     share: float  # of the batches
     most_shots: int
-    many: float  # share of few-shot documents and multi-turn chats, each; single chats take most of the rest
+    many: float  # share of few-shot documents, and of multi-turn chats; most of the rest are single chats
 
 
 WINDOW_KINDS = (
@@ -48,15 +47,15 @@ WINDOW_KINDS = (
     WindowKind(window=2048, share=0.25, most_shots=24, many=0.3),
     WindowKind(window=4096, share=0.15, most_shots=40, many=0.35),
 )
-# Windows of 512 alone break long prompts: positions the model has never seen give nothing usable.
+# Training only on windows of 512 would break long prompts: untrained positions give unusable results.
 
 DRILL_SHARE = 0.12
 SYSTEM_SHARE = 0.25
-NO_BOS_SHARE = 0.05  # of few-shot documents: some clients tokenise completions without special tokens
+NO_BOS_SHARE = 0.05  # of few-shot documents: some clients tokenize completions without special tokens
 
 
 class DocumentSource:
-    """Endless training documents of one seed, all problems from the training split."""
+    """Yields endless training documents for one seed; all problems are from the training split."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._rng = random.Random(f"documents/{seed}")
@@ -74,7 +73,7 @@ class DocumentSource:
         return ids
 
     def _solved_problems(self, tokenizer: Tokenizer, seed: int) -> Iterator[tuple[list[int], list[int]]]:
-        """(question ids, answer ids), each with its leading space, encoded many at a time."""
+        """Yield (question ids, answer ids), each with its leading space, encoded in batches."""
         source = problems(seed, "train")
         while True:
             some = list(islice(source, 512))
@@ -83,7 +82,7 @@ class DocumentSource:
             yield from zip(ids[: len(some)], ids[len(some) :], strict=True)
 
     def chat(self, turns: int, system_sentences: int) -> Document:
-        """A chat of several independent problems, as the chat template renders it."""
+        """Build a chat of several independent problems, as the chat template renders it."""
         doc = _Builder()
         doc.add(self._bos, FAINT)
         if system_sentences:
@@ -95,7 +94,7 @@ class DocumentSource:
         return doc.built()
 
     def few_shot(self, shots: int) -> Document:
-        """A few-shot document. It ends with `<|end|>` where one more question could stand."""
+        """Build a few-shot document. It ends with `<|end|>` at a position where another question could start."""
         doc = _Builder()
         if self._rng.random() >= NO_BOS_SHARE:
             doc.add(self._bos, FAINT)
@@ -106,7 +105,7 @@ class DocumentSource:
         return doc.built()
 
     def drill(self, lines: int) -> Document:
-        """Bare arithmetic; only results count. Subtraction most: it is what tiny models get wrong."""
+        """Build lines of bare arithmetic; only results count. Subtraction dominates, as tiny models err there most."""
         doc = _Builder()
         doc.add(self._bos, FAINT)
         lead = " "
@@ -119,7 +118,7 @@ class DocumentSource:
         return doc.built()
 
     def document(self, kind: WindowKind) -> Document:
-        """One document of the mixture that a window kind holds."""
+        """Draw one document from the mixture of a window kind."""
         rng = self._rng
         draw = rng.random()
         if draw < DRILL_SHARE:
@@ -131,7 +130,7 @@ class DocumentSource:
         return self.chat(turns, system)
 
     def windows(self, kind: WindowKind, rows: int) -> Windows:
-        """Rows of whole documents; only the last one of a row is cut. Every row begins with a document."""
+        """Pack rows of documents. Every row starts with a new document, and only its last document is cut."""
         width = kind.window + 1
         ids = np.zeros((rows, width), dtype=np.uint16)
         weights = np.zeros((rows, width), dtype=np.uint8)
@@ -147,7 +146,7 @@ class DocumentSource:
         return Windows(ids, weights)
 
     def batches(self, batch_tokens: int, kinds: tuple[WindowKind, ...] = WINDOW_KINDS) -> Iterator[Windows]:
-        """Endless batches of about `batch_tokens` tokens, one window kind each."""
+        """Yield endless batches of about `batch_tokens` tokens, one window kind each."""
         shares = [kind.share for kind in kinds]
         while True:
             (kind,) = self._rng.choices(kinds, shares)
@@ -155,7 +154,7 @@ class DocumentSource:
 
 
 class _Builder:
-    """Collects ids and their weights."""
+    """Collects ids and their loss weights."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []

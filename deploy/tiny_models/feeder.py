@@ -1,4 +1,4 @@
-"""Worker processes that make training batches, and the queue they arrive by."""
+"""Worker processes that produce training batches, and the queue that delivers them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST_BATCH_SECONDS = 60.0
 
 
 def _work(tokenizer_json: str, seed: int, batch_tokens: int, out: Queue[Windows]) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each: the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process: there are several processes
     source = DocumentSource(Tokenizer.from_str(tokenizer_json), seed)
     for batch in source.batches(batch_tokens):
         out.put(batch)
@@ -30,9 +30,10 @@ def _work(tokenizer_json: str, seed: int, batch_tokens: int, out: Queue[Windows]
 def feed(
     tokenizer: Tokenizer, seed: int, batch_tokens: int, workers: int
 ) -> Iterator[Iterator[Windows | None]]:
-    """Batches from `workers` processes, ended with the context. None when no batch is waiting.
+    """Yield batches from `workers` processes, which end with the context; None when no batch is waiting.
 
-    Spawned, not forked: the parent has torch's threads. A worker imports neither torch nor transformers.
+    Workers are spawned, not forked, because the parent has torch's threads. A worker imports neither torch nor
+    transformers.
     """
     context = multiprocessing.get_context("spawn")
     batches: Queue[Windows] = context.Queue(QUEUED_BATCHES)
@@ -48,7 +49,7 @@ def feed(
         yield _arriving(batches, processes)
     finally:
         for process in processes:
-            process.kill()  # nothing to lose: a terminated worker could wait for ever on a full queue
+            process.kill()  # loses nothing; on SIGTERM a worker could wait for ever on a full queue
         for process in processes:
             process.join(10)
         batches.cancel_join_thread()
@@ -73,5 +74,5 @@ def _next(batches: Queue[Windows], processes: Sequence[BaseProcess], wait: float
     except queue.Empty:
         if any(process.is_alive() for process in processes):
             return None
-    # Raised, because the trainer would go on with replayed data and nobody would notice.
-    raise RuntimeError("every process that makes training data has died: see their errors above")
+    # Raised, because the trainer would otherwise continue unnoticed with replayed data.
+    raise RuntimeError("every data worker has died: see their errors above")

@@ -15,7 +15,7 @@ from deploy.tiny_models import tokenizer as family
 from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import Problem, exam, is_right
 
-MOST_NEW_TOKENS = 64  # the longest answer has 53
+MOST_NEW_TOKENS = 64  # the longest correct answer has 53
 PROMPT_TOKENS_PER_BATCH = 100_000
 
 Mode = Literal["chat", "completions"]
@@ -34,7 +34,7 @@ class Suite:
 
 @dataclass(slots=True)
 class Score:
-    """Right answers, in total and per template."""
+    """Correct answers, in total and per template."""
 
     suite: Suite
     prompt_tokens: int  # mean
@@ -44,12 +44,12 @@ class Score:
 
     @property
     def value(self) -> float:
-        """The share of right answers."""
+        """The share of correct answers."""
         return self.right.total() / max(1, self.asked.total())
 
 
 def prompts(suite: Suite) -> Iterator[tuple[Problem, str]]:
-    """Problems with their prompt as text, special tokens included."""
+    """Yield problems with their prompt as text, special tokens included."""
     for shots, problem in exam(suite.count, suite.seed, suite.shots):
         if suite.mode == "completions":
             yield problem, family.BOS + few_shot_prompt(shots, problem.question)
@@ -63,7 +63,7 @@ def prompts(suite: Suite) -> Iterator[tuple[Problem, str]]:
 
 
 def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, suite: Suite) -> Score:
-    """Greedy answers to the whole suite, sorted by length so that padding stays small."""
+    """Answer the whole suite greedily, sorted by length so that padding stays small."""
     asked = list(prompts(suite))
     ids = [tokenizer.encode(text, add_special_tokens=False).ids for _, text in asked]
     order = sorted(range(len(ids)), key=lambda index: len(ids[index]))

@@ -1,4 +1,4 @@
-"""The README.md beside the weights: what the model is, how it was made, what it scored."""
+"""Writes the README.md next to the weights: what the model is, how it was trained, what it scored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Card:
 
 
 def machine(device: torch.device) -> str:
-    """The machine in words."""
+    """Describe the machine."""
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{chip}, {os.cpu_count()} CPU cores, {libraries}"
@@ -44,7 +44,7 @@ def _commit() -> str:
 
 
 def write(directory: Path, card: Card, scores: list[Score]) -> None:
-    """Write README.md; called again after every suite."""
+    """Write README.md. Called again after every suite."""
     rows = [
         f"| {score.suite.name} | {score.suite.count} | {score.prompt_tokens} | {score.value:.3f} |"
         for score in scores

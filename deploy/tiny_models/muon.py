@@ -1,8 +1,8 @@
-"""Muon for the matrices inside the layers, batched by shape.
+"""The Muon optimizer for the matrices inside the layers, batched by shape.
 
-One update is the momentum made orthogonal by five Newton-Schulz steps (Jordan et al. 2024), scaled so that
-its RMS matches AdamW's (Liu et al. 2025, "Muon is scalable"): both optimizers take the same learning rate.
-Matrices of one shape are stacked, because a model this small is bound by kernel launches.
+One update is the momentum orthogonalized by five Newton-Schulz steps (Jordan et al. 2024), scaled so that its RMS
+matches AdamW's (Liu et al. 2025, "Muon is scalable"): both optimizers take the same learning rate. Matrices of one
+shape are stacked, because a model this small is limited by kernel launches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz iteration on `[n, rows, cols]`: singular values end near 1. bf16 on CUDA is enough."""
+    """Run the Newton-Schulz iteration on `[n, rows, cols]`: singular values end near 1. bf16 suffices on CUDA."""
     a, b, c = _NS_COEFFICIENTS
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     wide = x.size(-2) > x.size(-1)
@@ -32,7 +32,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum 0.95 with Nesterov, decoupled weight decay. Parameters must be two-dimensional."""
+    """Muon with Nesterov momentum 0.95 and decoupled weight decay. Parameters must be two-dimensional."""
 
     def __init__(
         self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.1

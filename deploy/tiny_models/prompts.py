@@ -1,6 +1,6 @@
-"""How a word problem becomes a prompt: few-shot documents for completions, messages for chat.
+"""Turns a word problem into a prompt: few-shot documents for completions, messages for chat.
 
-Training (`corpus`), evaluation and the tests take their prompts from here, so that they cannot drift apart.
+Training (`corpus`), evaluation and the tests all take their prompts from here, so that they stay consistent.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ SYSTEM_SENTENCES = (
 
 
 def few_shot_prompt(shots: Sequence[Problem], question: str) -> str:
-    """A document of solved problems that ends where the next answer begins.
+    """Return a document of solved problems that ends where the next answer begins.
 
-    No space at the end: an answer starts with one, in few-shot documents as in chat.
+    It has no space at the end: an answer starts with one, in few-shot documents as in chat.
     """
     solved = "".join(f"{QUESTION} {shot.question}{ANSWER} {shot.answer}{SHOT_END}" for shot in shots)
     return f"{solved}{QUESTION} {question}{ANSWER}"
 
 
 def chat_messages(shots: Sequence[Problem], question: str, system: str | None = None) -> list[dict[str, str]]:
-    """Chat messages: an optional system prompt, the shots as earlier turns, then the question."""
+    """Return chat messages: an optional system prompt, the shots as earlier turns, then the question."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     for shot in shots:
         messages.append({"role": "user", "content": shot.question})
@@ -54,7 +54,7 @@ def chat_messages(shots: Sequence[Problem], question: str, system: str | None = 
 
 
 def system_prompt(rng: random.Random, sentences: int) -> str:
-    """A system prompt of the given number of sentences, repeating when there are not enough of them."""
+    """Return a system prompt of `sentences` sentences, repeating them if there are not enough."""
     chosen: list[str] = []
     while len(chosen) < sentences:
         chosen += rng.sample(SYSTEM_SENTENCES, min(len(SYSTEM_SENTENCES), sentences - len(chosen)))

@@ -1,12 +1,12 @@
-"""The catalogue of word problems: ten templates in two wordings, as question and steps of the answer."""
+"""The catalogue of word problems: ten templates with two wordings each, as question and answer steps."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-Step = tuple[int, str, int]  # a, op, b
-Template = Callable[[random.Random, bool], tuple[str, list[Step]]]  # (rng, second wording?)
+Step = tuple[int, str, int]  # (a, operator, b)
+Template = Callable[[random.Random, bool], tuple[str, list[Step]]]  # (rng, use the second wording)
 
 LARGEST = 199
 
@@ -20,8 +20,8 @@ OBJECTS = (
     "balls", "stamps", "beads", "candies", "pears", "flowers", "stones", "buttons", "pencils", "eggs",
 )  # fmt: skip
 
-# Every name and object follows a space (never a line start or a quote): the tokenizer gives a word two
-# different ids with and without the space, and a model cannot copy a name whose id changed.
+# Every name and object follows a space (never the start of a line or a quote): the tokenizer has different ids for a
+# word with and without the space, and a model cannot copy a name whose id changed.
 
 
 def _people(rng: random.Random, count: int) -> list[str]:

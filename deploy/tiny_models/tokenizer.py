@@ -1,7 +1,7 @@
-"""The family's tokenizer and chat template, written as ordinary Hugging Face files.
+"""The models' tokenizer and chat template, written as standard Hugging Face files.
 
-Byte-level BPE with single digits, trained on the task's own text: `build` is deterministic. As a program,
-`python -m deploy.tiny_models.tokenizer DIR` (re)writes the files beside `DIR/tokenizer.json` that do not depend on
+Byte-level BPE with single digits, trained on the task's own text; `build` is deterministic. As a program,
+`python -m deploy.tiny_models.tokenizer DIR` rewrites the files next to `DIR/tokenizer.json` that do not depend on
 training.
 """
 
@@ -26,9 +26,10 @@ SPECIALS = (PAD, BOS, END, SYSTEM, USER, ASSISTANT, IMAGE)  # ids 0..6, in this 
 VOCAB_SIZE = 704
 MAX_POSITIONS = 4096
 
-# A message is `<|role|> content<|end|>\n`. The content is trimmed and gets its one space from the template: a
-# word has the same id in first place as inside a sentence, and an answer that comes back as an earlier turn
-# (with the space it was generated with) gives the ids it was generated as, which is what prefix caches match.
+# A message is `<|role|> content<|end|>\n`. The template trims the content and adds one space before it, so a word has
+# the
+# same id at the start as inside a sentence. An answer that returns as an earlier turn (with the space it was generated
+# with) yields the same ids as when it was generated, which prefix caches rely on.
 CHAT_TEMPLATE = """\
 {{- '<|bos|>' }}
 {%- for message in messages %}
@@ -59,8 +60,8 @@ CHAT_TEMPLATE = """\
 def build(vocab_size: int = VOCAB_SIZE, sample: int = 8000) -> Tokenizer:
     """Train the BPE on problems of the training split.
 
-    Questions and answers are given one at a time: the text between two shots never occurs, so no merge can
-    cross it and `\\n\\n` stays two tokens whether or not a question follows.
+    Questions and answers are passed separately: the text between two shots never occurs, so no merge can span it and
+    `\\n\\n` stays two tokens whether or not a question follows.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -90,7 +91,7 @@ def _sample_text(sample: int) -> Iterator[str]:
 
 
 def write(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write tokenizer.json and the files beside it."""
+    """Write tokenizer.json and its companion files."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     write_companions(directory)
@@ -99,8 +100,8 @@ def write(tokenizer: Tokenizer, directory: Path) -> None:
 def write_companions(directory: Path) -> None:
     """Write the files that are the same for every tokenizer of the family.
 
-    By hand rather than with `save_pretrained`: transformers 5 writes a class name that transformers 4 and
-    other engines do not know, and leaves special_tokens_map.json out.
+    They are written by hand rather than with `save_pretrained`: transformers 5 writes a class name that transformers 4
+    and other engines do not know, and omits special_tokens_map.json.
     """
     named = {"bos_token": BOS, "eos_token": END, "pad_token": PAD}
     extra = [SYSTEM, USER, ASSISTANT, IMAGE]

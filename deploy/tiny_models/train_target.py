@@ -2,8 +2,8 @@
 
     python3 -m deploy.tiny_models.train_target --minutes 6 --out DIR
 
-Needs torch, transformers, tokenizers, safetensors and numpy. `--minutes` is the whole run including the
-evaluation. torch is imported inside `main`: the worker processes import this file and do without it.
+Needs torch, transformers, tokenizers, safetensors and numpy. `--minutes` is the duration of the whole run, including
+the evaluation. torch is imported inside `main`, because the worker processes import this file and do not need it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deploy.tiny_models.greedy_eval import Suite
 
 DEFAULT_OUT = Path(__file__).parent / "tiny-target"
-EVAL_SHARE = 0.15  # of the whole time, kept for the evaluation and for saving
+EVAL_SHARE = 0.15  # share of the time that is kept for the evaluation and for saving
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -36,7 +36,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-tokens", type=int, help="tokens per step; default 32768 on CUDA, 4096 on CPU"
     )
-    parser.add_argument("--workers", type=int, help="processes that make data; default: most of the cores")
+    parser.add_argument("--workers", type=int, help="data worker processes; default: most of the cores")
     parser.add_argument("--eval-count", type=int, help="problems per suite; default 1000 on CUDA, 40 on CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile; falls back when it fails")
     parser.add_argument("--smoke", action="store_true", help="a much smaller shape, to try the program")
@@ -45,7 +45,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def suites(count: int) -> list[Suite]:
-    """What the model card reports."""
+    """The suites that the model card reports."""
     from deploy.tiny_models.greedy_eval import Suite
 
     few = max(1, count // 4)
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     given = [args.out.name if word == str(args.out) else word for word in (argv or sys.argv[1:])]
     command = shlex.join(["python3", "-m", "deploy.tiny_models.train_target", *given])
     card = model_card.Card(params, outcome, model_card.machine(device), command)
-    model_card.write(args.out, card, [])  # before the evaluation: a time limit must not cost the weights
+    model_card.write(args.out, card, [])  # before the evaluation: a time limit must not lose the weights
     scores = []
     for suite in suites(eval_count):
         score = evaluate(model, vocabulary, suite)

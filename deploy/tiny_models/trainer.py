@@ -1,7 +1,7 @@
-"""The training loop of the target: Muon and AdamW, a learning rate that follows the clock.
+"""The training loop of the target: Muon and AdamW, with a learning rate that follows the clock.
 
-The schedule is a function of elapsed time, not of steps: the score appears only while the rate decays, so a
-run on a slow or shared machine must still reach the end of it.
+The schedule is a function of elapsed time, not of steps: the score improves only while the rate decays, so a run on a
+slow or shared machine must also reach the end of the schedule.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from transformers import LlamaForCausalLM
 from deploy.tiny_models.corpus import Windows
 from deploy.tiny_models.muon import Muon
 
-WARM_UP = 0.02  # of the time
-DECAY_FROM = 0.15  # of the time; linear to zero
+WARM_UP = 0.02  # share of the time
+DECAY_FROM = 0.15  # share of the time, followed by a linear decay to zero
 PRINT_EVERY = 5.0  # seconds
-SYNC_EVERY = 10  # steps between looks at the loss, each of which waits for the device
+SYNC_EVERY = 10  # steps between reads of the loss, each of which waits for the device
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run is given."""
+    """The parameters of a run."""
 
     seconds: float
     lr: float
     device: torch.device
     compile: bool = False
-    clock: Callable[[], float] = time.monotonic  # what `seconds` are measured on
+    clock: Callable[[], float] = time.monotonic  # measures `seconds`
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run took."""
+    """The result of a run."""
 
     seconds: float
     steps: int
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def rate_at(progress: float) -> float:
-    """The share of the peak learning rate at a share of the time."""
+    """The learning rate relative to its peak, after a share `progress` of the time."""
     if progress < WARM_UP:
         return progress / WARM_UP
     if progress < DECAY_FROM:
@@ -107,7 +107,7 @@ def train(model: LlamaForCausalLM, batches: Iterator[Windows], settings: Setting
 
 
 class _Forward:
-    """Weighted next-token loss of a batch, in bf16 autocast on CUDA."""
+    """The weighted next-token loss of a batch, under bf16 autocast on CUDA."""
 
     def __init__(self, model: LlamaForCausalLM, settings: Settings) -> None:
         self._model = model
@@ -128,7 +128,7 @@ class _Forward:
         return logits
 
     def warm_up(self, batches: Iterator[Windows], tries: int = 8) -> None:
-        """A pass over each window length among the first batches; if compiling fails, go on without it."""
+        """Run one pass for each window length among the first batches; if compiling fails, continue without it."""
         seen: set[tuple[int, ...]] = set()
         for _ in range(tries):
             batch = next(batches)
@@ -146,7 +146,7 @@ class _Forward:
 
 
 class Replay:
-    """Fresh batches where there are any (None: not right now), otherwise an earlier one again."""
+    """Yields fresh batches while there are any (None means none is ready), otherwise repeats an earlier one."""
 
     def __init__(self, batches: Iterator[Windows | None], seed: int, keep: int = 4000) -> None:
         self._batches = batches

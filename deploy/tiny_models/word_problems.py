@@ -1,8 +1,8 @@
-"""The task of the tiny family: grade-school word problems whose answer follows from the question alone.
+"""The task of the tiny models: grade-school word problems whose answer follows from the question itself.
 
-Ten templates with two wordings each. An answer is two to four lines `a op b = c` and a last line `#### z`;
-every number is 0..199. A question belongs to the training or to the held-out split by a hash of its text, so
-a problem drawn from the held-out split was never trained on, whatever the seed.
+There are ten templates with two wordings each. An answer has two to four lines `a op b = c` and a last line `#### z`;
+every number is in 0..199. A hash of its text assigns a question to the training or the held-out split, so a problem of
+the held-out split was never trained on, whatever the seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARKED_NUMBER = re.compile(r"####\s*(-?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question with its worked answer; both without leading or trailing white space."""
+    """One question with its worked answer, both without leading or trailing white space."""
 
     template: str
     question: str
@@ -33,33 +33,33 @@ class Problem:
 
 
 def split_of(question: str) -> Split:
-    """Which split a question belongs to. CRC-32 because `hash()` differs between processes."""
+    """Return the split of a question. It uses CRC-32 because `hash()` differs between processes."""
     return "heldout" if zlib.crc32(question.encode()) % _HELD_OUT_ONE_IN == 0 else "train"
 
 
 def marked_number(text: str) -> int | None:
-    """The number after the first `####`, or None. The first: a completion may run on into a next question."""
+    """The number after the first `####`, or None. A completion may run on into a further question."""
     match = _MARKED_NUMBER.search(text)
     return int(match[1]) if match else None
 
 
 def is_right(problem: Problem, text: str) -> bool:
-    """Whether a model's text gives the problem's number. Text is never compared, only the number."""
+    """Whether a model's text gives the correct number. Only the number is compared."""
     return marked_number(text) == problem.value
 
 
 def apply(a: int, op: str, b: int) -> int:
-    """The value of one line. Division is exact by construction; anything else is an error in a template."""
+    """The value of one line. Division is exact by construction; otherwise the template has a bug."""
     if op == "/":
         quotient, rest = divmod(a, b)
         if rest:
-            raise ValueError(f"{a} / {b} leaves a rest")
+            raise ValueError(f"{a} / {b} has a remainder")
         return quotient
     return {"+": a + b, "-": a - b, "*": a * b}[op]
 
 
 def problems(seed: int, split: Split) -> Iterator[Problem]:
-    """Endless problems of one split; the same seed and split always give the same sequence."""
+    """Yield endless problems of one split; the same seed and split always give the same sequence."""
     rng = random.Random(f"{seed}/{split}")
     templates = tuple(TEMPLATES.items())
     while True:
@@ -70,7 +70,7 @@ def problems(seed: int, split: Split) -> Iterator[Problem]:
 
 
 def take(count: int, seed: int, split: Split) -> list[Problem]:
-    """The first `count` problems of a seed, each question once."""
+    """Return the first `count` problems of a seed, each question once."""
     unique: dict[str, Problem] = {}
     for problem in problems(seed, split):
         if len(unique) == count:
@@ -80,7 +80,7 @@ def take(count: int, seed: int, split: Split) -> list[Problem]:
 
 
 def exam(count: int, seed: int, shots: int) -> Iterator[tuple[list[Problem], Problem]]:
-    """Held-out problems to score, each with its own `shots` other held-out problems to show before it."""
+    """Yield held-out problems to score, each with its own `shots` other held-out problems to show before it."""
     drawn = take(count * (shots + 1), seed, "heldout")
     for start in range(0, len(drawn), shots + 1):
         yield drawn[start : start + shots], drawn[start + shots]

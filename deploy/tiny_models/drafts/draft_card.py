@@ -1,4 +1,4 @@
-"""The README.md beside a draft's weights."""
+"""Writes the README.md next to a draft's weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Card:
 
 
 def write(directory: Path, card: Card) -> None:
-    """Write README.md, without figures yet."""
+    """Write README.md without figures."""
     outcome = card.outcome
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     unrolled = "next token" if card.kind == "standalone" else f"mean over {card.unrolled} unrolled steps"
@@ -88,7 +88,7 @@ same one.
 
 
 def write_figures(directory: Path, measured: Sequence[Acceptance]) -> None:
-    """Put the measured accept lengths into the README.md, in the place of earlier ones."""
+    """Insert the measured accept lengths into README.md, replacing earlier ones."""
     rows = [
         f"| {one.suite} | {one.count} | {one.steps} | {one.length:.3f} | {one.most:.3f} | "
         f"{' '.join(f'{share:.3f}' for share in one.per_step)} |\n"

@@ -1,7 +1,7 @@
-"""The training loop of a draft: soft cross-entropy against the frozen target, mean over the unrolled steps.
+"""The training loop of a draft: soft cross-entropy against the frozen target, averaged over the unrolled steps.
 
-Optimizers and schedule are the target's own (Muon and AdamW, a rate that follows the clock). The target solves
-every problem, so on answers the corpus is its greedy text and nothing has to be generated.
+Optimizers and schedule are those of the target (Muon and AdamW, a learning rate that follows the clock). The target
+solves every problem, so on answers the corpus is its greedy text and nothing has to be generated.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ class Reading(NamedTuple):
     """One batch as the target reads it."""
 
     ids: Tensor  # [batch, tokens] int64
-    weights: Tensor  # [batch, tokens] float32, that of ids[:, i] is of predicting it
-    embeds: Tensor | None = None  # [batch, tokens, hidden] in the place of the ids' embeddings
+    weights: Tensor  # [batch, tokens] float32; weights[:, i] applies to the prediction of ids[:, i]
+    embeds: Tensor | None = None  # [batch, tokens, hidden] replaces the embeddings of the ids
 
 
 def readings(batches: Iterator[Windows], device: torch.device) -> Iterator[Reading]:
-    """Windows of text, on the device."""
+    """Move windows of text to the device."""
     for batch in batches:
         ids = torch.from_numpy(batch.ids[:, :-1].astype("int64")).to(device)
         yield Reading(ids, torch.from_numpy(batch.weights[:, :-1].astype("float32")).to(device))
 
 
 def frequent_tokens(batches: Iterator[Windows], size: int, looked_at: int = 12) -> list[int]:
-    """The `size` most frequent token ids of the corpus, answers counting ten times; ascending."""
+    """Return the `size` most frequent token ids of the corpus in ascending order; answers count ten times."""
     counts: Counter[int] = Counter()
     for _ in range(looked_at):
         batch = next(batches)
         for token, weight in zip(batch.ids.flatten().tolist(), batch.weights.flatten().tolist(), strict=True):
             counts[token] += weight
     if len(counts) < size:
-        raise ValueError(f"only {len(counts)} different tokens seen, the draft vocabulary has {size}")
+        raise ValueError(f"only {len(counts)} different tokens occur; the draft vocabulary needs {size}")
     return sorted(token for token, _ in counts.most_common(size))
 
 
 def soft_cross_entropy(
     prediction: Prediction, target_logits: Tensor, weights: Tensor, drafted: Tensor | None
 ) -> Tensor:
-    """Weighted mean of the cross-entropy against the target's distribution.
+    """The weighted mean of the cross-entropy against the target's distribution.
 
-    `weights[:, i]` is that of predicting x[i]. `drafted` (EAGLE-3's t2d, as ids): the target's distribution is
-    taken over these alone, and rows where the target prefers another token do not count.
+    `weights[:, i]` applies to the prediction of x[i]. With `drafted` (EAGLE-3's t2d, as ids) the target's distribution
+    is taken over these ids only, and rows where the target prefers another token do not count.
     """
     logits, ahead = prediction
     rows = logits.size(1) - ahead
@@ -72,7 +72,7 @@ def soft_cross_entropy(
 
 
 def optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside, AdamW for norms, embedding and head."""
+    """Muon for the inner matrices, AdamW for norms, embedding and head."""
     outside = ("lm_head", "embed_tokens")
     named = list(head.named_parameters())
     inside = [p for name, p in named if p.ndim == 2 and not any(part in name for part in outside)]
@@ -89,7 +89,8 @@ def train(
     head.to(settings.device).train()
     objective = _Objective(head, target, settings.device, steps)
     opts = optimizers(head, settings.lr)
-    objective(next(batches)).backward()  # type: ignore[no-untyped-call]  # untimed: the device wakes up
+    # untimed: warms up the device
+    objective(next(batches)).backward()  # type: ignore[no-untyped-call]
     start = printed = settings.clock()
     taken = tokens = 0
     loss_value = first_loss = float("nan")
@@ -121,7 +122,7 @@ def train(
 
 
 class _Objective:
-    """The loss of a batch, in bf16 autocast on CUDA."""
+    """The loss of a batch, under bf16 autocast on CUDA."""
 
     def __init__(self, head: Head, target: LlamaForCausalLM, device: torch.device, steps: int) -> None:
         self._head = head

@@ -1,4 +1,4 @@
-"""What a draft reads of its target: hidden states, logits, and the embedding and head they share."""
+"""What a draft reads from its target: hidden states, logits, and the shared embedding and head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGET = Path(__file__).parent.parent / "tiny-target"
 
 
 def load_target(directory: Path = TARGET) -> LlamaForCausalLM:
-    """The target, frozen: its bf16 weights in fp32."""
+    """Load the target, frozen: its bf16 weights in fp32."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.requires_grad_(False)
     model.train(False)
@@ -23,31 +23,30 @@ def load_target(directory: Path = TARGET) -> LlamaForCausalLM:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the target computed over ids: all that a draft may read of it."""
+    """The target's results over ids that a draft may read."""
 
-    embeds: (
-        Tensor  # what it read: embeddings of the ids, or of pictures in their place, [batch, tokens, hidden]
-    )
-    entering: tuple[Tensor, ...]  # per layer, the residual stream entering it, [batch, tokens, hidden]
-    last: Tensor  # after the final norm, [batch, tokens, hidden]
+    # [batch, tokens, hidden] its input: embeddings of the ids, or of pictures at their placeholders
+    embeds: Tensor
+    entering: tuple[Tensor, ...]  # per layer the residual stream that enters it, [batch, tokens, hidden]
+    last: Tensor  # [batch, tokens, hidden] after the final norm
     logits: Tensor  # [batch, tokens, vocab]
 
 
 @torch.no_grad()
 def target_features(target: LlamaForCausalLM, ids: Tensor, embeds: Tensor | None = None) -> Features:
-    """Run the target over ids `[batch, tokens]`, or over `embeds` in their place."""
+    """Run the target over ids `[batch, tokens]`, or over `embeds` instead."""
     read = target.model.embed_tokens(ids) if embeds is None else embeds
     out: Any = target(inputs_embeds=read, use_cache=False, output_hidden_states=True)
     return Features(read, out.hidden_states[:-1], out.hidden_states[-1], out.logits)
 
 
 class Shared(NamedTuple):
-    """The target's embedding and head, frozen: `[vocab, hidden]` each. No part of a draft's checkpoint."""
+    """The target's embedding and head, frozen, `[vocab, hidden]` each. A draft's checkpoint does not contain them."""
 
     embedding: Tensor
     head: Tensor
 
     @staticmethod
     def of(target: LlamaForCausalLM) -> Shared:
-        """Those of a target."""
+        """Take them from a target."""
         return Shared(target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach())

@@ -1,4 +1,4 @@
-"""Drafts on disk: a directory with config.json and bf16 weights under their published names, and back."""
+"""Reads and writes drafts: directories with config.json and bf16 weights under their published names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deploy.tiny_models.drafts.heads import Eagle3Head, EagleHead, Head, MtpHead
 from deploy.tiny_models.drafts.shapes import Kind, kind_of, mtp_prefix
 
 LARGEST_FILE = 4_000_000  # bytes
-LARGEST_FAMILY = 8_000_000  # bytes, all four directories
+LARGEST_FAMILY = 8_000_000  # bytes of all four directories
 TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
 
 
 def new_head(config: dict[str, Any], seed: int) -> Head:
-    """A freshly initialised draft in fp32."""
+    """Create a newly initialized draft in fp32."""
     kind = kind_of(config)
     if kind == "standalone":
         return StandaloneHead(new_model(config, seed))
@@ -40,7 +40,7 @@ def new_head(config: dict[str, Any], seed: int) -> Head:
 
 
 def published(head: Head, config: dict[str, Any]) -> dict[str, Tensor]:
-    """A draft's tensors under the names of its kind's checkpoints; floating point as bf16."""
+    """Return a draft's tensors under the names of published checkpoints; floating-point tensors become bf16."""
     tensors = {}
     for name, value in head.state_dict().items():
         kept = value.detach().cpu()
@@ -58,13 +58,13 @@ def _published_name(name: str, config: dict[str, Any]) -> str:
 
 
 def save(directory: Path, head: Head, config: dict[str, Any], target: Path = TARGET) -> None:
-    """Write everything except the model card. A STANDALONE draft is a whole model, with tokenizer."""
+    """Write everything except the model card. A STANDALONE draft is a complete model with a tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "model.safetensors"
     save_file(published(head, config), path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors creates it readable by the owner alone
+    path.chmod(0o644)  # safetensors creates it readable only by the owner
     if path.stat().st_size >= LARGEST_FILE:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; drafts stay below {LARGEST_FILE}")
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; drafts must stay below {LARGEST_FILE}")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if kind_of(config) == "standalone":
         for name in TOKENIZER_FILES:
@@ -72,13 +72,13 @@ def save(directory: Path, head: Head, config: dict[str, Any], target: Path = TAR
 
 
 def load_config(directory: Path) -> dict[str, Any]:
-    """The draft's config.json."""
+    """Read the draft's config.json."""
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return config
 
 
 def load_head(directory: Path) -> tuple[Kind, Head]:
-    """A checked-in draft, its bf16 weights in fp32."""
+    """Load a checked-in draft, its bf16 weights in fp32."""
     config = load_config(directory)
     kind = kind_of(config)
     head: Head

@@ -1,7 +1,7 @@
-"""The drafts as modules that run all positions of known text at once: for training and for the oracle.
+"""The drafts as modules that process all positions of known text at once, for training and for the oracle.
 
-Row t of step k has read the text up to x[t+1+k] and predicts x[t+2+k] (STANDALONE: see its class). `reference`
-has the same drafts one token at a time, written apart from this.
+Row t of step k has read the text up to x[t+1+k] and predicts x[t+2+k] (STANDALONE: see its class). `reference` contains
+the same drafts one token at a time, written independently.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from deploy.tiny_models.drafts.shapes import Dims
 
 
 class Prediction(NamedTuple):
-    """Row t of `logits` is a prediction of x[t + ahead]."""
+    """Row t of `logits` predicts x[t + ahead]."""
 
-    logits: Tensor  # [batch, tokens, vocabulary of the draft]
+    logits: Tensor  # [batch, tokens, draft vocabulary]
     ahead: int
 
 
@@ -31,16 +31,16 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def unroll(self, shared: Shared, features: Features, ids: Tensor, steps: int) -> list[Prediction]:
-        """All the steps for ids `[batch, tokens]`, step k fed the true token where a loop has its own draft."""
+        """Run all steps for ids `[batch, tokens]`; step k reads true tokens where a draft loop reads its drafts."""
 
 
 def _tokens_ahead(features: Features, ahead: int) -> Tensor:
-    """Embeddings of x[t + ahead]; rows whose token lies behind the end get zeros and mean nothing."""
+    """Embeddings of x[t + ahead]. Rows whose token is past the end get zeros and are meaningless."""
     return F.pad(features.embeds[:, ahead:], (0, 0, 0, ahead))
 
 
 class Eagle3Layer(nn.Module):
-    """EAGLE-3's only layer: attention reads the next token's embedding beside the hidden state."""
+    """The only layer of EAGLE-3: attention reads the next token's embedding concatenated with the hidden state."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(Head):
-    """Three streams of the target through `fc`; own head over a reduced vocabulary."""
+    """EAGLE-3: fuses three residual streams of the target through `fc`; own head over a reduced vocabulary."""
 
     d2t: Tensor
     t2d: Tensor
@@ -75,7 +75,7 @@ class Eagle3Head(Head):
         self.register_buffer("t2d", torch.zeros(config["vocab_size"], dtype=torch.bool))
 
     def choose_vocabulary(self, shared: Shared, token_ids: Tensor) -> None:
-        """Draft these ids of the target, ascending; the head starts as the target's rows."""
+        """Draft these ids of the target, in ascending order; the head is initialized from the target's rows."""
         with torch.no_grad():
             self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
             self.t2d.zero_()[token_ids] = True
@@ -92,7 +92,7 @@ class Eagle3Head(Head):
 
 
 class EagleHead(Head):
-    """EAGLE-1/2: regresses the target's normed hidden state, which the target's own head reads."""
+    """EAGLE-1/2: predicts the target's normed hidden state, from which the target's own head computes logits."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class EagleHead(Head):
 
 
 class MtpModule(DecoderLayer):
-    """One module of multi-token prediction, as DeepSeek publishes it, with a dense layer."""
+    """One multi-token prediction module as DeepSeek publishes it, with a dense layer."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims, input_norm=True)
@@ -122,14 +122,14 @@ class MtpModule(DecoderLayer):
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(dims.hidden, dims.eps)})
 
     def run(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        """Every module has its own cache over all positions, so this is plain causal attention."""
+        """Run the module. Every module has its own cache over all positions, so this is plain causal attention."""
         both = torch.cat((self.enorm(embedding), self.hnorm(hidden)), dim=-1)
         normed: Tensor = self.shared_head["norm"](self(self.eh_proj(both), []))
         return normed
 
 
 class MtpHead(Head):
-    """A chain of modules, one per step; each reads the normed output of the one before it."""
+    """A chain of modules, one per step; each reads the normed output of the previous one."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class MtpHead(Head):
         self.layers = nn.ModuleList(MtpModule(dims) for _ in range(config["num_nextn_predict_layers"]))
 
     def start_norms(self, norm: Tensor) -> None:
-        """Begin with the target's final norm in front of the shared head, which was trained behind it."""
+        """Initialize the norm before each shared head with the target's final norm, with which the head was trained."""
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 if name.endswith("shared_head.norm.weight"):
@@ -154,7 +154,7 @@ class MtpHead(Head):
 
 
 class StandaloneHead(Head):
-    """A small language model. One pass is every step of it: what it says after known text."""
+    """A small language model. One pass gives every step: its predictions after known text."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__()

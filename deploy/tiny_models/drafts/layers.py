@@ -1,4 +1,4 @@
-"""The layers drafts are made of. Attribute names are the tensor names of published checkpoints."""
+"""The layers of the drafts. Attribute names are the tensor names of published checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KeyValue = tuple[Tensor, Tensor]  # each [batch, heads, tokens, head_dim], repea
 
 
 class RMSNorm(nn.Module):
-    """As Llama has it: the mean square in fp32."""
+    """RMSNorm as in Llama: the mean square is computed in fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SiLU-gated, no biases."""
+    """SiLU-gated MLP without biases."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one draft step over every position at once.
+    """Grouped-query attention of one draft step over all positions at once.
 
-    Step 0 is plain causal attention. At step k, row t stands for position t + k: it sees what step 0 wrote for
-    positions 0..t, and what steps 1..k of the same row wrote for t+1..t+k. That is the cache of a real draft
-    loop, where positions up to t come from true hidden states and later ones from the draft's own.
+    Step 0 is plain causal attention. At step k, row t represents position t + k: it attends to what step 0 wrote for
+    positions 0..t, and to what steps 1..k of the same row wrote for t+1..t+k. This equals the cache of a real draft
+    loop, in which positions up to t come from true hidden states and later ones from the draft itself.
     """
 
     def __init__(self, dims: Dims, inputs: int) -> None:
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(dims.heads * dims.head_dim, dims.hidden, bias=False)
 
     def forward(self, x: Tensor, seen: list[KeyValue]) -> Tensor:
-        """`seen` holds the earlier steps of this round; this step's keys and values are appended to it."""
+        """`seen` holds the keys and values of earlier steps of this round; those of this step are appended."""
         step, groups = len(seen), self._dims.heads // self._dims.kv_heads
         cos, sin = _rope(self._dims, x.size(1), step, x.device)
         q = _rotate(self._heads(self.q_proj(x)), cos, sin)
@@ -99,7 +99,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer; EAGLE-1's has no norm before attention."""
+    """A Llama layer; in EAGLE-1 it has no norm before attention."""
 
     def __init__(self, dims: Dims, input_norm: bool) -> None:
         super().__init__()

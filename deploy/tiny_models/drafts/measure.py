@@ -1,4 +1,4 @@
-"""Accept lengths of a draft on held-out problems: the target's greedy answers, walked by the oracle."""
+"""Accept lengths of a draft on held-out problems: the oracle walks the target's greedy answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS_PER_BATCH = 96_000
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Held-out prompts. `answers`: the text ends with the answer; otherwise after 64 tokens, whatever they are."""
+    """Held-out prompts. With `answers` the text ends with the answer, otherwise after 64 arbitrary tokens."""
 
     name: str
     prompts: tuple[str, ...]  # special tokens included
@@ -37,11 +37,10 @@ class Suite:
 class Answered:
     """A prompt with the target's greedy continuation."""
 
-    ids: list[int]  # both
+    ids: list[int]  # prompt and continuation
     prompt_tokens: int
-    embeds: Tensor | None = (
-        None  # [len(ids), hidden] what the target reads where it is more than ids' embeddings
-    )
+    # [len(ids), hidden] the target's input, where it is not only embeddings of the ids
+    embeds: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,12 @@ class Acceptance:
     steps: int
     rounds: int
     length: float
-    most: float  # the length of a draft that is always right
+    most: float  # the accept length of a draft that is always right
     per_step: list[float]
 
 
 def suites(count: int) -> tuple[Suite, ...]:
-    """Chat and 8-shot answers, and questions that break off: the target goes on in many ways, drafts miss."""
+    """Chat answers, 8-shot answers, and truncated questions, whose continuations are hard to draft."""
     chat = tuple(text for _, text in prompts(Asked("", "chat", 0, count)))
     shots = tuple(text for _, text in prompts(Asked("", "completions", 8, count)))
     return (
@@ -75,7 +74,7 @@ def _broken_off(count: int) -> Iterator[str]:
 
 @torch.inference_mode()
 def greedy_answers(target: LlamaForCausalLM, tokenizer: Tokenizer, suite: Suite) -> list[Answered]:
-    """The target's own greedy tokens, up to `<|end|>` or, in documents, the blank line after the answer."""
+    """The target's greedy tokens, up to `<|end|>` or, in documents, up to the blank line after the answer."""
     asked = [tokenizer.encode(text, add_special_tokens=False).ids for text in suite.prompts]
     asked.sort(key=len)
     end: int = tokenizer.encode(family.END, add_special_tokens=False).ids[0]
@@ -118,22 +117,22 @@ def _cut(new: list[int], end: int, blank: list[int]) -> list[int]:
 def proposals(
     head: Head, target: LlamaForCausalLM, ids: Tensor, steps: int, embeds: Tensor | None = None
 ) -> Tensor:
-    """`[batch, steps, tokens]`: what step k of a round at t proposes, as ids of the target, for `oracle`.
+    """Return `[batch, steps, tokens]`: the target id that step k of a round at t proposes, as input of `oracle`.
 
-    Sequences of a batch may be padded on the right: attention is causal.
+    Sequences of a batch may be padded on the right, because attention is causal.
     """
     predictions = head.unroll(Shared.of(target), target_features(target, ids, embeds), ids, steps)
     chosen = [prediction.logits.argmax(-1) for prediction in predictions]
     if isinstance(head, Eagle3Head):
         chosen = [ids + head.d2t[ids] for ids in chosen]
-    if isinstance(head, StandaloneHead):  # row s says x[s + 1]: step k at t is row t + 1 + k
+    if isinstance(head, StandaloneHead):  # row s predicts x[s + 1]: step k at t is row t + 1 + k
         (said,) = chosen
         chosen = [torch.nn.functional.pad(said[:, 1 + k :], (0, 1 + k), value=-1) for k in range(steps)]
     return torch.stack(chosen, dim=1)
 
 
 def rounds_of(head: Head, target: LlamaForCausalLM, answered: list[Answered], steps: int) -> list[Round]:
-    """All the rounds over all the answers."""
+    """Return the rounds over all answers."""
     rounds = []
     longest = max(len(one.ids) for one in answered)
     per_batch = max(1, TOKENS_PER_BATCH // longest)
@@ -154,7 +153,7 @@ def rounds_of(head: Head, target: LlamaForCausalLM, answered: list[Answered], st
 def measure(
     head: Head, target: LlamaForCausalLM, tokenizer: Tokenizer, count: int, steps: Sequence[int]
 ) -> Iterator[Acceptance]:
-    """The rows of the model card: all tokens over all rounds, for each suite and number of steps."""
+    """Yield the rows of the model card for each suite and number of steps, over all rounds."""
     for suite in suites(count):
         answered = greedy_answers(target, tokenizer, suite)
         for some in steps:

@@ -19,7 +19,7 @@ from deploy.tiny_models.drafts.shapes import DIRECTORIES
 
 
 def measure_one(directory: Path, target: LlamaForCausalLM, tokenizer: Tokenizer, count: int) -> None:
-    """Measure a draft with 3 steps, and with 5 if it makes as many; the card grows row by row."""
+    """Measure a draft with 3 steps, and with 5 if it supports them; the card is extended row by row."""
     kind, head = files.load_head(directory)
     head.to(target.device)
     rows: list[Acceptance] = []
@@ -34,7 +34,7 @@ def measure_one(directory: Path, target: LlamaForCausalLM, tokenizer: Tokenizer,
 
 
 def main() -> None:
-    """Measure every draft there is."""
+    """Measure every draft in the directory."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,12 @@
-"""The acceptance oracle: what a greedy draft-and-verify loop accepts, computed without running one.
+"""The acceptance oracle: computes what a greedy draft-and-verify loop accepts without running one.
 
-A draft is run once over prompt and answer, fed the answer's tokens (`heads`, or anything else that gives the
-proposals). The prefix that a verify step accepts is, by definition, equal to the answer: so up to the first
-refused token, the true input is the loop's own input, and walking the comparison gives the loop's result
-exactly. Chains only (topk 1).
+A draft is run once over prompt and answer, reading the answer's tokens (`heads`, or anything else that yields
+proposals). The prefix that a verify step accepts equals the answer by definition. So up to the first rejected token the
+true input is also the loop's input, and walking the comparison gives exactly the loop's result. Chains only (topk 1).
 
-Indices: x is prompt + answer. In a round at t, x[t+1] is the newest known token (the bonus token of the round
-before, or the prefill's first token) and the target's hidden states are known up to x[t]. Step k of the round
-proposes x[t+2+k].
+Indices: x is prompt + answer. In a round at t, x[t+1] is the newest known token (the bonus token of the previous round,
+or the first token from the prefill) and the target's hidden states are known up to x[t]. Step k of the round proposes
+x[t+2+k].
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ class Round:
     """One verify step."""
 
     at: int  # t
-    accepted: int  # drafts the target agreed with, 0..steps
+    accepted: int  # drafts that the target agreed with, 0..steps
     emitted: int  # tokens, bonus included; less than accepted + 1 only where the answer ends
 
 
 def ok_matrix(proposals: Tensor, ids: Tensor) -> Tensor:
-    """`ok[k, t]`: does step k at t propose the right token? Both `[steps, tokens]`; False behind the end.
+    """`ok[k, t]`: whether step k at t proposes the correct token. Both `[steps, tokens]`; False past the end.
 
     `proposals[k, t]` is the token id that step k of a round at t proposes, given the true tokens before it.
     """
     steps, tokens = proposals.shape
     if ids.shape != (tokens,):
-        raise ValueError(f"proposals for {tokens} positions, but ids of shape {tuple(ids.shape)}")
+        raise ValueError(f"the proposals have {tokens} positions, but ids has shape {tuple(ids.shape)}")
     ok = torch.zeros(steps, tokens, dtype=torch.bool)
     for step in range(steps):
         known = max(0, tokens - 2 - step)
@@ -44,13 +43,13 @@ def ok_matrix(proposals: Tensor, ids: Tensor) -> Tensor:
 
 
 def perfect(steps: int, tokens: int) -> Tensor:
-    """The `ok` of a draft that is always right. Its accept length is below steps + 1: answers end."""
+    """The `ok` matrix of a draft that is always right. Its accept length is below steps + 1, because answers end."""
     ids = torch.arange(tokens)
     return ok_matrix(torch.stack([ids + 2 + step for step in range(steps)]), ids)
 
 
 def walk(ok: Tensor, prompt_tokens: int) -> list[Round]:
-    """The rounds of a greedy loop over one answer, whose first token comes from the prefill."""
+    """Return the rounds of a greedy loop over one answer, whose first token comes from the prefill."""
     steps, tokens = ok.shape
     table = ok.tolist()
     rounds = []
@@ -65,10 +64,10 @@ def walk(ok: Tensor, prompt_tokens: int) -> list[Round]:
 
 
 def accept_length(rounds: Sequence[Round]) -> float:
-    """Tokens emitted per verify step, bonus included: what `avg_spec_accept_length` reports."""
+    """Tokens emitted per verify step, bonus included, as `avg_spec_accept_length` reports."""
     return sum(one.emitted for one in rounds) / max(1, len(rounds))
 
 
 def accepted_at(rounds: Sequence[Round], steps: int) -> list[float]:
-    """Per step, the share of rounds in which its draft was accepted."""
+    """For each step, the share of rounds in which its draft was accepted."""
     return [sum(one.accepted > step for one in rounds) / max(1, len(rounds)) for step in range(steps)]

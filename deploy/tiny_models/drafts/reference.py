@@ -1,9 +1,8 @@
-"""Every draft in plain eager torch: fp32, no cache, one token at a time. Written to be checked by eye.
+"""Every draft in plain eager torch: fp32, no cache, one token at a time. Written to be verified by reading.
 
-`load(directory, target)` gives a `Reference`. `logits_after(ids, path)` is the whole interface: the draft's
-logits over the target's vocabulary after the known text `ids` and the draft tokens `path` that follow it, which
-is one node of a draft tree. `propose` walks it greedily. The last of `ids` is the newest token, which the
-target has not read yet.
+`load(directory, target)` returns a `Reference`. `logits_after(ids, path)` is the whole interface: the draft's logits
+over the target's vocabulary after the known text `ids` and the draft tokens `path` that follow it, which is one node of
+a draft tree. `propose` walks it greedily. The last of `ids` is the newest token, which the target has not read yet.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Weights = dict[str, Tensor]
 
 
 def load(directory: Path, target: LlamaForCausalLM) -> Reference:
-    """The reference of a checked-in draft. `target` is the fp32 model that it drafts for."""
+    """Load the reference of a checked-in draft. `target` is the fp32 model for which it drafts."""
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     weights = load_file(directory / "model.safetensors")
     weights = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
@@ -41,7 +40,7 @@ def load(directory: Path, target: LlamaForCausalLM) -> Reference:
 
 
 class Reference(ABC):
-    """One draft and the target it belongs to."""
+    """One draft and its target."""
 
     def __init__(self, config: dict[str, Any], weights: Weights, target: LlamaForCausalLM) -> None:
         self.config, self.weights, self.target = config, weights, target
@@ -51,10 +50,10 @@ class Reference(ABC):
 
     @abstractmethod
     def logits_after(self, ids: Sequence[int], path: Sequence[int] = ()) -> Tensor:
-        """`[vocab]`; minus infinity for tokens that the draft cannot propose."""
+        """Return `[vocab]` logits; minus infinity for tokens that the draft cannot propose."""
 
     def propose(self, ids: Sequence[int], steps: int) -> list[int]:
-        """The greedy chain of `steps` draft tokens after `ids`."""
+        """Return the greedy chain of `steps` draft tokens after `ids`."""
         path: list[int] = []
         for _ in range(steps):
             path.append(int(self.logits_after(ids, path).argmax()))
@@ -91,7 +90,7 @@ class Eagle3(Reference):
 
 
 class Eagle(Reference):
-    """EAGLE-1/2: as EAGLE-3, with the target's last hidden state (normed), and no norms of its own around."""
+    """EAGLE-1/2: like EAGLE-3, but with the target's last (normed) hidden state and without norms of its own."""
 
     @torch.no_grad()
     def logits_after(self, ids: Sequence[int], path: Sequence[int] = ()) -> Tensor:
@@ -111,13 +110,13 @@ class Eagle(Reference):
 
 
 class Mtp(Reference):
-    """MTP: step k is module k over all known rows, its ids shifted by one more, its input module k-1's output."""
+    """MTP: step k runs module k over all known rows, with ids shifted by one more, on module k-1's output."""
 
     @torch.no_grad()
     def logits_after(self, ids: Sequence[int], path: Sequence[int] = ()) -> Tensor:
         if len(path) >= self.config["num_nextn_predict_layers"]:
             raise ValueError(
-                f"{self.config['num_nextn_predict_layers']} modules make no step {len(path) + 1}"
+                f"{self.config['num_nextn_predict_layers']} MTP modules cannot draft step {len(path) + 1}"
             )
         hidden = target_features(self.target, torch.tensor([ids[:-1]])).last[0]
         known = [*ids, *path]
@@ -137,7 +136,7 @@ class Mtp(Reference):
 
 
 class Standalone(Reference):
-    """A small Llama that reads the text and nothing of the target."""
+    """A small Llama that reads only the text and nothing from the target."""
 
     @torch.no_grad()
     def logits_after(self, ids: Sequence[int], path: Sequence[int] = ()) -> Tensor:
@@ -151,18 +150,18 @@ class Standalone(Reference):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over its root mean square."""
+    """Divide x by its root mean square and scale it."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def mlp(x: Tensor, layer: Weights) -> Tensor:
-    """SiLU-gated."""
+    """SiLU-gated MLP."""
     gate = F.silu(x @ layer["mlp.gate_proj.weight"].T)
     return (gate * (x @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
 
 
 def attention(x: Tensor, layer: Weights, dims: Dims) -> Tensor:
-    """Causal over rows x `[rows, inputs]`; row s is at position s."""
+    """Causal attention over rows x `[rows, inputs]`; row s is at position s."""
     rows = len(x)
     q = (x @ layer["self_attn.q_proj.weight"].T).view(rows, dims.heads, dims.head_dim)
     k = (x @ layer["self_attn.k_proj.weight"].T).view(rows, dims.kv_heads, dims.head_dim)
@@ -178,7 +177,7 @@ def attention(x: Tensor, layer: Weights, dims: Dims) -> Tensor:
 
 
 def _rotary(x: Tensor, dims: Dims) -> Tensor:
-    """The first half of a head's dimensions are real parts, the second half imaginary ones."""
+    """Apply RoPE: the first half of a head's dimensions are real parts, the second half imaginary parts."""
     half = dims.head_dim // 2
     frequency = dims.rope_theta ** -(torch.arange(half) / half)
     angle = torch.arange(len(x))[:, None, None] * frequency  # [rows, 1, half]

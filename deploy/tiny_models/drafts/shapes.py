@@ -1,4 +1,4 @@
-"""config.json of each draft, in the form that checkpoints of its kind have on the Hugging Face hub."""
+"""Builds config.json of each draft in the form that checkpoints of its kind have on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ DIRECTORIES: dict[Kind, str] = {kind: f"tiny-{kind}" for kind in KINDS}
 CHAINED_STEPS = 5  # unrolled in training; published heads are used with 3 to 7 steps
 MTP_MODULES = 3
 DRAFT_VOCAB = 256
-AUX_LAYERS = (2, 4, 7)  # stream entering these layers; unlike the default (2, 4, 5): the key has to be read
+# residual streams entering these layers; not the default (2, 4, 5), so the key must be read
+AUX_LAYERS = (2, 4, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """What the layers of a draft need to know of its config.json."""
+    """The dimensions that the layers of a draft need from its config.json."""
 
     hidden: int
     intermediate: int
@@ -36,7 +37,7 @@ class Dims:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Dims:
-        """Read from a config.json."""
+        """Read them from a config.json."""
         return Dims(
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
@@ -49,7 +50,7 @@ class Dims:
 
 
 def kind_of(config: Mapping[str, Any]) -> Kind:
-    """Which draft a config.json describes."""
+    """Return the kind of draft that a config.json describes."""
     (architecture,) = config["architectures"]
     for kind, name in ARCHITECTURES.items():
         if name == architecture:
@@ -58,18 +59,19 @@ def kind_of(config: Mapping[str, Any]) -> Kind:
 
 
 def mtp_prefix(config: Mapping[str, Any], module: int) -> str:
-    """Where DeepSeek's naming puts an MTP module: behind the last layer of the target."""
+    """The tensor prefix of an MTP module in DeepSeek's naming: it follows the last layer of the target."""
     return f"model.layers.{config['num_hidden_layers'] + module}."
 
 
 def draft_config(kind: Kind, target: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of a draft for a target; everything that has to agree is taken from the target's."""
+    """Build config.json of a draft; everything that must agree is taken from the target's config."""
     config = {**target, "architectures": [ARCHITECTURES[kind]]}
     if kind == "standalone":
         return {**config, "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 384}
     config["target_hidden_size"] = target["hidden_size"]
     if kind == "mtp":
-        # `mtp_chain` is our own key: module k reads module k-1's output (true) or the target's hidden (false).
+        # `mtp_chain` is a key of this project: module k reads module k-1's output (true) or the target's hidden state
+        # (false).
         return {**config, "num_nextn_predict_layers": MTP_MODULES, "mtp_chain": True}
     config["num_hidden_layers"] = 1
     if kind == "eagle":

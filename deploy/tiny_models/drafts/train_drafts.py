@@ -2,9 +2,9 @@
 
     python3 -m deploy.tiny_models.drafts.train_drafts --device cuda --minutes 5 --out DIR
 
-Needs torch, transformers, tokenizers, safetensors and numpy. A process each: on CUDA all at once (drafts this
-small leave the device waiting for kernel launches), on a CPU one after another, each with its share of the time.
-`--minutes` is the whole run including the measurements.
+Needs torch, transformers, tokenizers, safetensors and numpy. Each draft has a process of its own: on CUDA all run at
+once (drafts this small leave the device waiting for kernel launches), on a CPU one after another, each with its share
+of the time. `--minutes` is the duration of the whole run, including the measurements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHILD = "from deploy.tiny_models.drafts.train_one import main; main()"
 
 
 def start(kind: Kind, argv: list[str], minutes: float) -> subprocess.Popen[str]:
-    """A process that trains one kind. Of an option given twice, the last counts."""
+    """Start a process that trains one kind. If an option occurs twice, the last one counts."""
     return subprocess.Popen(
         [sys.executable, "-c", _CHILD, *argv, "--only", kind, "--minutes", f"{minutes:g}"],
         stdout=subprocess.PIPE,
@@ -32,14 +32,14 @@ def start(kind: Kind, argv: list[str], minutes: float) -> subprocess.Popen[str]:
 
 
 def relay(kind: Kind, child: subprocess.Popen[str]) -> None:
-    """Print a child's output as it comes, the kind before each line."""
+    """Print a child's output as it arrives, with the kind before each line."""
     assert child.stdout is not None
     for line in child.stdout:
         print(f"{kind:10} {line}", end="", flush=True)
 
 
 def together(kinds: list[Kind], argv: list[str], minutes: float) -> list[int]:
-    """All at once; their exit statuses."""
+    """Train all kinds at once and return their exit statuses."""
     children = [start(kind, argv, minutes) for kind in kinds]
     threads = [Thread(target=relay, args=item) for item in zip(kinds, children, strict=True)]
     for thread in threads:
@@ -50,7 +50,7 @@ def together(kinds: list[Kind], argv: list[str], minutes: float) -> list[int]:
 
 
 def main() -> None:
-    """Train what is asked for; fail if one of them fails."""
+    """Train the requested kinds; fail if one of them fails."""
     argv = sys.argv[1:]
     args = arguments(argv)
     if device_of(args.device).type == "cuda":

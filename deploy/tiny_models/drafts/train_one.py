@@ -1,7 +1,7 @@
-"""Trains one draft, writes its directory, measures what was written. `train_drafts` starts it, in a process each.
+"""Trains one draft, writes its directory and measures what was written. `train_drafts` starts one process per draft.
 
-Start it by `python3 -c`, as `train_drafts` does, not by `-m`: the processes that make data import the main
-module again, and importing torch in each of them would take longer than the work.
+It must be started with `python3 -c`, as `train_drafts` does, not with `-m`: the data workers import the main module
+again, and importing torch in each of them would take longer than the work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deploy.tiny_models.feeder import feed
 from deploy.tiny_models.trainer import Replay, Settings
 
 OUT = TARGET.parent
-MEASURE_SHARE = 0.2  # of the whole time, kept for start-up, measuring and saving
+MEASURE_SHARE = 0.2  # share of the time that is kept for start-up, measuring and saving
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -42,7 +42,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=OUT, help="gets a directory tiny-KIND for each draft")
+    parser.add_argument("--out", type=Path, default=OUT, help="receives a directory tiny-KIND for each draft")
     parser.add_argument("--minutes", type=float, default=5.0, help="wall clock of the whole run")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
     parser.add_argument("--only", choices=KINDS, nargs="+", default=list(KINDS), help="train these kinds")
@@ -55,14 +55,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def device_of(name: str) -> torch.device:
-    """What `--device` means on this machine."""
+    """Resolve `--device` on this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def unrolled_steps(kind: Kind) -> int:
-    """How many draft steps are trained."""
+    """The number of draft steps that are unrolled in training."""
     return {"mtp": MTP_MODULES, "standalone": 1}.get(kind, CHAINED_STEPS)
 
 
@@ -97,13 +97,13 @@ def train_one(kind: Kind, args: argparse.Namespace, command: str) -> None:
     card = draft_card.Card(
         kind, parameters, unrolled_steps(kind), outcome, model_card.machine(device), command
     )
-    draft_card.write(directory, card)  # before measuring: a time limit must not cost the weights
+    draft_card.write(directory, card)  # before measuring: a time limit must not lose the weights
     measure_one(directory, target, tokenizer, args.count or (500 if cuda else 8))
     print(f"wrote {directory} after {time.monotonic() - begun:.0f} s", flush=True)
 
 
 def main() -> None:
-    """The kind is the only one of `--only`."""
+    """Train the only kind in `--only`."""
     args = arguments()
     (kind,) = args.only
     shown = ["OUT" if word == str(args.out) else word for word in sys.argv[1:]]

@@ -1,1 +1,1 @@
-"""The tiny vision model: drawn images, questions about them, and the program that trains a model to answer."""
+"""The tiny vision model: drawn images, questions about them, and the program that trains the model."""

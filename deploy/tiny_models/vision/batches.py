@@ -1,4 +1,4 @@
-"""Random batches of examples, on the device: the whole training set lies there."""
+"""Random batches of examples. The whole training set is kept on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deploy.tiny_models.vision.examples import Examples
 
 
 class Batch(NamedTuple):
-    """Rows without pictures first, then those with one, then those with two."""
+    """A batch. Rows without pictures come first, then those with one, then those with two."""
 
     ids: Tensor  # [rows, tokens] int64
     weights: Tensor  # [rows, tokens] float32
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
 
 
 def normalized(pixels: Tensor) -> Tensor:
-    """[..., SIDE, SIDE, 3] 0 .. 255 -> [..., 3, SIDE, SIDE], as CLIP's processor makes it of a picture of this size."""
+    """[..., SIDE, SIDE, 3] 0 .. 255 -> [..., 3, SIDE, SIDE], as CLIP's processor converts a picture of this size."""
     mean, std = (torch.tensor(each, device=pixels.device) for each in (MEAN, STD))
     return ((pixels.float() / 255 - mean) / std).movedim(-1, -3)
 
@@ -57,7 +57,7 @@ class Sampler:
 
 
 def merged_embeddings(model: LlavaForConditionalGeneration, ids: Tensor, pixels: Tensor) -> Tensor:
-    """[rows, tokens, hidden]: the embeddings of ids, and of pictures where their placeholders stand."""
+    """[rows, tokens, hidden]: the embeddings of the ids, with those of the pictures at their placeholders."""
     inner: Any = model.model
     config = model.config
     tower = inner.vision_tower(pixels, output_hidden_states=True)

@@ -1,4 +1,4 @@
-"""The README.md beside the weights of the vision model and of its draft."""
+"""Writes the README.md next to the weights of the vision model and of its draft."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deploy.tiny_models.vision.measure import Score
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What is known of a run."""
+    """The facts of a run."""
 
     parameters: int
     outcome: Outcome

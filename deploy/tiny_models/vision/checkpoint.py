@@ -1,4 +1,4 @@
-"""The vision model as an ordinary Hugging Face directory: LLaVA's layout, CLIP tower, Llama, LlavaProcessor's files."""
+"""The vision model as a standard Hugging Face directory: LLaVA layout, CLIP tower, Llama, LlavaProcessor files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deploy.tiny_models.vision.scenes import SIDE
 
 PATCH = 8
 IMAGE_TOKENS = (SIDE // PATCH) ** 2
-MEAN = (0.48145466, 0.4578275, 0.40821073)  # CLIP's own
+MEAN = (0.48145466, 0.4578275, 0.40821073)  # CLIP's values
 STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_POSITIONS = 2048
 SHAPE = Shape(
@@ -55,7 +55,7 @@ TOWER = {
     "layer_norm_eps": 1e-5,
 }
 
-# As the family's template, with parts: a picture is <image> and nothing else, a text part gets its one space.
+# Like the family's template, with parts: a picture becomes just <image>, and a text part gets one leading space.
 CHAT_TEMPLATE = """\
 {{- '<|bos|>' }}
 {%- for message in messages %}
@@ -85,7 +85,7 @@ CHAT_TEMPLATE = """\
 
 
 def llava_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json."""
+    """Build config.json."""
     text = config_dict(shape, tokenizer)
     text["max_position_embeddings"] = MAX_POSITIONS
     return {
@@ -106,7 +106,7 @@ def llava_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def new_model(config: dict[str, Any], seed: int) -> LlavaForConditionalGeneration:
-    """A freshly initialised fp32 model."""
+    """Create a newly initialized fp32 model."""
     torch.manual_seed(seed)
     text = {
         key: value for key, value in config["text_config"].items() if key not in ("torch_dtype", "rope_theta")
@@ -122,7 +122,7 @@ def new_model(config: dict[str, Any], seed: int) -> LlavaForConditionalGeneratio
 
 
 def language_model(model: LlavaForConditionalGeneration) -> LlamaForCausalLM:
-    """The language model alone, sharing its weights: what a draft is trained against."""
+    """The language model, sharing its weights with the whole: a draft is trained against it."""
     inner: Any = model
     with torch.device("meta"):
         alone = LlamaForCausalLM(inner.config.text_config)
@@ -131,7 +131,7 @@ def language_model(model: LlavaForConditionalGeneration) -> LlamaForCausalLM:
 
 
 def checkpoint_name(name: str) -> str:
-    """A parameter's name on disk, in the layout of the published LLaVA checkpoints, which every version reads."""
+    """Map a parameter's name to the layout of published LLaVA checkpoints, which every transformers version reads."""
     for inner, outer in (
         ("model.language_model.", "language_model.model."),
         ("lm_head.", "language_model.lm_head."),
@@ -155,17 +155,17 @@ def save(
     }
     path = directory / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors creates it readable by the owner alone
+    path.chmod(0o644)  # safetensors creates it readable only by the owner
     if path.stat().st_size >= LARGEST_FILE:
         raise ValueError(
-            f"{path} has {path.stat().st_size} bytes; checked-in files stay below {LARGEST_FILE}"
+            f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {LARGEST_FILE}"
         )
     family.write(tokenizer, directory)
     write_companions(directory, config)
 
 
 def write_companions(directory: Path, config: dict[str, Any]) -> None:
-    """The small files that do not depend on training."""
+    """Write the small files that do not depend on training."""
     generation = {
         "bos_token_id": config["bos_token_id"],
         "eos_token_id": [config["eos_token_id"]],

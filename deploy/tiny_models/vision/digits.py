@@ -1,6 +1,7 @@
-"""Handwritten digits of 8 by 8 pixels: scikit-learn's bundled set, kept beside this file: no download, no package.
+"""Handwritten digits of 8 by 8 pixels: scikit-learn's bundled set, stored next to this file, so nothing is downloaded.
 
-    python3 -m deploy.tiny_models.vision.digits      makes digits.png again (pip install -e '.[models]' in the checkout)
+    python3 -m deploy.tiny_models.vision.digits      rebuilds digits.png (needs pip install -e '.[models]' in the
+    checkout)
 
 Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, CC BY 4.0.
 """
@@ -16,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-FILE = Path(__file__).parent / "digits.png"  # a row for each digit: 64 pixels, then its label
+FILE = Path(__file__).parent / "digits.png"  # one row per digit: 64 pixels, then its label
 LEVELS = 16  # of ink: pixels are 0 .. 16
-HELD_OUT = 5  # one digit of so many is never trained on
+HELD_OUT = 5  # one digit in this many is never trained on
 
 Split = Literal["train", "heldout"]
 
 
 class Digits(NamedTuple):
-    """Some of the set."""
+    """A subset of the digits."""
 
     ink: NDArray[np.uint8]  # [count, 8, 8], 0 .. LEVELS
     labels: NDArray[np.uint8]  # [count]
@@ -32,7 +33,7 @@ class Digits(NamedTuple):
 
 @functools.cache
 def digits(split: Split) -> Digits:
-    """The digits of one split; which one a digit is in depends on its pixels alone."""
+    """Return the digits of one split; the split of a digit depends only on its pixels."""
     with Image.open(FILE) as image:
         table = np.asarray(image)
     ink, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
@@ -42,7 +43,7 @@ def digits(split: Split) -> Digits:
 
 
 def main() -> None:
-    """Make digits.png from scikit-learn."""
+    """Build digits.png from scikit-learn."""
     from sklearn.datasets import load_digits
 
     found = load_digits()

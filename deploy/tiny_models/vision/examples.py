@@ -1,4 +1,4 @@
-"""Questions as training examples: ids with placeholders, loss weights, pictures; made by all cores at the start."""
+"""Questions as training examples: ids with placeholders, loss weights and pictures, built on all cores at the start."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from deploy.tiny_models.vision.digits import Split
 from deploy.tiny_models.vision.questions import Question, questions
 from deploy.tiny_models.vision.scenes import SIDE
 
-LONGEST = 144  # tokens of an example; the longest there is has 130
+LONGEST = 144  # tokens of an example; the longest actual one has 130
 IMAGE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """N examples with M pictures; those of an example stand one after another."""
+    """N examples with M pictures; the pictures of one example are consecutive."""
 
     ids: NDArray[np.uint16]  # [N, LONGEST], padded on the right
     weights: NDArray[np.uint8]  # [N, LONGEST], tenths; the weight of predicting the token
@@ -32,7 +32,7 @@ class Examples:
 
 
 def prompt(question: Question) -> str:
-    """As the chat template renders it, each placeholder as often as a picture has rows."""
+    """Return the prompt as the chat template renders it, with a placeholder for each token of a picture."""
     return (
         f"{family.BOS}{family.USER}{family.IMAGE * IMAGE_TOKENS * len(question.images)} {question.text}{family.END}\n"
         f"{family.ASSISTANT}"
@@ -40,7 +40,7 @@ def prompt(question: Question) -> str:
 
 
 def make(seed: int, split: Split, count: int, tokenizer_json: str) -> Examples:
-    """`count` examples in this process."""
+    """Build `count` examples in this process."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     ids = np.zeros((count, LONGEST), dtype=np.uint16)
     weights = np.zeros((count, LONGEST), dtype=np.uint8)
@@ -59,7 +59,7 @@ def make(seed: int, split: Split, count: int, tokenizer_json: str) -> Examples:
 
 
 def make_all(seed: int, count: int, tokenizer: Tokenizer, workers: int) -> Examples:
-    """`count` training examples by `workers` processes, each with its own questions."""
+    """Build `count` training examples in `workers` processes, each with its own questions."""
     share = -(-count // workers)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:

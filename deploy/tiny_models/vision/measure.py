@@ -23,7 +23,7 @@ from deploy.tiny_models.vision.checkpoint import language_model
 from deploy.tiny_models.vision.examples import prompt
 from deploy.tiny_models.vision.questions import Question, is_right, questions
 
-MOST_NEW_TOKENS = 96  # the longest answer has 80
+MOST_NEW_TOKENS = 96  # the longest correct answer has 80
 ROWS = 256
 SEED = 2_024
 
@@ -34,13 +34,13 @@ class Reply:
 
     question: Question
     asked: list[int]
-    said: list[int]  # the end token included
+    said: list[int]  # the answer, end token included
     text: str
 
 
 @dataclass(slots=True)
 class Score:
-    """Right answers per kind of question."""
+    """Correct answers per kind of question."""
 
     asked: Counter[str] = field(default_factory=Counter)
     right: Counter[str] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ class Score:
 
 
 def pixels_of(question: Question, device: torch.device) -> Tensor:
-    """[pictures, 3, SIDE, SIDE]."""
+    """Return the pictures of a question as [pictures, 3, SIDE, SIDE]."""
     return normalized(torch.from_numpy(np.stack(question.images)).to(device))
 
 
@@ -59,7 +59,7 @@ def pixels_of(question: Question, device: torch.device) -> Tensor:
 def answers(
     model: LlavaForConditionalGeneration, tokenizer: Tokenizer, asked: Sequence[Question]
 ) -> Iterator[Reply]:
-    """Greedy answers, batched with left padding."""
+    """Yield greedy answers, batched with left padding."""
     pad, end = tokenizer.token_to_id(family.PAD), tokenizer.token_to_id(family.END)
     settings = {
         "do_sample": False,
@@ -102,7 +102,7 @@ def held_out(count: int) -> list[Question]:
 def acceptance(
     head: Head, model: LlavaForConditionalGeneration, replies: Sequence[Reply], steps: Sequence[int]
 ) -> Iterator[Acceptance]:
-    """Accept lengths over the model's own answers, by the oracle, for questions with pictures and without."""
+    """Yield accept lengths over the model's own answers, by the oracle, for questions with and without pictures."""
     target = language_model(model)
     for name, wanted in (("pictures", True), ("text alone", False)):
         answered = [_answered(model, reply) for reply in replies if bool(reply.question.images) == wanted]

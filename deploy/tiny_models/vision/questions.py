@@ -24,16 +24,16 @@ _FACTS = re.compile("|".join((r"\d+", "nothing", *COLOURS, *SHAPES)))
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question; the pictures come before the text."""
+    """One question; the pictures precede the text."""
 
     kind: str
     images: tuple[Pixels, ...]
     text: str
-    answer: str  # begins without a space; the model says one first
+    answer: str  # without the leading space that the model generates
 
 
 def facts(text: str) -> list[str]:
-    """What counts of an answer: its numbers, colours and shapes, in their order."""
+    """The facts of an answer that are scored: its numbers, colours and shapes, in order."""
     return _FACTS.findall(text)
 
 
@@ -136,7 +136,7 @@ def _no_picture(rng: random.Random) -> Question:
 
 
 def questions(seed: int, split: Split) -> Iterator[Question]:
-    """Endless questions of one split: mostly one picture, sometimes two, seldom none."""
+    """Yield endless questions of one split: mostly with one picture, sometimes two, rarely none."""
     rng = random.Random(f"vision/{seed}/{split}")
     while True:
         drawn = rng.random()

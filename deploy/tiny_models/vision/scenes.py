@@ -16,7 +16,7 @@ CELL = SIDE // 2
 COLOURS = {"red": (225, 50, 50), "green": (50, 200, 70), "blue": (70, 100, 235), "yellow": (230, 215, 60)}
 SHAPES = ("circle", "square", "triangle", "cross")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
-NOISE = 24  # the background is 0 .. NOISE
+NOISE = 24  # the background has values 0 .. NOISE
 
 Pixels = NDArray[np.uint8]  # [SIDE, SIDE, 3]
 
@@ -32,7 +32,7 @@ class DigitScene:
 
 @dataclass(frozen=True, slots=True)
 class ShapeScene:
-    """`cells` in the order of PLACES: (colour, shape), or None where nothing is."""
+    """Coloured shapes in a grid. `cells` follow the order of PLACES: (colour, shape), or None if empty."""
 
     cells: tuple[tuple[str, str] | None, ...]
     pixels: Pixels
@@ -43,7 +43,7 @@ class ShapeScene:
 
 
 def digit_scene(rng: random.Random, split: Split) -> DigitScene:
-    """A digit of the split, 24 or 32 pixels high, anywhere."""
+    """Draw a digit of the split, 24 or 32 pixels high, at a random position."""
     ink, labels = digits(split)
     index, colour = rng.randrange(len(labels)), rng.choice(tuple(COLOURS))
     scale = rng.choice((3, 3, 4))
@@ -55,7 +55,7 @@ def digit_scene(rng: random.Random, split: Split) -> DigitScene:
 
 
 def shape_scene(rng: random.Random, split: Split) -> ShapeScene:
-    """One to four shapes; arrangements of one split never occur in the other."""
+    """Draw one to four shapes; no arrangement occurs in both splits."""
     while True:
         filled = rng.sample(range(4), rng.randint(1, 4))
         cells = tuple(
@@ -75,7 +75,7 @@ def shape_scene(rng: random.Random, split: Split) -> ShapeScene:
 
 
 def _paint(rng: random.Random, marks: list[tuple[NDArray[np.float32], int, int, str]]) -> Pixels:
-    """Marks (mask 0 .. 1, top, left, colour) over a noisy dark background."""
+    """Paint marks (mask 0 .. 1, top, left, colour) over a noisy dark background."""
     noise = np.random.default_rng(rng.getrandbits(32))
     canvas = noise.integers(0, NOISE + 1, (SIDE, SIDE, 3)).astype(np.float32)
     for mask, top, left, colour in marks:
@@ -86,7 +86,7 @@ def _paint(rng: random.Random, marks: list[tuple[NDArray[np.float32], int, int, 
 
 
 def _shape(name: str, size: int) -> NDArray[np.float32]:
-    """[size, size], 1 inside."""
+    """Return a mask [size, size] that is 1 inside the shape."""
     y, x = np.mgrid[0:size, 0:size].astype(np.float32)
     middle = (size - 1) / 2
     if name == "circle":

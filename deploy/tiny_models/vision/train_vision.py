@@ -2,7 +2,8 @@
 
     python3 -m deploy.tiny_models.vision.train_vision --minutes 6 --out DIR
 
-Needs torch, transformers, tokenizers, safetensors, numpy. `--minutes` is the whole run, data and measurements included.
+Needs torch, transformers, tokenizers, safetensors and numpy. `--minutes` is the duration of the whole run, including
+data and measurements.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from deploy.tiny_models.vision.trainer import autocast, train
 
 OUT = Path(__file__).parent.parent
 TARGET, DRAFT = "tiny-vision", "tiny-vision-eagle3"
-DRAFT_SHARE = 0.3  # of the training time
-REST_SECONDS = 55.0  # start-up, data, measurements; on CUDA
+DRAFT_SHARE = 0.3  # share of the training time
+REST_SECONDS = 55.0  # start-up, data and measurements, on CUDA
 AUX_LAYERS = (1, 2, 3)
 
 
@@ -44,7 +45,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=OUT, help=f"gets {TARGET} and {DRAFT}")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"receives {TARGET} and {DRAFT}")
     parser.add_argument("--minutes", type=float, default=6.0, help="wall clock of the whole run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
@@ -58,7 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def vision_draft_config(config: dict[str, object]) -> dict[str, object]:
-    """config.json of the EAGLE-3 head: as the family's, over the language model of `config`."""
+    """Build config.json of the EAGLE-3 head: the family's, over the language model of `config`."""
     text = config["text_config"]
     assert isinstance(text, dict)
     made = draft_config("eagle3", text)
@@ -69,7 +70,7 @@ def vision_draft_config(config: dict[str, object]) -> dict[str, object]:
 def readings(
     model: LlavaForConditionalGeneration, batches: Iterator[Batch], device: torch.device
 ) -> Iterator[Reading]:
-    """What the draft's training reads: the target's merged embeddings in the place of placeholder ids."""
+    """Yield what the draft reads in training: the target's merged embeddings instead of placeholder ids."""
     for batch in batches:
         with torch.no_grad(), autocast(device):
             embeds = merged_embeddings(model, batch.ids, batch.pixels)
@@ -77,7 +78,7 @@ def readings(
 
 
 def drafted_tokens(examples: Examples, size: int) -> list[int]:
-    """The tokens of answers, most frequent first; filled up with the most frequent others. Ascending."""
+    """Return `size` tokens in ascending order: those of answers, then the most frequent others."""
     answered = Counter(examples.ids[examples.weights > 0].tolist())
     others = Counter(examples.ids[(examples.weights == 0) & (examples.ids > 0)].tolist())
     ranked = [token for token, _ in answered.most_common()] + [token for token, _ in others.most_common()]
@@ -86,7 +87,7 @@ def drafted_tokens(examples: Examples, size: int) -> list[int]:
 
 
 def main() -> None:
-    """Train both, measure both."""
+    """Train and measure both models."""
     begun = time.monotonic()
     args = arguments()
     device = torch.device(args.device)
@@ -105,7 +106,7 @@ def main() -> None:
     settings = Settings(seconds=left * (1 - DRAFT_SHARE), lr=args.lr, device=device)
     outcome = train(model, batches, settings)
     print(f"trained: {outcome}", flush=True)
-    with torch.no_grad():  # what the file will hold, in fp32: what a CPU serves and what is scored
+    with torch.no_grad():  # as the file stores them, but in fp32, as a CPU node serves them
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
     model.requires_grad_(False)
@@ -113,7 +114,7 @@ def main() -> None:
     checkpoint.save(target, model, config, vocabulary)
     parameters = sum(p.numel() for p in model.parameters())
     card = cards.Card(parameters, outcome, len(examples.ids), model_card.machine(device), command)
-    cards.write(target, card, None)  # before the evaluation: a time limit must not cost the weights
+    cards.write(target, card, None)  # before the evaluation: a time limit must not lose the weights
     replies = list(measure.answers(model, vocabulary, measure.held_out(args.eval_count)))
     score = measure.score(replies)
     cards.write(target, card, score)

@@ -1,6 +1,6 @@
-"""The training loop of the vision model: tower, projector and language model at once, on answers alone.
+"""The training loop of the vision model: tower, projector and language model together, on answers only.
 
-Optimizers and schedule are the target's own (Muon and AdamW, a rate that follows the clock).
+Optimizers and schedule are those of the target (Muon and AdamW, a learning rate that follows the clock).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def optimizers(model: LlavaForConditionalGeneration, lr: float) -> list[torch.op
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bf16 on CUDA."""
+    """Return a bf16 autocast context on CUDA, otherwise a null context."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
@@ -37,7 +37,8 @@ def train(model: LlavaForConditionalGeneration, batches: Iterator[Batch], settin
     """Train in place for `settings.seconds`."""
     model.to(settings.device).train()  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
     opts = optimizers(model, settings.lr)
-    _loss(model, next(batches), settings.device).backward()  # type: ignore[no-untyped-call]  # untimed: warm-up
+    # type: ignore[no-untyped-call]  # untimed: warm-up
+    _loss(model, next(batches), settings.device).backward()
     start = printed = settings.clock()
     steps = tokens = 0
     loss_value = first_loss = float("nan")
