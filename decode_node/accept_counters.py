@@ -1,6 +1,6 @@
-"""How much speculation gains: tokens per request and step, drafts verified and accepted.
+"""Counters of speculative decoding: tokens per request and step, drafts verified and accepted.
 
-Two lengths are kept. Verification accepts up to N tokens of a step; max_tokens, a stop token or a stop id may cut
+Two lengths are counted. Verification accepts up to N tokens of a step; max_tokens, a stop token or a stop id may end
 the answer before the last of them, so fewer are emitted.
 """
 
@@ -10,19 +10,19 @@ from decode_node.request import Emission
 
 
 class AcceptCounters:
-    """Totals since the node's start. Steps of requests that had ended already are not counted."""
+    """Totals since the start of the node. Steps of requests that had already ended are not counted."""
 
     def __init__(self) -> None:
-        self.steps = 0  # of one request each
-        self.verified_tokens = 0  # accepted by verification, with the one that the target adds
-        self.emitted_tokens = 0  # of these, part of an answer
+        self.steps = 0  # each step of each request counts once
+        self.verified_tokens = 0  # accepted by verification, including the token that the target adds
+        self.emitted_tokens = 0  # those of `verified_tokens` that became part of an answer
         self.drafts = 0  # steps that verified at least one draft token
         self.draft_tokens = 0
         self.accepted_tokens = 0
-        self.accepted_at: list[int] = []  # of each place in a row of drafts, how often it was accepted
+        self.accepted_at: list[int] = []  # index in the draft chain -> number of accepted drafts
 
     def count(self, emission: Emission, emitted: int) -> None:
-        """Add one request's share of a step, of which the first `emitted` tokens became part of the answer."""
+        """Count one request's part of a step, of which the first `emitted` tokens became part of the answer."""
         self.steps += 1
         self.verified_tokens += len(emission.tokens)
         self.emitted_tokens += emitted
@@ -39,10 +39,10 @@ class AcceptCounters:
 
     @property
     def mean_emitted(self) -> float:
-        """Tokens of answers per target forward and request; exactly 1 without speculation."""
+        """Emitted tokens per target forward and request; exactly 1 without speculation."""
         return self.emitted_tokens / self.steps if self.steps else 1.0
 
     @property
     def mean_verified(self) -> float:
-        """As `mean_emitted`, with the tokens that were accepted after an answer's end."""
+        """Verified tokens per target forward and request, including those accepted past the end of an answer."""
         return self.verified_tokens / self.steps if self.steps else 1.0

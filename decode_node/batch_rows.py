@@ -1,4 +1,4 @@
-"""Which rows of the batch are free, and what has to change on the device with the next plan."""
+"""Allocates rows of the batch and collects the device changes that the next plan must apply."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decode_node.step_plan import Join, Load, Moves, Save
 
 
 class BatchRows:
-    """Rows 1 .. num_rows; row 0 is padding. Tables and relay rows lie on the device and change by plans only."""
+    """Rows 1 .. num_rows; row 0 is padding. Device tables and relay rows change only through plans."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -18,7 +18,7 @@ class BatchRows:
         self._joins: list[Join] = []
         self._loads: list[Load] = []
         self._forgotten: list[int] = []
-        # (row, logical page) -> page id: a cell of a row that changed hands is written once, with its last value
+        # (row, logical page) -> page id. A cell that changes several times is written once, with its last value.
         self._cells: dict[tuple[int, int], int] = {}
 
     @property
@@ -26,17 +26,20 @@ class BatchRows:
         return len(self._free)
 
     def take(self) -> int:
-        """A free row; IndexError if there is none (ask `free` first)."""
+        """Return a free row. Raises IndexError if there is none; check `free` first."""
         return self._free.popleft()
 
     def give(self, row: int) -> None:
-        """Only after the last plan that reads the row has been read. Stale cells stay: lengths guard them."""
+        """Free a row, once the last plan that reads it has been read.
+
+        Stale cells remain; sequence lengths mask them.
+        """
         assert 0 < row <= self._num_rows, "not a row of a request"
         assert row not in self._free
         self._free.append(row)
 
     def append(self, row: int, first: int, pages: Sequence[int]) -> None:
-        """Set pages for logical positions first, first+1, ... of the row."""
+        """Set the page ids at logical positions first, first+1, ... of the row."""
         self._cells.update({(row, first + index): page for index, page in enumerate(pages)})
 
     def join(self, join: Join) -> None:
@@ -49,11 +52,11 @@ class BatchRows:
         self._loads.append(load)
 
     def forget(self, key: int) -> None:
-        """Drop what was saved under the key."""
+        """Drop the backup that is stored under the key."""
         self._forgotten.append(key)
 
     def take_moves(self) -> Moves:
-        """Everything since the last call."""
+        """Return and clear all changes since the last call."""
         cells = tuple((row, logical, page) for (row, logical), page in self._cells.items())
         moves = Moves(
             saves=tuple(self._saves),

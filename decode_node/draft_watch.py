@@ -1,7 +1,8 @@
-"""Drafts that are hardly ever right: a wrong head, or one that is fed what it was not trained on. Said once.
+"""Warns once about a draft model whose drafts are almost never accepted, for example a wrong or misconfigured head.
 
-Tokens stay right, and nothing else tells: the node is only slower than without drafts. Known cases had 4 and 10 % of
-the first drafts accepted where those heads have 75 and 45: https://github.com/vllm-project/vllm/pull/50170 and 43671.
+The tokens are correct even then, so nothing else reveals the fault: the node is only slower than without drafts. In
+known cases 4 and 10 % of the first drafts were accepted, where correctly configured heads reach 75 and 45 %:
+https://github.com/vllm-project/vllm/pull/50170 and 43671.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from common.checkpoint.draft_config import DraftConfig
 from common.observability.logs import Log
 from decode_node.accept_counters import AcceptCounters
 
-ENOUGH = 4096  # rounds of one request with drafts, before they are judged
-LEAST = 0.25  # of the first drafts are accepted where nothing is wrong
+ENOUGH = 4096  # rounds with drafts, counted per request, before drafts are judged
+LEAST = 0.25  # share of first drafts that a working head gets accepted
 
 
 class DraftWatch(Protocol):
-    """Looks at what came of drafts so far, after every step."""
+    """Checks the accept counters after every step."""
 
     def look(self, counters: AcceptCounters) -> None: ...
 
 
 class NoWatch:
-    """Of a node without a draft model: n-grams are right as often as texts repeat."""
+    """No check: without a draft model, n-gram drafts are accepted as often as texts repeat."""
 
     def look(self, counters: AcceptCounters) -> None:
         pass
 
 
 class FirstDraftWatch:
-    """Warns when of `ENOUGH` first drafts too few were accepted. Later ones build on it, and say less."""
+    """Warns if too few of the first `ENOUGH` first drafts were accepted. Later drafts depend on the first."""
 
     def __init__(self, causes: str, log: Log) -> None:
         self._causes = causes
@@ -47,7 +48,7 @@ class FirstDraftWatch:
             return
         self._said = True
         self._log.warning(
-            "the first draft of a round is hardly ever accepted",
+            "the first draft of a round is almost never accepted",
             rounds=counters.drafts,
             accepted=accepted,
             expected=f"at least {LEAST:.0%}",
@@ -57,16 +58,16 @@ class FirstDraftWatch:
 
 
 def causes_of(path: Path, draft: DraftConfig) -> str:
-    """Of few accepted drafts, likely ones first, and what to do."""
+    """List likely causes of rejected drafts, most likely first, with their remedies."""
     causes = []
     if draft.aux_layers:
         causes.append(
-            f"it reads the layers {', '.join(map(str, draft.aux_layers))} (boundaries, {draft.aux.source}), and was "
-            f"trained on others: write eagle_config.{IDS}, and {KEY}: boundary or output, as in its training, into "
+            f"the draft reads layers {', '.join(map(str, draft.aux_layers))} (boundaries, {draft.aux.source}), but was "
+            f"trained on others: set eagle_config.{IDS}, and {KEY}: boundary or output, as in its training, in "
             f"{path / 'config.json'}"
         )
-    causes.append(f"{path.name} was trained for another model, or another version of this one: take its own")
+    causes.append(f"{path.name} was trained for another model or version: use the draft of this model")
     causes.append(
-        "texts or temperatures unlike those of its training: set speculation.algorithm to none for them"
+        "the requests differ from its training texts or temperatures: set speculation.algorithm to none"
     )
     return "; ".join(causes)

@@ -1,4 +1,4 @@
-"""What a decode node takes on: bounds from the config, and whether a reservation can ever keep them."""
+"""Limits of a decode node, and the check that a reservation can ever fit them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decode_node.request import DecodeRequest
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """What the scheduler may take; from the config, checked in build."""
+    """Limits from the config, verified at build."""
 
     max_running: int
     max_transferring: int
@@ -24,24 +24,24 @@ class DecodeLimits:
     drain_timeout: float
 
     def check(self, request: DecodeRequest, space: PageSpace, extra_slots: int) -> None:
-        """Raises InvalidRequest where waiting would not help. `extra_slots`: KV slots past the last token."""
+        """Raise InvalidRequest for a request that can never fit. `extra_slots`: KV slots past the last token."""
         if not request.prompt or request.max_output < 1:
-            raise InvalidRequest("a reservation needs a prompt and room for at least one token")
+            raise InvalidRequest("a reservation needs a prompt and max_tokens for at least one more token")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab_size:
-            raise InvalidRequest(f"token ids go from 0 to {self.vocab_size - 1}", param="prompt")
+            raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
         if not request.sampling.fits(self.vocab_size):
-            raise InvalidRequest(f"token ids go from 0 to {self.vocab_size - 1}", param="logit_bias")
-        with_images(request.prompt, request.images)  # spans that do not fit are refused here
+            raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="logit_bias")
+        with_images(request.prompt, request.images)  # raises for image spans that do not fit
         most = len(request.prompt) + request.max_output
         if most > self.max_model_len:
             raise InvalidRequest(
-                f"prompt and max_tokens make {most} tokens, this cluster serves at most "
+                f"prompt and max_tokens together need {most} tokens; this cluster serves at most "
                 f"{self.max_model_len}; lower max_tokens",
                 param="max_tokens",
             )
         if space.pages_for(most + extra_slots) > space.total_pages:
             raise InvalidRequest(
-                f"prompt and max_tokens make {most} tokens, the decode node's pool holds "
+                f"prompt and max_tokens together need {most} tokens; the decode node's pool holds "
                 f"{space.total_pages * space.page_size - extra_slots}; lower max_tokens",
                 param="max_tokens",
             )

@@ -1,7 +1,8 @@
-"""The decode node: reservations in, pages and records from prefill nodes in, tokens out.
+"""The decode node: takes reservations from the router and pages from prefill nodes, and returns tokens.
 
-One thread. Each turn drains all sockets (control first), moves requests between queues, launches at most one step and
-reads the results of the previous one (common.node.overlap). The host's view of a request is exact but one step old.
+It has one thread. Each turn drains all sockets (control first), moves requests between queues, launches at most one
+step and reads the results of the previous one (common.node.overlap). The host's view of a request is exact but one step
+old.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from decode_node.step_result import Launched, Worker
 from kv_transfer import receiver as transfer
 
 IDLE_WAIT_MS = 100
-WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a step runs
-TRANSFER_WAIT_MS = 5  # while pages are on the way: deadlines and deaths are seen by polling
+WATCH_INTERVAL = 0.0001  # seconds between polls of transfers while a step runs
+TRANSFER_WAIT_MS = 5  # idle wait while pages are in transfer: deadlines and lost peers are found by polling
 
 
 class DecodeNode:
-    """Composed in build.py; `run` returns when the node has drained."""
+    """Composed in build.py. `run` returns when the node has drained."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class DecodeNode:
         draft: DraftShape,
         observation: Observation,
     ) -> None:
-        """`draft`: what the draft state of a handoff record has to look like."""
+        """`draft`: the required shape of the draft state in handoff records."""
         self._link = links.router
         self._peers = links.peers
         self._poller = links.poller
@@ -69,7 +70,7 @@ class DecodeNode:
         self._events = observation.events
         self._log = observation.log
         self._clock = observation.clock
-        self.queues = Queues()  # for tests, too: what is where
+        self.queues = Queues()  # public for tests
         self._occupancy = Occupancy(self.queues, scheduling, self._events)
         self._planner = Planner(self._occupancy, scheduling.rows, scheduling.rules)
         self.life = NodeLife(
@@ -140,7 +141,7 @@ class DecodeNode:
             self._on_transfer(event, now)
 
     def _watch_transfers(self) -> None:
-        """While a step runs: pages are checked and records taken in now, not between two steps."""
+        """Runs while a step is in progress: verifies pages and accepts records without waiting for the step."""
         self._move_transfers(self._clock())
         time.sleep(WATCH_INTERVAL)
 
@@ -181,21 +182,21 @@ class DecodeNode:
             self._drop(request, reason)
 
     def peer_lost(self, incarnation: str) -> None:
-        """Transfers under way fail by the receiver's events, reservations that wait for pages here."""
+        """Fail reservations that wait for pages. The receiver's events fail transfers in progress."""
         self._peers.lost(incarnation)
         for request in list(self.queues.waiting):
             if request.prefill.incarnation == incarnation:
-                self._fail(request, NodeLost.code, "the prefill node of this request is gone")
+                self._fail(request, NodeLost.code, "the prefill node of this request was lost")
 
     def router_lost(self) -> None:
         for request in self.queues.live():
             if not request.ended:
-                # told even so: a router that only stalled still counts on this node
-                self._fail(request, NodeLost.code, "the router of this request is gone")
+                # The router is still told: if it had only stalled, it continues to rely on this node.
+                self._fail(request, NodeLost.code, "this decode node lost its router")
         self._peers.all_lost()
 
     def sweep(self, now: float) -> None:
-        """Deadlines; and those that wait are put in order, which costs too much to do before every step."""
+        """Enforce deadlines and sort the waiting queue, which is too expensive before every step."""
         self.queues.sort_waiting(now)
         for request in self.queues.live():
             if not request.ended and now > request.deadline:
@@ -207,23 +208,23 @@ class DecodeNode:
             raise NodeLost("this decode node is draining")
         if len(self.queues.waiting) >= self._limits.max_queue:
             raise Overloaded(
-                f"{self._limits.max_queue} requests wait on this decode node already; try again later"
+                f"{self._limits.max_queue} requests already wait on this decode node; try again later"
             )
         if self.queues.find(request.room) is not None or request.room in self.queues.quarantined:
-            raise InvalidRequest(f"room {request.room} is in use")
+            raise InvalidRequest(f"room {request.room} is already in use")
         self._limits.check(request, self._space, self._rules.extra_slots)
 
     # -- moving between queues ---------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """Set pages aside and tell the prefill node where they are. Retracted requests come first."""
+        """Reserve pages and tell the prefill nodes where they are. Retracted requests have priority."""
         slots = self._limits.max_transferring - len(self.queues.transferring) - len(self.queues.arrived)
         if not self.queues.waiting or self.queues.retracted or slots <= 0:
             return
         for request in admit(tuple(self.queues.waiting), slots, self._limits.skip_ahead, self._try_reserve):
             self.queues.waiting.remove(request)
             if request.lease is None:
-                continue  # refused by the receiver: the router has been told
+                continue  # the receiver refused it, and the router has been told
             self._report.prompt_tokens += len(request.prompt)
             self._report.cached_tokens += request.lease.cached_tokens
             request.mark("reserved", now)
@@ -241,19 +242,18 @@ class DecodeNode:
                 lease.cached_pages,
                 request.deadline,
             )
-        except Overloaded:  # the record slots are taken, by quarantined requests too: wait for one
+        except Overloaded:  # all record slots are taken, partly by quarantined requests: wait for one
             lease.release()
             return False
         except RequestError as error:
             lease.release()
             code = error.code
-            if isinstance(
-                error, Unavailable
-            ):  # lost while this request waited: the next one says Hello again
+            if isinstance(error, Unavailable):
+                # The peer was lost while this request waited: the next request sends Hello again.
                 self._peers.lost(request.prefill.incarnation)
                 code = NodeLost.code
             self._link.send(Failed(room=request.room, code=code, message=str(error)))
-            return True  # taken from the queue, without a lease
+            return True  # removed from the queue, without a lease
         request.lease = lease
         opened, held = lease.pages[lease.cached_pages :], lease.pages[: lease.cached_pages]
         self._events.add("opened", request.room, generation=generation, pages=opened, held=held)
@@ -265,7 +265,7 @@ class DecodeNode:
         now: float,
     ) -> None:
         if isinstance(event, transfer.PeerRefused):
-            self._log.error("a prefill node and this node cannot work together", reason=event.reason)
+            self._log.error("a prefill node refused to work with this node", reason=event.reason)
             self._peers.lost(event.incarnation)
             return
         if isinstance(event, transfer.PagesFree):
@@ -281,14 +281,14 @@ class DecodeNode:
             self.queues.quarantined[request.room] = request
             request.ended = True
             self._events.add("lost", request.room, code=event.code)
-            if event.code != "finished":  # finished: the first token was the last one, the router knows
+            if event.code != "finished":  # "finished": the first token was the last one, and the router knows
                 self._report.transfer_failures += 1
                 self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
             return
         self._receiver.close(request.room)
         if event.record.num_tokens != len(request.prompt):
             self._fail(
-                request, TransferFailed.code, "the record is of another prompt length than the reservation"
+                request, TransferFailed.code, "the record has another prompt length than the reservation"
             )
             return
         record = event.record
@@ -297,7 +297,7 @@ class DecodeNode:
             self._fail(
                 request,
                 TransferFailed.code,
-                "the record's draft state is not that of this node's draft model",
+                "the record's draft state does not fit this node's draft model",
             )
             return
         assert request.lease is not None
@@ -311,7 +311,7 @@ class DecodeNode:
         self.queues.arrived.append(request)
 
     def _accept(self, emission: Emission, now: float) -> TokenRun | None:
-        """Take over what a step drew; None if the request failed."""
+        """Add the tokens of a step to their request; return None if the request failed."""
         request = emission.request
         offset = len(request.output)
         tokens: list[OutputToken] = []
@@ -324,7 +324,7 @@ class DecodeNode:
                     Failed(
                         room=request.room,
                         code=InternalError.code,
-                        message="the model produced logits that are not finite",
+                        message="the model produced non-finite logits",
                     )
                 )
                 return None
@@ -346,7 +346,7 @@ class DecodeNode:
         return TokenRun(request.room, offset, tokens, reason, stages, accept_length)
 
     def _drop(self, request: DecodeRequest, reason: str) -> None:
-        """Nobody waits for this request any more: free what it holds as soon as that is safe."""
+        """End a request that nobody waits for, and free what it holds as soon as that is safe."""
         request.ended = True
         self._events.add("dropped", request.room, reason=reason)
         if self.queues.transferring.pop(request.room, None) is not None:
@@ -361,6 +361,6 @@ class DecodeNode:
             self._occupancy.vacate(request)
 
     def _fail(self, request: DecodeRequest, code: str, reason: str) -> None:
-        """As _drop, and the router hears of it. The request is in no queue, or in any."""
+        """Drop a request and tell the router. The request may be in any queue or in none."""
         self._link.send(Failed(room=request.room, code=code, message=reason))
         self._drop(request, reason)

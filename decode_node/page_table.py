@@ -1,6 +1,6 @@
-"""The page table of running requests on the device: row of a request -> its pages in logical order.
+"""The page table of running requests on the device: maps a request's row to its pages in logical order.
 
-Row 0 is reserved padding: it points at page 0. All changes of a step are one indexed write, so that no step makes a
+Row 0 is reserved for padding and points at page 0. All changes of a step are one indexed write, so no step makes one
 copy per request.
 """
 
@@ -12,19 +12,19 @@ import torch
 
 from common.engine.host_copies import on_device
 
-Cell = tuple[int, int, int]  # row, logical page, page id
+Cell = tuple[int, int, int]  # (row, logical page, page id)
 
 
 class PageTable:
-    """`pages` is [num_rows + 1, max_pages] int32 on the device."""
+    """The page table: `pages` is [num_rows + 1, max_pages] int32 on the device."""
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
         self.pages = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
 
     def write(self, cells: Sequence[Cell]) -> None:
-        """Set cells, each at most once, on the device's current stream, so that the next step sees them.
+        """Set cells on the device's current stream, so that the next step sees them. Each cell may occur only once.
 
-        An indexed write that names a cell twice keeps either value.
+        An indexed write that names a cell twice keeps an arbitrary one of the values.
         """
         if not cells:
             return

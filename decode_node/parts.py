@@ -1,4 +1,4 @@
-"""What a decode node is composed of, in groups: build.py makes them, and so do tests."""
+"""The parts of a decode node, in groups; build.py and tests create them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kv_transfer.receiver import Receiver
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Who the node speaks with."""
+    """The sockets and peers that the node communicates with."""
 
     router: RouterLink[DecodeMessage]
     peers: PeerConnections
@@ -35,7 +35,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """What the scheduler decides by."""
+    """The state and rules of the scheduler."""
 
     space: PageSpace
     rows: BatchRows
@@ -46,11 +46,11 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What others see of the node, and the clock that it sees by."""
+    """How the node is observed: logs, metrics and events, and the clock that it uses."""
 
     log: Log
     graphs: Callable[[], Sequence[GraphTotals]] = lambda: ()
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # goes on growing
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # updated by the steps
     drafts: DraftWatch = field(default_factory=NoWatch)
     clock: Callable[[], float] = time.monotonic
     events: EventLog = NO_EVENTS

@@ -1,6 +1,6 @@
-"""Connections to prefill nodes, one Dealer per incarnation, opened at the first reservation that names it.
+"""Connections to prefill nodes: one Dealer per incarnation, opened at the first reservation that names it.
 
-A prefill node that sends too many bad frames is cut off: its socket is closed, and its requests are placed elsewhere.
+A prefill node that sends too many invalid frames is disconnected, and its requests are placed elsewhere.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from common.observability.logs import Log
 from kv_transfer.receiver import Receiver
 
 MAX_PEERS = 256
-SILENCE_SECONDS = 1.5  # of a link that is broken without a word: with LINK_SECONDS, what a request waits for
-LINK_SECONDS = 1.5  # without a connection: then its requests are given up, to be placed on other nodes
+# A link that is silent for this long counts as broken. Together with LINK_SECONDS it bounds a request's wait.
+SILENCE_SECONDS = 1.5
+LINK_SECONDS = 1.5  # without a connection for this long, a link's requests fail and are placed on other nodes
 
 
 class PeerConnections:
-    """Owns the sockets; the receiver owns the protocol."""
+    """Owns the sockets to prefill nodes; the receiver owns the protocol."""
 
     def __init__(
         self,
@@ -44,22 +45,22 @@ class PeerConnections:
         self._security = security
         self._dealers: dict[str, Dealer] = {}  # prefill incarnation -> socket
         self._names: dict[str, str] = {}  # prefill incarnation -> NAME/INCARNATION
-        self._resets: dict[str, int] = {}  # of each socket, as far as they were acted on
-        self._broken: set[str] = set()  # of the lost ones: those whose link is broken, and who may live
-        self._lost: set[str] = set()  # of those: Hello has to be said (again) before pages are reserved
+        self._resets: dict[str, int] = {}  # resets of each socket that have been handled
+        self._broken: set[str] = set()  # those of `_lost` whose link is broken but that may be alive
+        self._lost: set[str] = set()  # prefill nodes that need a (new) Hello before pages are reserved
         self._cut_off: OrderedDict[str, None] = OrderedDict()  # incarnations, the latest MAX_PEERS
         self._log = Log("links")
         self._bad = BadFrames(BoundedLog(self._log, "refused a frame"))
 
     def ensure(self, peer: NodeRef) -> None:
-        """Connect and say Hello unless that has happened; say it again to one that was lost.
+        """Connect to a prefill node and send Hello, unless done already; a lost node gets a new Hello.
 
-        Raises RequestError, at once where the link is known to be broken.
+        Raises RequestError, immediately if the link is known to be broken.
         """
         dealer = self._dealers.get(peer.incarnation)
         if peer.incarnation in self._cut_off:
             raise TransferFailed(
-                f"prefill node {peer.name} sent too many bad frames to this decode node; start it anew"
+                f"prefill node {peer.name} sent too many invalid frames to this decode node; restart it"
             )
         if dealer is None:
             dealer = self._open(peer)
@@ -72,7 +73,7 @@ class PeerConnections:
         self._broken.discard(peer.incarnation)
 
     def pump(self) -> None:
-        """Hand everything that has arrived to the receiver; notice links that are broken."""
+        """Pass everything that has arrived to the receiver and detect broken links."""
         for incarnation, dealer in list(self._dealers.items()):
             name, bad = self._names[incarnation], self._receiver.counters.malformed + dealer.damaged
             for frame in dealer.drain():
@@ -87,16 +88,19 @@ class PeerConnections:
     def _look_at_link(self, incarnation: str, dealer: Dealer) -> None:
         if dealer.resets != self._resets[incarnation]:
             self._resets[incarnation] = dealer.resets
-            self.lost(incarnation)  # another process listens there, or it has forgotten this node
+            # another process listens at the address, or the peer has forgotten this node
+            self.lost(incarnation)
         elif incarnation not in self._lost and dealer.disconnected_for() > LINK_SECONDS:
             self._receiver.link_lost(incarnation)
             self._lost.add(incarnation)
-            self._broken.add(incarnation)  # the socket stays: it tells when the link works again
+            self._broken.add(incarnation)  # the socket stays open and detects when the link works again
         elif dealer.disconnected_for() == 0.0:
             self._receiver.link_works(incarnation)
 
     def _cut(self, incarnation: str) -> None:
-        self._log.error("cut off a prefill node that sends bad frames", peer=self._names[incarnation])
+        self._log.error(
+            "disconnected a prefill node that sends invalid frames", peer=self._names[incarnation]
+        )
         self._receiver.link_lost(incarnation)
         self._close(incarnation)
         self._cut_off[incarnation] = None
@@ -108,19 +112,19 @@ class PeerConnections:
         return dealer is not None and dealer.send(frame)
 
     def lost(self, incarnation: str) -> None:
-        """The node is gone, or counts as gone. Its socket stays: if it lives it has aborts to acknowledge."""
+        """The node is lost or counts as lost. Its socket stays open: if it lives, it has aborts to acknowledge."""
         self._receiver.peer_lost(incarnation)
         self._broken.discard(incarnation)
         if incarnation in self._dealers:
             self._lost.add(incarnation)
 
     def all_lost(self) -> None:
-        """This node counted as gone, so they have forgotten it: Hello is due again before the next reservation."""
+        """Prefill nodes counted this node as lost and forgot it: each needs a new Hello before the next reservation."""
         for incarnation in list(self._dealers):
             self.lost(incarnation)
 
     def close_unused(self, needed: Container[str]) -> None:
-        """Close the sockets to lost nodes, but those that some request still names, in quarantine perhaps."""
+        """Close the sockets to lost nodes, except those that a request still names, possibly in quarantine."""
         for incarnation in [each for each in self._lost - self._broken if each not in needed]:
             self._close(incarnation)
 
@@ -134,8 +138,9 @@ class PeerConnections:
 
     def _open(self, peer: NodeRef) -> Dealer:
         if len(self._dealers) >= MAX_PEERS:
-            raise Overloaded(f"this decode node talks to {MAX_PEERS} prefill nodes already")
-        # With the peer's incarnation: the socket to an earlier life of the peer reconnects to the new one's address.
+            raise Overloaded(f"this decode node is already connected to {MAX_PEERS} prefill nodes")
+        # The identity contains the peer's incarnation, because a socket to an earlier incarnation reconnects to the
+        # same address.
         identity = routing_id(self._name, self._incarnation, peer.incarnation).encode()
         try:
             dealer = Dealer(

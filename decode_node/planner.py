@@ -1,4 +1,4 @@
-"""Turns what the scheduler decided into one plan per turn, and what a plan gave back into tokens of requests."""
+"""Turns scheduling decisions into one plan per turn, and the results of a plan into tokens of requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def step_plan(
     generation: int,
     moves: Moves = NO_MOVES,
 ) -> StepPlan:
-    """Plan one step over requests that have pages and rows; without any, only the moves."""
+    """Plan one step over requests that have pages and rows; an empty batch gives a plan of moves only."""
     if not batch:
         return StepPlan(generation=generation, moves=moves)
     rows = []
@@ -48,7 +48,7 @@ class Planned(NamedTuple):
 
 
 class Planner:
-    """Plans are read in the order in which they were made."""
+    """Makes plans and reads their results in the same order."""
 
     def __init__(self, occupancy: Occupancy, rows: BatchRows, rules: StepRules) -> None:
         self._occupancy = occupancy
@@ -58,7 +58,7 @@ class Planner:
         self._generation = 0
 
     def next(self) -> Planned | None:
-        """The plan of this turn; None where nothing is to be done on the device."""
+        """Return the plan of this turn; None if the device has nothing to do."""
         batch = self._occupancy.batch()
         moves = self._rows.take_moves()
         if not batch and not moves:
@@ -70,12 +70,12 @@ class Planner:
         return planned
 
     def launched(self, planned: Planned) -> None:
-        """Count the step as under way."""
+        """Count the step as in flight."""
         for request in planned.batch:
             request.step_launched(self._rules.tokens_per_step)
 
     def read(self, launched: Launched) -> list[Emission]:
-        """Take in the results of the oldest unread plan, after its completion."""
+        """Process the results of the oldest unread plan, after its completion."""
         plan, batch = self._unread.popleft()
         result = launched.read()
         self._occupancy.read(plan.generation)
@@ -83,7 +83,7 @@ class Planner:
             Emission(request, row.tokens, row.drafted)
             for request, row in zip(batch, result.rows, strict=True)
         ]
-        # what is drafted past the end of a text says nothing of texts
+        # Drafts past the end of an answer say nothing about acceptance.
         accepted = [len(each.tokens) - 1 for each in emissions if not each.request.ended]
         if batch:
             self._rules.widths.observe(len(batch), plan.width, accepted, result.seconds)
@@ -92,7 +92,7 @@ class Planner:
         return emissions
 
     def work(self, planned: Planned) -> Work:
-        """How much a plan's step has to do; a row may verify fewer drafts than it has room for."""
+        """Estimate the work of a plan's step. A row may verify fewer drafts than it has room for."""
         batch = planned.batch
         drafts = len(batch) * (self._rules.tokens_per_step - 1)
         return Work.of(len(batch), sum(request.seq_len for request in batch), drafts)

@@ -1,4 +1,4 @@
-"""Where a request is. The queue is the state:
+"""The queues of a decode node. A request's queue is its state:
 
 waiting ──pages──> transferring ──record──> arrived ──row──> running ──last token──> gone
                         │                                     │   ^
@@ -35,7 +35,7 @@ class Queues:
         yield from list(self.quarantined.values())
 
     def live(self) -> Iterator[DecodeRequest]:
-        """Everything that somebody still waits for."""
+        """All requests that the router still waits for."""
         yield from list(self.waiting)
         yield from list(self.transferring.values())
         yield from list(self.arrived)
@@ -43,7 +43,7 @@ class Queues:
         yield from list(self.retracted)
 
     def sort_waiting(self, now: float) -> None:
-        """By the order of the scheduler; requests that come later stand at the end until it is called again."""
+        """Sort by the scheduler's order. Requests that arrive later are appended until the next call."""
         ordered = in_order(self.waiting, now)
         self.waiting.clear()
         self.waiting.extend(ordered)
@@ -59,7 +59,7 @@ class Queues:
         return None
 
     def holding(self) -> Iterator[DecodeRequest]:
-        """Requests with pages that will want more."""
+        """Requests that hold pages and will need more."""
         yield from self.transferring.values()
         yield from self.arrived
         yield from self.running.values()

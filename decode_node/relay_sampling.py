@@ -1,4 +1,4 @@
-"""Sampling parameters of a step's rows, gathered from the relay state without a host synchronisation."""
+"""Gathers the sampling parameters of a step's rows from the relay state, without host synchronization."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from common.engine.state.relay_state import RelayState
 def sampling_batch(
     relay: RelayState, rows: Tensor, position: Tensor, sampling: SamplingVariant, path: Tensor | None = None
 ) -> SamplingBatch:
-    """Parameters for R draws, for relay rows `rows` [R] int64 at sequence indices `position` [R] int64.
+    """Return the parameters of R draws for relay rows `rows` [R] int64 at sequence positions `position` [R] int64.
 
     Args:
-        sampling: of the requests in those rows.
-        path: [R, P] int64, where draws stand behind drafts: the tokens from a row's last drawn one, which is left out,
-            to the one drawn behind, in any order; -1 fills up.
+        sampling: the variant of the requests in those rows.
+        path: [R, P] int64, if draws follow drafts: the drafts between a row's last token, which is left out, and the
+            drawn position, in any order, padded with -1.
     """
     adjust = None
     if sampling.adjust is not None:

@@ -1,4 +1,4 @@
-"""Admission and retraction as pure functions over requests."""
+"""Admission and retraction policies as pure functions over requests."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from decode_node.request import DecodeRequest
 
 
 def headroom_pages(active: Iterable[DecodeRequest], reserved_tokens: int, page_size: int) -> int:
-    """Pages kept free so that active requests can go on: reserved_tokens each, at most what each may still emit.
+    """Pages to keep free so that active requests can continue: reserved_tokens for each, or what it may still emit.
 
-    spec/algorithms.md 6.3: the host knows lengths exactly, so one reserve per request is enough.
+    The host knows lengths exactly, so one reserve per request is enough.
     """
     return sum(-(-min(reserved_tokens, request.remaining()) // page_size) for request in active)
 
 
 def in_order(waiting: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
-    """Shortest prompt first, with ageing (see `aged`): the order in which prefill nodes compute the same prompts."""
+    """Sort by shortest prompt with ageing (see `aged`), the order in which prefill nodes compute the same prompts."""
     return sorted(waiting, key=lambda request: aged(len(request.prompt), now - request.received))
 
 
@@ -27,10 +27,10 @@ def admit(
     max_skips: int,
     try_admit: Callable[[DecodeRequest], bool],
 ) -> list[DecodeRequest]:
-    """In the order of `waiting`, with bounded skip-ahead: a request that does not fit may be passed `max_skips` times.
+    """Admit in the order of `waiting`; a request that does not fit may be passed by later ones `max_skips` times.
 
-    `try_admit` takes the pages, or returns False and takes nothing; it is asked in vain at most max_skips + 1 times,
-    however long the queue is. Returns what was admitted.
+    `try_admit` takes the pages, or returns False and takes nothing. It fails at most max_skips + 1 times per call,
+    however long the queue is. Returns the admitted requests.
     """
     admitted: list[DecodeRequest] = []
     passed: list[DecodeRequest] = []
@@ -49,6 +49,6 @@ def admit(
 
 
 def choose_victim(running: Iterable[DecodeRequest]) -> DecodeRequest | None:
-    """The least progressed request: fewest tokens emitted, then the longest prompt (cheapest to make up for)."""
+    """The request with the least progress: fewest tokens drawn, then longest prompt (cheapest to recompute)."""
     candidates = [request for request in running if not request.retract and not request.ended]
     return min(candidates, key=lambda r: (r.launched, -len(r.prompt)), default=None)

@@ -1,4 +1,4 @@
-"""One step of a batch on the device: a plan in, tokens per row out."""
+"""One step of a batch on the device: takes a plan and returns tokens per row."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from decode_node.step_result import Launched, RowTokens, StepResult
 
 
 class DecodeStep(Protocol):
-    """Plain decoding or speculation of one width: the worker does not know which."""
+    """Plain decoding, or speculation of one width; the worker treats them alike."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start the step over `plan.rows`, of which there is at least one. Page tables are up to date."""
+        """Start the step over `plan.rows`, which is not empty. Page tables must be up to date."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedAutoregressive:
-    """One drawn token per row, in order."""
+    """A launched step: one drawn token per row, in order."""
 
     rows: Sequence[PlannedRow]
     sampled: SampleOutput
@@ -38,7 +38,7 @@ class LaunchedAutoregressive:
 
 
 class AutoregressiveStep:
-    """One token per request: gather the relay rows, forward, draw, scatter. No host synchronisation."""
+    """One token per request: gather the relay rows, forward, sample, scatter. No host synchronization."""
 
     def __init__(
         self, decode: DecodeGraphs, device: torch.device, completion: Callable[[], Completion]

@@ -1,7 +1,7 @@
-"""What one turn of a decode node does on its device, decided without a device.
+"""The plan of one turn of a decode node: everything its device does, decided without a device.
 
-A plan is data: the scheduler makes it, `Worker.apply` carries it out, and nothing else changes device state. The graph
-that a plan runs follows from the plan alone, so every process that applies it chooses the same one.
+A plan is data: the scheduler makes it, `Worker.apply` executes it, and nothing else changes device state. The plan
+determines which graph runs, so every process that applies it chooses the same one.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ class PlannedRow(NamedTuple):
     """One request of the step."""
 
     row: int
-    pages: int  # held: what a round would write past them goes to padding page 0
-    logprobs: int | None  # how many top log-probabilities are wanted; None: not even the token's own
+    pages: int  # number held: writes of a round past them go to padding page 0
+    logprobs: int | None  # number of top log-probabilities; None: not even the token's own is computed
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
-    """Fills a relay row for a request whose last token has no KV yet: at hand-over, and after a retraction."""
+    """Initializes a relay row for a request whose last token has no KV yet: at hand-over and after a retraction."""
 
     row: int
     text: list[int]  # prompt and output
-    outputs: int  # tokens at the end of `text` that are output
+    outputs: int  # number of tokens at the end of `text` that are output
     sampling: SamplingParams
     rope_delta: int = 0
-    draft: DraftRow = NO_DRAFT  # a Load brings it where the request was retracted
+    draft: DraftRow = NO_DRAFT  # after a retraction, a Load sets it instead
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Copies pages and the draft's part of a row to host memory, kept under `key`.
+    """Copies pages and the draft state of a row to host memory, stored under `key`.
 
-    The pages and the row must not be given to anybody else before the plan has been read: a peer's writes do not follow
-    the order of the device's stream.
+    The pages and the row must not be reused before the plan has been read, because a peer's writes are not ordered by
+    the device's stream.
     """
 
     key: int  # the request's room
@@ -47,21 +47,21 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Copies saved pages back, and the draft's part to a row that the same plan joins."""
+    """Copies saved pages back, and the saved draft state to a row that the same plan joins."""
 
     key: int
     row: int
-    first: int  # saved pages before this one are on the device already
+    first: int  # saved pages before this index are already on the device
     pages: tuple[int, ...]
 
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True):
-    """What changes before a step, applied in the order of the fields."""
+    """Device changes before a step, applied in the order of the fields."""
 
     saves: tuple[Save, ...] = ()
     joins: tuple[Join, ...] = ()
     loads: tuple[Load, ...] = ()
-    forget: tuple[int, ...] = ()  # keys of what is saved and not needed any more
+    forget: tuple[int, ...] = ()  # keys of backups that are not needed any more
     cells: tuple[tuple[int, int, int], ...] = ()  # (row, logical page, page id), each cell once
 
     def __bool__(self) -> bool:
@@ -72,13 +72,11 @@ NO_MOVES = Moves()
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Moves, then one step over `rows`, if there are any."""
+    """Moves, then one step over `rows` if there are any."""
 
-    generation: int  # ascending
+    generation: int  # increases with each plan
     moves: Moves = NO_MOVES
     rows: tuple[PlannedRow, ...] = ()  # empty: no step
-    width: int = 0  # drafts in a row, where a node has steps of several widths
+    width: int = 0  # drafts per request, on nodes that have steps of several widths
     sampling: SamplingVariant | None = None  # the variant that serves all rows; None only without rows
-    drafts: tuple[
-        tuple[int, ...], ...
-    ] = ()  # for each row, from its text; empty: a draft model proposes, or nobody
+    drafts: tuple[tuple[int, ...], ...] = ()  # host drafts of each row; empty if the host proposes none

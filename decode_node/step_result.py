@@ -1,4 +1,4 @@
-"""Who carries plans out, and what comes back: tokens per row."""
+"""The interface of workers, which execute plans, and their results: tokens per row."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from decode_node.step_plan import StepPlan
 class RowTokens(NamedTuple):
     """Tokens of one row in one step."""
 
-    tokens: list[OutputToken | None]  # None: the logits were not finite; at least one entry
-    drafted: int = 0  # draft tokens that the step verified; all tokens but one were drafts
+    tokens: list[OutputToken | None]  # at least one entry; None if the logits were not finite
+    drafted: int = 0  # draft tokens that the step verified
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """In the order of the plan's rows."""
+    """The results of a step, in the order of the plan's rows."""
 
     rows: Sequence[RowTokens]
-    seconds: float = 0.0  # of the step on the device, where it is timed
+    seconds: float = 0.0  # device time of the step, if it is measured
 
 
 class Launched(Protocol):
-    """A plan under way; `read` only after `completion`."""
+    """A plan in progress. Call `read` only after `completion`."""
 
     @property
     def completion(self) -> Completion: ...
@@ -36,8 +36,8 @@ class Launched(Protocol):
 
 
 class Worker(Protocol):
-    """Carries plans out on a device, or on several."""
+    """Executes plans on one or several devices."""
 
     def apply(self, plan: StepPlan, /) -> Launched:
-        """Start everything that the plan says, in its order."""
+        """Start everything that the plan contains, in order."""
         ...

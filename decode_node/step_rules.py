@@ -1,4 +1,4 @@
-"""How the steps of a node are planned: their sizes, and who chooses widths and drafts."""
+"""How steps are planned: their sizes, and the policies for widths and drafts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Drafts = tuple[tuple[int, ...], ...]
 
 
 class Widths(Protocol):
-    """Chooses the width of each step, and sees what came of it."""
+    """Chooses the width of each step and observes the outcome."""
 
     def choose(self, batch: int, /) -> int:
-        """Drafts in a row for a batch of so many requests."""
+        """Return the number of drafts for a batch of `batch` requests."""
         ...
 
     def observe(self, batch: int, width: int, accepted: Sequence[int], seconds: float, /) -> None:
-        """A step of `batch` requests took so long; so many drafts of each request that goes on were accepted."""
+        """Record a step: its time, and the accepted drafts of each request that continues."""
         ...
 
 
 class FixedWidth:
-    """Every step is of one width."""
+    """Every step has the same width."""
 
     def __init__(self, width: int = 0) -> None:
         self._width = width
@@ -37,20 +37,20 @@ class FixedWidth:
 
 
 class TextDrafts(Protocol):
-    """Drafts that follow from what the host knows of a text."""
+    """Proposes drafts from the texts that the host knows."""
 
     @property
     def needs_results(self) -> bool:
-        """Whether a request sits out while a step of its own is unread, since its text is not known yet."""
+        """Whether a request skips steps while one of its own is unread, because its text is not known yet."""
         ...
 
     def propose(self, requests: Sequence[DecodeRequest], width: int, /) -> Drafts:
-        """Up to `width` drafts for each request; empty where none are proposed from texts."""
+        """Return up to `width` drafts for each request; empty if no drafts come from texts."""
         ...
 
 
 class NoTextDrafts:
-    """A draft model proposes on the device, or nobody does."""
+    """No host drafts: a draft model proposes on the device, or speculation is off."""
 
     needs_results = False
 
@@ -62,8 +62,9 @@ class NoTextDrafts:
 class StepRules:
     """How the steps of a node are planned."""
 
-    tokens_per_step: int = 1  # KV slots that one step may write, and tokens that it may draw, per request
-    # KV slots that it may need past the last token of a request, for branches that lie side by side
+    # KV slots that a step may write per request, a bound of the tokens that it draws
+    tokens_per_step: int = 1
+    # KV slots that a step may need past the last token of a request, for parallel branches of a tree
     extra_slots: int = 0
     widths: Widths = field(default_factory=FixedWidth)
     drafts: TextDrafts = field(default_factory=NoTextDrafts)

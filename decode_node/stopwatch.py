@@ -1,4 +1,4 @@
-"""Where the time of a launch goes, on the device: laps that are read after its completion."""
+"""Measures the device time of a launch in laps that are read after its completion."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 
 class Stopwatch(Protocol):
-    """Starts when it is made."""
+    """Starts when it is created."""
 
     def lap(self) -> None:
-        """One part of the launch has been given to the device."""
+        """Mark the end of one part of the launch."""
         ...
 
     def seconds(self) -> list[float]:
-        """Of each lap; only after the launch is complete."""
+        """The seconds of each lap. Call it only after the launch is complete."""
         ...
 
 
 class HostStopwatch:
-    """Where work is done when the call returns: CPU."""
+    """For CPUs, where work is done when the call returns."""
 
     def __init__(self) -> None:
         self._times = [time.perf_counter()]
@@ -36,7 +36,7 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """Events on the current stream: nothing waits, and time before the launch is not counted."""
+    """Events on the current stream: no synchronization, and time before the launch is not counted."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -52,5 +52,5 @@ class CudaStopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Callable[[], Stopwatch]:
-    """Chosen once, in build."""
+    """Choose the stopwatch of a device, once, in build."""
     return CudaStopwatch if device.type == "cuda" else HostStopwatch

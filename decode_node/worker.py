@@ -1,4 +1,4 @@
-"""Applies plans to one device: the only place where device state of a decode node changes."""
+"""Applies plans to one device. It is the only place that changes the device state of a decode node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decode_node.step_result import Launched, StepResult
 
 @dataclass(frozen=True, slots=True)
 class LaunchedMoves:
-    """A plan without a step: once it is complete, what it saved may be given to others."""
+    """A plan without a step. Once it is complete, the pages and rows that it saved may be reused."""
 
     completion: Completion
 
@@ -25,7 +25,7 @@ class LaunchedMoves:
 
 
 class DeviceWorker:
-    """One device. `steps`: by width (see `StepPlan.width`)."""
+    """Executes plans on one device. `steps` are keyed by width (see `StepPlan.width`)."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class DeviceWorker:
         self._completion = completion
 
     def apply(self, plan: StepPlan) -> Launched:
-        """Start everything that the plan says, in its order. The step does not wait for the device."""
+        """Start everything that the plan contains, in order. The step does not wait for the device; saves do."""
         moves = plan.moves
         for save in moves.saves:
             self._backups.save(save)

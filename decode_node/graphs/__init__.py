@@ -1,1 +1,1 @@
-"""The decode graphs: what a decode node captures and how a step is replayed."""
+"""The CUDA graphs of a decode node: what is captured and how a step is replayed."""

@@ -1,18 +1,19 @@
-"""The decode graph: one launch per step, from relay rows to relay rows.
+"""The decode graph: one launch per step, which reads and updates relay rows.
 
     gather   last token, length, pages and sampling parameters of the rows, on the device
     forward  embedding, layers, LM head
     draw     one token per row
     scatter  token and length back to the relay rows
 
-The only input is the rows. What the host knows of a batch chooses the variant, each a graph of its own:
+Its only input is the row indices. The host knows the sampling parameters of a batch and chooses one of these variants,
+each a graph of its own:
 
     greedy    argmax
-    random    temperature, Gumbel draw; serves greedy rows too
-    filtered  the same with min-p, top-k and top-p, exact where they are off; serves everything but the next
-    logits    ends with the logits; drawing, logprobs and scatter follow eagerly. For batches that want logprobs (their
-              number is a shape) or adjust logits (common/engine/sampling/logit_adjustments.py: state of shapes that
-              the host chooses), and wherever a dearer variant was not captured
+    random    temperature and Gumbel sampling; also serves greedy rows
+    filtered  random plus min-p, top-k and top-p, exact where these are off; serves everything except `logits` batches
+    logits    ends with the logits; sampling, logprobs and scatter run eagerly. For batches with logprobs (their number
+              is a shape) or adjusted logits (common/engine/sampling/logit_adjustments.py: the host chooses the shapes
+              of their state), and wherever a more expensive variant was not captured
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ VARIANTS = (GREEDY, RANDOM, FILTERED, LOGITS)
 class DecodeCall:
     """One step of the requests in `rows`."""
 
-    rows: Tensor  # [R] int64 on the device, rows of relay state and request table
+    rows: Tensor  # [R] int64 on the device, rows of the relay state and the page table
     sampling: SamplingVariant
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """Either tokens, or logits that are still to be drawn from."""
+    """Sampled tokens, or logits that remain to be sampled."""
 
     token_ids: Tensor | None = None  # [R] int64
     invalid: Tensor | None = None  # [R] bool, as in SampleOutput
     logits: Tensor | None = None  # [R, V] float32
 
 
-# The host reads tokens one step behind, when the next replay is under way: they are kept.
+# The host reads the tokens one step later, while the next replay runs, so these outputs are kept.
 OUTPUTS = OutputSpec(
     DecodeResult,
     {
@@ -71,7 +72,7 @@ OUTPUTS = OutputSpec(
 
 
 def decode_spec(request_buckets: Sequence[int], variants: Sequence[str] = VARIANTS) -> CaptureSpec:
-    """Plain decoding of a target model."""
+    """The captured shapes and variants of plain decoding."""
     return CaptureSpec(
         model="target",
         phase="decode",
@@ -83,14 +84,14 @@ def decode_spec(request_buckets: Sequence[int], variants: Sequence[str] = VARIAN
 
 
 def serving_variants(sampling: SamplingVariant) -> tuple[str, ...]:
-    """The variants that serve a batch, the cheapest first."""
+    """The variants that can serve a batch, cheapest first."""
     if sampling.num_logprobs is not None or sampling.adjust is not None:
         return (LOGITS,)
     return VARIANTS[0 if sampling.all_greedy else 2 if sampling.any_filter else 1 :]
 
 
 class DecodeProgram:
-    """A `Program`: one decode step over device state. `max_seq_len` bounds every request's length on this node."""
+    """One decode step over device state. `max_seq_len` bounds the length of every request on this node."""
 
     def __init__(
         self, runner: ModelRunner, relay: RelayState, table: PageTable, max_rows: int, max_seq_len: int
@@ -116,7 +117,7 @@ class DecodeProgram:
         return DecodeCall(rows, SamplingVariant(all_greedy=True, any_filter=False, num_logprobs=None))
 
     def plan(self, call: DecodeCall, inputs: Inputs) -> None:
-        """Attention reads what `run` gathers: no host data."""
+        """No-op: `run` gathers everything that attention reads, so no host data is needed."""
 
     def run(self, inputs: Inputs, variant: str) -> DecodeResult:
         rows = inputs["rows"]
@@ -129,14 +130,15 @@ class DecodeProgram:
         return DecodeResult(sampled.token_ids, sampled.invalid)
 
     def draw(self, rows: Tensor, logits: Tensor, sampling: SamplingVariant) -> SampleOutput:
-        """Draw from the logits [R, V] of a step that ended with them."""
-        seq_lens = self._relay.seq_len.index_select(0, rows) + 1  # with the token whose KV this step wrote
+        """Sample from logits [R, V] of a step of the `logits` variant."""
+        # including the token whose KV this step wrote
+        seq_lens = self._relay.seq_len.index_select(0, rows) + 1
         return self._draw(rows, seq_lens, logits, sampling)
 
     def _draw(
         self, rows: Tensor, seq_lens: Tensor, logits: Tensor, sampling: SamplingVariant
     ) -> SampleOutput:
-        """Draw, and write tokens and lengths to the relay rows; row 0 stays zero."""
+        """Sample, and write tokens and lengths to the relay rows; row 0 stays zero."""
         relay = self._relay
         sampled = sample(logits, sampling_batch(relay, rows, seq_lens.to(torch.int64), sampling))
         if sampling.adjust is not None and sampling.adjust.penalties:
@@ -145,7 +147,7 @@ class DecodeProgram:
         return sampled
 
     def _gather(self, rows: Tensor) -> ForwardBatch:
-        """A padding row is a request of one token in page 0."""
+        """Build the batch. A padding row is a request of one token in page 0."""
         relay, count = self._relay, rows.shape[0]
         columns = relay.last_token, relay.seq_len, relay.rope_delta
         ids, positions, slots, lengths, table = step_rows(
@@ -166,7 +168,7 @@ class DecodeProgram:
 
 
 class DecodeGraphs:
-    """A decode step over device state: call it with rows, read the tokens after the completion."""
+    """The decode step over device state: call it with rows, and read the tokens after the completion."""
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __call__(self, rows: Tensor, sampling: SamplingVariant) -> SampleOutput:
-        """One step of the requests in rows [R] int64, on the device; `PageTable.write` comes before."""
+        """Run one step for rows [R] int64 on the device; `PageTable.write` must have been called before."""
         result = self.graphs(DecodeCall(rows, sampling))
         if result.logits is not None:
             return self._program.draw(rows, result.logits, sampling)

@@ -1,4 +1,4 @@
-"""What a decode node captures: the target's decode step, or the phases of a speculative round."""
+"""Builds what a decode node captures: the target's decode step, or the phases of a speculative round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decode_graphs(
     max_running: int,
     max_model_len: int,
 ) -> NodeGraphs[DecodeGraphs]:
-    """The target's decode step, not captured yet."""
+    """Build the target's decode step, not captured yet."""
     decision = decided(Phase.DECODE, runner.model.placement, wanted)
     spec = decode_spec(decode_request_buckets(max_running) if decision.backend != NONE else ())
     backend = make_backend(decision.backend, runner.model.placement.device)
@@ -39,24 +39,24 @@ def decode_graphs(
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """What one phase of a speculating node is captured as."""
+    """How one phase of a speculating node is captured."""
 
     decision: Decision
-    buckets: tuple[int, ...]  # requests; (): always eager
+    buckets: tuple[int, ...]  # numbers of requests; empty means always eager
     device: torch.device
-    poisoned: bool = False  # debug switch of `StaticInputs`
+    poisoned: bool = False  # debug option of `StaticInputs`
 
     def backend(self) -> Backend:
-        """With a memory pool of its own."""
+        """Create a capture backend with its own memory pool."""
         return make_backend(self.decision.backend, self.device)
 
 
 def round_plans(
     runner: ModelRunner, wanted: PhaseSwitch, max_running: int, min_running: int = 1
 ) -> Callable[[Phase], PhasePlan]:
-    """Draft, verify and draft-extend of a decode node, each a full graph of its own, decided each on its own.
+    """Return the capture plan of each phase: draft, verify and draft-extend are full graphs, decided independently.
 
-    For batches of `min_running` to `max_running` requests.
+    The plans cover batches of `min_running` to `max_running` requests.
     """
 
     def plan(phase: Phase) -> PhasePlan:

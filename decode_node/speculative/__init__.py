@@ -1,1 +1,1 @@
-"""Speculative decoding: rounds of draft, verify and draft-extend, acceptance, and how many tokens are drafted."""
+"""Speculative decoding: rounds of draft, verify and draft-extend, the acceptance rule, and the number of drafts."""

@@ -1,7 +1,7 @@
-"""Drafts without a model: what followed the last time that the text ended like this.
+"""N-gram drafts without a model: the tokens that followed the latest similar occurrence of the text's end.
 
-First the request's own text, then a table of what other texts of this node said. Everything is on the host, so a round
-waits until the one before has been read.
+The request's own text is searched first, then a table of other answers of this node. All of it is on the host, so a
+round waits until the previous one has been read.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from itertools import islice
 
 from decode_node.request import DecodeRequest
 
-SHORTEST = 2  # tokens that have to agree
-LONGEST = 16  # agreement beyond this is not worth measuring
+SHORTEST = 2  # tokens that must match
+LONGEST = 16  # longer matches are not distinguished
 CANDIDATES = 16  # latest occurrences that are compared
 SHARED_CONTEXT = 3  # tokens that select an entry of the shared table
 SHARED_ENTRIES = 1 << 17
 
 
 class SharedTable:
-    """Context of SHARED_CONTEXT tokens -> the token seen last behind it. The oldest entries give way."""
+    """Maps a context of SHARED_CONTEXT tokens to the token that last followed it. The oldest entries are evicted."""
 
     def __init__(self, max_entries: int = SHARED_ENTRIES) -> None:
         self._max_entries = max_entries
@@ -30,7 +30,7 @@ class SharedTable:
         return len(self._next)
 
     def learn(self, text: Sequence[int], start: int) -> None:
-        """The tokens text[start:] have been added to what is known of a text."""
+        """Learn from text[start:], which was added to a text."""
         for end in range(max(start, SHARED_CONTEXT), len(text)):
             context = tuple(text[end - SHARED_CONTEXT : end])
             self._next[context] = text[end]
@@ -39,7 +39,7 @@ class SharedTable:
             self._next.popitem(last=False)
 
     def continuation(self, tail: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens behind a text that ends in `tail`."""
+        """Return up to `most` tokens that follow a text ending in `tail`."""
         text = list(tail[-SHARED_CONTEXT:])
         found: list[int] = []
         while len(found) < most:
@@ -52,14 +52,14 @@ class SharedTable:
 
 
 class TextIndex:
-    """One text, indexed by the SHORTEST tokens before each position; grows with the text."""
+    """Indexes one text by the SHORTEST tokens before each position; it grows with the text."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # last tokens -> positions right behind them
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # tokens -> positions that follow them
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """A position is indexed once a token stands there."""
+        """Append tokens. A position is indexed once it has a token."""
         for token in tokens:
             end = len(self.text)
             if end >= SHORTEST:
@@ -67,7 +67,7 @@ class TextIndex:
             self.text.append(token)
 
     def continuation(self, most: int) -> list[int]:
-        """What follows the longest earlier occurrence of the text's end, the latest among equals."""
+        """Return what follows the longest earlier occurrence of the text's end; the latest one among equals."""
         text = self.text
         ends = self._ends.get(tuple(text[-SHORTEST:]), ())
         best, longest = 0, 0
@@ -81,22 +81,22 @@ class TextIndex:
 
 
 class NgramTexts:
-    """Proposes chains for the requests of a batch. Indexes of requests that left the batch are dropped in time."""
+    """Proposes chains for the requests of a batch. The least recently used indexes are dropped."""
 
     needs_results = True
 
     def __init__(self, max_texts: int, shared: SharedTable | None = None) -> None:
         self._max_texts = max_texts
         self._shared = SharedTable() if shared is None else shared
-        self._texts: OrderedDict[int, TextIndex] = OrderedDict()  # room -> index, rebuilt when it was dropped
+        self._texts: OrderedDict[int, TextIndex] = OrderedDict()  # room -> index, rebuilt if it was dropped
 
     @property
     def texts(self) -> int:
-        """Requests with an index now."""
+        """Number of requests that have an index now."""
         return len(self._texts)
 
     def propose(self, requests: Sequence[DecodeRequest], width: int, /) -> tuple[tuple[int, ...], ...]:
-        """Up to `width` drafts for each request."""
+        """Return up to `width` drafts for each request."""
         return tuple(tuple(self._continuation(request, width)) for request in requests)
 
     def _continuation(self, request: DecodeRequest, width: int) -> list[int]:
@@ -108,16 +108,17 @@ class NgramTexts:
         return own + self._shared.continuation(tail, width - len(own))
 
     def _index(self, request: DecodeRequest) -> TextIndex:
-        """The request's index, brought up to what the host knows of its text."""
+        """Return the request's index, updated with what the host knows of its text."""
         index = self._texts.pop(request.room, None) or TextIndex()
-        self._texts[request.room] = index  # last used, last dropped
+        self._texts[request.room] = index  # moved to the end: least recently used entries are dropped first
         while len(self._texts) > self._max_texts:
             self._texts.popitem(last=False)
         known, prompt = len(index.text), len(request.prompt)
         if known < prompt:
             index.extend(request.prompt[known:])
         index.extend(request.output[len(index.text) - prompt :])
-        self._shared.learn(index.text, max(known, prompt))  # answers, not prompts: those are the clients' own
+        # Learns only from answers: prompts are private to their clients.
+        self._shared.learn(index.text, max(known, prompt))
         return index
 
 

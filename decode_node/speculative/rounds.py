@@ -1,10 +1,10 @@
-"""A round of speculation as its phases see it: which requests, where they stand, where their keys and values go.
+"""A round of speculation as its phases see it: the requests, their positions and their KV slots.
 
-    draft -> verify -> draft-extend      each one graph launch; without graphs the same programs, called directly
+    draft -> verify -> draft-extend      one graph launch each; without graphs the same programs are called directly
 
-Every phase gathers what it needs from the relay rows and the page table. The host gives it one tensor, of rows and of
-how many pages each request holds: what lies behind them goes to padding page 0, so that nothing is written there that
-another request owns. (Such positions are never emitted: max_tokens comes first.)
+Every phase gathers what it needs from the relay rows and the page table. The host passes one tensor: the rows, and the
+number of pages that each request holds. Positions past these pages map to padding page 0, so that nothing is written to
+pages of another request. (Such positions are never emitted, because max_tokens comes first.)
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True)
 class RoundCall:
-    """What the host says of a round of R requests."""
+    """The host inputs of a round of R requests."""
 
-    placed: Tensor  # [R, 2] int64 on the device: row of relay state and request table, pages held
+    placed: Tensor  # [R, 2] int64 on the device: (row of relay state and page table, number of pages held)
     sampling: SamplingVariant
-    drafts: Tensor | None = None  # [R, n] int64 on the device: tokens that the host has drafted
+    drafts: Tensor | None = None  # [R, n] int64 on the device: drafts found by the host
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """R requests before anything of the round is drafted. Padding rows are requests of no tokens in page 0."""
+    """R requests at the start of a round. Padding rows are requests of no tokens in page 0."""
 
     rows: Tensor  # [R] int64
     last_token: Tensor  # [R] int64, drawn but without KV
-    seq_len: Tensor  # [R] int64, tokens with KV: last_token stands at this position
-    rope_delta: Tensor  # [R] int64, rotary position less place of all tokens from here on
-    page_table: Tensor  # [R, pages] int32, page 0 behind a request's own pages
+    seq_len: Tensor  # [R] int64, tokens with KV, which is the position of last_token
+    rope_delta: Tensor  # [R] int64, rotary position minus sequence index, for all tokens from here on
+    page_table: Tensor  # [R, pages] int32, page 0 past a request's own pages
     page_size: int
     longest: int  # host upper bound of every position
-    index: Tensor  # [n] int64: 0, 1, 2 ...; n is enough for all rows of any forward of a round, and one more
-    index32: Tensor  # the same in int32
+    index: Tensor  # [n] int64: 0, 1, 2, ..., where n exceeds the number of rows of any forward of a round
+    index32: Tensor  # `index` as int32
 
     @property
     def count(self) -> int:
@@ -62,19 +62,22 @@ class Round:
 
     @property
     def live(self) -> Tensor:
-        """[R] bool: not padding."""
+        """[R] bool: True for requests, False for padding rows."""
         return self.rows > 0
 
     def places(self, depth: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotary positions [R, N], KV slots [R, N], lengths [R] int32 of N tokens in the slots from seq_len + first on.
+        """Locate N tokens from slot seq_len + first: rotary positions [R, N], KV slots [R, N], lengths [R] int32.
 
-        depth: [R, N] or [N], how far behind seq_len each stands.
+        depth: [R, N] or [N], the offset of each token's position from seq_len.
         """
         depth = depth.expand(self.count, -1)
         return window_places(self.seq_len, self.rope_delta, self.page_table, depth, first, self.page_size)
 
     def singles(self, count: int) -> list[ForwardBatch]:
-        """Forwards of one token per request, at the `count` places from seq_len on; `input_ids` is to be set."""
+        """Build `count` forwards of one token per request, at positions from seq_len on.
+
+        The caller sets `input_ids`.
+        """
         by_request, slots_by_request, _ = self.places(self.index[:count])
         positions, slots = by_request.t().contiguous(), slots_by_request.t().contiguous()
         lengths = (self.index[1 : count + 1, None] + self.seq_len).to(torch.int32)
@@ -101,15 +104,15 @@ class Round:
         logits_rows: Tensor,
         hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
     ) -> ForwardBatch:
-        """One forward of N tokens per request, the last of the W slots from seq_len on.
+        """Build a forward of N tokens per request, in the last N of the W slots from seq_len on.
 
         Args:
             ids: [R, N].
-            depth: [R, N] or [N], how far behind seq_len each stands.
-            mask: [R, N, W], which of the W each sees.
+            depth: [R, N] or [N], the offset of each token's position from seq_len.
+            mask: [R, N, W] bool, the slots that each token attends to.
         """
         nodes, width = mask.shape[1:]
-        # slot order; positions follow the depth
+        # Slots are consecutive; positions follow the depth.
         positions, slots, lengths = self.places(depth, width - nodes)
         return ForwardBatch(
             mode=ForwardMode.VERIFY,
@@ -128,7 +131,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """The output of a phase that leaves all it has to say in device state."""
+    """The output of a phase whose results are all in device state."""
 
 
 NOTHING: OutputSpec[Nothing] = OutputSpec(Nothing, {})
@@ -136,11 +139,11 @@ Run = Callable[[Round, Inputs, str], Output]
 
 
 class Rounds:
-    """What the phases of one node share. `capture` says how each is captured.
+    """State shared by the phases of one node. `capture` returns how each phase is captured.
 
     Args:
-        max_seq_len: of a request on this node.
-        reach: slots behind a request's length that a round may take.
+        max_seq_len: longest request on this node.
+        reach: most slots past a request's length that a round may use.
     """
 
     def __init__(
@@ -155,12 +158,12 @@ class Rounds:
         self.relay = relay
         self.device = relay.seq_len.device
         self.max_rows = relay.seq_len.shape[0]
-        # a round is launched while one is unread that may run over the end of the request
+        # A round is launched while an unread one may still run past the end of the request.
         self._longest = max_seq_len + 2 * reach
         if table.pages.shape[1] * page_size < self._longest:
             raise ValueError(
-                f"a page table of {table.pages.shape[1]} pages does not hold {self._longest} tokens: a request's and "
-                "the reach of two rounds"
+                f"a page table of {table.pages.shape[1]} pages cannot hold {self._longest} tokens: max_seq_len plus "
+                "the slots of two rounds"
             )
         self._pages = table.pages
         self._page_size = page_size
@@ -170,7 +173,7 @@ class Rounds:
         self._index32 = self._index.to(torch.int32)
 
     def gather(self, placed: Tensor) -> Round:
-        """placed [R, 2] as in RoundCall."""
+        """Gather the requests of placed [R, 2], as in RoundCall."""
         rows, relay = placed[:, 0], self.relay
         columns = relay.last_token, relay.seq_len, relay.rope_delta
         last_token, seq_len, rope_delta, table = gather_rows(placed, *columns, self._pages)
@@ -199,12 +202,12 @@ class Rounds:
         serving: Callable[[SamplingVariant], tuple[str, ...]] = lambda sampling: (PLAIN,),
         slots: Sequence[Slot[RoundCall]] = (),
     ) -> RoundPhase[Output]:
-        """One captured phase, not captured yet.
+        """Build one phase, not captured yet.
 
         Args:
-            nodes: tokens per request of its forward.
-            serving: the variants that serve a batch, the cheapest first.
-            slots: inputs beside `placed`.
+            nodes: tokens per request in its forward.
+            serving: returns the variants that can serve a batch, cheapest first.
+            slots: inputs in addition to `placed`.
         """
         plan = self._capture(phase)
         spec = CaptureSpec(
@@ -218,7 +221,9 @@ class Rounds:
         )
         largest = spec.largest if spec.shapes else ShapeKey(0)
         if largest.requests > self.max_rows:
-            raise ValueError(f"{phase}: graphs of {largest.requests} requests, {self.max_rows} rows")
+            raise ValueError(
+                f"{phase}: graphs for {largest.requests} requests exceed the {self.max_rows} batch rows"
+            )
         program = _RoundProgram(self, spec, run, serving, slots)
         inputs = StaticInputs(program.slots(), largest, self.device, plan.poisoned)
         graphs = GraphRunner(spec, plan.backend(), program, inputs, outputs)
@@ -226,7 +231,7 @@ class Rounds:
 
 
 class RoundPhase(Generic[Output]):
-    """Called with a round, on the current stream."""
+    """A phase; call it with a round, on the current stream."""
 
     def __init__(self, graphs: GraphRunner[RoundCall, Output], plan: PhasePlan) -> None:
         self.graphs = graphs
@@ -237,12 +242,12 @@ class RoundPhase(Generic[Output]):
 
     @property
     def node_graphs(self) -> NodeGraphs[RoundPhase[Output]]:
-        """For capture and report."""
+        """The graphs of this phase, for capture and reports."""
         return NodeGraphs(self, self._plan.decision)
 
 
 class _RoundProgram(Generic[Output]):
-    """A `Program` over a round: gather, then `run`."""
+    """A graph `Program` over a round: gathers the requests, then calls `run`."""
 
     def __init__(
         self,
@@ -274,7 +279,7 @@ class _RoundProgram(Generic[Output]):
         return RoundCall(placed, SamplingVariant(all_greedy=True, any_filter=False, num_logprobs=None))
 
     def plan(self, call: RoundCall, inputs: Inputs) -> None:
-        """Everything that attention reads is gathered on the device."""
+        """No-op: everything that attention reads is gathered on the device."""
 
     def run(self, inputs: Inputs, variant: str) -> Output:
         return self._run(self._rounds.gather(inputs["placed"]), inputs, variant)

@@ -1,4 +1,4 @@
-"""What the phases of a round leave for each other on the device. Allocated once, the first rows are the batch's."""
+"""Device state that the phases of a round pass on. It is allocated once; a batch uses its first rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleVerif
 
 @dataclass(frozen=True, slots=True)
 class RoundState:
-    """draft writes `tree`, verify reads it and writes `walk`, draft-extend reads that.
+    """The draft phase writes `tree`; verify reads it and writes `walk`, which draft-extend reads.
 
-    Rows behind a batch hold what an earlier one left there: in range, and read by padding rows alone. Drafters of
-    chains write tokens only: parents, depth and mask are those of a chain from the start.
+    Rows past a batch keep values of earlier batches, which are in range and only read by padding rows. Drafters of
+    chains write only tokens: parents, depth and mask are initialized to a chain.
     """
 
     tree: EagleVerifyInput
@@ -30,7 +30,7 @@ class RoundState:
         hidden: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> RoundState:
-        """Trees of N `nodes`, at most `depth` of them on a path; `hidden`: values that the draft reads of each."""
+        """Allocate for trees of `nodes`, at most `depth` per path; the draft reads `hidden` values of each node."""
         return cls(
             EagleVerifyInput.zeros(rows, nodes, device),
             EagleDraftExtendInput.zeros(rows, depth, hidden, dtype, device),

@@ -1,4 +1,4 @@
-"""One speculative step: draft, verify with one target forward, accept, and let the drafter see the outcome."""
+"""One speculative step: draft, verify with one target forward, accept, and draft-extend."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ PHASES = (Phase.DRAFT.value, Phase.VERIFY.value, Phase.DRAFT_EXTEND.value)
 
 
 def no_seconds() -> dict[str, float]:
-    """Time of each phase, so far none."""
+    """Device time of each phase, initially zero."""
     return dict.fromkeys(PHASES, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedRound:
-    """1 .. N tokens per request: those behind the nodes of the accepted path."""
+    """A launched round: 1 .. N tokens per request, drawn after the nodes of the accepted path."""
 
     rows: Sequence[PlannedRow]
     emitted: Emitted
     drafted: Sequence[int]  # per row
     completion: Completion
     watch: Stopwatch
-    phase_seconds: dict[str, float]  # of the step, which this round is added to
+    phase_seconds: dict[str, float]  # totals to which this round is added
 
     def read(self) -> StepResult:
         laps = self.watch.seconds()
@@ -55,7 +55,7 @@ class LaunchedRound:
 
 
 class SpeculativeStep:
-    """A `DecodeStep` of any drafter. Nothing in `launch` waits for the device."""
+    """The `DecodeStep` of any drafter. Nothing in `launch` waits for the device."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SpeculativeStep:
         stopwatch: Callable[[], Stopwatch],
         phase_seconds: dict[str, float],
     ) -> None:
-        """`phase_seconds`, as `no_seconds` makes it, is added to; steps may share one."""
+        """`phase_seconds`, from `no_seconds`, accumulates device time; steps may share one."""
         self._verify = verify
         self._drafter = drafter
         self._acceptor = acceptor
@@ -78,17 +78,17 @@ class SpeculativeStep:
 
     @property
     def tokens_per_step(self) -> int:
-        """KV slots that one round may write, and tokens that it may draw, per request."""
+        """KV slots that a round may write per request, which also bounds the tokens that it may draw."""
         return self._drafter.reach
 
     @property
     def extra_slots(self) -> int:
-        """KV slots that a round may need past the last token of a request, for branches that lie side by side."""
+        """KV slots that a round may need past the last token of a request, for parallel branches of a tree."""
         return self._acceptor.slack
 
     @property
     def graphs(self) -> list[NodeGraphs[Any]]:
-        """Of all phases, in the order of a round."""
+        """The graphs of all phases, in the order of a round."""
         phases = [*self._drafter.phases, self._verify.phase]
         phases.sort(key=lambda phase: PHASES.index(phase.graphs.spec.phase))
         return [phase.node_graphs for phase in phases]
@@ -108,7 +108,7 @@ class SpeculativeStep:
         return LaunchedRound(plan.rows, emitted, drafted, done, watch, self.phase_seconds)
 
     def _call(self, plan: StepPlan, drafts: int) -> RoundCall:
-        """All that the plan says of the round, in one copy. Drafts of texts are filled up to `drafts`."""
+        """Copy the plan's rows, page counts and host drafts to the device at once. Drafts are padded to `drafts`."""
         assert plan.sampling is not None
         told = [[planned.row, planned.pages] for planned in plan.rows]
         for row, found in zip(told, plan.drafts):

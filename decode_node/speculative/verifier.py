@@ -1,11 +1,10 @@
-"""What the target accepts of a draft tree.
+"""The acceptance rule: which nodes of a draft tree the target accepts.
 
-Draws are argmax(logits / temperature + g) with Gumbel noise g keyed by (seed, position): the token that plain decoding
-draws at a position is a function of the text before it. The verify forward gives every node the logits that plain
-decoding would see there, so the same draw is made at every node, and a draft is accepted if it equals the draw of its
-parent. What is emitted is plain decoding's text, token for token, at any temperature: the target's distribution is
-unchanged because nothing is drawn in another way. (Rejection sampling accepts more often at high temperatures, and
-gives another text for the same seed.)
+Sampling is argmax(logits / temperature + g) with Gumbel noise g keyed by (seed, position), so the token that plain
+decoding draws at a position is a function of the text before it. The verify forward gives every node the logits that
+plain decoding would compute there. So the same draw is made at every node, and a draft is accepted if it equals the
+draw at its parent. The emitted text equals that of plain decoding, token for token, at any temperature. Rejection
+sampling would accept more drafts at high temperatures, but give another text for the same seed.
 """
 
 from __future__ import annotations
@@ -23,35 +22,35 @@ from decode_node.speculative.rounds import Round
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The path that was taken through B trees, at most D nodes deep, the root included."""
+    """The accepted paths through B trees, at most D nodes deep, including the root."""
 
-    path: Tensor  # [B, D] int64: its nodes, the root first; behind `drafts` any node
-    drafts: Tensor  # [B] int64: accepted drafts, so that drafts + 1 tokens are emitted
+    path: Tensor  # [B, D] int64: nodes, the root first; entries past `drafts` are arbitrary nodes
+    drafts: Tensor  # [B] int64: number of accepted drafts; drafts + 1 tokens are emitted
 
 
 class Acceptor(Protocol):
-    """Walks the trees and makes what was accepted look like a chain."""
+    """Accepts nodes of the trees and moves their KV so that accepted nodes form a chain."""
 
     @property
     def slack(self) -> int:
-        """How many slots behind its position a node may lie."""
+        """The largest offset between a node's slot and its position."""
         ...
 
     def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
-        """drawn [B, N] int64: what the target draws behind each node."""
+        """Find the accepted paths. drawn [B, N] int64: the token that the target draws after each node."""
         ...
 
     def along(self, accepted: Accepted, values: Tensor) -> Tensor:
-        """values [B, N, ...] of the nodes on the path: [B, D, ...]."""
+        """Gather values [B, N, ...] along the paths: [B, D, ...]."""
         ...
 
     def settle(self, accepted: Accepted, batch: Round) -> None:
-        """Bring the KV of accepted nodes to the front of their window, which begins at `batch.seq_len`."""
+        """Move the KV of accepted nodes to the front of their window, which starts at `batch.seq_len`."""
         ...
 
 
 class ChainAcceptor:
-    """A chain is accepted up to its first draft that the target does not draw; its KV is in place already."""
+    """Accepts a chain up to its first draft that the target does not draw. The KV is already in place."""
 
     slack = 0
 
@@ -63,11 +62,11 @@ class ChainAcceptor:
         return values
 
     def settle(self, accepted: Accepted, batch: Round) -> None:
-        """It lies there."""
+        """No-op: the KV of a chain is already in place."""
 
 
 class TreeAcceptor:
-    """Trees of at most `depth` drafts on a path, within `reach` slots; `pools` hold their KV."""
+    """Accepts trees with at most `depth` drafts per path, within `reach` slots; `pools` hold their KV."""
 
     def __init__(self, reach: int, depth: int, pools: tuple[KvPool, ...]) -> None:
         self.slack = reach - 1

@@ -1,12 +1,12 @@
-"""The verify phase: one target forward over all trees, the draws, what is accepted, and the relay rows after it.
+"""The verify phase: one target forward over all trees, sampling, acceptance, and the update of the relay rows.
 
     fill     drafts of the host into the trees, roots from the relay
     forward  embedding, layers with the tree mask, LM head
-    draw     one token behind every node
-    accept   the walk through each tree; KV of its nodes to the front of their window
-    scatter  last token and length to the relay rows, the walk to where draft-extend reads it
+    draw     one token after every node
+    accept   find the accepted path of each tree; move its KV to the front of the window
+    scatter  last token and length to the relay rows, the path to the input of draft-extend
 
-The variants are those of `decode_graph`: `logits` ends with the forward, and the rest follows eagerly.
+The variants are those of `decode_graph`: `logits` ends with the forward, and the rest runs eagerly.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from decode_node.speculative.verifier import Acceptor
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What a round says: the tokens behind the nodes of each accepted path, D at most."""
+    """The output of a round: the tokens drawn after the nodes of each accepted path, at most D."""
 
-    packed: Tensor  # [R, 2 * D + 1] int64: tokens, whether each is invalid, how many are said
-    drawn: SampleOutput | None = None  # [R * D], with the logprobs asked for; None: none are
+    packed: Tensor  # [R, 2 * D + 1] int64: tokens, whether each is invalid, number of emitted tokens
+    drawn: SampleOutput | None = None  # [R * D], with logprobs; None if none were requested
 
     def on_host(self) -> Emitted:
-        """As SampleOutput.on_host."""
+        """Start the copy to the host, as SampleOutput.on_host does."""
         return Emitted(on_host(self.packed), None if self.drawn is None else self.drawn.on_host())
 
     def read(self) -> tuple[SampleOutput, list[int]]:
-        """(tokens [R * D], how many of each request's D are said). After the completion."""
+        """Return (tokens [R * D], number of emitted tokens per request). Call it after the completion."""
         depth = self.packed.shape[1] // 2
         counts = self.packed[:, -1].tolist()
         if self.drawn is not None:
@@ -58,14 +58,14 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Either what is said, or what is still to be drawn from."""
+    """The result of the verify graph: emitted tokens, or logits that remain to be sampled."""
 
     packed: Tensor | None = None  # [R, 2 * D + 1] int64, see Emitted
     logits: Tensor | None = None  # [R * N, V] float32
-    hidden: Tensor | None = None  # [R * N, H'], as the drafter's hidden_mode asks
+    hidden: Tensor | None = None  # [R * N, H'], according to the drafter's hidden_mode
 
 
-# The host reads `packed` one step behind, when the next replay is under way: it is kept.
+# The host reads `packed` one step later, while the next replay runs, so it is kept.
 OUTPUTS = OutputSpec(
     Verdict,
     {
@@ -77,7 +77,7 @@ OUTPUTS = OutputSpec(
 
 
 class Verify:
-    """Called with a round whose drafts are proposed."""
+    """Verifies a round whose drafts have been proposed."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Verify:
     def _decide(
         self, batch: Round, logits: Tensor, hidden: Tensor | None, sampling: SamplingVariant
     ) -> Emitted:
-        """Draw, accept and scatter: logits [R * N, V], hidden [R * N, H']."""
+        """Sample, accept and scatter: logits [R * N, V], hidden [R * N, H']."""
         tree, acceptor = self._tree(batch), self._acceptor
         count, nodes = tree.tokens.shape
         sampled = self._draw(batch, tree, logits, sampling)
@@ -172,7 +172,7 @@ class Verify:
     def _draw(
         self, batch: Round, tree: EagleVerifyInput, logits: Tensor, sampling: SamplingVariant
     ) -> SampleOutput:
-        """What the target says behind each node, by the parameters of its request."""
+        """Sample the target's token after each node, with the parameters of its request."""
         nodes = tree.tokens.shape[1]
         rows = batch.rows[:, None].expand(-1, nodes).flatten()
         position = (batch.seq_len[:, None] + tree.depth + 1).flatten()

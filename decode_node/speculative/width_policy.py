@@ -1,11 +1,11 @@
-"""How many drafts in a row give the most tokens per second: by what rounds took and by what was accepted.
+"""Chooses the number of drafts per round that maximizes tokens per second, from measured times and acceptance.
 
-A round of `w` drafts emits 1 + (chance that the first is right) + (that the first two are) + ... tokens per request.
-Verifying more costs next to nothing where the device waits for memory, and pays for each where it does not; where that
-begins depends on the model, the device and the context, so rounds are timed instead of guessed: spec/speculation.md 3.9
-has a batch size at which drafts end, here they end where they are seen to cost more than they bring.
+A round of `w` drafts emits 1 + P(first is accepted) + P(first two are accepted) + ... tokens per request. Verifying
+more drafts is almost free while the device is limited by memory, and has a price once it is not. Where that starts
+depends on the model, the device and the context, so rounds are timed, and drafting stops where it is measured to cost
+more than it gains.
 
-Pure: counts and decides, knows nothing of a device.
+The policy is pure: it counts and decides, and knows nothing of a device.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SMOOTHING = 0.2  # weight of the latest round in the time of a width
-MEMORY = 100  # drafts of a place that its chance is the mean of
-KINSHIP = 2  # drafts that the place before is worth
-FORGETTING = 0.98  # of what is known of a place that a round does not try
+SMOOTHING = 0.2  # weight of the latest round in the moving average of a width's time
+MEMORY = 100  # drafts over which the acceptance of a position is averaged
+KINSHIP = 2  # weight of the previous position's acceptance, in drafts
+FORGETTING = 0.98  # decay of the weight of a position that a round does not try
 EVERY = 5  # rounds of a batch size between two decisions
 TRIALS = 3  # rounds of a width before it can be judged
-REFRESH = 50  # rounds of a batch size after which the width that was not seen for longest has one
-MARGIN = 0.02  # more tokens per second that a change must promise
-SLOTS = ((1, (1, 3, 5, 7)), (8, (0, 1, 3, 5)), (32, (0, 1, 3)))  # (smallest batch, widths that may pay)
+REFRESH = 50  # rounds of a batch size after which the least recently measured width gets a round
+MARGIN = 0.02  # required gain in tokens per second for a change
+SLOTS = ((1, (1, 3, 5, 7)), (8, (0, 1, 3, 5)), (32, (0, 1, 3)))  # (smallest batch, candidate widths)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Batches of `smallest` and more requests, up to the next slot."""
+    """Batches of at least `smallest` requests, up to the next slot."""
 
     smallest: int
     widths: tuple[int, ...]  # ascending
 
 
 def slots_up_to(steps: int) -> list[Slot]:
-    """The widths that do not exceed `steps`; the smallest batches may have all of them."""
+    """Limit the widths to `steps`. The smallest batches may use all of them."""
     slots = []
     for smallest, widths in SLOTS:
         most = steps if smallest == 1 else min(steps, widths[-1])
@@ -42,7 +42,7 @@ def slots_up_to(steps: int) -> list[Slot]:
 
 
 def batches_of(slots: Sequence[Slot], max_running: int) -> dict[int, tuple[int, int]]:
-    """Width -> the smallest and the largest batch that it may serve: what has to be captured for it."""
+    """Map each width to the smallest and largest batch that it may serve, which must be captured."""
     ends = [*(slot.smallest - 1 for slot in slots[1:]), max_running]
     found: dict[int, tuple[int, int]] = {}
     for slot, end in zip(slots, ends, strict=True):
@@ -54,18 +54,18 @@ def batches_of(slots: Sequence[Slot], max_running: int) -> dict[int, tuple[int, 
 
 
 class Acceptance:
-    """How often the draft at each place is right when all before it are; of batches of any size.
+    """Acceptance of the draft at each position, given that all previous drafts were accepted; over all batch sizes.
 
-    What is not known of a place is taken from the one before it: at first, and again when it has not been tried for a
-    while. Nothing is before the first one: what was never tried is worth trying.
+    What is unknown about a position is estimated from the previous one: initially, and again when it was not tried for
+    a while. The first position starts at 1, so untried positions are tried.
     """
 
     def __init__(self, widest: int) -> None:
         self._right = [0.0] * widest
-        self._seen = [0.0] * widest  # drafts, up to MEMORY
+        self._seen = [0.0] * widest  # weight in drafts, at most MEMORY
 
     def observe(self, width: int, accepted: Sequence[int]) -> None:
-        """`accepted` of `width` drafts, for each request of a round."""
+        """Record the number of accepted drafts, of `width`, for each request of a round."""
         for place, seen in enumerate(self._seen):
             reached = sum(count >= place for count in accepted) if place < width else 0
             if reached:
@@ -76,7 +76,7 @@ class Acceptance:
                 self._seen[place] = seen * FORGETTING
 
     def tokens(self, width: int) -> float:
-        """Expected per request of a round of `width` drafts; the one behind the last right draft counts."""
+        """Expected tokens per request of a round of `width` drafts, including the target's own token."""
         total = right = chance = 1.0
         for seen, own in zip(self._seen[:width], self._right[:width]):
             right = (seen * own + KINSHIP * right) / (seen + KINSHIP)
@@ -87,28 +87,28 @@ class Acceptance:
 
 @dataclass(slots=True)
 class _Cost:
-    """Of rounds of one width, in batches of about one size."""
+    """Measured time of rounds of one width, for batches of similar size."""
 
     rounds: int = 0
     seconds: float = 0.0
-    seen: int = 0  # number of the latest round, of any width
+    seen: int = 0  # number of the latest round, counted over all widths
 
     def observe(self, seconds: float, number: int) -> None:
         self.rounds += 1
         self.seen = number
-        seconds = max(seconds, 1e-9)  # what no clock can see
-        if self.rounds <= TRIALS:  # the first ones warm caches up
+        seconds = max(seconds, 1e-9)  # below the clock's resolution
+        if self.rounds <= TRIALS:  # the first rounds warm up caches
             self.seconds = seconds if self.rounds == 1 else min(self.seconds, seconds)
-        else:  # one that was held up by something else counts as twice as long, not as a hundred times
+        else:  # an outlier counts as at most twice the average
             self.seconds += SMOOTHING * (min(seconds, 2 * self.seconds) - self.seconds)
 
 
 class _Size:
-    """Batches of one power of two and up to the next."""
+    """Widths for batch sizes from one power of two up to the next."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.width = widths[-1]  # of the next round
-        self._best = self.width  # as far as is known
+        self._best = self.width  # best known width
         self._costs = {width: _Cost() for width in widths}
         self._rounds = 0
         self._refreshed = 0
@@ -117,7 +117,7 @@ class _Size:
         self._rounds += 1
         self._costs[width].observe(seconds, self._rounds)
         if width != self.width:
-            return  # launched before the last change
+            return  # this round was launched before the last change
         untried = [each for each, cost in self._costs.items() if cost.rounds < TRIALS]
         if untried:
             self.width = max(untried)
@@ -136,21 +136,21 @@ class _Size:
 
 
 class WidthPolicy:
-    """Chooses before every round by the size of the batch."""
+    """Chooses the width of every round by the size of its batch."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = tuple(slots)
         self._acceptance = Acceptance(max(width for slot in slots for width in slot.widths))
-        self._sizes: dict[int, _Size] = {}  # by the bits of a batch size
+        self._sizes: dict[int, _Size] = {}  # bit length of the batch size -> its statistics
 
     def choose(self, batch: int) -> int:
-        """Drafts in a row for a batch of so many requests."""
+        """Return the number of drafts for a batch of `batch` requests."""
         return self._size(batch).width
 
     def observe(self, batch: int, width: int, accepted: Sequence[int], seconds: float) -> None:
-        """A round of `batch` requests took so long, and so many drafts of each request were right.
+        """Record a round of `batch` requests: its time, and the number of accepted drafts of each request.
 
-        `accepted` may leave out requests whose drafts say nothing.
+        `accepted` may omit requests whose drafts say nothing.
         """
         self._acceptance.observe(width, accepted)
         self._size(batch).observe(width, seconds, self._acceptance)

@@ -1,1 +1,1 @@
-"""Drafters: one protocol (drafter.py), one file for each kind, one table from algorithm to drafter (table.py)."""
+"""Drafters: the protocol (drafter.py), one file per kind, and the table of algorithms (table.py)."""

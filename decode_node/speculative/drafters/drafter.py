@@ -1,8 +1,7 @@
-"""What a drafter is: it fills the trees of a round, and sees what became of them.
+"""The drafter protocol: a drafter fills the draft trees of a round and processes the outcome.
 
-In a round, in this order: `propose` (the draft graph), `fill` (the first work inside the verify graph), and after
-verify `absorb` (the draft-extend graph). A drafter has the graphs that it needs, and an empty method where it
-needs none.
+A round calls `propose` (the draft graph), `fill` (at the start of the verify graph) and, after verify, `absorb` (the
+draft-extend graph), in this order. A drafter implements only the graphs that it needs; the other methods are no-ops.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from decode_node.speculative.state import RoundState
 
 @dataclass(frozen=True, slots=True)
 class DrafterSetup:
-    """What a drafter is made from."""
+    """The parameters of a drafter."""
 
-    runner: object  # what LoadedDraft.runner gave; None: the algorithm has no draft model
+    runner: object  # from LoadedDraft.runner; None if the algorithm has no draft model
     config: DraftConfig | None
     rounds: Rounds
-    steps: int  # drafts in a row
-    topk: int  # branches of a tree; 1: a chain
-    nodes: int  # of a tree, the root included
+    steps: int  # length of a draft chain
+    topk: int  # branching factor of a tree; 1 for a chain
+    nodes: int  # of a tree, including the root
 
 
 class Drafter(Protocol):
-    """Proposes the same number of nodes for every request of every round, the root included."""
+    """Proposes the same number of nodes, including the root, for every request of every round."""
 
     @property
     def state(self) -> RoundState:
-        """Made by the drafter, since it knows how large its trees are; verify and tests look into it."""
+        """Device state of the round. The drafter allocates it, because it knows the size of its trees."""
         ...
 
     @property
@@ -43,12 +42,12 @@ class Drafter(Protocol):
 
     @property
     def reach(self) -> int:
-        """KV slots behind a request's length that a round writes, at least `nodes`."""
+        """KV slots past a request's length that a round writes; at least `nodes`."""
         ...
 
     @property
     def hidden_mode(self) -> CaptureHiddenMode:
-        """What it reads of the target's verify forward."""
+        """The hidden states that it reads from the target's verify forward."""
         ...
 
     @property
@@ -58,17 +57,17 @@ class Drafter(Protocol):
 
     @property
     def slots(self) -> Sequence[Slot[RoundCall]]:
-        """What `fill` reads of the host."""
+        """The host inputs that `fill` reads."""
         ...
 
     def propose(self, call: RoundCall) -> None:
-        """Write the trees to `state`, roots excepted: verify reads them from the relay."""
+        """Write the draft trees to `state`, except the roots, which verify reads from the relay."""
         ...
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
-        """The same inside the verify graph, for what is known without a draft forward."""
+        """Write, inside the verify graph, the drafts that need no draft forward."""
         ...
 
     def absorb(self, call: RoundCall) -> None:
-        """After the round: prepare the relay rows that the next one starts from."""
+        """Prepare the relay rows for the next round, after verify."""
         ...

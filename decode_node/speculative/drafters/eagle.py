@@ -1,7 +1,7 @@
-"""Drafts by an EAGLE head: what grows from the head's own hidden states, and the window that it reads after verify.
+"""Drafts by an EAGLE head: a draft phase that starts from the head's hidden states, and an extend phase after verify.
 
-State between rounds lives in the relay rows: the first level of drafts (already proposed by the extend that ended the
-round before, or by the prefill node) and the hidden state that the second one starts from.
+State between rounds is kept in the relay rows: the first level of drafts (proposed by the extend phase of the previous
+round, or by the prefill node) and the hidden state from which the second level starts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from decode_node.speculative.state import RoundState
 
 
 class Growth(Protocol):
-    """The shape of what a head drafts, and the steps that it takes: all of them in one graph."""
+    """The shape of a head's drafts and the steps that compute them, all in one graph."""
 
     @property
     def steps(self) -> int:
-        """Drafts on a path, at most."""
+        """Maximum number of drafts on a path."""
         ...
 
     @property
@@ -37,16 +37,16 @@ class Growth(Protocol):
     def reach(self) -> int: ...
     @property
     def mode(self) -> ForwardMode:
-        """Of its forwards."""
+        """The mode of its forwards."""
         ...
 
     def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
-        """Fill all of `tree` [R, N] but its roots."""
+        """Fill all of `tree` [R, N] except its roots."""
         ...
 
 
 class ChainGrowth:
-    """`steps` drafts in a row; none for 0. Depth and mask of `tree` are those of a chain from the start."""
+    """A chain of `steps` drafts, possibly 0. Depth and mask of `tree` are initialized to a chain and never change."""
 
     mode = ForwardMode.DECODE
 
@@ -56,7 +56,7 @@ class ChainGrowth:
         self.nodes = self.reach = steps + 1
 
     def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
-        """Step i reads draft i at position seq_len + i - 1; the first draft needs no step."""
+        """Step i reads draft i at position seq_len + i - 1. The first draft needs no step."""
         if not self.steps:
             return
         state, drafts = start, [start.ids[:, 0]]
@@ -68,10 +68,11 @@ class ChainGrowth:
 
 
 class EagleDrafter:
-    """Draft and draft-extend by one head.
+    """The draft and draft-extend phases of one EAGLE head.
 
     Args:
-        target_hidden: values per token that the head reads of the target (EagleDraftExtendInput.hidden_size_for).
+        target_hidden: hidden values per token that the head reads from the target
+            (EagleDraftExtendInput.hidden_size_for).
     """
 
     hidden_mode = CaptureHiddenMode.FULL
@@ -115,7 +116,7 @@ class EagleDrafter:
         return Nothing()
 
     def _run_extend(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
-        """The round's rows again, now with the target's hidden states and the tokens it drew."""
+        """Run the head over the tokens of the round, with the target's hidden states and the tokens that it drew."""
         walk, chain = self.state.walk.first(batch.count), self._chains.first(batch.count)
         window = walk.ids.shape[1]
         before = replace(batch, seq_len=walk.start)
@@ -126,7 +127,7 @@ class EagleDrafter:
 
 
 def make_drafter(setup: DrafterSetup) -> EagleDrafter:
-    """`steps` drafts in a row, or a tree of `nodes`."""
+    """Build a drafter of chains of `steps` drafts, or of trees of `nodes`."""
     draft = setup.runner
     assert isinstance(draft, DraftRunner)
     assert setup.config is not None

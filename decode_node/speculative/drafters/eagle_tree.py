@@ -1,7 +1,6 @@
-"""Drafts by an EAGLE head as a tree: at every level the k likeliest paths grow, and the likeliest nodes are kept.
+"""Drafts by an EAGLE head as a tree: at every level the k most likely paths grow, and the most likely nodes are kept.
 
-Flat candidate indices, as in spec/algorithms.md 6.4: level 0 has k candidates, every later one k * k. Source: EAGLE-2,
-arXiv 2406.16858.
+Candidates are indexed flat: level 0 has k candidates, every later level k * k. Source: EAGLE-2, arXiv 2406.16858.
 """
 
 from __future__ import annotations
@@ -18,26 +17,27 @@ from decode_node.speculative.tree import select_nodes, tree
 
 
 class TreeGrowth:
-    """Trees of `nodes`, the root included, at most `steps` drafts deep."""
+    """Trees of `nodes`, including the root, at most `steps` drafts deep."""
 
     mode = ForwardMode.VERIFY
 
     def __init__(self, runner: DraftRunner, steps: int, topk: int, nodes: int) -> None:
         self._runner = runner
         self._topk = topk
-        self.steps = min(steps, nodes - 1)  # a node is kept with its ancestors: deeper levels have no room
+        self.steps = min(steps, nodes - 1)  # nodes are kept with their ancestors, so deeper levels never fit
         self.nodes = nodes
         self.reach = max(nodes, (self.steps - 1) * topk)
 
     def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
-        """The k new rows of a level see the prefix and their ancestors among the levels before, side by side."""
+        """Grow the tree. The k rows of a level attend to the prefix and to their own ancestors in earlier levels."""
         count, k, width = batch.count, self._topk, start.hidden.shape[1]
         scores, tokens = [start.probs], [start.ids]
         parents = [(batch.index[: k + 1] - 1).expand(count, -1)]
-        ids, score, hidden = start.ids, start.probs, start.hidden[:, None].expand(-1, k, -1)  # of the k paths
+        # of the k paths
+        ids, score, hidden = start.ids, start.probs, start.hidden[:, None].expand(-1, k, -1)
         index, rows = batch.index[:k], batch.index[: count * k]
         own = (index[:, None] == index).expand(count, -1, -1)
-        above = own[:, :, :0]  # [R, k, slots so far]: what the end of each path sees
+        above = own[:, :, :0]  # [R, k, slots so far]: the slots that the end of each path attends to
         for level in range(1, self.steps):
             above = torch.cat((above, own), 2)
             depth = (batch.index[level - 1 : level]).expand(k)

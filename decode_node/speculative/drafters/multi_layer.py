@@ -1,8 +1,8 @@
-"""Drafts by multi-token prediction: a module for each step, and no forward before verify.
+"""Drafts by multi-token prediction: one module per step, and no forward before verify.
 
-The proposal of a round is packed in the relay row: every module made its draft when it saw the outcome of the round
-before. Rows of module k end where the target's do and begin k rows earlier, where the drafts that its KV was computed
-with are known by now: see `common/engine/models/mtp.py`. All modules run in one graph.
+The proposal of a round is stored in the relay row: each module drafted it when it processed the previous round. Rows of
+module k end where the target's rows end and begin k rows earlier, because the drafts with which their KV was computed
+have been replaced by known tokens: see `common/engine/models/mtp.py`. All modules run in one graph.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from decode_node.speculative.state import RoundState
 
 
 class MultiLayerDrafter:
-    """Chains of as many drafts as there are modules.
+    """Proposes chains of as many drafts as there are modules.
 
     Args:
-        target_hidden: values per token that the first module reads (EagleDraftExtendInput.hidden_size_for).
+        target_hidden: hidden values per token that the first module reads (EagleDraftExtendInput.hidden_size_for).
     """
 
     hidden_mode = CaptureHiddenMode.FULL
@@ -67,12 +67,12 @@ class MultiLayerDrafter:
         self._extend(call)
 
     def _run_extend(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
-        """All modules, each with the drafts of those before it behind the round's last token."""
+        """Run all modules. Each reads the drafts of the previous modules after the round's last token."""
         walk = self.state.walk.first(batch.count)
         rows = batch.rows.contiguous()
         kept = self._kept.index_select(0, rows)
         emitted = walk.accepted + 1
-        # tokens[:, i] stands at position walk.start + 1 + i; behind those emitted come the drafts for the next round
+        # tokens[:, i] is at position walk.start + 1 + i; the drafts of the next round follow the emitted tokens.
         tokens = F.pad(walk.ids, (0, self._steps))
         hidden, probs, ids = walk.hidden, list[Tensor](), list[Tensor]()
         for step, module in enumerate(self._modules):
@@ -95,22 +95,22 @@ class MultiLayerDrafter:
 class Window:
     """Rows of module `step`: positions start - step .. start + nodes - 1 of each request.
 
-    A request shorter than `step` begins at position 0 and has that many rows more at its end: what they give is not
-    read, and the KV that they write is overwritten before it is.
+    A request shorter than `step` starts at position 0 and has that many more rows at its end. Their results are not
+    read, and the KV that they write is overwritten before it is read.
     """
 
     def __init__(self, batch: Round, start: Tensor, step: int, nodes: int) -> None:
         self.width = nodes + step
-        self.missing = (step - start).clamp(min=0)  # [R] positions before the text
-        self.starts = batch.index[: batch.count] * self.width  # [R] first rows
+        self.missing = (step - start).clamp(min=0)  # [R] positions before the start of the text
+        self.starts = batch.index[: batch.count] * self.width  # [R] first row of each request
         self._around = replace(batch, seq_len=start - step + self.missing)
 
     def row(self, count: Tensor) -> Tensor:
-        """[R], among all rows: the last one of so many that would stand here if none were missing."""
+        """[R] index, among all rows, of each request's last row if it has `count` rows including the missing ones."""
         return self.starts + count - self.missing - 1
 
     def batch(self, tokens: Tensor, chains: EagleVerifyInput) -> ForwardBatch:
-        """tokens [R, nodes + steps]: the first stands behind the round's first row, `chains` are at least as wide."""
+        """Build the forward. tokens [R, nodes + steps] start after the round's first row; `chains` must be as wide."""
         around, width = self._around, self.width
         places = self.missing[:, None] + around.index[:width]
         ids = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1))
@@ -119,10 +119,10 @@ class Window:
 
 
 def _opened(kept: Tensor, hidden: Tensor, long_enough: Tensor) -> Tensor:
-    """[R, W + 1, H]: a row more at the front, or at the end where the text has no position for it."""
-    before = torch.cat((kept[:, None], hidden), dim=1)
-    behind = torch.cat((hidden, kept[:, None]), dim=1)
-    return torch.where(long_enough[:, None, None], before, behind)
+    """[R, W + 1, H]: adds a row at the front, or at the end if the text has no position for it."""
+    in_front = torch.cat((kept[:, None], hidden), dim=1)
+    at_end = torch.cat((hidden, kept[:, None]), dim=1)
+    return torch.where(long_enough[:, None, None], in_front, at_end)
 
 
 def make_drafter(setup: DrafterSetup) -> MultiLayerDrafter:

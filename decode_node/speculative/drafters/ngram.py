@@ -1,4 +1,4 @@
-"""Drafts that the host found in texts (ngram_texts.py), on their way into the trees of a round."""
+"""Copies the drafts that the host found in texts (ngram_texts.py) into the trees of a round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decode_node.speculative.state import RoundState
 
 
 class NgramDrafter:
-    """A chain of `steps` drafts per request, which the plan brings."""
+    """Proposes a chain of `steps` drafts per request; the drafts are part of the plan."""
 
     hidden_mode = CaptureHiddenMode.NULL
     phases: Sequence[RoundPhase[None]] = ()
@@ -24,18 +24,18 @@ class NgramDrafter:
         self.nodes = self.reach = steps + 1
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
         self.slots: Sequence[Slot[RoundCall]] = (
-            # padding is embedded too: any token of the vocabulary will do
+            # Padding is embedded too, so it must be some token of the vocabulary.
             Slot("drafts", Axis.REQUEST, (steps,), torch.int64, lambda call: call.drafts, poison=Fill(1)),
         )
 
     def propose(self, call: RoundCall) -> None:
-        """No-op: the plan has brought the drafts."""
+        """No-op: the drafts are part of the plan."""
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
         self.state.tree.first(batch.count).tokens[:, 1:] = inputs["drafts"]
 
     def absorb(self, call: RoundCall) -> None:
-        """No-op: it keeps nothing on the device."""
+        """No-op: an n-gram drafter has no device state."""
 
 
 def make_drafter(setup: DrafterSetup) -> NgramDrafter:

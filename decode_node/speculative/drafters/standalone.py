@@ -1,4 +1,4 @@
-"""Drafts by a small language model of its own: a greedy chain. It reads nothing of the target, and keeps only KV."""
+"""Drafts by a separate small language model: a greedy chain. It reads nothing from the target and keeps only KV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from decode_node.speculative.state import RoundState
 
 
 class StandaloneDrafter:
-    """Chains of `steps` drafts. The last draft is read too, for its KV: all drafts may be accepted."""
+    """Proposes chains of `steps` drafts. It also reads the last draft, for its KV, as all drafts may be accepted."""
 
     hidden_mode = CaptureHiddenMode.NULL
     slots: Sequence[Slot[RoundCall]] = ()
@@ -37,7 +37,7 @@ class StandaloneDrafter:
         """No-op: `propose` has already filled the tree."""
 
     def absorb(self, call: RoundCall) -> None:
-        """KV of accepted drafts is in place; what was refused is overwritten."""
+        """No-op: the KV of accepted drafts is in place, and that of rejected ones is overwritten."""
 
     def _run_draft(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
         *drafting, last = batch.singles(self.nodes)

@@ -1,4 +1,4 @@
-"""The drafter of each speculative algorithm. Plain decoding has none, and no row."""
+"""The drafter of each speculative algorithm. Plain decoding has none and is not listed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRAFTERS = {
     "standalone": "decode_node.speculative.drafters.standalone:make_drafter",
 }
 
-# speculation.algorithm -> "module:function" from the rows of the batch to TextDrafts, where texts propose drafts
+# speculation.algorithm -> "module:function" from the number of batch rows to TextDrafts, for drafts found in texts
 TEXT_DRAFTS = {"ngram": "decode_node.speculative.ngram_texts:make_text_drafts"}
 
 
@@ -25,7 +25,7 @@ def make_drafter(algorithm: str, setup: DrafterSetup) -> Drafter:
 
 
 def make_text_drafts(algorithm: str, max_running: int) -> TextDrafts:
-    """What the scheduler proposes; nothing for an algorithm whose drafts are made on the device."""
+    """The host-side drafts of an algorithm; NoTextDrafts if its drafts are computed on the device."""
     if algorithm not in TEXT_DRAFTS:
         return NoTextDrafts()
     drafts: TextDrafts = named(TEXT_DRAFTS[algorithm])(max_running)
