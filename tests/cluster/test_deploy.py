@@ -130,7 +130,7 @@ def test_up_detached_status_down(cluster_file: Path) -> None:
         assert segments_of(pids)
         second = deploy("up", str(cluster_file))
         assert second.returncode == 1
-        assert "runs already" in second.stderr
+        assert "already running" in second.stderr
     finally:
         down = deploy("down", str(cluster_file))
     assert down.returncode == 0

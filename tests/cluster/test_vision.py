@@ -188,7 +188,7 @@ async def test_bad_pictures_are_400s_that_name_their_part(
         lying = await refused(client, picture.replace("image/png", "image/jpeg"))
         assert "is image/png" in lying["message"]
         remote = await refused(client, "http://169.254.169.254/latest/meta-data")
-        assert "not fetched here" in remote["message"]
+        assert "does not fetch images" in remote["message"]
         many = await refused(client, picture, picture, picture)
         assert "at most 2" in many["message"]
         spelled = await refused(client, picture, text="What is <image>?")

@@ -17,7 +17,7 @@ from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import CONFIG
 
-EVENT = "the first draft of a round is hardly ever accepted"
+EVENT = "the first draft of a round is almost never accepted"
 
 
 def counted(rounds: int, accepted: int) -> AcceptCounters:

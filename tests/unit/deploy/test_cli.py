@@ -228,7 +228,7 @@ def test_status_while_no_request_can_be_served(directory: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("nodes", "decode", "shown"),
     [
-        (NODES, CRASHED, "down, starts again in"),
+        (NODES, CRASHED, "down, restarts in"),
         (NODES, ProcessRecord(pid=1, started=1, state="up"), "dead"),
         (NODES[:1], ProcessRecord(**ALIVE, state="starting", restarts=1), "starting"),
         (NODES[:1], ProcessRecord(**ALIVE, state="up"), "not registered"),
@@ -305,7 +305,7 @@ def test_status_of_a_cluster_from_the_launch_scripts(
     assert result.stdout.startswith(f"{shown}started by the launch scripts")
     assert "8 / 9" in next(line for line in result.stdout.splitlines() if "prefill-0" in line)
     assert down.exit_code == 1
-    assert "from the launch scripts" in flat(down)
+    assert "by the launch scripts" in flat(down)
     assert "first the router, then prefill-0 (pid 7 on [there])" in flat(down)
 
 

@@ -107,7 +107,7 @@ async def test_a_download_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     (directory / SINGLE).unlink()
     said = await ask(tmp_path, hub.url)
     assert "REFUSED" in said
-    assert "or not all of it" in said
+    assert "missing or incomplete" in said
 
 
 async def test_sharded_weights_are_fetched_by_their_index(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ async def test_without_a_network_the_remedy_is_said(
     async with running(HubServer(NAME, {})) as hub:
         pass  # its port is closed again
     said = await ask(tmp_path, hub.url, **environment)
-    assert f"REFUSED {NAME} is not in the cache ({tmp_path}/hub)" in said
+    assert f"REFUSED {NAME} is missing or incomplete in the cache ({tmp_path}/hub)" in said
     assert reason in said
     assert f"hf download {NAME} --local-dir DIR" in said
     assert "Traceback" not in said

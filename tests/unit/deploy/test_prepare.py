@@ -80,7 +80,7 @@ def test_a_draft_directory_is_taken(place: Path) -> None:
 
 @pytest.mark.parametrize("draft", ["none", "mine/config.json"])
 def test_a_draft_that_is_none_is_refused(place: Path, draft: str) -> None:
-    with pytest.raises(ConfigError, match="^--draft: .*give the directory of a draft model"):
+    with pytest.raises(ConfigError, match="^--draft: .*use the directory of a draft model"):
         run("mine", draft=draft)
 
 
@@ -91,7 +91,7 @@ def test_options_of_models_are_refused_for_files(place: Path) -> None:
         run("c.yaml", draft="head")
     with pytest.raises(ConfigError, match=r"--revision .*set model\.path"):
         run("c.yaml", revision="main")
-    with pytest.raises(ConfigError, match="--revision goes with ORG/NAME"):
+    with pytest.raises(ConfigError, match="--revision applies only to ORG/NAME"):
         run("mine", revision="main")
 
 

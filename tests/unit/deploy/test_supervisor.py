@@ -159,7 +159,7 @@ def test_a_run_directory_that_becomes_read_only(make: Callable[..., Watching], s
         finally:
             subprocess.run(["umount", "-l", str(small_disk.path)], check=True)
         until(lambda: cluster.record("node").restarts == 1)
-        assert cluster.heard("no longer so: ")
+        assert cluster.heard("resolved: ")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
@@ -184,7 +184,7 @@ def test_a_table_that_cannot_be_written(
         assert cluster.record("node").restarts == 0
         broken.clear()
         until(lambda: cluster.record("node").restarts == 1)
-        until(lambda: cluster.heard("no longer so: "))
+        until(lambda: cluster.heard("resolved: "))
 
 
 def test_a_table_that_was_tidied_away_is_written_again(make: Callable[..., Watching]) -> None:

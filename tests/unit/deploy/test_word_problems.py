@@ -73,7 +73,7 @@ def test_both_wordings_of_every_template_occur() -> None:
 
 
 def test_inexact_division_is_a_template_error() -> None:
-    with pytest.raises(ValueError, match="leaves a rest"):
+    with pytest.raises(ValueError, match="has a remainder"):
         apply(7, "/", 2)
 
 

@@ -78,7 +78,7 @@ async def test_the_real_process_applies_every_rule() -> None:
     assert not real._child.ended
     await real.close()
     none = FetchProcess([], 1_000, PATIENCE)
-    with pytest.raises(InvalidRequest, match="images are not fetched here"):
+    with pytest.raises(InvalidRequest, match="this router does not fetch images"):
         await none.fetch("https://localhost/a.png")
     assert none._child is None
     await none.close()

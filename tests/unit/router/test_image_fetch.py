@@ -78,15 +78,15 @@ async def test_a_name_with_one_private_address_is_refused_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("https://other.example/a.png", "listed hosts"),
+        ("https://other.example/a.png", "configured hosts"),
         ("http://images.example/a.png", "by https"),
         ("https://images.example:8443/a.png", "by https"),
         ("https://user@images.example/a.png", "by https"),
-        ("https://images.example.evil.example/a.png", "listed hosts"),
+        ("https://images.example.evil.example/a.png", "configured hosts"),
         ("file:///etc/passwd", "by https"),
         ("ftp://images.example/a.png", "by https"),
-        ("https://[::1", "not a URL"),
-        ("https://10.0.0.1/a.png", "from names"),
+        ("https://[::1", "URL of the image is not valid"),
+        ("https://10.0.0.1/a.png", "by host name"),
         ("/a.png", "by https"),
         (f"https://images.example/{'a' * 9_000}", "more than 8192 characters"),
     ],
@@ -98,7 +98,7 @@ async def test_addresses_that_are_not_asked(address: str, said: str) -> None:
 
 
 async def test_nothing_is_fetched_by_default() -> None:
-    with pytest.raises(InvalidRequest, match="images are not fetched here; send the image itself"):
+    with pytest.raises(InvalidRequest, match="this router does not fetch images; send the image as"):
         await ImageFetcher([], 1000, 1.0).fetch("https://images.example/a.png")
 
 

@@ -81,7 +81,7 @@ async def test_every_kind_is_taken_in_order(loader: ImageLoader) -> None:
 BAD = {
     "not base64": ("data:image/png;base64,@@@@", "not valid base64"),
     "no base64": ("data:image/png,abc", "looks like data:image/png;base64"),
-    "another type": (url(file(), "image/svg+xml"), "are not taken"),
+    "another type": (url(file(), "image/svg+xml"), "are not supported"),
     "lying": (url(file("JPEG")), "declared as image/png and is image/jpeg"),
     "no image": (url(b"GIF89a nonsense"), "cannot be read"),
     "text": (url(b"<svg/>"), "cannot be read"),
@@ -210,7 +210,7 @@ async def test_a_model_of_text_alone_takes_no_images() -> None:
 
 async def test_parts_of_other_types_are_refused(loader: ImageLoader) -> None:
     for part in (ContentPart("input_audio"), ContentPart("image_url"), ContentPart("text")):
-        with pytest.raises(InvalidRequest, match="taken are text and image_url") as error:
+        with pytest.raises(InvalidRequest, match="send text parts with `text` and image_url") as error:
             await loader.load([Message("user", [part])])
         assert error.value.param == "messages[0].content[0]"
 
@@ -238,7 +238,7 @@ async def test_how_long_an_image_waits_for_others_is_bounded(monkeypatch: pytest
     monkeypatch.setattr(image_inspector, "TURN_SECONDS", 0.01)
     inspector = ImageInspector(max_pixels=1_000)
     async with inspector._turn:
-        with pytest.raises(Overloaded, match="keep the decoder busy"):
+        with pytest.raises(Overloaded, match="the image decoder is busy"):
             await inspector.check(file(), None)
     await inspector.check(file(), None)
     await inspector.close()
