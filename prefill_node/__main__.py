@@ -1,4 +1,4 @@
-"""`python -m prefill_node --cluster FILE --name NAME`: one prefill process."""
+"""Entry point of a prefill process: `python -m prefill_node --cluster FILE --name NAME`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _import_build() -> Build:
 def main(
     cluster: ClusterOption, name: NameOption, set_: SetOption = None, status_fd: StatusOption = None
 ) -> None:
-    """Run a prefill node until it is told to drain (SIGTERM)."""
+    """Run a prefill node until SIGTERM asks it to drain."""
     run_node(_import_build, cluster, name, set_, status_fd)
 
 

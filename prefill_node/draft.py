@@ -1,4 +1,4 @@
-"""The draft's share of a prefill step: its KV for the prompt, and the state in which the decode node takes over."""
+"""The draft's part of a prefill step: its KV for the prompt, and the draft state that the decode node receives."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from prefill_node.vision import MergedEmbeds
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """What the draft's share of a prefill step is made from."""
+    """The parameters of the draft's part of a prefill step."""
 
-    runner: object  # what LoadedDraft.runner gave; None: the algorithm has no draft model
+    runner: object  # from LoadedDraft.runner; None if the algorithm has no draft model
     config: DraftConfig | None
     plan: DraftPrefillPlan
 
 
 class PrefillDraft(Protocol):
-    """What a prefill step does beside the target."""
+    """What a prefill step runs in addition to the target."""
 
     @property
     def hidden_mode(self) -> CaptureHiddenMode:
-        """What it reads of the target."""
+        """The hidden states that it reads from the target."""
         ...
 
     @property
     def rewrites(self) -> int:
-        """How many rows before a chunk its next forward may write again; never rows of the prefix cache."""
+        """Number of rows before a chunk that its next forward may write again; never rows of the prefix cache."""
         ...
 
     def extend(
@@ -52,7 +52,10 @@ class PrefillDraft(Protocol):
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
     ) -> EagleDraftInput | None:
-        """One row of state per final chunk, as `sampled` has. `embeds`: what the target read where images stand."""
+        """Return one row of state per final chunk, as `sampled` has.
+
+        `embeds`: the target's input if there are images.
+        """
         ...
 
     def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
@@ -69,7 +72,7 @@ class BuiltDraft:
 
 
 class NoDraft:
-    """Decode nodes need nothing but the target's KV."""
+    """No draft model: decode nodes need only the target's KV."""
 
     hidden_mode = CaptureHiddenMode.NULL
     rewrites = 0
@@ -85,17 +88,17 @@ class NoDraft:
         return None
 
     def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
-        """There is no draft."""
+        """No-op: there is no draft model."""
 
 
 class EaglePrefill:
-    """Row t reads the token behind t: the next one of the prompt, also across chunks, or the one just drawn."""
+    """An EAGLE head. Row t reads the token after t: the prompt's next token, also across chunks, or the drawn token."""
 
     hidden_mode = CaptureHiddenMode.FULL
     rewrites = 0
 
     def __init__(self, forward: Callable[[ForwardBatch, Tensor, Tensor | None], EagleDraftInput]) -> None:
-        """`forward`: a DraftPrefill, by graphs where they fit."""
+        """`forward`: a DraftPrefill, which uses graphs where they fit."""
         self._forward = forward
 
     def extend(
@@ -121,13 +124,13 @@ class EaglePrefill:
 
 
 class ModelPrefill:
-    """A draft that is a language model of its own reads the same tokens at the same positions."""
+    """A draft that is a separate language model: it reads the same tokens at the same positions as the target."""
 
     hidden_mode = CaptureHiddenMode.NULL
     rewrites = 0
 
     def __init__(self, forward: Callable[[ForwardBatch], ForwardOutput]) -> None:
-        """`forward`: a PrefillExtend, by graphs where they fit."""
+        """`forward`: a PrefillExtend, which uses graphs where they fit."""
         self._forward = forward
 
     def extend(
@@ -138,15 +141,13 @@ class ModelPrefill:
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
     ) -> EagleDraftInput | None:
-        if embeds is not None:  # refused at start-up, too: serving_draft.py
-            raise ValueError(
-                "this draft model reads token ids alone and cannot take the embeddings of images"
-            )
+        if embeds is not None:  # also refused at start-up: serving_draft.py
+            raise ValueError("this draft model reads only token ids and cannot use image embeddings")
         self._forward(replace(batch, logits_rows=batch.logits_rows[:0]))
         return None
 
     def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
-        """Its kernels are the target's."""
+        """No-op: it uses the target's kernels."""
 
 
 def no_draft(setup: DraftSetup) -> BuiltDraft:
@@ -154,7 +155,7 @@ def no_draft(setup: DraftSetup) -> BuiltDraft:
 
 
 def head_draft(setup: DraftSetup) -> BuiltDraft:
-    """An EAGLE head."""
+    """Build the draft's part for an EAGLE head."""
     assert isinstance(setup.runner, DraftRunner)
     assert setup.config is not None
     graphs = draft_head_graphs(setup.runner, setup.config, setup.plan)
@@ -162,7 +163,7 @@ def head_draft(setup: DraftSetup) -> BuiltDraft:
 
 
 def model_draft(setup: DraftSetup) -> BuiltDraft:
-    """A language model of its own."""
+    """Build the draft's part for a separate language model."""
     assert isinstance(setup.runner, ModelRunner)
     graphs = draft_model_graphs(setup.runner, setup.plan)
     return BuiltDraft(ModelPrefill(graphs.forward), [graphs])
@@ -171,4 +172,4 @@ def model_draft(setup: DraftSetup) -> BuiltDraft:
 def _next_tokens(chunk: Chunk) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     end = chunk.start + chunk.length
     following = chunk.request.keys[chunk.start + 1 : end + 1]
-    return np.append(following, 0) if chunk.final else following  # 0: in the drawn token's place
+    return np.append(following, 0) if chunk.final else following  # 0 is replaced by the drawn token

@@ -1,7 +1,7 @@
-"""Images on their way into prompts: bytes from the router, decoded by threads beside the main loop, then claimed.
+"""Images of prompts: bytes from the router are decoded by threads next to the main loop, then claimed by prompts.
 
-An image and the prompt that it belongs to come on different sockets, in either order. Several prompts may show the same
-image: it is decoded once, and not at all where its rows are cached.
+An image and its prompt arrive on different sockets, in either order. Several prompts may contain the same image: it is
+decoded once, and not at all if its rows are cached.
 """
 
 from __future__ import annotations
@@ -24,56 +24,59 @@ from common.messages.generation import ImageSpan
 from common.messages.image_inbox import ImageData, codec, salted_digest
 from common.observability.logs import Log
 
-MAX_WAITING = 512  # images of prompts that wait; their pixels are in host memory
-MAX_WAITING_TOKENS = 1 << 19  # of those; a token is some kilobytes of pixels
-UNCLAIMED = 256  # images kept though no prompt here waits for them; the oldest give way
+MAX_WAITING = 512  # images of waiting prompts; their pixels are in host memory
+MAX_WAITING_TOKENS = 1 << 19  # of those images; one token takes some kilobytes of pixels
+UNCLAIMED = 256  # images kept although no prompt waits for them; the oldest are evicted
 UNCLAIMED_BYTES = 1 << 30  # of their pixels
-AT_ONCE = 4  # images taken in by one turn of the loop, which copies them: some milliseconds each
-DECODERS = 2  # threads; Pillow lets go of the interpreter while it decodes
-ARRIVAL_SECONDS = 30.0  # from the prompt to the bytes of its last image; then it is placed again
+AT_ONCE = 4  # images received in one turn of the loop, each of which takes some milliseconds to copy
+DECODERS = 2  # threads; Pillow releases the GIL while it decodes
+ARRIVAL_SECONDS = 30.0  # from the prompt to its last image; after that the prompt fails and is placed again
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PromptImage:
-    """One image of one prompt; ready once it has pixels or rows."""
+    """One image of one prompt. It is ready once it has pixels or rows."""
 
     span: ImageSpan
     pixels: Pixels | None = None
     rows: Tensor | None = None  # [span.length, H], on the device
-    over: bool = False  # all of it has been read: a prompt that goes on does not keep it
+    over: bool = False  # the prompt has read all of it, so its data is dropped
 
     @property
     def ready(self) -> bool:
         return self.over or self.pixels is not None or self.rows is not None
 
     def let_go(self, position: int) -> None:
-        """The prompt is read up to `position`. What others share of the rows stays in the cache."""
+        """Drop the data once the prompt has been read past it. Shared rows stay in the cache."""
         if self.span.offset + self.span.length <= position:
             self.over, self.rows, self.pixels = True, None, None
 
     def fits(self, rows: int, columns: int) -> None:
-        """Raises InvalidRequest where the prompt has another room for the image, which is so large."""
+        """Raise InvalidRequest if an image of `rows` x `columns` tokens does not match its span in the prompt."""
         if (rows, columns) != (self.span.rows, self.span.columns):
             raise InvalidRequest(
-                f"an image has {rows} x {columns} tokens, its prompt has room for {self.span.rows} x "
+                f"an image has {rows} x {columns} tokens, but its span in the prompt has {self.span.rows} x "
                 f"{self.span.columns}",
                 param="messages",
             )
 
     def fitting(self, rows: Tensor | None) -> Tensor | None:
-        """What a cache holds of it [rows, columns, H], as `rows`. Raises InvalidRequest."""
+        """Flatten cached rows [rows, columns, H] to [tokens, H]; None stays None.
+
+        Raises InvalidRequest if they do not fit.
+        """
         if rows is None:
             return None
         self.fits(*rows.shape[:2])
         return rows.flatten(0, 1)
 
     def overlap(self, start: int, end: int) -> tuple[int, int]:
-        """The part of prompt positions start .. end that it fills, as positions; empty unless the first is less."""
+        """The part of prompt positions start .. end that the image fills; empty unless the first value is smaller."""
         return max(start, self.span.offset), min(end, self.span.offset + self.span.length)
 
 
 class RowCache:
-    """Rows of images by content, least recently used first out. Prompts keep those that they use alive."""
+    """Rows of images by content digest, with LRU eviction. Prompts keep the rows that they use alive."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -100,41 +103,44 @@ class RowCache:
 
 
 class Images(Protocol):
-    """What the node asks of either kind."""
+    """Access to images; the implementations are ImageIntake and NoImages."""
 
     @property
     def busy(self) -> bool:
-        """Whether something ends soon that no socket announces."""
+        """Whether decoding is in progress, whose end no socket announces."""
         ...
 
     @property
     def refused_messages(self) -> int:
-        """From the router, since the start."""
+        """Invalid messages from the router since the start."""
         ...
 
     def watch(self, poller: zmq.Poller) -> None: ...
 
     def expect(self, spans: Sequence[ImageSpan], waiting: Sequence[ImageSpan]) -> tuple[PromptImage, ...]:
-        """The images of a new prompt, beside those that wait. Raises InvalidRequest or Overloaded."""
+        """Create the images of a new prompt; `waiting` are those of waiting prompts.
+
+        Raises InvalidRequest or Overloaded.
+        """
         ...
 
     def receive(self) -> None:
-        """Take in what has arrived."""
+        """Receive the images that have arrived and start to decode them."""
         ...
 
     def claim(self, images: Iterable[PromptImage]) -> None:
-        """Give images what is ready for them. Raises RequestError for one that cannot be decoded."""
+        """Give images the pixels or rows that are ready. Raises RequestError for an image that cannot be decoded."""
         ...
 
     def arrived(self, images: Iterable[PromptImage]) -> bool:
-        """Whether nothing more has to come from the router for them; some may wait for a decoder."""
+        """Whether the router has delivered all of them; some may not be decoded yet."""
         ...
 
     def close(self) -> None: ...
 
 
 class NoImages:
-    """Of a model that reads text alone."""
+    """The images of a text-only model: there are none."""
 
     busy = False
     refused_messages = 0
@@ -144,7 +150,7 @@ class NoImages:
 
     def expect(self, spans: Sequence[ImageSpan], waiting: Sequence[ImageSpan]) -> tuple[PromptImage, ...]:
         if spans:
-            raise InvalidRequest("this model takes no images", param="messages")
+            raise InvalidRequest("this model does not accept images", param="messages")
         return ()
 
     def receive(self) -> None:
@@ -161,7 +167,7 @@ class NoImages:
 
 
 class ImageIntake:
-    """Used by the main loop alone; its threads run `read`."""
+    """Receives and decodes images. Only the main loop uses it; its threads run `read`."""
 
     def __init__(
         self,
@@ -177,7 +183,7 @@ class ImageIntake:
         self._log = log
         self._threads = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
         self._pixels: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
-        self._expected: WeakSet[PromptImage] = WeakSet()  # of every prompt that is still here
+        self._expected: WeakSet[PromptImage] = WeakSet()  # images of all prompts that are still alive
         self.refused_messages = 0
 
     @property
@@ -190,7 +196,7 @@ class ImageIntake:
     def expect(self, spans: Sequence[ImageSpan], waiting: Sequence[ImageSpan]) -> tuple[PromptImage, ...]:
         tokens = sum(span.length for span in (*spans, *waiting))
         if spans and waiting and (len(waiting) + len(spans) > MAX_WAITING or tokens > MAX_WAITING_TOKENS):
-            raise Overloaded(f"{len(waiting)} images wait on this prefill node already; try again later")
+            raise Overloaded(f"{len(waiting)} images already wait on this prefill node; try again later")
         images = tuple(PromptImage(span) for span in spans)
         self._expected.update(images)
         return images
@@ -204,7 +210,7 @@ class ImageIntake:
                 self._log.warning("refused a message from the router", error=str(error))
                 continue
             known = self._pixels.get(message.digest)
-            # what failed once may do better: memory, other bytes
+            # A second attempt may succeed: with more memory, or with other bytes.
             if known is not None and not _failed(known):
                 continue
             if self._cache.get(message.digest) is not None:
@@ -219,7 +225,7 @@ class ImageIntake:
             image.rows = image.fitting(self._cache.get(image.span.digest))
             future = self._pixels.get(image.span.digest)
             if image.rows is None and future is not None and future.done():
-                self._pixels.move_to_end(image.span.digest)  # another prompt may show it
+                self._pixels.move_to_end(image.span.digest)  # another prompt may contain the same image
                 pixels = future.result()
                 image.fits(pixels.rows, pixels.columns)
                 image.pixels = pixels
@@ -232,7 +238,7 @@ class ImageIntake:
         self._dealer.close()
 
     def _make_room(self) -> None:
-        """Let the oldest go that no prompt here waits for; those that one waits for are bounded by `expect`."""
+        """Evict the oldest images that no prompt waits for. `expect` bounds those that a prompt waits for."""
         wanted = {image.span.digest for image in self._expected if not image.ready}
         idle = [digest for digest in self._pixels if digest not in wanted]
         while len(idle) > UNCLAIMED or self._decoded_bytes(idle) > UNCLAIMED_BYTES:
@@ -246,14 +252,16 @@ class ImageIntake:
     def _decode(self, image: ImageData) -> Pixels:
         data = image.data
         if salted_digest(hashlib.sha256(data).digest(), image.salt) != image.digest:
-            raise InvalidRequest("an image is not the one that its digest names")
+            raise InvalidRequest("the bytes of an image do not match its digest")
         try:
             return self._read(data)
         except InvalidRequest:
             raise
         except Exception as error:
-            self._log.exception("an image could not be processed")
-            raise InternalError("an image could not be processed; the log has the details") from error
+            self._log.exception("cannot decode an image")
+            raise InternalError(
+                "an image could not be decoded; the log of the prefill node has the details"
+            ) from error
 
 
 def _failed(future: Future[Pixels]) -> bool:

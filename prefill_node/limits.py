@@ -1,4 +1,4 @@
-"""What a prefill node takes on: bounds from the config, and whether a prompt can ever keep them."""
+"""Limits of a prefill node, and the check that a prompt can ever fit them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.messages.prefill_inbox import Prefill
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimits:
-    """What the scheduler may take; from the config, checked in build."""
+    """Limits from the config, verified at build."""
 
     chunk_tokens: int
     max_batch: int
@@ -22,11 +22,11 @@ class PrefillLimits:
     drain_timeout: float
 
     def check(self, message: Prefill, space: PageSpace) -> Keys:
-        """The prompt, in the form that the batch uses. Raises InvalidRequest where waiting would not help."""
+        """Return the prompt's keys, as the batch uses them. Raises InvalidRequest for a prompt that can never fit."""
         tokens = len(message.token_ids)
         if not 1 <= tokens <= self.max_model_len:
             raise InvalidRequest(
-                f"the prompt has {tokens} tokens, this cluster serves 1 to {self.max_model_len}",
+                f"the prompt has {tokens} tokens; this cluster serves 1 to {self.max_model_len}",
                 param="prompt",
             )
         if space.pages_for(tokens) > space.total_pages:
@@ -35,7 +35,7 @@ class PrefillLimits:
             )
         keys = as_keys(message.token_ids)
         if keys.min() < 0 or keys.max() >= self.vocab_size:
-            raise InvalidRequest(f"token ids go from 0 to {self.vocab_size - 1}", param="prompt")
+            raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
         if not message.sampling.fits(self.vocab_size):
-            raise InvalidRequest(f"token ids go from 0 to {self.vocab_size - 1}", param="logit_bias")
+            raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="logit_bias")
         return keys

@@ -1,9 +1,9 @@
-"""The prefill of a multi-layer draft: KV of every module for the prompt, and what the decode node drafts with first.
+"""The prefill of a multi-layer draft: KV of every module for the prompt, and the first drafts for the decode node.
 
-Module k runs over the rows of a chunk and over the k rows before it, whose tokens were not known yet: see
-`common/engine/models/mtp.py`. It reads the next tokens of the prompt, also across chunks; behind the prompt's end the
-token just drawn and, for the last k rows, what the modules before it draft. Rows that the prefix cache holds are never
-computed again: its keys reach as far ahead as the modules do, so their KV is right for every module.
+Module k runs over the rows of a chunk and over the k rows before it, whose tokens were not known earlier: see
+`common/engine/models/mtp.py`. It reads the next tokens of the prompt, also across chunks. Past the prompt's end it
+reads the drawn token and, for the last k rows, the drafts of the previous modules. Rows in the prefix cache are never
+recomputed: the cache keys look as far ahead as the modules do, so their KV is valid for every module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class Windows:
-    """The rows of one module for each chunk, on the host. `rows` are its first rows, and the number of all."""
+    """The rows of one module for each chunk, on the host. `rows` [B + 1] are the first rows of chunks and the total."""
 
     def __init__(self, chunks: Sequence[Chunk], step: int) -> None:
         self._chunks = chunks
@@ -39,23 +39,22 @@ class Windows:
         self.ends = [chunk.start + chunk.length for chunk in chunks]
         self.lengths = [end - first for first, end in zip(self.first, self.ends)]
         self.rows: Ints = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.opened = [
-            chunk.start - step >= _cached(chunk) for chunk in chunks
-        ]  # by one row more than before
+        # whether a chunk starts one row earlier than for the previous module
+        self.opened = [chunk.start - step >= _cached(chunk) for chunk in chunks]
 
     @property
     def last_rows(self) -> Ints:
-        """Those of final chunks."""
+        """The last rows of final chunks."""
         return np.asarray([end - 1 for end, chunk in zip(self.rows[1:], self._chunks) if chunk.final])
 
     def positions(self) -> Ints:
         return np.concatenate([np.arange(first, end) for first, end in zip(self.first, self.ends)])
 
     def tokens(self) -> tuple[Ints, Ints, Ints]:
-        """What each row reads, and which rows read tokens behind the prompt: (ids, those rows, which token).
+        """Return (ids, rows, which): the tokens to read, the rows that read past the prompt, and the token that each reads.
 
-        Tokens behind the prompt count step by step, each for all final chunks. In a chunk that is not final such a row
-        reads 0: the next chunk computes it again.
+        Tokens past the prompt are numbered step by step, and within a step by final chunk. In a chunk that is not final
+        such a row reads 0, and the next chunk recomputes it.
         """
         ids, rows, which = [], list[int](), list[int]()
         finals = sum(chunk.final for chunk in self._chunks)
@@ -64,15 +63,15 @@ class Windows:
             known = chunk.request.keys[first + 1 + self._step : end + 1 + self._step]
             ids.append(np.pad(known, (0, end - first - len(known))))
             if chunk.final:
-                behind = range(first + len(known), end)
-                rows += [int(row) + position - first for position in behind]
+                past_end = range(first + len(known), end)
+                rows += [int(row) + position - first for position in past_end]
                 total = chunk.request.num_tokens
-                which += [(position + 1 + self._step - total) * finals + final for position in behind]
+                which += [(position + 1 + self._step - total) * finals + final for position in past_end]
                 final += 1
         return np.concatenate(ids), np.asarray(rows, dtype=np.int64), np.asarray(which, dtype=np.int64)
 
     def sources(self, before: Windows) -> Ints:
-        """Which row of the module before each row reads, or behind them all, which request's kept hidden state."""
+        """The row of the previous module that each row reads; larger values select a request's kept hidden state."""
         count, parts = int(before.rows[-1]), list[Ints]()
         for index, opened in enumerate(self.opened):
             kept = np.arange(count + index, count + index + opened)
@@ -81,18 +80,18 @@ class Windows:
 
 
 class MultiLayerPrefill:
-    """A `PrefillDraft`."""
+    """The `PrefillDraft` of chained MTP modules."""
 
     hidden_mode = CaptureHiddenMode.FULL
 
     def __init__(self, modules: Sequence[Module], page_size: int) -> None:
-        """`modules`: DraftPrefills, by graphs where they fit."""
+        """`modules`: DraftPrefills, which use graphs where they fit."""
         self._modules = tuple(modules)
         self._page_size = page_size
 
     @property
     def rewrites(self) -> int:
-        """The last module begins this many rows before a chunk: see `Windows.first`."""
+        """The last module starts this many rows before a chunk: see `Windows.first`."""
         return len(self._modules) - 1
 
     def extend(
@@ -103,8 +102,8 @@ class MultiLayerPrefill:
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
     ) -> EagleDraftInput | None:
-        if embeds is not None:  # refused at start-up, too: serving_draft.py
-            raise ValueError("these modules read token ids alone and cannot take the embeddings of images")
+        if embeds is not None:  # also refused at start-up: serving_draft.py
+            raise ValueError("these MTP modules read only token ids and cannot use image embeddings")
         hidden = output.hidden
         assert hidden is not None
         drawn = hidden.new_zeros(0, 0, dtype=torch.int64) if sampled is None else sampled.token_ids[None]
@@ -124,7 +123,7 @@ class MultiLayerPrefill:
                 probs, drawn = [*probs, state.probs], torch.cat((drawn, state.ids.T))
             hidden, before = given.hidden, windows
             if step < keep.shape[1]:
-                # what the next module reads in the row before its first unverified one
+                # The next module reads this in the row before its first unverified one.
                 counts = [length - step for length in windows.lengths]
                 lens, starts = send((np.asarray(counts, dtype=np.int64), windows.rows[:-1]), hidden.device)
                 keep_hidden(hidden, owners, keep, step, lens, starts)
@@ -144,7 +143,7 @@ class MultiLayerPrefill:
             keep_hidden(hidden, first, torch.zeros_like(hidden)[:, None], 0, first + 1, first)
 
     def _kept(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor:
-        """[B, steps - 1, H]: what the chunks before have put aside; rows of prompts that begin here are not read."""
+        """[B, steps - 1, H]: hidden states kept by earlier chunks; unused zeros for prompts that start here."""
         nothing = hidden.new_zeros(len(self._modules) - 1, hidden.shape[1])
         states = [chunk.request.draft_kept for chunk in chunks]
         return torch.stack([nothing if state is None else state for state in states])
@@ -186,6 +185,6 @@ def module_draft(setup: DraftSetup) -> BuiltDraft:
 
 
 def _cached(chunk: Chunk) -> int:
-    """Tokens whose KV came from the prefix cache."""
+    """Number of tokens whose KV came from the prefix cache."""
     assert chunk.request.lease is not None
     return chunk.request.lease.cached_tokens

@@ -1,4 +1,4 @@
-"""What decode nodes say to this prefill node: handed to the sender; who keeps sending garbage is cut off."""
+"""Receives the messages of decode nodes for the sender, and disconnects peers that keep sending invalid frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kv_transfer.sender import Sender
 
 
 def take_peer_frames(peers: RouterSocket, sender: Sender) -> None:
-    """Handle everything that has arrived, up to the socket's bound per call."""
+    """Handle all messages that have arrived, up to the socket's limit per call."""
     handshakes = sender.counters.handshakes
     for peer, frame in peers.drain():
         malformed = sender.counters.malformed
@@ -15,7 +15,7 @@ def take_peer_frames(peers: RouterSocket, sender: Sender) -> None:
         if sender.counters.malformed != malformed:
             peers.refuse(peer, "not a message for a prefill node")
     if sender.counters.handshakes != handshakes:
-        # a flood of strangers does not push the sessions of welcomed decode nodes out
+        # A flood of unknown peers must not evict the sessions of accepted decode nodes.
         peers.vouch_only_for(sender.peers.identities())
-    peers.take_cut_off()  # a decode node that is not heard any more grants nothing: its requests are placed again
+    peers.take_cut_off()  # a disconnected decode node grants nothing, so its requests are placed again
     peers.flush_log()

@@ -1,4 +1,7 @@
-"""An image file to the pixels that the tower takes, as the checkpoint's image processor says. Runs on any thread."""
+"""Converts an image file to the pixels that the vision tower expects, as the checkpoint's image processor does.
+
+It runs on any thread.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,28 @@ from common.image_files import decode_image
 
 
 class PixelReader:
-    """Pillow decodes and resizes: the same pixels on every machine, as transformers makes them."""
+    """Decodes and resizes with Pillow: pixels are the same on every machine, and equal those of transformers."""
 
     def __init__(self, process: Callable[[Image.Image], Pixels], max_pixels: int) -> None:
         self._process = process
         self._max_pixels = max_pixels
 
     def __call__(self, data: bytes) -> Pixels:
-        """Raises InvalidRequest for a file that cannot be decoded, or an image that the model does not take."""
+        """Decode an image. Raises InvalidRequest for an invalid file or an image that the model does not support."""
         return self._process(decode_image(data, self._max_pixels))
 
 
 def load_pixel_reader(path: Path, vision: VisionConfig, max_pixels: int) -> PixelReader:
-    """Raises ModelError where the image processor makes pixels that the tower does not take."""
+    """Load the reader of a model.
+
+    Raises ModelError if its image processor produces pixels that do not fit the tower.
+    """
     process = _resized(vision) if isinstance(vision, QwenVision) else _llava(path, vision)
     return PixelReader(process, max_pixels)
 
 
 def _resized(vision: QwenVision) -> Callable[[Image.Image], Pixels]:
-    """[height, width, 3] uint8: an eighth of what the tower reads, which the device makes of it (models/qwen_vl.py)."""
+    """Read [height, width, 3] uint8: an eighth of the tower's input, which the device computes from it (qwen_vl.py)."""
 
     def process(image: Image.Image) -> Pixels:
         size = vision.size(image.width, image.height)
@@ -48,8 +54,8 @@ def _resized(vision: QwenVision) -> Callable[[Image.Image], Pixels]:
 
 
 def _llava(path: Path, vision: LlavaVision) -> Callable[[Image.Image], Pixels]:
-    """[3, size, size] float32, by the processor itself. Reads preprocessor_config.json."""
-    # Seconds, and nothing that text alone needs. By its module: under its short name some versions ask for torchvision.
+    """Read [3, size, size] float32 with the checkpoint's own processor, from preprocessor_config.json."""
+    # The import takes seconds and is needed only for images. The short name requires torchvision in some versions.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     check_llava_processor(path)
@@ -57,7 +63,7 @@ def _llava(path: Path, vision: LlavaVision) -> Callable[[Image.Image], Pixels]:
         untyped: Any = AutoImageProcessor
         processor = untyped.from_pretrained(path, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"{path}: its image processor cannot be loaded: {error}") from error
+        raise ModelError(f"{path}: cannot load its image processor: {error}") from error
 
     def process(image: Image.Image) -> Pixels:
         values: torch.Tensor = processor(images=image, return_tensors="pt")["pixel_values"][0]
@@ -67,6 +73,6 @@ def _llava(path: Path, vision: LlavaVision) -> Callable[[Image.Image], Pixels]:
     made = process(Image.new("RGB", (size + 3, size))).values
     if made.shape != (3, size, size):
         raise ModelError(
-            f"{path}: the image processor makes {list(made.shape)} of an image, the tower takes [3, {size}, {size}]"
+            f"{path}: the image processor returns {list(made.shape)}, but the tower needs [3, {size}, {size}]"
         )
     return process

@@ -1,4 +1,4 @@
-"""What others see of a prefill node: its load, and totals since its start."""
+"""What a prefill node reports: its load, and totals since its start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefill_node.queues import Queues
 
 
 class Report:
-    """The node counts here what nobody else does; the rest is read where it arises."""
+    """Builds the reports. It holds the counters of the node itself and reads all others where they are counted."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Report:
         )
 
     def counters(self, refused_messages: int) -> NodeCounters:
-        """`refused_messages`: those from the router; peers' are added here."""
+        """Return all totals. `refused_messages` counts those of the router; those of peers are added here."""
         sent = self._sender.counters
         return NodeCounters(
             requests=self.requests,

@@ -1,4 +1,4 @@
-"""The two halves of a node that takes images: their way in, and their rows in a step. Text alone has empty halves."""
+"""The vision stage of a prefill node: the intake of images, and their embeddings in a step. No-ops for text models."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from prefill_node.vision import PromptEmbeds, TextEmbeds, VisionEmbeds
 
 @dataclass(frozen=True, slots=True)
 class Seeing:
-    """What the node and its step are given."""
+    """The image intake of the node and the embeddings of its step."""
 
     images: Images
     embeds: PromptEmbeds
-    # of the encoder within `embeds`, not captured yet
+    # graphs of the encoder in `embeds`, not captured yet
     graphs: Sequence[NodeGraphs[EncoderGraphs | PatchEncoderGraphs]] = ()
 
 
@@ -43,9 +43,9 @@ def load_seeing(
     max_pixels: int,
     log: Log,
 ) -> Callable[[PhaseSwitch], Seeing]:
-    """Load the vision part of the model in `path`, if it has one. Raises ModelError. `connect`: the image socket.
+    """Load the vision part of the model in `path`, if it has one. `connect` opens the image socket. Raises ModelError.
 
-    What it returns makes the halves with graphs as the config says: once for a trial of them, once to serve.
+    The returned function builds the stage with the configured graphs; it is called once for a trial and once to serve.
     """
     vision = model.config.vision
     if vision is None:
@@ -64,7 +64,7 @@ def load_seeing(
 
 
 def load_vision(path: Path, config: ModelConfig, placement: Placement) -> LlavaPart | QwenPart:
-    """The vision part of whichever family. Raises ModelError."""
+    """Load the vision part of a model of either family. Raises ModelError."""
     if isinstance(config.vision, QwenVision):
         return load_qwen(path, config, placement)
     return load_llava(path, config, placement)

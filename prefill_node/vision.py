@@ -1,4 +1,4 @@
-"""Embeddings of a batch in which images stand: the encoder over all of its new images, their rows over placeholders."""
+"""Embeddings of a batch with images: encodes all new images, and writes their rows over the placeholder rows."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ Embed = Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
 
 @dataclass(frozen=True, slots=True)
 class MergedEmbeds:
-    """What the target reads in one forward, for a draft that reads the same one place ahead (rows C1-C4)."""
+    """The target's input in one forward, for a draft that reads the same tokens one position ahead."""
 
-    rows: Tensor  # [T, H]; live tokens alone, whatever the graph pads them to
+    rows: Tensor  # [T, H]; of live tokens only, without padding
     chunks: Sequence[Chunk]
     embed: Embed
 
     @torch.inference_mode()
     def rotated(self, batch: ForwardBatch, next_ids: Tensor) -> Tensor:
-        """[T, H]: row t holds the embedding of the token behind t.
+        """[T, H]: row t holds the embedding of the token after t.
 
-        Inside a chunk that is the target's next row. Behind its last row comes a row of an image where the prompt goes
-        on with one, else the embedding of `next_ids` [T] there: the prompt's next token, or the one just drawn.
+        Inside a chunk that is the target's next row. The last row of a chunk gets a row of an image if the prompt
+        continues with one, otherwise the embedding of its `next_ids` [T] entry: the prompt's next token, or the drawn
+        token.
         """
         tails = batch.query_start[1:].long() - 1
         tail_rows = self.embed(next_ids.index_select(0, tails))
@@ -41,19 +42,19 @@ class MergedEmbeds:
 
 
 class PromptEmbeds(Protocol):
-    """What a step asks for before its forward."""
+    """Computes the input embeddings of a step."""
 
     def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
-        """None: the batch is text alone, its ids say everything."""
+        """Return the embeddings; None for a batch without images, whose ids are sufficient."""
         ...
 
     def warm_up(self) -> int:
-        """Run what loads at a first call, before serving. How many forwards of the encoder that took."""
+        """Run what is loaded at a first call, before serving. Return the number of encoder forwards."""
         ...
 
 
 class TextEmbeds:
-    """Of a model that reads text alone."""
+    """The embeddings of a text-only model."""
 
     def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
         return None
@@ -63,13 +64,13 @@ class TextEmbeds:
 
 
 class VisionEmbeds:
-    """Encodes what the batch needs and nothing ahead of it but the image behind a chunk's end, which a draft reads."""
+    """Encodes only what the batch needs, plus an image right after a chunk's end, which a draft reads."""
 
     def __init__(self, embed: Embed, encode: VisionPart, cache: RowCache) -> None:
         self._embed = embed
         self._encode = encode
         self._cache = cache
-        self.encoded = 0  # images, for tests and figures
+        self.encoded = 0  # number of encoded images, for tests and metrics
 
     @torch.inference_mode()
     def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
@@ -93,7 +94,7 @@ class VisionEmbeds:
         return len(batches)
 
     def _fill(self, shown: Sequence[PromptImage]) -> None:
-        """Give every image its rows: from the cache, from another prompt of this batch, from the encoder."""
+        """Give every image its rows: from the cache, from another prompt of this batch, or from the encoder."""
         missing: dict[bytes, Pixels] = {}
         for image in shown:
             if image.rows is None:
@@ -104,7 +105,7 @@ class VisionEmbeds:
         made: dict[bytes, Tensor] = {}
         for some in _batches(missing):
             encoded = self._encode([missing[digest] for digest in some])
-            # copies: a slice would keep the whole batch alive
+            # Cloned, because a slice would keep the whole batch alive.
             made |= {digest: rows.clone() for digest, rows in zip(some, encoded, strict=True)}
         self.encoded += len(made)
         for digest, rows in made.items():
@@ -116,7 +117,7 @@ class VisionEmbeds:
 
 
 def _batches(images: Mapping[bytes, Pixels]) -> Iterator[list[bytes]]:
-    """Digests of images that go through the encoder together."""
+    """Yield the digests of images that are encoded together."""
     batch: list[bytes] = []
     tokens = 0
     for digest, pixels in images.items():
@@ -130,7 +131,7 @@ def _batches(images: Mapping[bytes, Pixels]) -> Iterator[list[bytes]]:
 
 
 def _images_of(chunk: Chunk) -> list[PromptImage]:
-    """Images in the chunk, or right behind it."""
+    """Images that overlap the chunk or start right after it."""
     found = []
     for image in chunk.request.images:
         start, end = image.overlap(chunk.start, chunk.start + chunk.length + 1)
@@ -140,7 +141,7 @@ def _images_of(chunk: Chunk) -> list[PromptImage]:
 
 
 def _overlay(rows: Tensor, images: Sequence[PromptImage], position: int) -> None:
-    """Put image rows over `rows` [T, H], which begin at `position` of the prompt."""
+    """Write image rows over `rows` [T, H], which start at `position` of the prompt."""
     for image in images:
         start, end = image.overlap(position, position + len(rows))
         if start < end:

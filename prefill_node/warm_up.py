@@ -1,4 +1,4 @@
-"""What follows the graphs of a prompt, run once before serving: its kernels compile now, not at the first prompt."""
+"""Runs once, before serving, what follows the prompt graphs, so that its kernels compile before the first prompt."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def warm_up(
     device: torch.device,
     axes: tuple[int, ...] = (),
 ) -> None:
-    """One token in the padding page through the layers, the heads and every kind of draw. Writes no request's page.
+    """Run one token in the padding page through layers, heads and every kind of sampling.
 
-    axes: of the model's RopeConfig.
+    `axes`: of the model's RopeConfig.
     """
     batch = replace(
         idle_extend(1, page_size, device, axes),

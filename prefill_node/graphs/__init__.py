@@ -1,1 +1,1 @@
-"""The prompt graphs: what a prefill node captures and how each is replayed."""
+"""The CUDA graphs of prompts: what a prefill node captures and how each graph is replayed."""

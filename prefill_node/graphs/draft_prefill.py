@@ -1,8 +1,8 @@
-"""The prefill graph of a draft head: its body over the prompt's tokens, per token bucket (rows A2-A7).
+"""The prefill graph of a draft head: its layers over the prompt's tokens, one graph per token bucket.
 
-The target's hidden states have a static buffer of their own, [largest bucket, target width], which every replay fills
-with what the target has just computed (row L1: nobody drafts from what another prompt left there). Embedding, LM head
-and proposals stay eager, on live rows: the graph holds neither, so both may be shared with the target (row A9).
+The target's hidden states have their own static buffer, [largest bucket, target width], which every replay fills with
+what the target has just computed, so no draft reads hidden states of another prompt. Embedding, LM head and proposals
+run eagerly on live rows. The graph contains neither embedding nor LM head, so both may be shared with the target.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OUTPUTS = OutputSpec(DraftOutput, {"last": OutField(Axis.TOKEN), "hidden": OutFi
 
 @dataclass(frozen=True, slots=True)
 class DraftPrefillCall:
-    """New tokens, each one place ahead of the hidden state that it is paired with."""
+    """New tokens; each is one position ahead of the hidden state with which it is paired."""
 
     batch: ForwardBatch
     target_hidden: Tensor  # [T, target width]
@@ -44,12 +44,12 @@ class DraftPrefillCall:
 
 
 def draft_prefill_spec(token_buckets: Sequence[int], model: str = "draft") -> CaptureSpec:
-    """Captured LAST: what is kept of a prompt is the state behind its last token (row A2)."""
+    """The spec captures LAST hidden states: only the state after a prompt's last token is kept."""
     return extend_spec(token_buckets, CaptureHiddenMode.LAST, model=model)
 
 
 class DraftBody:
-    """A `Program`: projection and layers of one head over [T] tokens. Widths are those of its config (row A4)."""
+    """A graph `Program`: projection and layers of one head over [T] tokens. Widths come from the draft's config."""
 
     def __init__(self, runner: DraftRunner, config: DraftConfig, page_size: int) -> None:
         self._head = runner.head
@@ -61,7 +61,7 @@ class DraftBody:
         extend, placement = EagleDraftExtendInput, self._head.placement
         width, dtype = extend.hidden_size_for(self._config), extend.dtype_for(placement)
         axes = self._config.model.rope.axes
-        in_page_0 = Fill(self._page_size - 1)  # any slot of the padding page is as good as 0
+        in_page_0 = Fill(self._page_size - 1)  # another slot of the padding page, where writes are harmless
         return [
             Slot("embeds", Axis.TOKEN, (self._config.model.hidden_size,), dtype, self._embeds),
             Slot("hidden", Axis.TOKEN, (width,), dtype, lambda call: call.target_hidden),
@@ -80,7 +80,7 @@ class DraftBody:
         )
 
     def idle(self, shape: ShapeKey) -> DraftPrefillCall:
-        """One request of padding; its hidden states are zeros, never None (row A6)."""
+        """One padding request. Its hidden states are zeros, never None."""
         placement, width = self._head.placement, EagleDraftExtendInput.hidden_size_for(self._config)
         dtype = EagleDraftExtendInput.dtype_for(placement)
         hidden = torch.zeros(shape.tokens, width, dtype=dtype, device=placement.device)
@@ -99,7 +99,7 @@ class DraftBody:
 
 
 class DraftPrefill:
-    """Called as `DraftRunner.extend` is: the same forward, by graphs where they fit."""
+    """The same forward as `DraftRunner.extend`, using graphs where they fit."""
 
     def __init__(
         self,
@@ -121,16 +121,16 @@ class DraftPrefill:
     def __call__(
         self, batch: ForwardBatch, target_hidden: Tensor, input_embeds: Tensor | None = None
     ) -> EagleDraftInput:
-        """Proposals of `batch.logits_rows`. Raises SlotError where `target_hidden` is of another width."""
+        """Return proposals for `batch.logits_rows`. Raises SlotError if `target_hidden` has another width."""
         return self.propose(batch.logits_rows, self.forward(batch, target_hidden, input_embeds))
 
     @torch.inference_mode()
     def forward(
         self, batch: ForwardBatch, target_hidden: Tensor, input_embeds: Tensor | None = None
     ) -> DraftOutput:
-        """All rows; a view of static memory: to be read on the same stream before the next call."""
+        """Run all rows. The result is a view of static memory: read it on the same stream before the next call."""
         return self.graphs(DraftPrefillCall(batch, target_hidden, input_embeds))
 
     def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
-        """What the tokens in `rows` [R] of a forward propose."""
+        """Propose drafts after the tokens in `rows` [R] of a forward."""
         return self._runner.propose(rows, output)

@@ -1,7 +1,7 @@
-"""The graphs of a vision part whose images all have one size: pixels to rows, one full graph per number of images.
+"""The graphs of a vision encoder with a fixed image size: pixels to embeddings, one full graph per number of images.
 
-Images do not depend on each other and attention has no lengths to read: nothing is a break, and a padding image costs
-its arithmetic alone. In shapes and counters an image stands where a request does.
+Images are independent of each other and attention reads no lengths, so no break is needed, and a padding image costs
+only its arithmetic. In shapes and counters an image takes the place of a request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OUTPUTS = OutputSpec(EncodedImages, {"rows": OutField(Axis.REQUEST)})
 
 
 def encoder_spec(image_counts: Sequence[int], tokens_per_image: int) -> CaptureSpec:
-    """Describe one graph for each number of images; the numbers ascend."""
+    """One graph for each number of images, in ascending order."""
     return CaptureSpec(
         model="target",
         phase="encoder",
@@ -50,7 +50,7 @@ def encoder_spec(image_counts: Sequence[int], tokens_per_image: int) -> CaptureS
 
 
 class EncoderProgram:
-    """A `Program`: tower and projector over [I] images."""
+    """A graph `Program`: vision tower and projector over [I] images."""
 
     def __init__(self, part: LlavaPart) -> None:
         self._part = part
@@ -71,14 +71,14 @@ class EncoderProgram:
         return EncoderCall(empty)
 
     def plan(self, call: EncoderCall, inputs: Inputs) -> None:
-        """Nothing: the number of images is all that the host knows of them."""
+        """No-op: the host knows only the number of images."""
 
     def run(self, inputs: Inputs, variant: str) -> EncodedImages:
         return EncodedImages(self._part.encode(inputs["pixels"]))
 
 
 class EncoderGraphs:
-    """A `VisionPart`: the same rows as from the part within, by graphs where they fit.
+    """A `VisionPart` that returns the same rows as the wrapped part, using graphs where they fit.
 
     Rows are views of static memory: consume them on the same stream before the next call, or clone them.
     """

@@ -1,8 +1,8 @@
-"""The graphs of a vision part whose images have any size: patches to rows, one full graph per number of tokens.
+"""The graphs of a vision encoder for images of any size: patches to embeddings, one full graph per token bucket.
 
-Layers work row by row, and attention finds windows and images on the device, in static tensors: any images whose tokens
-fit share a graph. What reads pixels is eager, for its shapes are those of the images. In shapes and counters a window
-stands where a request does.
+Layers work row by row, and attention reads the boundaries of windows and images from static device tensors, so all
+images whose tokens fit share a graph. Operations on pixels are eager, because their shapes are those of the images. In
+shapes and counters a window takes the place of a request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey
 from common.engine.models.qwen_vl import PatchBatch, QwenPart
 from common.engine.models.vision_part import ENCODER_BATCH, Pixels
 
-TOKENS_PER_WINDOW = 4  # at least, on average, of what a graph holds: a full window of published models has 16
+# A graph has room for one window per this many tokens; a full window of published models has 16.
+TOKENS_PER_WINDOW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ OUTPUTS = OutputSpec(EncodedPatches, {"rows": OutField(Axis.TOKEN)})
 
 
 def patch_spec(token_buckets: Sequence[int]) -> CaptureSpec:
-    """Describe one graph for each bucket of tokens; the buckets ascend."""
+    """One graph for each bucket of tokens, in ascending order."""
     return CaptureSpec(
         model="target",
         phase="encoder",
@@ -46,19 +47,19 @@ def patch_spec(token_buckets: Sequence[int]) -> CaptureSpec:
 
 
 def most_windows(tokens: int) -> int:
-    """Return how many windows a graph for so many tokens holds at most."""
+    """Return the most windows that a graph for `tokens` tokens can hold."""
     return max(1, tokens // TOKENS_PER_WINDOW)
 
 
 class PatchProgram:
-    """A `Program`: blocks and merger over [T] groups of patches, of at most ENCODER_BATCH images."""
+    """A graph `Program`: blocks and merger over [T] groups of patches of at most ENCODER_BATCH images."""
 
     def __init__(self, part: QwenPart, largest: ShapeKey) -> None:
         self._part = part
         device = part.placement.device
         self._windows = torch.zeros(largest.requests + 1, dtype=torch.int32, device=device)
         self._images = torch.zeros(ENCODER_BATCH + 1, dtype=torch.int32, device=device)
-        self._runs: tuple[Segments, Segments] | None = None  # windows and images of the batch that is planned
+        self._runs: tuple[Segments, Segments] | None = None  # windows and images of the planned batch
 
     def slots(self) -> list[Slot[PatchBatch]]:
         part = self._part
@@ -82,7 +83,7 @@ class PatchProgram:
         return PatchBatch(groups, places, places[:, 0], run, run)
 
     def plan(self, batch: PatchBatch, inputs: Inputs) -> None:
-        """A graph reads where windows and images begin from static tensors; what runs eagerly has its own."""
+        """Set the boundaries of windows and images: static tensors for a graph, the batch's own for an eager run."""
         groups = inputs["groups"]
         if groups is batch.groups:
             self._runs = batch.windows, batch.whole
@@ -98,12 +99,12 @@ class PatchProgram:
         return EncodedPatches(self._part.encode(inputs["groups"], inputs["places"], *self._runs))
 
     def forget(self) -> None:
-        """Let go of the batch that was planned: its runs are views of all that was sent with them, pixels too."""
+        """Drop the planned batch: its segments are views of the whole copied buffer, which includes the pixels."""
         self._runs = None
 
 
 class PatchEncoderGraphs:
-    """A `VisionPart`: the same rows as from the part within, by graphs where they fit."""
+    """A `VisionPart` that returns the same rows as the wrapped part, using graphs where they fit."""
 
     def __init__(self, part: QwenPart, spec: CaptureSpec, backend: Backend, poisoned: bool = False) -> None:
         largest = spec.largest if spec.shapes else ShapeKey(0)
@@ -123,7 +124,7 @@ class PatchEncoderGraphs:
 
 
 def _loaded(static: Tensor, starts: Tensor) -> Tensor:
-    """Runs behind the live ones begin and end where those end. Raises RuntimeError for more than there is room for."""
+    """Copy boundaries; segments past the live ones become empty. Raises RuntimeError if there are too many."""
     count = len(starts)
     static[:count].copy_(starts)
     static[count:] = starts[-1]

@@ -1,8 +1,8 @@
-"""The prefill graph of a target model: its body per token bucket; embedding, LM head and sampling stay eager.
+"""The prefill graph of a target model: its layers, per token bucket. Embedding, LM head and sampling are eager.
 
-Attention is a break: the live batch's page table and lengths are read there, so any mix of requests, cached prefixes
-and chunks fits one bucket. Small buckets have no break: there it reads them from static tensors. Embeddings are always
-computed into their slot, from ids or given ones (images, X3): text and images replay the same graph.
+Attention is a break point: there the live batch's page table and lengths are read, so one bucket serves any mix of
+requests, cached prefixes and chunks. Small buckets have no breaks and read both from static tensors. Embeddings are
+always computed into their slot, from ids or from given rows (images), so text and images replay the same graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from common.engine.graphs.spec import Axis, CaptureSpec, Feature, ShapeKey, toke
 from common.engine.models.causal_lm import BodyOutput
 from prefill_node.graphs.static_extend import BROKEN, StaticExtend
 
-MAX_PADDING = 2.0  # beyond it eager is the cheaper one (spec 6.9)
+MAX_PADDING = 2.0  # with more padding than this, an eager run is cheaper
 OUTPUTS = OutputSpec(BodyOutput, {"last": OutField(Axis.TOKEN), "aux": OutField(Axis.TOKEN)})
 
 
@@ -54,9 +54,10 @@ def extend_spec(
     phase: str = "prefill",
     unbroken: ShapeKey = BROKEN,
 ) -> CaptureSpec:
-    """The body serves given embeddings, since what makes them is eager.
+    """Describe the captured shapes. Given embeddings are always supported, because they are computed eagerly.
 
-    `unbroken`: graphs of at most so many tokens have no breaks, and hold at most so many requests.
+    `unbroken`: graphs with at most `unbroken.tokens` tokens have no breaks and hold at most `unbroken.requests`
+    requests.
     """
     return CaptureSpec(
         model=model,
@@ -72,7 +73,7 @@ def extend_spec(
 def idle_extend(
     tokens: int, page_size: int, device: torch.device, axes: tuple[int, ...] = ()
 ) -> ForwardBatch:
-    """A batch of padding alone: one request whose tokens all lie in page 0. `axes`: of the model's RopeConfig."""
+    """Return a padding batch: one request whose tokens are all in page 0. `axes`: of the model's RopeConfig."""
     zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
     return ForwardBatch(
         mode=ForwardMode.EXTEND,
@@ -90,16 +91,16 @@ def idle_extend(
 
 
 def require_breaks(backend: Backend) -> None:
-    """Raises ValueError for a backend that prompts cannot be captured by."""
+    """Raise ValueError for a backend without break points, which cannot capture prompts."""
     if not backend.breaks:
         raise ValueError(
-            f"backend {backend.name!r} would bake the lengths of the captured batch into attention; prefill needs "
+            f"backend {backend.name!r} has no break points: attention would replay the captured lengths; prefill needs "
             "a breakable one"
         )
 
 
 class ExtendBody:
-    """A `Program`: the layers of one model over [T] tokens."""
+    """A graph `Program`: the layers of one model over [T] tokens."""
 
     def __init__(self, runner: ModelRunner, static: StaticExtend) -> None:
         self._runner = runner
@@ -108,7 +109,8 @@ class ExtendBody:
 
     def slots(self) -> list[Slot[ExtendCall]]:
         placement, config = self._runner.model.placement, self._runner.model.config
-        in_page_0 = Fill(self._runner.pool.page_size - 1)  # any slot of the padding page is as good as 0
+        # another slot of the padding page, where writes are harmless
+        in_page_0 = Fill(self._runner.pool.page_size - 1)
         return [
             Slot("embeds", Axis.TOKEN, (config.hidden_size,), placement.dtype, self._embeds),
             Slot("positions", Axis.TOKEN, config.rope.axes, torch.int64, lambda call: call.batch.positions),
@@ -132,7 +134,7 @@ class ExtendBody:
         return ExtendCall(idle_extend(shape.tokens, page_size, model.placement.device, axes))
 
     def plan(self, call: ExtendCall, inputs: Inputs) -> None:
-        """Attention sees the live requests; keys and values of all rows go where `kv_slots`, padded, says."""
+        """Plan attention over the live requests. Keys and values of all rows, padding included, go to `kv_slots`."""
         positions, kv_slots = inputs["positions"], inputs["kv_slots"]
         batch = self._static.load(call.batch) if self._static.serves(len(positions)) else call.batch
         self._runner.attention.plan(replace(batch, positions=positions, kv_slots=kv_slots))
@@ -149,7 +151,7 @@ class ExtendBody:
 
 
 class PrefillExtend:
-    """Called as a ModelRunner is: the same forward, by graphs where they fit.
+    """The same forward as a ModelRunner, using graphs where they fit.
 
     `ForwardOutput.hidden` at mode FULL is a view of static memory: consume it on the same stream before the next call,
     or clone it.
@@ -163,7 +165,7 @@ class PrefillExtend:
         poisoned: bool = False,
         unbroken: ShapeKey = BROKEN,
     ) -> None:
-        """`unbroken` as in `extend_spec`."""
+        """`unbroken`: see `extend_spec`."""
         require_breaks(backend)
         device = runner.model.placement.device
         longest = max(runner.model.config.max_position_embeddings, unbroken.tokens)

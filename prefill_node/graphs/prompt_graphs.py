@@ -1,4 +1,4 @@
-"""What a prefill node captures: prompt forwards of the target and of each draft, and image encoders."""
+"""Builds what a prefill node captures: prompt forwards of the target and of each draft, and image encoders."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def prefill_graphs(
     hidden: CaptureHiddenMode,
     bodies: CompiledBodies | None = None,
 ) -> NodeGraphs[PrefillExtend]:
-    """The target's prompt forward, not captured yet; returns hidden states of `hidden` and less.
+    """Build the target's prompt forward, not captured yet. It returns hidden states up to mode `hidden`.
 
     Args:
-        bodies: where piecewise graphs find the model compiled, or leave it for the next ones.
+        bodies: cache of compiled models for piecewise graphs.
     """
     decision = decided(Phase.PREFILL, runner.model.placement, wanted)
     on = decision.backend != NONE
     backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device, bodies)
     unbroken = ShapeKey(UNBROKEN_TOKENS, max_batch) if on else BROKEN
     buckets = prefill_token_buckets(chunk_tokens) if on else ()
-    if decision.backend == PIECEWISE:  # one token replays as two
+    if decision.backend == PIECEWISE:  # one token replays as two tokens
         buckets = tuple(dict.fromkeys(max(each, LEAST_TOKENS) for each in buckets))
     spec = extend_spec(buckets, hidden, unbroken=unbroken)
     return NodeGraphs(PrefillExtend(runner, spec, backend, wanted.poisoned, unbroken), decision)
@@ -56,7 +56,7 @@ def prefill_graphs(
 
 @dataclass(frozen=True, slots=True)
 class DraftPrefillPlan:
-    """What all prompt forwards of a draft have in common."""
+    """Parameters shared by all prompt forwards of a draft."""
 
     target: ModelRunner
     wanted: PhaseSwitch
@@ -67,17 +67,17 @@ class DraftPrefillPlan:
         return decided(Phase.DRAFT_PREFILL, self.target.model.placement, self.wanted)
 
     def backend(self) -> Backend:
-        """With a memory pool of its own."""
+        """Create a capture backend with its own memory pool."""
         name = self.decision.backend
         return make_backend(name if name != NONE else BREAKABLE, self.target.model.placement.device)
 
     def buckets(self, more: int = 0) -> tuple[int, ...]:
-        """Token buckets of chunks with up to `more` rows before them; (): always eager."""
+        """Token buckets for chunks with up to `more` rows before them; empty means always eager."""
         return prefill_token_buckets(self.chunk_tokens, more) if self.decision.backend != NONE else ()
 
 
 def draft_model_graphs(draft: ModelRunner, plan: DraftPrefillPlan) -> NodeGraphs[PrefillExtend]:
-    """The prompt forward of a draft that is a language model, not captured yet."""
+    """Build the prompt forward of a draft that is a language model, not captured yet."""
     spec = extend_spec(plan.buckets(), CaptureHiddenMode.NULL, model="draft")
     return NodeGraphs(PrefillExtend(draft, spec, plan.backend(), plan.wanted.poisoned), plan.decision)
 
@@ -85,7 +85,7 @@ def draft_model_graphs(draft: ModelRunner, plan: DraftPrefillPlan) -> NodeGraphs
 def draft_head_graphs(
     draft: DraftRunner, config: DraftConfig, plan: DraftPrefillPlan
 ) -> NodeGraphs[DraftPrefill]:
-    """The prompt forward of a head that reads the target's hidden states, not captured yet."""
+    """Build the prompt forward of a head that reads the target's hidden states, not captured yet."""
     spec, page_size = draft_prefill_spec(plan.buckets()), plan.target.pool.page_size
     forward = DraftPrefill(draft, config, page_size, spec, plan.backend(), plan.wanted.poisoned)
     return NodeGraphs(forward, plan.decision)
@@ -94,7 +94,7 @@ def draft_head_graphs(
 def draft_module_graphs(
     draft: MultiLayerRunner, config: DraftConfig, plan: DraftPrefillPlan
 ) -> list[NodeGraphs[DraftPrefill]]:
-    """The prompt forward of each module, not captured yet."""
+    """Build the prompt forward of each module, not captured yet."""
     page_size, modules = plan.target.pool.page_size, []
     for step, module in enumerate(draft.modules):
         spec = draft_prefill_spec(plan.buckets(step), f"draft-{step}")
@@ -106,7 +106,7 @@ def draft_module_graphs(
 def encoder_graphs(
     part: LlavaPart | QwenPart, wanted: PhaseSwitch
 ) -> NodeGraphs[EncoderGraphs | PatchEncoderGraphs]:
-    """The vision part of a model, not captured yet."""
+    """Build the graphs of a model's vision part, not captured yet."""
     needs_host = isinstance(part, QwenPart) and not part.runs_on_device
     decision = decided(Phase.ENCODER, part.placement, wanted, needs_host)
     on = decision.backend != NONE

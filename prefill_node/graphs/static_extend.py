@@ -1,7 +1,7 @@
-"""What attention reads of a prompt batch, in static tensors: a graph over few tokens then needs no break.
+"""Static copies of the attention inputs of a prompt batch, so that graphs over few tokens need no breaks.
 
-Attention of so few tokens takes no decision on the host: its kernel finds requests and lengths in device tensors. Each
-break costs the device a wait for the next launch, which at 64 tokens is a sixth of the forward.
+For so few tokens attention makes no decision on the host: its kernel finds requests and lengths in device tensors. Each
+break makes the device wait for the next launch; at 64 tokens that is a sixth of the forward.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from common.engine.forward.batch import ForwardBatch
 from common.engine.graphs.slots import worst
 from common.engine.graphs.spec import ShapeKey
 
-UNBROKEN_TOKENS = 512  # below MIN_TOKENS of whole_prompt, from which on the host chooses the kernel
+UNBROKEN_TOKENS = 512  # below MIN_TOKENS of whole_prompt, from which the host chooses the kernel
 assert UNBROKEN_TOKENS < MIN_TOKENS
-BROKEN = ShapeKey(0)  # the limit of graphs that all have breaks
+BROKEN = ShapeKey(0)  # the limit if all graphs have breaks
 
 
 class StaticExtend:
-    """Page table and lengths of up to `limit.requests` requests with at most `limit.tokens` new tokens in all.
+    """Page table and lengths of up to `limit.requests` requests with at most `limit.tokens` new tokens in total.
 
-    `poisoned`: debug switch of `StaticInputs`, of the pages alone: that requests behind the live ones are empty is the
-    contract itself.
+    `poisoned`: debug option of `StaticInputs`. It applies only to the page table, because requests past the live ones
+    must be empty.
     """
 
     def __init__(self, limit: ShapeKey, max_pages: int, device: torch.device, poisoned: bool = False) -> None:
@@ -35,14 +35,14 @@ class StaticExtend:
         self._lens = torch.zeros(limit.requests, dtype=torch.int32, device=device)
 
     def serves(self, tokens: int) -> bool:
-        """Whether a graph of so many tokens, padding included, has no breaks."""
+        """Whether a graph of `tokens` tokens, padding included, has no breaks."""
         return tokens <= self._limit.tokens
 
     def load(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch over the static tensors, where it fits them. Requests behind the live ones have no tokens."""
+        """Copy the batch to the static tensors if it fits. Requests past the live ones have no tokens."""
         count, width = batch.page_table.shape
         if count > self._limit.requests:
-            return batch  # only an eager run: no graph of this size has been admitted
+            return batch  # an eager run: no graph admits so many requests
         if self._poisoned:
             self._pages.fill_(worst(self._pages.dtype))
         self._pages[:count, :width].copy_(batch.page_table)

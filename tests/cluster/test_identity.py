@@ -110,7 +110,8 @@ async def test_half_open_connections_stop_no_service(
             await eventually(lambda: all(closed_by_peer(each) for each in strangers))
         # up to 20: connections of clients, and files that are open for a moment
         for name, number in before.items():
-            await eventually(lambda name=name, number=number: descriptors(tcp_cluster, name) <= number + 20)  # type: ignore[misc]
+            # type: ignore[misc]
+            await eventually(lambda name=name, number=number: descriptors(tcp_cluster, name) <= number + 20)
     assert not [
         line for name in before for line in tcp_cluster.log(name).splitlines() if '"node lost"' in line
     ]
@@ -238,7 +239,7 @@ async def test_a_second_process_under_a_name_ends_and_the_first_serves_on(
             assert answer.tokens == reference(prompt, OUTPUT_TOKENS)
             asked += 1
         assert asked > 0
-        assert "decode-0 is running already, as process" in cluster.log("decode-0")
+        assert "decode-0 is already running as process" in cluster.log("decode-0")
         assert first.poll() is None
         cluster.kill("decode-0")
         cluster.launch("decode-0")

@@ -224,7 +224,7 @@ def test_the_image_processor_has_to_fit_the_tower(tmp_path: Path) -> None:
     save(tmp_path, **CASES["clip"])
     vision = ModelConfig.load(tmp_path).vision
     assert vision is not None
-    with pytest.raises(ModelError, match="image processor cannot be loaded"):
+    with pytest.raises(ModelError, match="cannot load its image processor"):
         load_pixel_reader(tmp_path, vision, 10_000)
     processor = {
         "image_processor_type": "CLIPImageProcessor",

@@ -221,7 +221,7 @@ def test_an_image_of_another_size_than_its_prompt_says_is_an_error_of_that_promp
     rig.send(digest_of(1), file_of(1))
     right, wrong = image(1), PromptImage(span)
     rig.until(lambda: rig.claimed(right))
-    with pytest.raises(InvalidRequest, match="its prompt has room for"):
+    with pytest.raises(InvalidRequest, match="its span in the prompt has"):
         rig.intake.claim([wrong])
     assert not wrong.ready
     rig.cache.put(digest_of(1), torch.ones(1, TOKENS, 4))

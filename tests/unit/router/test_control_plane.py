@@ -105,7 +105,7 @@ async def test_a_second_process_under_a_name_is_refused_while_the_first_lives() 
         answer = await second.register()
         assert isinstance(answer, Rejected)
         assert answer.reason.startswith(
-            "decode-0 is running already, as process 1 on host: stop that one first"
+            "decode-0 is already running as process 1 on host: stop that one first"
         )
         assert [node.incarnation for node in rig.registry if node.role == "decode"] == [
             decode.ref.incarnation

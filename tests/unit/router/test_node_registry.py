@@ -155,7 +155,7 @@ def test_a_living_process_keeps_its_name() -> None:
     registry.heartbeat(beat("d"))
     assert not registry.undecided(newer)
     assert registry.register(newer) == (
-        "d is running already, as process 5 on near: stop that one first, or start this one under another name of "
+        "d is already running as process 5 on near: stop that one first, or start this one under another name of "
         "the cluster file"
     )
     assert not rig.lost

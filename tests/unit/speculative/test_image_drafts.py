@@ -39,5 +39,5 @@ UNREAD: Any = None
 def test_a_prompt_with_embeddings_is_not_drafted_from_its_token_ids(draft: PrefillDraft) -> None:
     """Rows A7, C4: the prefill node's own check, should such a draft ever meet a batch of images."""
     given: Any = object()
-    with pytest.raises(ValueError, match="cannot take the embeddings of images"):
+    with pytest.raises(ValueError, match="cannot use image embeddings"):
         draft.extend((), given, given, None, given)
