@@ -51,7 +51,7 @@ class Windows:
         return np.concatenate([np.arange(first, end) for first, end in zip(self.first, self.ends)])
 
     def tokens(self) -> tuple[Ints, Ints, Ints]:
-        """Return (ids, rows, which): the tokens to read, the rows that read past the prompt, and the token that each reads.
+        """Return (ids, rows, which): tokens to read, rows that read past the prompt, and the token each of these reads.
 
         Tokens past the prompt are numbered step by step, and within a step by final chunk. In a chunk that is not final
         such a row reads 0, and the next chunk recomputes it.

@@ -197,7 +197,7 @@ def test_the_longest_request_that_fits() -> None:
             assert refused.error is not None
             assert (refused.error.code, refused.error.message) == (
                 "invalid_value",
-                "prompt and max_tokens make 65 tokens, this cluster serves at most 64; lower max_tokens",
+                "prompt and max_tokens together need 65 tokens; this cluster serves at most 64; lower max_tokens",
             )
             cluster.settle()
 

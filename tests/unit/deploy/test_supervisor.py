@@ -111,7 +111,7 @@ def test_one_process_in_a_crash_loop_leaves_the_others_alone(make: Callable[...,
         until(lambda: cluster.record("loop").restarts >= 4)
         loop = cluster.record("loop")
         assert loop.last_end == "ended with exit code 1 (no memory)"
-        assert cluster.heard("loop ended with exit code 1 (no memory); it will be started again in 1.6 s")
+        assert cluster.heard("loop ended with exit code 1 (no memory); restarting in 1.6 s")
         assert [cluster.record(name).restarts for name in ("router", "other")] == [0, 0]
         assert [cluster.record(name).state for name in ("router", "other")] == ["up", "up"]
         assert cluster.record("other").alive
@@ -233,7 +233,7 @@ def test_nothing_is_left_of_a_start_that_cannot_even_fork(
 
     monkeypatch.setattr(Child, "start", start)
     cluster = make(router=STAY)
-    with pytest.raises(StartError, match="no process can be started: Resource temporarily unavailable"):
+    with pytest.raises(StartError, match="cannot start a process: Resource temporarily unavailable"):
         cluster.supervisor.start(lambda children: None, cluster.said.append)
     assert sorted(path.name for path in cluster.supervisor.run_dir.iterdir()) == ["logs"]
 

@@ -95,13 +95,13 @@ def test_a_dead_process_is_reported_and_started_again(rig: Rig) -> None:
     child.die(-signal.SIGKILL)
     (said,) = rig.check()
     assert said == (
-        "decode-0 ended with signal SIGKILL (out of memory); it will be started again in 0.2 s; log: /run/x.log"
+        "decode-0 ended with signal SIGKILL (out of memory); restarting in 0.2 s; log: /run/x.log"
     )
     assert rig.state("decode-0") == "backing off"
     assert rig.watcher.records()["decode-0"].restart_at == pytest.approx(rig.clock() + 0.2)
     assert rig.check() == []
     rig.clock.now += 0.3
-    assert rig.check() == [f"decode-0 was started again (pid {os.getpid()})"]
+    assert rig.check() == [f"decode-0 was restarted (pid {os.getpid()})"]
     assert rig.state("decode-0") == "starting"
     child.become("ready")
     assert rig.check() == [f"decode-0 is up again (pid {os.getpid()})"]

@@ -54,7 +54,10 @@ async def test_registration_is_repeatable() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"fingerprint": "e" * 64}, "serves a model with fingerprint eeeeeeeeeeee, this router ffffffffffff"),
+        (
+            {"fingerprint": "e" * 64},
+            "serves the model with fingerprint eeeeeeeeeeee, this router ffffffffffff",
+        ),
         ({"page_size": 64}, "has pages of 64 tokens, the router's kv.page_size is 16"),
     ],
 )

@@ -165,7 +165,7 @@ async def test_count_and_bytes_of_a_request_are_bounded(loader: ImageLoader) -> 
     with pytest.raises(InvalidRequest, match="4 images in one request, at most 3"):
         await loader.load(asking(*[url(file())] * 4))
     large = file("PNG", (30, 30)) + b"\0" * 4_500  # bytes behind the end of a PNG are not looked at
-    with pytest.raises(InvalidRequest, match="at most 9000 bytes in all") as error:
+    with pytest.raises(InvalidRequest, match="at most 9000 bytes in total") as error:
         await loader.load(asking(url(large), url(large), url(large)))
     assert error.value.param == "messages[1].content[1].image_url"
 
