@@ -37,8 +37,8 @@ def train(model: LlavaForConditionalGeneration, batches: Iterator[Batch], settin
     """Train in place for `settings.seconds`."""
     model.to(settings.device).train()  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
     opts = optimizers(model, settings.lr)
-    # type: ignore[no-untyped-call]  # untimed: warm-up
-    _loss(model, next(batches), settings.device).backward()
+    # untimed: warm-up
+    _loss(model, next(batches), settings.device).backward()  # type: ignore[no-untyped-call]
     start = printed = settings.clock()
     steps = tokens = 0
     loss_value = first_loss = float("nan")
