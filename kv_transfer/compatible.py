@@ -1,4 +1,4 @@
-"""Whether pages of a prefill node can be written into a decode node, and the sentence that says why not."""
+"""Decides whether pages of a prefill node can be written into a decode node, and says why not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SHOWN = 12  # characters of a fingerprint, enough to tell two apart
 
 
 def compatible(prefill: PoolLayout, decode: PoolLayout) -> str | None:
-    """None when pages of `prefill` can be written into `decode`, else the sentence that both nodes log.
+    """Return None when pages of `prefill` can be written into `decode`, else the reason that both nodes log.
 
-    Pool sizes, offsets and tensor-parallel sizes may differ; what gives bytes their meaning may not.
+    Pool sizes, offsets and tensor-parallel sizes may differ; whatever determines the meaning of the bytes may not.
     """
     ours_target, ours_draft = _models(prefill.fingerprint)
     theirs_target, theirs_draft = _models(decode.fingerprint)
@@ -57,6 +57,6 @@ def _shown(plane: Plane) -> str:
 
 
 def _models(fingerprint: str) -> tuple[str, str]:
-    """Of target and draft, which stands after a plus sign; "none" without one."""
+    """Return the fingerprints of the target and of the draft model; "none" where there is no draft model."""
     target, plus, draft = fingerprint.partition("+")
     return target, draft if plus else "none"

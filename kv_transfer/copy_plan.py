@@ -1,4 +1,4 @@
-"""Which bytes go where: pages to runs, and runs to copies of one or of many rows."""
+"""Turns page lists into runs, and runs into copies of one or many rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Run(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """`rows` rows of `length` bytes: from `src` of the source region to `dst` of the destination region.
+    """`rows` rows of `length` bytes from `src` of the source region to `dst` of the destination region.
 
-    Rows begin `src_stride` and `dst_stride` bytes apart; both are 0 for a single row.
+    Row starts are `src_stride` and `dst_stride` bytes apart; both are 0 for a single row.
     """
 
     src: int
@@ -35,7 +35,7 @@ class Copy(NamedTuple):
 
 
 def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[Run]:
-    """Maximal runs of zip(src_pages, dst_pages), in order. The two must be equally long."""
+    """Return the maximal runs of zip(src_pages, dst_pages), in order. Both must have the same length."""
     found: list[Run] = []
     src = dst = count = 0
     for a, b in zip(src_pages, dst_pages, strict=True):
@@ -51,7 +51,7 @@ def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[Run]:
 
 
 def copies(plan: PairPlan, page_runs: Sequence[Run], planes: slice = slice(None)) -> list[Copy]:
-    """Every copy that moves these runs, plane by plane: one per run and part of a plane."""
+    """Return every copy that moves these runs, plane by plane: one per run and part of a plane."""
     if not plan.whole:
         return [_copy(part, run) for parts in plan.planes[planes] for part in parts for run in page_runs]
     return [
@@ -62,12 +62,12 @@ def copies(plan: PairPlan, page_runs: Sequence[Run], planes: slice = slice(None)
 
 
 def state_copies(plan: PairPlan, src_slot: int, dst_slot: int) -> list[Copy]:
-    """Every copy that moves the state of one request."""
+    """Return every copy that moves the state of one request."""
     return [_copy(part, Run(src_slot, dst_slot, 1)) for part in plan.state]
 
 
 def single_rows(plan: Iterable[Copy]) -> Iterator[Copy]:
-    """The same bytes in copies of one row each, for transports that have no strided copy."""
+    """Yield the same bytes as copies of one row each, for transports that have no strided copy."""
     for copy in plan:
         for row in range(copy.rows):
             yield Copy(copy.src + row * copy.src_stride, copy.dst + row * copy.dst_stride, copy.length)
@@ -81,5 +81,5 @@ def _copy(part: Part, run: Run) -> Copy:
     rows = run.pages * src.rows
     if rows == 1:
         return Copy(*at, src.length)
-    # the rows of an item fill it, so those of consecutive items are equally far apart
+    # The rows of an item fill it, so rows of consecutive items have the same stride.
     return Copy(*at, src.length, rows, src.item // src.rows, dst.item // dst.rows)

@@ -1,4 +1,4 @@
-"""What both sides count; plain integers that the node copies into its metrics."""
+"""Counters of both ends of transfers: plain integers that the node copies into its metrics."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from common.errors import ChecksumFailed, TransferFailed
 @dataclass(slots=True)
 class SenderCounters:
     delivered: int = 0  # rooms
-    lost: int = 0  # rooms that ended any other way, cancelled ones included
+    lost: int = 0  # rooms that ended in any other way, cancelled ones included
     pages_written: int = 0
-    pages_by_layer: int = 0  # of these, sent while the forward that wrote them went on
+    pages_by_layer: int = 0  # of pages_written: sent while their forward was running
     records_written: int = 0
     bytes_written: int = 0
     handshakes: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by cause: version, layout, transport, ...
-    malformed: int = 0  # frames that are no message for this side
+    malformed: int = 0  # frames that do not decode as a message for this side
     stale_incarnation: int = 0  # frames of a process that was replaced
     stale_generation: int = 0
     duplicate_slots: int = 0
-    invalid_slots: int = 0  # pages or record slot outside of what Hello described
-    early_slots: int = 0  # Slots that came before their prompt
-    early_evicted: int = 0  # of those, given up: too many or too old
+    invalid_slots: int = 0  # pages or record slot outside of the range that Hello described
+    early_slots: int = 0  # Slots that arrived before their prompt
+    early_evicted: int = 0  # of early_slots: given up: too many or too old
     stalled: int = 0  # rooms given up because no byte moved
-    unsent: int = 0  # control frames that the socket did not take
+    unsent: int = 0  # control frames that the socket did not accept
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ReceiverCounters:
     stale_incarnation: int = 0
     stale_generation: int = 0
     unknown_room: int = 0
-    duplicates: int = 0  # announcements that say what was said before
+    duplicates: int = 0  # announcements that repeat an earlier one
     gaps: int = 0  # PagesWritten that skips pages: a frame was lost
     timeouts: Counter[str] = field(default_factory=Counter)  # handshake, first_page, stall, deadline
     quarantined: int = 0  # rooms that ever entered quarantine
@@ -50,7 +50,7 @@ class ReceiverCounters:
     unsent: int = 0
 
     def record_failed(self, cause: str) -> str:
-        """Count a record that did not verify; returns the error code of its room."""
+        """Count a record that failed verification and return the error code of its room."""
         if cause == "checksum":
             self.checksum_failures += 1
             return ChecksumFailed.code

@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank sends to another, computed from the shard axis of each plane."""
+"""Computes from the shard axis of each plane what one tensor-parallel rank sends to another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.kv_cache.pool_spec import PoolSpec
 
 
 class Ranks(NamedTuple):
-    """One prefill rank and one decode rank, each of how many."""
+    """One prefill rank and one decode rank, each with the number of ranks on its side."""
 
     src: int
     src_size: int
@@ -29,15 +29,15 @@ class Cut(NamedTuple):
 
 
 def cuts(plane: Plane, ranks: Ranks) -> tuple[Cut, ...]:
-    """What rank `src` sends to rank `dst`. Over all sources a destination gets every value exactly once.
+    """Return what rank `src` sends to rank `dst`. Over all sources a destination gets every value exactly once.
 
-    Ranks that hold replicas share the destinations between them, and with equal sizes every rank is served by its own
-    number.
+    Source ranks that hold replicas divide the destinations among themselves; with equal sizes every rank receives
+    from the rank of its own number.
     """
     return _cuts(plane.entry[plane.axis], plane.groups, ranks)
 
 
-@lru_cache(maxsize=1024)  # most planes of a model are alike
+@lru_cache(maxsize=1024)  # most planes of a model are identical
 def _cuts(length: int, groups: tuple[HeadGroup, ...], ranks: Ranks) -> tuple[Cut, ...]:
     if not groups:
         serves = ranks.dst * ranks.src_size // ranks.dst_size == ranks.src
@@ -58,7 +58,7 @@ def _cuts(length: int, groups: tuple[HeadGroup, ...], ranks: Ranks) -> tuple[Cut
 
 
 def sources(spec: PoolSpec, src_size: int, dst: int, dst_size: int) -> frozenset[int]:
-    """The prefill ranks that a decode rank needs something of."""
+    """Return the prefill ranks that a decode rank receives anything from."""
     return frozenset(
         src
         for src in range(src_size)

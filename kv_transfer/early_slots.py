@@ -1,4 +1,4 @@
-"""Slots that came before their prompt: bounded in all, per peer and in time."""
+"""Slots that arrive before their prompt: bounded in number, per peer and in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Early:
 
 
 class EarlySlots:
-    """(room, decode incarnation) -> Early. A peer that floods fills its own share and no more."""
+    """Maps (room, decode incarnation) to Early. A peer that floods can only fill its own share."""
 
     def __init__(self, limits: TransferLimits, clock: Callable[[], float]) -> None:
         self._entries: ExpiringMap[tuple[int, str], Early] = ExpiringMap(
@@ -36,7 +36,7 @@ class EarlySlots:
         return self._entries.get((room, decode))
 
     def take_all(self, room: int) -> list[Early]:
-        """The entries of a room, whichever decode nodes they came from."""
+        """Remove and return the entries of a room from all decode nodes."""
         taken = [self.take(room, decode) for decode in list(self._decodes.get(room, ()))]
         return [early for early in taken if early is not None]
 
@@ -47,12 +47,12 @@ class EarlySlots:
         return early
 
     def full(self, peer: Peer, slots: Slots) -> bool:
-        """True past the peer's share, or if it grants more pages than its pool has."""
+        """Return True if the peer has used up its share, or would grant more pages than its pool has."""
         pages = peer.early_pages + len(slots.pages)
         return peer.early >= self._per_peer or pages > peer.hello.layout.num_pages
 
     def put(self, peer: Peer, slots: Slots) -> list[Early]:
-        """Returns the oldest entries, where they had to make room."""
+        """Add an entry and return the oldest entries if they had to make room for it."""
         peer.early += 1
         peer.early_pages += len(slots.pages)
         self._decodes.setdefault(slots.room, set()).add(peer.incarnation)
@@ -61,7 +61,7 @@ class EarlySlots:
         )
 
     def expire(self) -> list[Early]:
-        """Returns the entries whose prompt did not come in time."""
+        """Remove and return the entries whose prompt did not arrive in time."""
         return self._left(self._entries.expire())
 
     def forget(self, peer: Peer) -> None:

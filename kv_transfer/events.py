@@ -1,4 +1,4 @@
-"""What the two ends tell their node: values returned by `poll`."""
+"""Events that the two ends return to their node from `poll`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_transfer.handoff_record import HandoffRecord
 
 @dataclass(frozen=True, slots=True)
 class SlotsGranted:
-    """The decode node set pages aside: `Sender.slots(room)` tells how many it still needs."""
+    """The decode node has reserved pages; `Sender.slots(room)` says how many pages it still needs."""
 
     room: int
 
@@ -25,10 +25,10 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class TransferLost:
-    """The room ended in any other way; no write reads its source pages any more."""
+    """The room ended in any other way; no write reads its source pages any longer."""
 
     room: int
-    code: str  # of common.errors, or what `cancel` was given
+    code: str  # an error code of common.errors, or the one passed to `cancel`
     reason: str
 
 
@@ -39,7 +39,7 @@ SenderEvent = SlotsGranted | Delivered | TransferLost
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Pages and record are here and verified. The pages belong to the node now; `close` the room to go on."""
+    """Pages and record have arrived and are verified. The node owns the pages now and must `close` the room."""
 
     room: int
     record: HandoffRecord
@@ -47,16 +47,16 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The room will not arrive. Exactly one PagesFree follows, perhaps later."""
+    """The room will not arrive. Exactly one PagesFree follows, possibly later."""
 
     room: int
-    code: str  # of common.errors, or what the prefill node gave
+    code: str  # an error code of common.errors, or the prefill node's
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PagesFree:
-    """No write can hit these pages any more: the node may reuse them."""
+    """No write can reach these pages any longer: the node may reuse them."""
 
     room: int
     pages: tuple[int, ...]
@@ -64,7 +64,7 @@ class PagesFree:
 
 @dataclass(frozen=True, slots=True)
 class PeerRefused:
-    """This prefill node cannot be used: its rooms failed. `connect` again only after something changed."""
+    """This prefill node cannot be used and its rooms have failed. `connect` again only after something changed."""
 
     incarnation: str
     reason: str

@@ -1,4 +1,4 @@
-"""A bounded map whose entries age: what a peer may make us remember."""
+"""A bounded map with expiring entries, for state that a peer can make this process keep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class ExpiringMap(Generic[K, V]):
-    """At most `capacity` entries, none older than `ttl` seconds after the last `expire`. Oldest first."""
+    """Map of at most `capacity` entries, oldest first; `expire` removes those older than `ttl` seconds."""
 
     def __init__(self, capacity: int, ttl: float, clock: Callable[[], float]) -> None:
         self._entries: dict[K, tuple[float, V]] = {}
@@ -33,7 +33,7 @@ class ExpiringMap(Generic[K, V]):
         return entry[1] if entry else None
 
     def put(self, key: K, value: V) -> list[V]:
-        """Returns the values that had to leave."""
+        """Insert or replace the entry and return the values that were evicted to make room."""
         self._entries.pop(key, None)
         self._entries[key] = (self._clock() + self._ttl, value)
         evicted: list[V] = []
@@ -42,7 +42,7 @@ class ExpiringMap(Generic[K, V]):
         return evicted
 
     def expire(self) -> list[V]:
-        """Returns the values whose time is over."""
+        """Remove the entries that are older than `ttl` and return their values."""
         now = self._clock()
         gone: list[V] = []
         while self._entries:
@@ -54,6 +54,6 @@ class ExpiringMap(Generic[K, V]):
         return gone
 
     def remove_where(self, doomed: Callable[[V], bool]) -> list[V]:
-        """Returns the values that were removed."""
+        """Remove the entries whose value is `doomed` and return their values."""
         keys = [key for key, (_, value) in self._entries.items() if doomed(value)]
         return [self._entries.pop(key)[1] for key in keys]

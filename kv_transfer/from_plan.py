@@ -1,4 +1,4 @@
-"""The transfer's limits from the node's plan: equal on both ends by construction."""
+"""Builds the transfer limits from the node's plan, so that both ends of a transfer use equal limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_LOGPROBS = 20  # top logprobs of the first token, as the API allows
 def transfer_limits(
     plan: NodePlan, max_model_len: int, draft_topk: int = 0, hidden_bytes: int = 0
 ) -> TransferLimits:
-    """`max_model_len` bounds the pages, and with them the record, of one request; so does its draft state."""
+    """Return the limits. `max_model_len` bounds the pages of one request and, with its draft state, its record."""
     transfer, pages = plan.transfer, -(-max_model_len // plan.page_size)
     return TransferLimits(
         slots_timeout=transfer.slots_timeout,

@@ -1,9 +1,9 @@
-"""The one contiguous record that ends a transfer: what the decode node needs beside the pages.
+"""The contiguous record that ends a transfer: what the decode node needs in addition to the pages.
 
     magic 8s | version u32 | payload length u32 | room u64 | generation u64 | xxh3 u64 | payload | trailer u64
 
-Little-endian. The hash covers the header before it and the payload. The trailer repeats the generation and is
-the last thing to land, so a record is whole only if both ends agree. It is never written before the pages.
+Little-endian. The hash covers the header fields before it and the payload. The trailer repeats the generation and
+lands last, so a record is complete only if header and trailer agree. It is never written before the pages.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Immutable; draft fields are empty without speculation."""
+    """Contents of a record. The draft fields are empty without speculation."""
 
     first_token: Count
     first_logprob: TokenLogprob | None = None
     num_tokens: Count  # prompt tokens whose KV the decode node now has
-    cached_tokens: Count = 0  # of those, found in the prefill node's prefix cache
-    checksums: bytes = (
-        b""  # u64 little-endian, one per page sent, one of the state if any; filled in by Sender
-    )
+    cached_tokens: Count = 0  # of num_tokens: found in the prefill node's prefix cache
+    # u64 little-endian, one per page sent and one for the state if there is any; filled in by Sender
+    checksums: bytes = b""
     draft_topk_p: tuple[float, ...] = ()  # [topk or topk * steps]
     draft_topk_ids: tuple[int, ...] = ()  # same length
     draft_hidden: bytes = b""  # [hidden width] of draft_hidden_dtype
@@ -51,7 +50,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
                 f"{len(self.draft_topk_p)} draft probabilities, {len(self.draft_topk_ids)} tokens"
             )
         if len(self.checksums) % 8:
-            raise ValueError(f"{len(self.checksums)} bytes are no whole number of checksums")
+            raise ValueError(f"{len(self.checksums)} bytes of checksums: not a multiple of 8")
         if bool(self.draft_hidden) != bool(self.draft_hidden_dtype):
             raise ValueError("draft_hidden and draft_hidden_dtype come together")
 
@@ -69,7 +68,7 @@ def unpack_checksums(packed: bytes) -> list[int]:
 
 
 def record_bytes(max_pages: int, max_logprobs: int = 20, draft_topk: int = 0, hidden_bytes: int = 0) -> int:
-    """Size of a record slot that holds every record within these limits: bytes, a multiple of SLOT_ALIGN."""
+    """Return the bytes of a slot that fits every record within these limits: a multiple of SLOT_ALIGN."""
     scalar = 9  # the largest msgpack integer or float
     pairs = max_logprobs + draft_topk  # (id, value)
     payload = 96 + 6 * scalar + 8 * (max_pages + 1) + 2 * scalar * pairs + hidden_bytes
@@ -77,22 +76,25 @@ def record_bytes(max_pages: int, max_logprobs: int = 20, draft_topk: int = 0, hi
 
 
 def encode(record: HandoffRecord, room: int, generation: int, slot_bytes: int) -> bytes:
-    """Raises RecordError("length") when the record does not fit in the slot."""
+    """Return the bytes of the record. Raises RecordError("length") when it does not fit in the slot."""
     payload = _encoder.encode(record)
     if OVERHEAD + len(payload) > slot_bytes:
         raise RecordError(
             "length",
             f"handoff record of room {room} has {OVERHEAD + len(payload)} bytes, its slot {slot_bytes}; "
-            "raise record_bytes of the transfer limits (handoff_record.record_bytes tells how much it takes)",
+            "raise record_bytes of the transfer limits (handoff_record.record_bytes computes the size)",
         )
     header = _HEADER.pack(MAGIC, VERSION, len(payload), room, generation)
     return b"".join((header, _HASH.pack(_digest(header, payload)), payload, _TRAILER.pack(generation)))
 
 
 def decode(buffer: bytes, room: int, generation: int) -> HandoffRecord:
-    """Raises RecordError; `cause` is magic, version, room, generation, length, crc, trailer or payload."""
+    """Return the record.
+
+    Raises RecordError; `cause` is magic, version, room, generation, length, crc, trailer or payload.
+    """
     if len(buffer) < OVERHEAD:
-        raise RecordError("length", f"record of room {room}: {len(buffer)} bytes are less than a header")
+        raise RecordError("length", f"record of room {room}: {len(buffer)} bytes are fewer than a header has")
     magic, version, length, got_room, got_generation = _HEADER.unpack_from(buffer)
     for cause, expected, got in (
         ("magic", MAGIC, magic),
@@ -112,7 +114,9 @@ def decode(buffer: bytes, room: int, generation: int) -> HandoffRecord:
     if _HASH.unpack_from(buffer, _HEADER.size)[0] != _digest(buffer[: _HEADER.size], payload):
         raise RecordError("crc", f"record of room {room} does not match its hash")
     if _TRAILER.unpack_from(buffer, end)[0] != generation:
-        raise RecordError("trailer", f"record of room {room}: the trailer is not of generation {generation}")
+        raise RecordError(
+            "trailer", f"record of room {room}: the trailer does not have generation {generation}"
+        )
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Who may be written to: Hello is checked, the peer's memory attached, its earlier life retired."""
+"""Checks Hello, attaches the peer's memory and retires earlier incarnations of the peer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kv_transfer.transport.description import from_wire
 
 
 class Refusal(HandshakeRefused):
-    """`cause` is a short metric label."""
+    """Refuses a decode node. `cause` is a short metric label."""
 
     def __init__(self, cause: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -27,18 +27,18 @@ class Refusal(HandshakeRefused):
 class Peer:
     """A decode node that said Hello and was welcomed."""
 
-    identity: bytes  # of its socket; the latest one
+    identity: bytes  # routing id of its latest socket
     incarnation: str
     hello: Hello
     memory: PeerMemory
-    plan: PairPlan  # what this rank sends to that one
-    early: int = 0  # entries of the early-slots map that are its own
+    plan: PairPlan  # what this rank sends to the peer's rank
+    early: int = 0  # this peer's entries in the early-slots map
     early_pages: int = 0  # pages in them
-    busy_until: float = 0.0  # its loop may be silent so long
-    lost: bool = False  # detached: nothing is written or said any more
+    busy_until: float = 0.0  # its loop may be silent until then
+    lost: bool = False  # detached: nothing is written or sent to it any longer
 
     def rejects(self, slots: Slots) -> str | None:
-        """None when the slots lie inside of what Hello described."""
+        """Return why the slots are invalid, or None when they lie within the range that Hello described."""
         if slots.record_slot >= self.hello.record_slots:
             return f"record slot {slots.record_slot} of {self.hello.record_slots}"
         if any(page >= self.hello.layout.num_pages for page in slots.pages):
@@ -75,7 +75,7 @@ class PeerTable:
         return next((peer for peer in self._peers.values() if peer.incarnation == incarnation), None)
 
     def outlived(self, identity: bytes, incarnation: str, hello: Hello) -> list[Peer]:
-        """Peers that this Hello ends: the same node, socket or process, but not the same Hello."""
+        """Return the peers that this Hello replaces: same node, socket or process, but not the same Hello."""
         return [
             peer
             for peer in self._peers.values()
@@ -84,7 +84,7 @@ class PeerTable:
         ]
 
     def check(self, incarnation: str, hello: Hello) -> None:
-        """Raises Refusal with a sentence for both logs."""
+        """Check that the peer can be served. Raises Refusal with a sentence for both logs."""
         newer = self._retired.get(incarnation)
         if newer is not None:
             raise Refusal(
@@ -101,21 +101,22 @@ class PeerTable:
         if ours.tp_rank not in needed:
             raise Refusal(
                 "tensor_parallel",
-                f"rank {theirs.tp_rank} of {theirs.tp_size} of decode node {hello.node} needs nothing of this prefill "
-                f"rank, {ours.tp_rank} of {ours.tp_size}; connect it to ranks {sorted(needed)}",
+                f"rank {theirs.tp_rank} of {theirs.tp_size} of decode node {hello.node} receives nothing from this "
+                f"prefill rank, {ours.tp_rank} of {ours.tp_size}; connect it to ranks {sorted(needed)}",
             )
 
     def admit(self, identity: bytes, incarnation: str, hello: Hello) -> Peer:
-        """The welcomed peer; `check` passed and `outlived` peers are dropped. Raises Refusal."""
+        """Return the welcomed peer, after `check` has passed and `outlived` peers are dropped. Raises Refusal."""
         known = self.find(incarnation)
-        if known is not None:  # the same Hello again, perhaps over a new socket
+        if known is not None:
+            # The same Hello again, possibly over a new socket.
             del self._peers[known.identity]
             known.identity = identity
             self._peers[identity] = known
             return known
         if len(self._peers) >= self._limits.max_peers:
             raise Refusal(
-                "full", f"this prefill node serves {len(self._peers)} decode nodes already (max_peers)"
+                "full", f"this prefill node already serves {len(self._peers)} decode nodes (limit: max_peers)"
             )
         records_bytes = hello.record_slots * hello.record_bytes
         try:
@@ -131,7 +132,7 @@ class PeerTable:
         return peer
 
     def drop(self, peer: Peer) -> None:
-        """Detach: afterwards every write to this peer is settled."""
+        """Detach the peer; every write to it is settled afterwards."""
         peer.lost = True
         if self._peers.get(peer.identity) is peer:
             del self._peers[peer.identity]

@@ -1,4 +1,4 @@
-"""What one room takes from one prefill rank, and that rank, as the receiving side sees them."""
+"""The receiving side's view of one prefill rank, and of what one room receives from it."""
 
 from __future__ import annotations
 
@@ -18,37 +18,40 @@ from kv_transfer.pair_plan import Side, pair_plan
 from kv_transfer.state import ReceiveState, receive_step
 from kv_transfer.transport.base import ReceiverEndpoint, Window
 
-MOST_GREETING = 60.0  # seconds: the longest work that a main loop announces
+MOST_GREETING = 60.0  # seconds; the longest work that a main loop announces
 
 
 class LinkState(enum.Enum):
-    GREETING = "greeting"  # Hello is said
+    GREETING = "greeting"  # Hello is sent
     READY = "ready"
-    LOST = "lost"  # refused, or given up; listened to for acknowledgements only
+    LOST = "lost"  # refused or given up; only acknowledgements are still processed
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """The way to one incarnation of a prefill node."""
+    """The connection to one incarnation of a prefill node."""
 
     incarnation: str
     send: Callable[[bytes], object]
     greeted_at: float
     state: LinkState = LinkState.GREETING
     node: str = ""
-    connected_at: float = 0.0  # its process was connected then, as far as this node knows
-    busy_until: float = 0.0  # its loop may be silent so long
-    ranks: tuple[int, int] = (0, 1)  # its tensor-parallel rank, of how many; once it is READY
-    side: Side | None = None  # what it writes here; once it is READY
+    connected_at: float = 0.0  # when its process was last reported as connected
+    busy_until: float = 0.0  # its loop may be silent until then
+    ranks: tuple[int, int] = (0, 1)  # its tensor-parallel rank and size; set when READY
+    side: Side | None = None  # the blocks that it writes here; set when READY
 
     def unanswered(self, now: float, timeout: float) -> bool:
-        """Whether Hello has waited too long: `timeout` without a connection, or MOST_GREETING with one."""
+        """Whether Hello has waited too long: `timeout` if not connected, MOST_GREETING if connected."""
         connected = now - max(self.greeted_at, self.connected_at) < timeout
         greeting = self.state is LinkState.GREETING
         return greeting and (not connected or now - self.greeted_at >= MOST_GREETING)
 
     def welcomed(self, welcome: Welcome, layout: PoolLayout) -> None:
-        """It is READY to write into `layout`. ValueError where planes cannot be divided among that many ranks."""
+        """Mark the link READY to write into `layout`.
+
+        Raises ValueError if planes do not divide among that many ranks.
+        """
         theirs = msgspec.structs.replace(layout, tp_rank=welcome.tp_rank, tp_size=welcome.tp_size)
         self.ranks, self.side = (welcome.tp_rank, welcome.tp_size), pair_plan(theirs, layout).dst
         self.state, self.node = LinkState.READY, welcome.node
@@ -56,7 +59,7 @@ class Link:
 
 @dataclass(slots=True, eq=False)
 class Inbound:
-    """State of one room and one prefill rank, and the clockwork of its deadlines."""
+    """State and deadlines of one room and one prefill rank."""
 
     room: int
     generation: int
@@ -66,11 +69,11 @@ class Inbound:
     record_slot: int
     deadline: float | None
     state: ReceiveState = ReceiveState.QUEUED
-    next_page: int = 0  # logical; those below have landed or were held
-    moved_at: float = 0.0  # of the latest progress or sign of life, or of the latest Abort in quarantine
+    next_page: int = 0  # logical; pages below it have landed or were held
+    moved_at: float = 0.0  # of the latest progress or sign of life; in quarantine, of the latest Abort
     state_slot: int = 0
-    record: HandoffRecord | None = None  # once it has arrived
-    aborted_for: tuple[str, str] = ("", "")  # code, reason: said again while quarantined
+    record: HandoffRecord | None = None  # set when it has arrived
+    aborted_for: tuple[str, str] = ("", "")  # code, reason; repeated while quarantined
 
     @property
     def window(self) -> Window:
@@ -80,26 +83,26 @@ class Inbound:
 
     @property
     def active(self) -> bool:
-        """The node still waits for it."""
+        """Whether the node still waits for it."""
         return self.state in (ReceiveState.QUEUED, ReceiveState.AWAITING, ReceiveState.RECEIVING)
 
     def go(self, state: ReceiveState) -> None:
         self.state = receive_step(self.room, self.state, state)
 
     def slots(self, now: float) -> Slots:
-        """The message that lets the sender write."""
+        """Return the message that lets the sender write."""
         left = None if self.deadline is None else max(0, int((self.deadline - now) * 1000))
         return Slots(
             self.room, self.generation, self.pages, self.record_slot, self.held_pages, left, self.state_slot
         )
 
     def abort(self) -> Abort:
-        """The message that asks the sender to stop."""
+        """Return the message that asks the sender to stop."""
         code, reason = self.aborted_for
         return Abort(self.room, self.generation, code[:64], reason[:4096])
 
     def overdue(self, now: float, limits: TransferLimits) -> tuple[str, str, str] | None:
-        """(cause, code, reason) once the room has waited too long; measured by progress, not in total."""
+        """Return (cause, code, reason) if the room has waited too long since its latest progress, else None."""
         if self.deadline is not None and now >= self.deadline:
             return "deadline", DeadlineExceeded.code, "the request's deadline passed before its KV arrived"
         waited = now - self.moved_at
@@ -112,7 +115,10 @@ class Inbound:
         return None
 
     def verify(self, endpoint: ReceiverEndpoint, length: int, checksums: bool) -> None:
-        """Take the record over. RecordError unless it is whole; with cause "checksum" where pages or state are not."""
+        """Take over the record.
+
+        Raises RecordError unless it is complete; cause "checksum" if pages or state differ.
+        """
         data = endpoint.record(self.record_slot)[:length]
         record = handoff_record.decode(data, self.room, self.generation)
         if checksums:

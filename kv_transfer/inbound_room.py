@@ -15,7 +15,7 @@ from kv_transfer.state import ReceiveState
 
 @dataclass(slots=True, eq=False)
 class InboundRoom:
-    """The parts arrive together, fail together, and give their pages back together."""
+    """The parts arrive together, fail together, and return their pages together."""
 
     room: int
     pages: tuple[int, ...]
@@ -30,7 +30,7 @@ class InboundRoom:
 
     @property
     def freed(self) -> bool:
-        """No write can hit its pages any more."""
+        """Whether no write can reach its pages any longer."""
         return all(part.state is ReceiveState.FREED for part in self.parts)
 
     @property
@@ -39,7 +39,7 @@ class InboundRoom:
 
     @property
     def record(self) -> HandoffRecord:
-        """Of a room that has arrived: the record of its first prefill rank."""
+        """The record that the first prefill rank sent; only for a room that has arrived."""
         first = min(self.parts, key=lambda part: part.link.ranks)
         assert first.record is not None
         return first.record
@@ -48,7 +48,7 @@ class InboundRoom:
         return next((part for part in self.parts if part.link is link), None)
 
     def missing(self, layout: PoolLayout) -> str | None:
-        """Why its prefill ranks are not those that this rank needs; None while one of them is not known yet."""
+        """Return why its prefill ranks are not those that this rank needs; None if they are or one is not known yet."""
         if any(part.link.state is not LinkState.READY for part in self.parts):
             return None
         given = {part.link.ranks for part in self.parts}
@@ -67,15 +67,15 @@ def _shown(ranks: set[tuple[int, int]]) -> str:
 
 
 class InboundRooms:
-    """The rooms of one receiver, and what they hold: record slots, pages, state slots."""
+    """The rooms of one receiver and what they hold: record slots, pages, state slots."""
 
     def __init__(self, layout: PoolLayout, record_slots: int) -> None:
         self._layout = layout
         self._record_slots = record_slots
         self.free_record_slots = list(range(record_slots))
         self._rooms: dict[int, InboundRoom] = {}
-        self._pages: set[int] = set()  # of rooms that have neither arrived nor been freed
-        self._state_slots: set[int] = set()  # of the same
+        self._pages: set[int] = set()  # pages of rooms that have neither arrived nor been freed
+        self._state_slots: set[int] = set()  # state slots of the same rooms
         self._generation = 0
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class InboundRooms:
 
     @property
     def holds_nothing(self) -> bool:
-        """No record slot, page or state slot is in use."""
+        """Whether no record slot, page or state slot is in use."""
         return len(self.free_record_slots) == self._record_slots and not self._pages and not self._state_slots
 
     def get(self, room: int) -> InboundRoom | None:
@@ -99,7 +99,7 @@ class InboundRooms:
         return self._rooms[part.room]
 
     def parts(self, link: Link | None = None) -> list[Inbound]:
-        """Of all rooms, or those that one prefill rank sends."""
+        """Return the parts of all rooms, or only those that one prefill rank sends."""
         return [part for room in self for part in room.parts if link is None or part.link is link]
 
     def open(
@@ -112,7 +112,7 @@ class InboundRooms:
         state_slot: int,
         now: float,
     ) -> InboundRoom:
-        """A room with a part for each link. Raises Overloaded without record slots, InternalError for misuse."""
+        """Open a room with a part for each link. Raises Overloaded without record slots, InternalError for misuse."""
         if len(self.free_record_slots) < len(links):
             raise Overloaded(f"all {self._record_slots} record slots are in use")
         self._check_memory(room, pages, state_slot)
@@ -128,18 +128,18 @@ class InboundRooms:
         return whole
 
     def release_memory(self, whole: InboundRoom) -> None:
-        """Pages and state slot are the node's again."""
+        """Return pages and state slot of the room to the node."""
         self._pages.difference_update(whole.pages)
         self._state_slots.discard(whole.state_slot)
 
     def remove(self, whole: InboundRoom) -> None:
-        """Its record slots are free for other rooms."""
+        """Remove the room; its record slots are free for other rooms."""
         del self._rooms[whole.room]
         self.free_record_slots.extend(part.record_slot for part in whole.parts)
 
     def _check_memory(self, room: int, pages: Sequence[int], state_slot: int) -> None:
         if len(set(pages)) != len(pages) or not self._pages.isdisjoint(pages):
-            raise InternalError(f"room {room}: a page is given twice, or is in the hands of another room")
+            raise InternalError(f"room {room}: a page is listed twice or belongs to another room")
         if pages and not 0 <= min(pages) <= max(pages) < self._layout.num_pages:
             raise InternalError(f"room {room}: a page is outside of the pool of {self._layout.num_pages}")
         slots = self._layout.num_slots

@@ -1,4 +1,4 @@
-"""Pages of a forward's rooms, sent to their decode nodes as its layers are stored."""
+"""Sends the pages of a running forward to their decode nodes, layer by layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
 
 @dataclass(frozen=True, slots=True)
 class RoomPages:
-    """Own pages that are logical pages first.. of a room."""
+    """Pages of the sender's pool that hold the logical pages of a room from `first` on."""
 
     room: int
     src_pages: Sequence[int]
@@ -30,7 +30,7 @@ class _Group:
 
 
 class LayerSend:
-    """Of one forward, from before its first layer until it is launched. Made by `Sender.follow`."""
+    """Sends the pages of one forward, from before its first layer until it is launched. Made by `Sender.follow`."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class LayerSend:
         self._groups: list[_Group] = []
 
     def add(self, pages: Sequence[RoomPages]) -> None:
-        """As `Sender.send_pages`, for pages that the forward completes. At any layer: those before follow at once."""
+        """Send pages that this forward completes, as `Sender.send_pages` does.
+
+        May be called at any layer; the layers that are already stored are sent at once.
+        """
         peers: dict[str, tuple[Peer, list[PageList], list[Posted]]] = {}
         for each in pages:
             for outbound in self._find(each.room):
@@ -62,7 +65,7 @@ class LayerSend:
             self._groups.append(_Group(write, posted))
 
     def stored(self, layer: int) -> None:
-        """The forward has got so far that this layer's keys and values are stored. Layers come in order."""
+        """Send up to this layer, whose keys and values are now stored. Layers are reported in order."""
         for group in self._groups:
             planes = range(group.sent, self._endpoint.layout.stored(layer))
             group.write.send(planes)
@@ -71,7 +74,7 @@ class LayerSend:
                 posted.layered = True
 
     def close(self) -> None:
-        """The forward is launched: what it has not told of goes with `Sender.complete`."""
+        """End the layer-wise part once the forward is launched; `Sender.complete` sends what is left."""
         for group in self._groups:
             for posted, tickets in zip(group.posted, group.write.close(), strict=True):
                 posted.tickets.extend(tickets)

@@ -1,4 +1,4 @@
-"""Bounds and timeouts of the transfer, one frozen value for both sides of it."""
+"""Bounds and timeouts of a transfer: one frozen value that both ends use."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Seconds are local and monotonic; sizes are bytes. Both nodes should run the same values."""
 
     # waiting
-    handshake_timeout: float = 10.0  # Hello -> Welcome; and a TCP connection that has not proved its key
-    slots_timeout: float = 60.0  # sender: without Slots, or a word that the room waits for pages
-    first_page_timeout: float = 120.0  # receiver: Slots sent, no page, and no word that the room is worked on
-    stall_timeout: float = 10.0  # no progress of posted writes (sender), no page and no word (receiver)
-    abort_retry: float = 2.0  # receiver: an unanswered Abort is said again
+    # Seconds between Hello and Welcome, and until a TCP connection has to prove its key.
+    handshake_timeout: float = 10.0
+    # Sender: seconds without Slots and without Queued, the message that the room still waits for pages.
+    slots_timeout: float = 60.0
+    # Receiver: seconds after Slots without a page and without Working, the message that the room is processed.
+    first_page_timeout: float = 120.0
+    # Sender: seconds in which no posted write makes progress. Receiver: seconds without a page or Working.
+    stall_timeout: float = 10.0
+    abort_retry: float = 2.0  # receiver: an unanswered Abort is repeated after this time
 
     # tables that a peer can grow
     max_peers: int = 256  # nodes on the other side
-    early_slots: int = 4096  # sender: Slots whose prompt has not come yet, all peers together
+    early_slots: int = 4096  # sender: Slots that arrived before their prompt, all peers together
     early_slots_per_peer: int = 1024
-    early_ttl: float = 30.0  # sender: seconds for which early Slots, ended and aborted rooms are remembered
+    # Sender: seconds for which early Slots and ended and aborted rooms are remembered.
+    early_ttl: float = 30.0
 
     # memory
     record_bytes: int = 64 << 10  # one record slot, multiple of 64; see handoff_record.record_bytes
-    max_inflight_bytes: int = 64 * MIB  # per peer: written to the network, not yet acknowledged
+    max_inflight_bytes: int = 64 * MIB  # per peer: sent and not yet acknowledged
     max_frame_bytes: int = MIB  # one frame of the TCP transport
 
-    # integrity
-    verify_checksums: bool = (
-        True  # of every page (page_digest, cuda_pages): made by the sender, checked on arrival
-    )
+    # integrity: the sender computes a checksum of every page (page_digest, cuda.pages), the receiver compares it
+    verify_checksums: bool = True
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -1,12 +1,12 @@
-"""What the two ends of a transfer may say to each other: two inboxes, one envelope.
+"""The messages between the two ends of a transfer: two inboxes, one envelope.
 
 A frame is a fixed envelope followed by one msgpack struct:
 
-    magic 4s | protocol version u16 | reserved u16 | schema hash u64 | incarnation of the speaker 16s | body
+    magic 4s | protocol version u16 | reserved u16 | schema hash u64 | incarnation of the sender 16s | body
 
-The envelope never changes, so a peer of any version can be told apart and refused with a sentence before its
-body is looked at. The incarnation is a random 128-bit value per process: a frame of a dead process is
-recognised and dropped.
+The envelope never changes, so a peer of any version can be recognised and refused with a sentence before its body is
+parsed. The incarnation is a random 128-bit value per process, so a frame of an earlier process is recognised and
+dropped.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kv_transfer.transport.one_host.process import ProcessIdentity
 
 MAGIC: Final = b"TKVT"
 PROTOCOL_VERSION: Final = 3
-MAX_FRAME_BYTES: Final = 8 << 20  # Slots of a million pages fit
-MAX_PAGES: Final = 1 << 20  # of one request
+MAX_FRAME_BYTES: Final = 8 << 20  # fits Slots of a million pages
+MAX_PAGES: Final = 1 << 20  # per request
 MAX_BUSY_MS: Final = 3_600_000
-MAX_ROOMS: Final = 1 << 16  # named by one sign of life
+MAX_ROOMS: Final = 1 << 16  # per sign of life
 
 _ENVELOPE: Final = struct.Struct("<4sHHQ16s")
 
@@ -43,29 +43,30 @@ Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUSY_MS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """decode -> prefill, first on a connection: who I am and how my memory is written."""
+    """decode -> prefill, first on a connection: identifies the node and says how its memory is written."""
 
     node: Name
     layout: PoolLayout
     transport: WireDescription
     record_slots: U32
-    record_bytes: U32  # of one slot
+    record_bytes: U32  # per slot
 
 
 class Slots(msgspec.Struct, frozen=True, tag="slots"):
-    """decode -> prefill: write the request of this room here."""
+    """decode -> prefill: asks for the pages of this room to be written to these destinations."""
 
     room: U63
     generation: U63
-    pages: Annotated[tuple[U32, ...], msgspec.Meta(max_length=MAX_PAGES)]  # held_pages.., in order
+    # Destinations of the logical pages from held_pages on, in order.
+    pages: Annotated[tuple[U32, ...], msgspec.Meta(max_length=MAX_PAGES)]
     record_slot: U32
     held_pages: U32  # logical pages that the decode node already has
-    deadline_ms: U63 | None = None  # what is left of the request's time when this was sent
-    state_slot: U32 = 0  # of the planes that are kept per request; 0 where there are none
+    deadline_ms: U63 | None = None  # time left of the request when this was sent
+    state_slot: U32 = 0  # of the planes that are kept per request; 0 if there are none
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """decode -> prefill: stop; answer AbortAck once no write of this generation is outstanding."""
+    """decode -> prefill: asks to stop; answered by AbortAck once no write of this generation is outstanding."""
 
     room: U63
     generation: U63
@@ -74,17 +75,17 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Queued(msgspec.Struct, frozen=True, tag="queued"):
-    """decode -> prefill, again and again: these rooms wait here for pages, and Slots will follow.
+    """decode -> prefill, periodically: these rooms wait for pages on the decode node, and Slots will follow.
 
     Together with Working it bounds every wait by signs of life: a room that neither side names is lost.
     """
 
     rooms: Rooms
-    busy_ms: Milliseconds  # so long the speaker's loop may be silent
+    busy_ms: Milliseconds  # the loop of the message's sender may be silent for so long
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """prefill -> decode: the handshake is accepted; the process that will write, and its tensor-parallel rank."""
+    """prefill -> decode: accepts the handshake; names the process that will write and its tensor-parallel rank."""
 
     node: Name
     process: ProcessIdentity
@@ -93,7 +94,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """prefill -> decode: we cannot work together, and why."""
+    """prefill -> decode: refuses the handshake and says why."""
 
     reason: Reason
 
@@ -116,7 +117,7 @@ class RecordWritten(msgspec.Struct, frozen=True, tag="record_written"):
 
 
 class SenderFailed(msgspec.Struct, frozen=True, tag="sender_failed"):
-    """prefill -> decode: nothing more will come, and no write of this generation is outstanding."""
+    """prefill -> decode: nothing more will arrive, and no write of this generation is outstanding."""
 
     room: U63
     generation: U63
@@ -132,10 +133,10 @@ class AbortAck(msgspec.Struct, frozen=True, tag="abort_ack"):
 
 
 class Working(msgspec.Struct, frozen=True, tag="working"):
-    """prefill -> decode, again and again: these rooms have slots and are being worked on, or wait for their turn."""
+    """prefill -> decode, periodically: these rooms have slots and are being processed or are queued."""
 
     rooms: Rooms
-    busy_ms: Milliseconds  # so long the speaker's loop may be silent
+    busy_ms: Milliseconds  # the loop of the message's sender may be silent for so long
 
 
 SenderInbox = Hello | Slots | Abort | Queued
@@ -156,13 +157,13 @@ SCHEMA_HASH: Final = schema_hash(
 
 
 def encode(message: SenderInbox | ReceiverInbox, incarnation: str) -> bytes:
-    """`incarnation` is the speaker's own: 32 hex digits."""
+    """Return the frame. `incarnation` is this process's own: 32 hex digits."""
     envelope = _ENVELOPE.pack(MAGIC, PROTOCOL_VERSION, 0, SCHEMA_HASH, bytes.fromhex(incarnation))
     return envelope + _encoder.encode(message)
 
 
 def decode_for_sender(frame: bytes) -> tuple[str, SenderInbox]:
-    """(incarnation of the speaker, message). Raises ProtocolError; HandshakeRefused on another version."""
+    """Return (incarnation of the sender, message). Raises ProtocolError; HandshakeRefused for another version."""
     incarnation, body = _open(frame)
     try:
         return incarnation, _sender_decoder.decode(body)
@@ -171,7 +172,7 @@ def decode_for_sender(frame: bytes) -> tuple[str, SenderInbox]:
 
 
 def decode_for_receiver(frame: bytes) -> tuple[str, ReceiverInbox]:
-    """(incarnation of the speaker, message). Raises ProtocolError; HandshakeRefused on another version."""
+    """Return (incarnation of the sender, message). Raises ProtocolError; HandshakeRefused for another version."""
     incarnation, body = _open(frame)
     try:
         return incarnation, _receiver_decoder.decode(body)
@@ -183,7 +184,7 @@ def _open(frame: bytes) -> tuple[str, memoryview]:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(frame)} bytes, limit is {MAX_FRAME_BYTES}")
     if len(frame) < _ENVELOPE.size:
-        raise ProtocolError(f"frame of {len(frame)} bytes, the envelope alone has {_ENVELOPE.size}")
+        raise ProtocolError(f"frame of {len(frame)} bytes is shorter than the envelope of {_ENVELOPE.size}")
     magic, version, _, schema, incarnation = _ENVELOPE.unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError("not a KV transfer frame")

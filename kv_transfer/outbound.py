@@ -1,4 +1,4 @@
-"""What one room sends to one decode rank: its writes, its record, its end."""
+"""What one room sends to one decode rank: its pages, its state and its record."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Posted:
     count: int  # pages; 0 for the state and for the record
     tickets: list[Ticket] = field(default_factory=list)
     nbytes: int = 0
-    digests: Sequence[int] = ()  # to be read once it has landed
-    rest: Callable[[], PageWrite] | None = None  # of pages whose layers leave while a forward computes them
-    layered: bool = False  # some of their layers have left so
+    digests: Sequence[int] = ()  # to be read once the write has landed
+    rest: Callable[[], PageWrite] | None = None  # writes the planes that were not sent layer by layer
+    layered: bool = False  # some layers were sent while the forward was running
     record: bool = False
-    launching: bool = False  # the forward's: layers may leave whose tickets are not here yet
+    launching: bool = False  # the forward is being launched: tickets of sent layers are still missing
 
     def add(self, write: PageWrite) -> None:
         self.tickets.append(write.ticket)
@@ -41,7 +41,7 @@ class Posted:
 
 @dataclass(slots=True, eq=False)
 class Outbound:
-    """State of one room and one decode rank. `advance` moves it on and returns what that rank has to be told."""
+    """State of one room and one decode rank. `advance` returns the messages to send to that rank."""
 
     room: int
     endpoint: SenderEndpoint
@@ -49,17 +49,17 @@ class Outbound:
     counters: SenderCounters
     expected_at: float
     deadline: float | None
-    decode: str = ""  # incarnation that may grant; "" is any
+    decode: str = ""  # incarnation that may grant; "" for any
     state: SendState = SendState.EXPECTED
     peer: Peer | None = None
     slots: Slots | None = None
-    next_page: int = 0  # logical; those below are posted, or held by the decode node
+    next_page: int = 0  # logical; pages below it are posted or held by the decode node
     failure: tuple[str, str] | None = None  # code, reason
     abort_asked: bool = False
     _checksums: list[Sequence[int]] = field(default_factory=list)  # per write that has landed
     _posted: list[Posted] = field(default_factory=list)
     _record: HandoffRecord | None = None
-    _moved: int = -1  # endpoint.progress when it last changed
+    _moved: int = -1  # latest value of endpoint.progress
     _moved_at: float = 0.0
 
     @property
@@ -68,7 +68,7 @@ class Outbound:
 
     @property
     def busy(self) -> bool:
-        """Whether `advance` may find something to do that neither a message nor `alarm` tells of."""
+        """Whether it has to be polled, because neither a message nor `alarm` announces its next step."""
         return bool(self._posted) or self.state in (
             SendState.FINISHING,
             SendState.RECORDING,
@@ -77,7 +77,7 @@ class Outbound:
 
     @property
     def alarm(self) -> float:
-        """When it has waited for too long, if nothing happens."""
+        """Time at which it has waited for too long, if nothing happens before."""
         until = float("inf") if self.deadline is None else self.deadline
         if self.state is SendState.EXPECTED:
             until = min(until, self.expected_at + self.limits.slots_timeout)
@@ -91,7 +91,7 @@ class Outbound:
         return self.decode in ("", peer.incarnation)
 
     def is_of(self, peer: Peer | None, generation: int) -> bool:
-        """True if this peer granted slots of this generation."""
+        """Whether this peer granted slots of this generation."""
         return self.slots is not None and self.peer is peer and self.slots.generation == generation
 
     def grant(self, peer: Peer, slots: Slots, received_at: float) -> None:
@@ -102,7 +102,7 @@ class Outbound:
             self.deadline = until if self.deadline is None else min(self.deadline, until)
 
     def send_pages(self, src_pages: Sequence[int], first: int, now: float) -> None:
-        """Post logical pages first.. ; they must follow the ones before without a gap."""
+        """Post logical pages first.. ; they must follow the previous ones without a gap."""
         pages = self._next(src_pages, first)
         if pages is None or self.peer is None:
             return
@@ -119,9 +119,9 @@ class Outbound:
         self._post(posted, now)
 
     def follow(self, src_pages: Sequence[int], first: int, now: float) -> tuple[PageList, Posted] | None:
-        """As `send_pages`, but a forward has begun to write these pages; the caller keeps what is returned up to date.
+        """Like `send_pages` for pages that a forward has begun to write; the caller updates the returned Posted.
 
-        None where nothing is to be sent.
+        Returns None if there is nothing to send.
         """
         pages = self._next(src_pages, first)
         if pages is None:
@@ -131,7 +131,7 @@ class Outbound:
         return pages, posted
 
     def complete(self, end: int, now: float) -> None:
-        """Forwards that wrote logical pages below `end` have ended: post what has not left with their layers."""
+        """Post what was not sent layer by layer: the forwards that wrote logical pages below `end` have ended."""
         if self.state is SendState.DRAINING:
             return
         for posted in self._posted:
@@ -141,9 +141,9 @@ class Outbound:
                     self._moved_at = now
 
     def _next(self, src_pages: Sequence[int], first: int) -> PageList | None:
-        """These pages count as posted; None where there are none, or the room is lost."""
+        """Count these pages as posted and return them; None if there are none or the room is lost."""
         if self.state is SendState.DRAINING:
-            return None  # the loss is announced by an event that the node has not read yet
+            return None  # an event that the node has not read yet announces the loss
         slots, peer = self.slots, self.peer
         if self.state is not SendState.GRANTED or slots is None or peer is None:
             raise InternalError(
@@ -183,7 +183,7 @@ class Outbound:
             return
         if not 0 < state_slot < plan.src.layout.num_slots:
             raise InternalError(
-                f"room {self.room}: state slot {state_slot} of {plan.src.layout.num_slots} was given to be sent"
+                f"room {self.room}: state slot {state_slot} of {plan.src.layout.num_slots} cannot be sent"
             )
         posted = Posted(0, 0)
         posted.add(
@@ -198,13 +198,14 @@ class Outbound:
         self._post(posted, now)
 
     def give_up(self, code: str, reason: str) -> None:
-        """Post nothing more; outstanding writes drain. Idempotent: the first cause stays."""
+        """Post nothing more; outstanding writes drain. Idempotent: the first cause is kept."""
         if self.state is SendState.DRAINING or self.ended:
             return
         self._go(SendState.DRAINING)
         self.failure = (code, reason)
         for posted in self._posted:
-            if not posted.layered:  # else its ticket may be of other rooms, too
+            # Tickets of layers may cover other rooms too.
+            if not posted.layered:
                 for ticket in posted.tickets:
                     self.endpoint.cancel(ticket)
 
@@ -223,7 +224,7 @@ class Outbound:
         return said
 
     def _reap(self, said: list[ReceiverInbox], now: float) -> None:
-        """Announce what has landed, in order; a failed write turns the room to draining."""
+        """Announce landed writes in order; a failed write makes the room drain."""
         while self._posted and self.state is not SendState.DRAINING:
             head = self._posted[0]
             outcome = WriteState.PENDING if head.rest is not None else self._outcome(head)
@@ -233,7 +234,7 @@ class Outbound:
             if outcome is WriteState.FAILED:
                 trouble = self.endpoint.trouble(self.peer.memory) if self.peer is not None else ""
                 self.give_up(
-                    TransferFailed.code, f"a write to the decode node failed ({trouble or 'not said why'})"
+                    TransferFailed.code, f"a write to the decode node failed ({trouble or 'no reason known'})"
                 )
                 return
             self._moved_at = now
@@ -247,7 +248,7 @@ class Outbound:
             self._go(SendState.DELIVERED)
             return [RecordWritten(self.room, self.slots.generation, write.nbytes)]
         self._checksums.append(write.digests)
-        if not write.count:  # the state, which the record speaks of
+        if not write.count:  # the state: the record announces it
             return []
         self.counters.pages_written += write.count
         self.counters.pages_by_layer += write.count if write.layered else 0
@@ -301,7 +302,7 @@ class Outbound:
                 )
 
     def _settle(self, said: list[ReceiverInbox]) -> None:
-        """Say the end once no write is outstanding; one that never settles leaves the room poisoned."""
+        """Send the final message once no write is outstanding; a write that never settles leaves the room poisoned."""
         self._posted = [each for each in self._posted if self._outcome(each) is WriteState.PENDING]
         if self._posted:
             return

@@ -10,7 +10,7 @@ from kv_transfer.outbound import Outbound
 
 @dataclass(frozen=True, slots=True)
 class GrantedSlots:
-    """What the decode node set aside. Logical pages held_pages .. held_pages+num_pages-1 are to be sent."""
+    """The grant of a decode node: logical pages held_pages .. held_pages+num_pages-1 are to be sent."""
 
     held_pages: int
     num_pages: int
@@ -20,14 +20,14 @@ class GrantedSlots:
 
 @dataclass(slots=True, eq=False)
 class OutboundRoom:
-    """The parts are granted, delivered and lost together: the room is as far as the last of them."""
+    """The parts are granted, delivered and lost together: the room is as far as its slowest part."""
 
     room: int
     parts: list[Outbound]
 
     @property
     def failure(self) -> tuple[str, str] | None:
-        """Code and reason of the part that failed first."""
+        """Code and reason of the first part that failed; None if none has."""
         return next((part.failure for part in self.parts if part.failure is not None), None)
 
     @property
@@ -36,12 +36,12 @@ class OutboundRoom:
 
     @property
     def busy(self) -> bool:
-        """Whether a part may find something to do that neither a message nor `alarm` tells of."""
+        """Whether a part has to be polled, because neither a message nor `alarm` announces its next step."""
         return any(part.busy for part in self.parts)
 
     @property
     def alarm(self) -> float:
-        """When a part has waited for too long, if nothing happens."""
+        """Time at which a part has waited for too long, if nothing happens before."""
         return min(part.alarm for part in self.parts)
 
     @property
@@ -50,12 +50,12 @@ class OutboundRoom:
 
     @property
     def draining(self) -> bool:
-        """It failed, and writes of it may be outstanding."""
+        """Whether the room failed; writes of it may be outstanding."""
         return self.failure is not None
 
     @property
     def granted(self) -> GrantedSlots | None:
-        """None until every decode rank has granted, and for a room that is lost."""
+        """The grant; None until every decode rank has granted, and for a room that is lost."""
         first = self.parts[0]
         if self.failure is not None or any(part.slots is None for part in self.parts):
             return None
@@ -65,14 +65,14 @@ class OutboundRoom:
         return GrantedSlots(held, count, first.slots.generation, first.peer.incarnation)
 
     def part_of(self, peer: Peer) -> Outbound | None:
-        """The part that this peer has granted, or may grant; None if the room belongs to other decode nodes."""
+        """Return the part that this peer has granted or may grant; None if the room belongs to other decode nodes."""
         return next(
             (part for part in self.parts if part.peer is peer),
             next((part for part in self.parts if part.peer is None and part.accepts(peer)), None),
         )
 
     def fits(self, held_pages: int, num_pages: int) -> bool:
-        """Whether these are the pages that the other decode ranks have granted."""
+        """Whether these pages equal the pages that the other decode ranks have granted."""
         granted = [part.slots for part in self.parts if part.slots is not None]
         return all((each.held_pages, len(each.pages)) == (held_pages, num_pages) for each in granted)
 

@@ -1,6 +1,6 @@
 """PairPlan: which bytes of each page and each state slot one prefill rank sends to one decode rank.
 
-Made once for each pair of ranks that meet; a write then only adds page ids to it.
+A plan is made once for each pair of ranks; a write then only adds page ids to it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kv_transfer.cuts import Cut, Ranks, cuts
 
 
 class Block(NamedTuple):
-    """Rows of equal length in every item (page or slot) of one plane, all in bytes."""
+    """Rows of equal length in every item (page or slot) of one plane; all values are bytes."""
 
     offset: int  # of the first row of item 0
-    item: int  # from one item to the next
+    item: int  # from the start of one item to the next
     length: int  # of a row
     rows: int  # in each item
-    stride: int  # from one row to the next
+    stride: int  # from the start of one row to the next
 
 
 class Part(NamedTuple):
-    """The same values on both sides: equally long rows, and equally many."""
+    """The same values on both sides: equal row lengths and equal numbers of rows."""
 
     src: Block
     dst: Block
@@ -33,12 +33,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """The blocks of one of the two ranks: what it computes checksums of."""
+    """The blocks of one of the two ranks, over which it computes checksums."""
 
     layout: PoolLayout
     pages: tuple[Block, ...]
     state: tuple[Block, ...]
-    whole: bool  # pages are sent as they are
+    whole: bool  # pages are sent unchanged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,22 +49,22 @@ class PairPlan:
     dst: Side
     planes: tuple[tuple[Part, ...], ...]
     state: tuple[Part, ...]
-    page_bytes: int  # that one page sends over all planes
-    state_bytes: int  # that one request's state sends
+    page_bytes: int  # sent per page, over all planes
+    state_bytes: int  # sent for the state of one request
 
     @property
     def whole(self) -> bool:
-        """Every page of the one is a page of the other: one copy per run of pages and plane."""
+        """Whether pages of both sides are identical: one copy moves a run of pages of a plane."""
         return self.src.whole
 
     @property
     def empty(self) -> bool:
-        """The one rank holds nothing that the other needs of it."""
+        """Whether this source rank holds nothing that the destination rank needs."""
         return not self.state and not any(self.planes)
 
 
 def pair_plan(src: PoolLayout, dst: PoolLayout) -> PairPlan:
-    """The plan for two layouts that are `compatible`."""
+    """Return the plan for two layouts that are `compatible`."""
     ranks = Ranks(src.tp_rank, src.tp_size, dst.tp_rank, dst.tp_size)
     planes: list[tuple[Part, ...]] = []
     state: list[Part] = []
@@ -87,7 +87,7 @@ def pair_plan(src: PoolLayout, dst: PoolLayout) -> PairPlan:
 
 
 def _part(src: PoolLayout, a: PlacedPlane, b: PlacedPlane, cut: Cut) -> Part:
-    """Rows run along the sharded axis; where they are contiguous on both sides, an item is one row."""
+    """Return one part. Rows run along the sharded axis; if they are contiguous on both sides, an item is one row."""
     plane = a.plane
     tokens = src.page_size if plane.kept is Kept.PAGED else 1
     rows = tokens * math.prod(plane.entry[: plane.axis])

@@ -1,8 +1,8 @@
 """The decode node's end of every transfer: many prefill nodes, one Receiver.
 
-Pages of a room that ends early are given back (`PagesFree`) only when no write can hit them any more: the
-transport fences them, or the sender says so, or its process is proved dead. Until then they are in
-quarantine; no timeout ends a quarantine.
+Pages of a room that ends early are returned (`PagesFree`) only when no write can reach them any longer: the transport
+fences them, the sender confirms it, or the sender's process is known to be dead. Until then they are in quarantine;
+no timeout ends a quarantine.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ __all__ = ["Arrived", "Failed", "PagesFree", "PeerRefused", "Receiver", "Receive
 
 
 class Receiver:
-    """Poll-driven; one thread.
+    """Receives pages and records. It is poll-driven and used from one thread.
 
-    `endpoint` has allocated its kv region; the records are allocated here. `clock` gives monotonic seconds.
+    `endpoint` has allocated its KV region; the record region is allocated here. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -79,24 +79,24 @@ class Receiver:
 
     @property
     def active(self) -> int:
-        """Rooms that hold record slots: waiting, arrived and not closed, or quarantined."""
+        """Number of rooms that hold record slots: waiting, arrived and not closed, or quarantined."""
         return len(self._rooms)
 
     @property
     def quarantined_pages(self) -> int:
         return sum(len(room.pages) for room in self._rooms if room.quarantined)
 
-    # ---- what the decode node wants
+    # ---- called by the decode node
 
     def connect(self, peer_incarnation: str, send: Callable[[bytes], object]) -> None:
-        """Say Hello to this incarnation of a prefill node; again over a new socket, or after it was lost.
+        """Send Hello to this incarnation of a prefill node; again over a new socket, or after it was lost.
 
-        `send(frame)` must not block; False means that the frame was not taken. Raises Overloaded when
+        `send(frame)` must not block; it returns False if the frame was not accepted. Raises Overloaded when
         max_peers prefill nodes are in use.
         """
         if len(self._links) >= self._limits.max_peers and peer_incarnation not in self._links:
             raise Overloaded(
-                f"this decode node takes from {len(self._links)} prefill nodes already (max_peers)"
+                f"this decode node is already connected to {len(self._links)} prefill nodes (limit: max_peers)"
             )
         link = self._links.get(peer_incarnation)
         if link is None:
@@ -116,8 +116,8 @@ class Receiver:
     ) -> int:
         """Let the peers write logical pages held_pages.. of this room into `pages`; returns the last generation.
 
-        `peers` are the incarnations of every prefill rank that this rank needs something of. Pages and state slot are
-        the receiver's until Arrived or PagesFree. Raises InvalidRequest (room is active), Overloaded (too few record
+        `peers` are the incarnations of every prefill rank that this rank receives from. Pages and state slot belong
+        to the receiver until Arrived or PagesFree. Raises InvalidRequest (room is active), Overloaded (too few record
         slots), Unavailable (a peer is not connected).
         """
         if room in self._rooms:
@@ -136,10 +136,10 @@ class Receiver:
         return link
 
     def abort(self, room: int, reason: str, code: str = TransferFailed.code) -> None:
-        """The node gives the room up: exactly one PagesFree follows, once nothing can be written any more.
+        """Give the room up: exactly one PagesFree follows, once nothing can be written to its pages any longer.
 
-        Also takes back a room that has arrived and is not closed. Unknown rooms are ignored, and so are
-        rooms that failed before: their PagesFree comes anyway.
+        Also takes back a room that has arrived and is not closed. Unknown rooms are ignored, and so are rooms that
+        failed before, whose PagesFree follows in any case.
         """
         whole = self._rooms.get(room)
         if whole is None or whole.given_up:
@@ -150,7 +150,7 @@ class Receiver:
         self._give_up(whole, code, reason)
 
     def close(self, room: int) -> None:
-        """Arrived was consumed: the record slots are free for other rooms. Unknown rooms are ignored."""
+        """End a room after Arrived was processed; its record slots become free. Unknown rooms are ignored."""
         whole = self._rooms.get(room)
         if whole is None:
             return
@@ -161,13 +161,13 @@ class Receiver:
         self._rooms.remove(whole)
 
     def peer_lost(self, incarnation: str) -> None:
-        """This prefill node counts as dead; its pages wait until that is proved or it answers."""
+        """Treat this prefill node as dead. Its pages stay in quarantine until its death is proved or it answers."""
         link = self._links.get(incarnation)
         if link is not None:
             self._lose(link, NodeLost.code, f"prefill node {link.node or incarnation} is gone")
 
     def link_lost(self, incarnation: str) -> None:
-        """The way to this prefill node is broken, and the node may well live: its rooms may be placed elsewhere."""
+        """Fail the rooms of a broken connection. The prefill node may be alive; its rooms may be placed elsewhere."""
         link = self._links.get(incarnation)
         if link is not None:
             self._lose(
@@ -175,17 +175,17 @@ class Receiver:
             )
 
     def link_works(self, incarnation: str) -> None:
-        """Its process is connected. If it does not answer Hello its loop is busy; whether it hangs the router sees."""
+        """Note that its process is connected, so it is only busy while Hello is unanswered; the router finds hangs."""
         link = self._links.get(incarnation)
         if link is not None:
             link.connected_at = self._clock()
 
     def shutdown(self) -> None:
-        """The node ends: withdraw the memory."""
+        """Withdraw the memory from all peers; the node ends."""
         self._endpoint.close()
 
     def poll(self) -> list[ReceiverEvent]:
-        """Look at every deadline and every quarantine; what happened since the last call."""
+        """Check every deadline and every quarantine; return the events since the last call."""
         now = self._clock()
         waiting = {part.link.incarnation for part in self._rooms.parts()}
         for link in list(self._links.values()):
@@ -203,10 +203,10 @@ class Receiver:
         events, self._events = self._events, []
         return events
 
-    # ---- what prefill nodes say
+    # ---- messages from prefill nodes
 
     def handle(self, peer_incarnation: str, message: bytes) -> None:
-        """`message` is a frame from the socket to that incarnation. Whatever it says, nothing is raised."""
+        """Process a frame from the socket to that incarnation. No content of it raises."""
         link = self._links.get(peer_incarnation)
         if link is None:
             self.counters.stale_incarnation += 1
@@ -250,19 +250,19 @@ class Receiver:
         whole = self._rooms.get(told.room)
         inbound = None if whole is None else whole.part_of(link)
         if inbound is None:
-            if not isinstance(told, AbortAck):  # an abort of fenced pages is not waited for
+            if not isinstance(told, AbortAck):  # fenced rooms are freed without waiting for it
                 self.counters.unknown_room += 1
         elif told.generation != inbound.generation:
             self.counters.stale_generation += 1
         elif inbound.state is ReceiveState.QUARANTINED:
-            if not isinstance(told, PagesWritten):  # all others say that no write is outstanding
+            if not isinstance(told, PagesWritten):  # every other message says that no write is outstanding
                 self._free(inbound)
         elif inbound.state in (ReceiveState.ARRIVED, ReceiveState.FREED):
             self.counters.duplicates += inbound.state is ReceiveState.ARRIVED or not isinstance(
                 told, AbortAck
             )
         elif inbound.state is ReceiveState.QUEUED:
-            self.counters.unknown_room += 1  # nobody was told of this generation
+            self.counters.unknown_room += 1  # this generation was never sent to anybody
         elif isinstance(told, PagesWritten):
             self._progress(inbound, told)
         elif isinstance(told, RecordWritten):
@@ -278,12 +278,12 @@ class Receiver:
             self.counters.duplicates += 1
             return
         if told.first > inbound.next_page:
-            self.counters.gaps += 1  # a frame was lost; the checksums decide in the end
+            self.counters.gaps += 1  # a frame was lost; the checksums decide at the end
         inbound.next_page, inbound.moved_at = end, self._clock()
         inbound.go(ReceiveState.RECEIVING)
 
     def _verify(self, inbound: Inbound, told: RecordWritten) -> None:
-        # the sender is done: whatever comes now is not of this transfer
+        # The sender is done: anything that arrives from now on does not belong to this transfer.
         self._endpoint.revoke(inbound.generation)
         try:
             inbound.verify(self._endpoint, told.length, self._limits.verify_checksums)
@@ -316,7 +316,7 @@ class Receiver:
                 self._say_abort(inbound)
 
     def _fail(self, inbound: Inbound, code: str, reason: str) -> None:
-        """The whole room is lost."""
+        """Fail the whole room."""
         whole = self._rooms.of(inbound)
         if not whole.given_up:
             self.counters.failed += 1
@@ -324,7 +324,7 @@ class Receiver:
             self._give_up(whole, code, reason)
 
     def _give_up(self, whole: InboundRoom, code: str, reason: str) -> None:
-        """Free every part that no sender writes any more; the others are freed, or quarantined, one by one."""
+        """Free every part that no sender can write any longer; the others are freed or quarantined one by one."""
         whole.given_up = True
         for inbound in whole.parts:
             if inbound.state is ReceiveState.ARRIVED:
@@ -333,7 +333,7 @@ class Receiver:
                 self._let_go(inbound, code, reason)
 
     def _let_go(self, inbound: Inbound, code: str, reason: str) -> None:
-        """Give a part up while its sender may be writing: free it if that is safe, else wait."""
+        """Give up a part whose sender may be writing: free it if that is safe, else quarantine it."""
         if inbound.state is ReceiveState.QUEUED:
             self._free(inbound)
             return
@@ -348,7 +348,7 @@ class Receiver:
         self._free(inbound)
 
     def _free(self, inbound: Inbound, code: str = "", reason: str = "") -> None:
-        """No write of this part is outstanding. With a code the room fails, unless it has before."""
+        """Free a part that has no outstanding write. With a code the room fails, unless it has failed before."""
         whole = self._rooms.of(inbound)
         if inbound.state is not ReceiveState.QUEUED:
             self._endpoint.revoke(inbound.generation)
@@ -368,7 +368,7 @@ class Receiver:
         self._lose(link, TransferFailed.code, reason)
 
     def _lose(self, link: Link, code: str, reason: str) -> None:
-        """Fail its rooms; those that it may be writing to go into quarantine."""
+        """Fail the rooms of this link; those that the peer may be writing to go into quarantine."""
         if link.state is LinkState.LOST:
             return
         link.state = LinkState.LOST
@@ -377,10 +377,10 @@ class Receiver:
             if inbound.active:
                 self._fail(inbound, code, reason)
 
-    # ---- the way out
+    # ---- messages to prefill nodes
 
     def _send_slots(self, inbound: Inbound) -> None:
-        """Tell a peer that is ready where to write, unless the room lacks one of the ranks that it needs."""
+        """Send the destinations to a peer that is ready, unless the room lacks one of the ranks that it needs."""
         missing = self._rooms.of(inbound).missing(self._layout)
         if missing is not None:
             self._fail(inbound, TransferFailed.code, missing)

@@ -1,4 +1,4 @@
-"""A number that two processes share only if they parse the same structs alike."""
+"""Hashes message schemas: two processes with the same hash parse the same structs in the same way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 def schema_hash(structs: Iterable[type[msgspec.Struct]]) -> int:
-    """64 bits over the name, the tag and every field's name and type of these structs and of those inside them."""
+    """Return 64 bits over the name, tag, field names and field types of these structs and the structs in them."""
     text = ";".join(
         f"{struct.__name__}:{struct.__struct_config__.tag}:{name}={struct.__annotations__[name]}"
         for struct in _with_fields(structs)

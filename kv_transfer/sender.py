@@ -36,10 +36,10 @@ __all__ = ["Delivered", "GrantedSlots", "Sender", "SenderEvent", "SlotsGranted",
 
 
 class Sender:
-    """Poll-driven; one thread.
+    """Sends pages and records. It is poll-driven and used from one thread.
 
-    `endpoint.register(layout, kv)` has been called. `send(peer identity, frame)` must not block; False
-    means that the frame was not taken. `clock` gives monotonic seconds.
+    `endpoint.register(layout, kv)` has been called. `send(peer identity, frame)` must not block; it returns False if
+    the frame was not accepted. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Sender:
         self._limits = limits
         self._process = process.current()
         self._rooms: dict[int, OutboundRoom] = {}
-        self._busy: dict[int, OutboundRoom] = {}  # those of _rooms that every poll looks at
-        self._alarms: list[tuple[float, int]] = []  # heap of (when, room): the others are looked at then
+        self._busy: dict[int, OutboundRoom] = {}  # rooms that every poll has to advance
+        self._alarms: list[tuple[float, int]] = []  # heap of (when, room) for the other rooms
         self._events: list[SenderEvent] = []
         self._early = EarlySlots(limits, clock)
         self._ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(
             limits.early_slots, limits.early_ttl, clock
         )
-        self._aborted: ExpiringMap[int, tuple[str, Abort]] = ExpiringMap(  # with who said so
+        self._aborted: ExpiringMap[int, tuple[str, Abort]] = ExpiringMap(  # incarnation, its abort
             limits.early_slots, limits.early_ttl, clock
         )
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
@@ -79,23 +79,23 @@ class Sender:
 
     @property
     def active(self) -> int:
-        """Rooms that are expected and neither delivered nor lost, draining ones included."""
+        """Number of rooms that are expected and neither delivered nor lost, draining ones included."""
         return len(self._rooms)
 
     @property
     def writing(self) -> bool:
-        """Some write is not known to have settled: poll again soon, no message will tell."""
+        """Whether some write may not have settled: poll again soon, no message announces it."""
         return any(not room.settled for room in self._busy.values())
 
     @property
     def draining(self) -> int:
-        """Rooms that ended but whose writes have not settled; one that stays here is poisoned."""
+        """Number of rooms that ended with unsettled writes; one that stays here is poisoned."""
         return sum(room.draining for room in self._busy.values())
 
-    # ---- what the prefill node wants
+    # ---- called by the prefill node
 
     def expect(self, room: int, deadline: float | None = None, decodes: Sequence[str] = ("",)) -> None:
-        """The prompt of this room is here.
+        """Register a room whose prompt has arrived.
 
         `deadline` is on the sender's clock. `decodes` are the incarnations that grant slots, one per decode rank that
         this rank sends to, "" for any; when one is lost the room is lost. InvalidRequest if the room is active.
@@ -118,45 +118,45 @@ class Sender:
         return Outbound(room, self._endpoint, self._limits, self.counters, since, deadline, decode)
 
     def slots(self, room: int) -> GrantedSlots | None:
-        """None while a decode rank has not granted, and for rooms that are lost."""
+        """Return the grant; None while a decode rank has not granted, and for a lost room."""
         expected = self._rooms.get(room)
         return None if expected is None else expected.granted
 
     def send_pages(self, room: int, src_pages: Sequence[int], first: int) -> None:
         """Write own pages as logical pages first.. of the request: each once, in order, from held_pages on.
 
-        The source must be complete and must not change until Delivered or TransferLost. Does nothing for a
-        room that was lost a moment ago; InternalError for misuse.
+        The source must be complete and must not change until Delivered or TransferLost. Does nothing for a room that
+        has just been lost; raises InternalError for misuse.
         """
         for part in self._parts(room):
             part.send_pages(src_pages, first, self._clock())
         self._advance(room)
 
     def follow(self) -> LayerSend:
-        """For a forward that is about to write pages of rooms; behind it, `complete` is to be told of each.
+        """Return the layer-wise sender for a forward that is about to write pages of rooms.
 
-        InternalError where the transport cannot take layers.
+        Call `complete` for each room after the forward. Raises InternalError if the transport cannot send layers.
         """
         if not isinstance(self._endpoint, LayerEndpoint):
-            raise InternalError(f"{type(self._endpoint).__name__} takes whole pages alone")
+            raise InternalError(f"{type(self._endpoint).__name__} sends whole pages only")
         return LayerSend(self._endpoint, self._parts, self._limits.verify_checksums, self._clock)
 
     def complete(self, room: int, end: int) -> None:
-        """Logical pages below `end` are complete: write the planes of followed ones that have not left."""
+        """Write the remaining planes of followed pages: logical pages below `end` are complete."""
         for part in self._parts(room):
             part.complete(end, self._clock())
         self._advance(room)
 
     def finish(self, room: int, record: HandoffRecord, state_slot: int = 0) -> None:
-        """Every page was sent: write the state of `state_slot` (0: none), and the record once all has landed."""
+        """Write the state of `state_slot` (0: none), then, once all pages have landed, the record."""
         for part in self._parts(room):
             part.finish(record, state_slot, self._clock())
         self._advance(room)
 
     def cancel(self, room: int, code: str, reason: str) -> None:
-        """The request ended here: settle what is outstanding, tell the decode node, then TransferLost.
+        """End a room on this side: settle outstanding writes, notify the decode node, then return TransferLost.
 
-        Slots that come later are answered in the same way. Unknown and ended rooms are ignored.
+        Slots that arrive later get the same answer. Unknown and ended rooms are ignored.
         """
         expected = self._rooms.get(room)
         if expected is not None:
@@ -164,7 +164,7 @@ class Sender:
             self._advance(room)
 
     def peer_lost(self, incarnation: str) -> None:
-        """This decode node is gone: its rooms are lost, its memory is let go of."""
+        """Drop a decode node that is gone: its rooms are lost, its memory is detached."""
         peer = self.peers.find(incarnation)
         if peer is not None:
             self._drop(peer, f"decode node {peer.hello.node} is gone")
@@ -174,7 +174,7 @@ class Sender:
                 self._advance(room.room)
 
     def poll(self) -> list[SenderEvent]:
-        """Advance the rooms that have something to do; what happened since the last call."""
+        """Advance the rooms that have something to do; return the events since the last call."""
         self.signs.tell()
         for room in list(self._busy):
             self._advance(room)
@@ -187,7 +187,7 @@ class Sender:
         for early in self._early.expire():
             self.counters.early_evicted += 1
             self._decline(
-                early.peer, early.slots, TransferFailed.code, "no prompt came for this room in time"
+                early.peer, early.slots, TransferFailed.code, "no prompt arrived for this room in time"
             )
         self._ended.expire()
         self._aborted.expire()
@@ -196,15 +196,15 @@ class Sender:
         return events
 
     def close(self) -> None:
-        """The node ends: every room is lost, every peer detached."""
+        """End all rooms and detach all peers; the node shuts down."""
         for peer in self.peers.all():
             self._drop(peer, "this prefill node shuts down")
         self._endpoint.close()
 
-    # ---- what decode nodes say
+    # ---- messages from decode nodes
 
     def handle(self, peer: bytes, message: bytes) -> None:
-        """`message` is a frame from the socket of `peer`. Whatever it says, nothing is raised."""
+        """Process a frame from the socket of `peer`. No content of it raises."""
         try:
             incarnation, decoded = messages.decode_for_sender(message)
         except HandshakeRefused as error:
@@ -220,14 +220,14 @@ class Sender:
         if incarnation in self._retired or (known is not None and known.incarnation != incarnation):
             self.counters.stale_incarnation += 1
         if known is not None and known.incarnation != incarnation:
-            return  # the socket belongs to a newer life: it must not be answered for an older one
+            return  # the socket belongs to a newer incarnation, which must not get answers for an older one
         if isinstance(decoded, Abort):
             self._abort(peer, incarnation, known, decoded)
         elif isinstance(decoded, messages.Queued):
             self.signs.heard(known, decoded)
         elif known is None:
             self._refuse(
-                peer, Refusal("no_hello", "slots came before Hello: this prefill node does not know you")
+                peer, Refusal("no_hello", "slots arrived before Hello: this prefill node does not know you")
             )
         else:
             self._slots(known, decoded)
@@ -238,7 +238,7 @@ class Sender:
             for old in self.peers.outlived(identity, incarnation, hello):
                 if old.incarnation != incarnation:
                     self._retired.put(old.incarnation, incarnation)
-                self._drop(old, f"decode node {old.hello.node} started anew")
+                self._drop(old, f"decode node {old.hello.node} restarted")
             self.peers.admit(identity, incarnation, hello)
         except Refusal as error:
             self._refuse(identity, error)
@@ -248,7 +248,7 @@ class Sender:
         self._say(identity, Welcome(self._node, self._process, layout.tp_rank, layout.tp_size))
 
     def _slots(self, peer: Peer, slots: Slots) -> None:
-        """Grant, keep for a prompt that has not come yet, or answer at once that nothing will be written."""
+        """Grant the slots, keep them for a prompt that has not arrived yet, or decline them at once."""
         room = slots.room
         expected = self._rooms.get(room)
         who, aborted = self._aborted.get(room) or ("", None)
@@ -281,13 +281,13 @@ class Sender:
                 self._decline(early.peer, early.slots, Overloaded.code, "too many slots without a prompt")
 
     def _again(self, peer: Peer, slots: Slots, first: Slots | None) -> None:
-        """Slots for a room that has some: a repetition of `first` is ignored, another grant declined."""
+        """Process slots for a room that already has some: ignore a repetition of `first`, decline another grant."""
         self.counters.duplicate_slots += 1
         if first is None or slots.generation != first.generation:
             self._decline(peer, slots, TransferFailed.code, "this room was granted slots before")
 
     def _abort(self, identity: bytes, incarnation: str, peer: Peer | None, abort: Abort) -> None:
-        """Acknowledge once nothing of that generation is outstanding: at once, unless its room has writes."""
+        """Acknowledge once no write of that generation is outstanding: at once, unless its room has writes."""
         expected = self._rooms.get(abort.room)
         part = None if expected is None or peer is None else expected.part_of(peer)
         if expected is not None and part is not None and part.is_of(peer, abort.generation):
@@ -301,15 +301,15 @@ class Sender:
                 self._early.take(abort.room, incarnation)
             self._aborted.put(abort.room, (incarnation, abort))
             if expected is not None and part is not None and part.slots is None:
-                expected.give_up(abort.code, abort.reason)  # the abort came without its slots
+                expected.give_up(abort.code, abort.reason)  # the abort arrived before its slots
                 self._advance(abort.room)
-        if self._endpoint.quiet(incarnation):  # else it asks again
+        if self._endpoint.quiet(incarnation):  # else the decode node asks again
             self._say(identity, AbortAck(abort.room, abort.generation))
 
-    # ---- the way out
+    # ---- state changes and messages to decode nodes
 
     def _grant(self, expected: OutboundRoom, peer: Peer, slots: Slots, received_at: float) -> None:
-        """Take the slots for the part of this decode rank, or say why not."""
+        """Take the slots for the part of this decode rank, or decline them with a reason."""
         part = expected.part_of(peer)
         if part is None and all(each.slots is None for each in expected.parts):
             self._decline(peer, slots, TransferFailed.code, "the room belongs to another decode node")
@@ -326,7 +326,7 @@ class Sender:
                 self._events.append(SlotsGranted(expected.room))
 
     def _advance(self, number: int) -> None:
-        """Move a room on and tell its decode ranks; once a part has failed, all are given up."""
+        """Advance a room and notify its decode ranks; once a part has failed, all are given up."""
         room = self._rooms.get(number)
         if room is None:
             return
@@ -358,14 +358,14 @@ class Sender:
                     self._say(part.peer.identity, message)
 
     def _watch(self, room: OutboundRoom) -> None:
-        """Look at the room in every poll, or else when its time is over."""
+        """Arrange for the room to be advanced: in every poll if it is busy, else at its alarm."""
         if room.ended:
             return
         if room.busy:
             self._busy[room.room] = room
         elif room.alarm < float("inf"):
             heapq.heappush(self._alarms, (room.alarm, room.room))
-            if len(self._alarms) > 4 * len(self._rooms) + 64:  # alarms of rooms that ended in time
+            if len(self._alarms) > 4 * len(self._rooms) + 64:  # drop the alarms of rooms that have ended
                 alive = [(each.alarm, each.room) for each in self._rooms.values()]
                 self._alarms = [alarm for alarm in alive if alarm[0] < float("inf")]
                 heapq.heapify(self._alarms)
@@ -380,7 +380,7 @@ class Sender:
             self._advance(room.room)
 
     def _decline(self, peer: Peer, slots: Slots, code: str, reason: str) -> None:
-        """Nothing was written for this generation and nothing will be."""
+        """Tell the decode node that nothing was or will be written for this generation."""
         if not peer.lost:
             self._say(peer.identity, SenderFailed(slots.room, slots.generation, code[:64], reason[:4096]))
 
@@ -393,7 +393,7 @@ class Sender:
             self.counters.unsent += 1
 
     def _parts(self, room: int) -> Sequence[Outbound]:
-        """None for a room that was lost a moment ago. Raises InternalError for one that never was."""
+        """Return the parts of a room; none if it was lost. Raises InternalError if it was never expected."""
         expected = self._rooms.get(room)
         if expected is None and room not in self._ended:
             raise InternalError(f"room {room} is not expected here")

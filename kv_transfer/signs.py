@@ -1,7 +1,7 @@
-"""Signs of life between the two ends of transfers. They bound every wait: a room that nobody names is lost in seconds.
+"""Signs of life between the two ends. They bound every wait: a room that nobody names is lost within seconds.
 
-A prefill node names the rooms that have slots and are worked on or wait for their turn (Working), a decode node those
-that wait for pages (Queued). Either announces work that may keep its loop busy for long before it begins.
+A prefill node names the rooms that have slots and are processed or queued (Working); a decode node names the rooms
+that wait for pages (Queued). Both announce long work on their loop before they begin it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kv_transfer.outbound import Outbound
 from kv_transfer.outbound_room import OutboundRoom
 
 SIGN_SECONDS = 0.5  # between two signs of one end
-LONG_SECONDS = 2.0  # of announced work: then the peers are told before it begins
+LONG_SECONDS = 2.0  # shortest work that is announced to the peers before it begins
 
 
 class _Signs:
-    """When signs of one end are due, and how long that end may be silent."""
+    """Tracks when signs of one end are due, and for how long that end may be silent."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -39,13 +39,13 @@ class _Signs:
         return True
 
     def _must_tell(self, seconds: float) -> bool:
-        """The loop is about to be busy for so long: whether peers should hear of it first."""
+        """Note that the loop will be busy for `seconds`; return whether peers must be notified first."""
         before, self._busy_until = self._busy_until, max(self._busy_until, self._clock() + seconds)
         return seconds >= LONG_SECONDS and self._busy_until - before >= LONG_SECONDS
 
 
 class SenderSigns(_Signs):
-    """The signs that a prefill node gives and hears."""
+    """The signs of life that a prefill node sends and receives."""
 
     def __init__(
         self,
@@ -54,26 +54,26 @@ class SenderSigns(_Signs):
         say: Callable[[bytes, Working], None],
         clock: Callable[[], float],
     ) -> None:
-        """`rooms` and `peers`: those of the sender, looked at anew each time."""
+        """`rooms` and `peers` are live views of the sender's."""
         super().__init__(clock)
         self._rooms = rooms
         self._peers = peers
         self._say = say
 
     def announce(self, seconds: float) -> None:
-        """The node's loop may be busy for so long from now on: decode nodes must not take it for a loss."""
+        """Tell every decode node that this node's loop may be busy for `seconds` from now on."""
         if self._must_tell(seconds):
-            # Every peer has to know: rooms that are new, or whose slots come meanwhile, wait for this work, too.
+            # Every peer is notified: rooms that are new, or whose slots arrive meanwhile, wait for this work too.
             for peer in self._peers():
                 self._say(peer.identity, Working((), self._busy_ms))
 
     def tell(self) -> None:
-        """Call in every poll."""
+        """Send the signs of life that are due. Called in every poll."""
         if self._rooms and self._due():
             self._tell()
 
     def heard(self, peer: Peer | None, queued: Queued) -> None:
-        """A decode node named rooms that wait for pages, or is about to be busy."""
+        """Process the message of a decode node that names rooms that wait for pages, or says that it will be busy."""
         if peer is None:
             return
         peer.busy_until = self._clock() + queued.busy_ms / 1000
@@ -86,8 +86,10 @@ class SenderSigns(_Signs):
         return (part for room in self._rooms.values() for part in room.parts)
 
     def _tell(self) -> None:
-        """Name rooms that have been here for a while, but none that ended with writes on the way: its decode node is
-        to give it up."""
+        """Name rooms that have been here for SIGN_SECONDS.
+
+        Rooms that ended with outstanding writes are left out, so that their decode node gives them up.
+        """
         rooms: dict[Peer, list[int]] = {}
         before = self._clock() - SIGN_SECONDS
         for outbound in self._parts():
@@ -99,7 +101,7 @@ class SenderSigns(_Signs):
 
 
 class ReceiverSigns(_Signs):
-    """The signs that a decode node gives and hears."""
+    """The signs of life that a decode node sends and receives."""
 
     def __init__(
         self,
@@ -108,21 +110,24 @@ class ReceiverSigns(_Signs):
         say: Callable[[Link, Queued], None],
         clock: Callable[[], float],
     ) -> None:
-        """`links` and `rooms`: those of the receiver, looked at anew each time."""
+        """`links` and `rooms` are live views of the receiver's."""
         super().__init__(clock)
         self._links = links
         self._rooms = rooms
         self._say = say
 
     def announce(self, seconds: float) -> None:
-        """The node's loop may be busy for so long from now on: prefill nodes must not take it for a loss."""
+        """Tell every prefill node that this node's loop may be busy for `seconds` from now on."""
         if self._must_tell(seconds):
             for link in self._links.values():
                 if link.state is LinkState.READY:
                     self._say(link, Queued((), self._busy_ms))
 
     def tell(self, waiting: Iterable[tuple[str, int]]) -> None:
-        """Call in every turn with (prefill incarnation, room) of all requests that wait for pages."""
+        """Send the signs that are due.
+
+        Called in every turn with (prefill incarnation, room) of all waiting requests.
+        """
         if not self._due():
             return
         rooms: dict[str, list[int]] = {}
@@ -134,7 +139,7 @@ class ReceiverSigns(_Signs):
                 self._say(link, Queued(tuple(named[:MAX_ROOMS]), self._busy_ms))
 
     def heard(self, link: Link, working: Working) -> None:
-        """A prefill node named rooms that it works on, or is about to be busy."""
+        """Process the message of a prefill node that names rooms it works on, or says that it will be busy."""
         link.busy_until = self._clock() + working.busy_ms / 1000
         named = set(working.rooms)
         for inbound in self._rooms.parts(link):

@@ -1,4 +1,4 @@
-"""The states of a transfer on either side, and the only ways between them.
+"""The states of a transfer on either side and the allowed transitions between them.
 
     sender    expected ──> granted ──> finishing ──> recording ──> delivered
                  └────────────┴─────────────┴────────────┴──> draining ──> lost
@@ -7,8 +7,8 @@
                  │           └────────────┴──> quarantined ──┐
                  └───────────┴────────────┴──────────────────┴──> freed
 
-A room is named by (room, generation). A message whose generation is not the room's own is stale: it is
-counted and changes nothing.
+A room is identified by (room, generation). A message whose generation differs from the room's own is stale: it is
+counted and has no effect.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from common.errors import InternalError
 
 
 class SendState(enum.Enum):
-    EXPECTED = "expected"  # the prompt is here, the slots are not
+    EXPECTED = "expected"  # the prompt has arrived, the slots have not
     GRANTED = "granted"  # pages may be sent
-    FINISHING = "finishing"  # all pages are posted, the record waits for them
+    FINISHING = "finishing"  # all pages are posted, the record waits until they have landed
     RECORDING = "recording"  # the record is posted
     DELIVERED = "delivered"
     DRAINING = "draining"  # failed or cancelled; writes may be outstanding
@@ -29,7 +29,7 @@ class SendState(enum.Enum):
 
 
 class ReceiveState(enum.Enum):
-    QUEUED = "queued"  # the peer has not welcomed us yet: no slot is known to anybody
+    QUEUED = "queued"  # the peer has not welcomed this node yet, so no slots have been sent
     AWAITING = "awaiting"  # slots are sent, nothing has landed
     RECEIVING = "receiving"  # pages land
     ARRIVED = "arrived"  # pages and record verified; the record slot is held until close
@@ -64,14 +64,14 @@ RECEIVE_TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
 
 
 def send_step(room: int, old: SendState, new: SendState) -> SendState:
-    """`new`, or InternalError if there is no such way."""
+    """Return `new`. Raises InternalError if there is no transition from `old` to it."""
     if new not in SEND_TRANSITIONS[old]:
         raise InternalError(f"room {room}: a sender cannot go from {old.value} to {new.value}")
     return new
 
 
 def receive_step(room: int, old: ReceiveState, new: ReceiveState) -> ReceiveState:
-    """`new`, or InternalError if there is no such way."""
+    """Return `new`. Raises InternalError if there is no transition from `old` to it."""
     if new not in RECEIVE_TRANSITIONS[old]:
         raise InternalError(f"room {room}: a receiver cannot go from {old.value} to {new.value}")
     return new

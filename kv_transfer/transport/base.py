@@ -1,14 +1,13 @@
-"""What a transport is. Five verbs: register memory, describe it to a peer, write into a peer's, poll, close.
+"""The interface of a transport: register memory, describe it to a peer, write into a peer's memory, poll, close.
 
 The receiving side owns two regions: `kv` (the pool, shaped by its PoolLayout) and `records` (slots of
-record_bytes). The sending side owns its pool alone; a record is handed over as bytes.
+record_bytes). The sending side owns only its pool; a record is passed as bytes.
 
-What the state machines rely on:
-  * a write that is DONE or FAILED is settled: no byte of it will land any more, its source is not read any
-    more;
+The state machines rely on these guarantees:
+  * a write that is DONE or FAILED is settled: none of its bytes land later, and its source is no longer read;
   * a peer's failure is a FAILED ticket, never an exception of `write` or `poll`;
-  * where `revoke` answers True, no byte of that generation lands after it returned, whatever the peer does.
-    Where it answers False the pages are safe only after the sender said so, or once `proves_dead` is True.
+  * if `revoke` returns True, no byte of that generation lands after it returned, whatever the peer does. If it
+    returns False, the pages are safe only after the sender confirmed it, or once `peer_is_dead` returns True.
 """
 
 from __future__ import annotations
@@ -62,14 +61,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes on a GPU; the address means something to this process alone."""
+    """Bytes on a GPU; the address is valid only in this process."""
 
     address: int
     nbytes: int
     device: int  # CUDA ordinal
 
 
-Memory = memoryview | DeviceMemory  # where a pool may lie
+Memory = memoryview | DeviceMemory  # the two kinds of memory that a pool may be in
 
 
 Options = TypeVar("Options")
@@ -77,7 +76,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, slots=True)
 class SenderSetup(Generic[Options]):
-    """What a prefill node makes its endpoint from."""
+    """Arguments from which a prefill node makes its endpoint."""
 
     incarnation: str
     options: Options  # the transport's own keys
@@ -86,25 +85,25 @@ class SenderSetup(Generic[Options]):
 
 @dataclass(frozen=True, slots=True)
 class ReceiverSetup(Generic[Options]):
-    """What a decode node makes its endpoint from."""
+    """Arguments from which a decode node makes its endpoint."""
 
     incarnation: str
     options: Options  # the transport's own keys
     limits: TransferLimits
-    host: str  # what a socket for prefill nodes binds to
+    host: str  # address to which a socket for prefill nodes binds
     port: int  # 0: any
     gpu: int | None  # CUDA ordinal of the pool; None: host memory
 
 
 class PeerMemory:
-    """Handle made by `attach`; subclasses carry what their transport needs."""
+    """Handle returned by `attach`; subclasses add what their transport needs."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
 
 
 class Ticket:
-    """Handle of one write; subclasses carry what their transport needs."""
+    """Handle of one write; subclasses add what their transport needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +112,18 @@ class PageWrite:
 
     ticket: Ticket
     nbytes: int
-    digests: Sequence[int] = ()  # checksums of what it reads; not to be read before the ticket is DONE
+    digests: Sequence[int] = ()  # checksums of the source; must not be read before the ticket is DONE
 
 
 class SenderEndpoint(ABC):
     """A prefill node's side."""
 
-    takes: ClassVar[type[Description]]  # what `attach` is given: the transport's own description
-    kv: memoryview  # the pool, where it lies in host memory
+    takes: ClassVar[type[Description]]  # the transport's own description, which `attach` accepts
+    kv: memoryview  # the pool, if it is in host memory
     layout: PoolLayout
 
     def register(self, layout: PoolLayout, kv: Memory) -> None:
-        """The pool that pages are read from: flat bytes. Once, before the first attach."""
+        """Set the pool that pages are read from, as flat bytes. Called once, before the first attach."""
         if not isinstance(kv, memoryview):
             raise TypeError(f"{type(self).__name__} reads pages from host memory, not from a GPU")
         if kv.nbytes < layout.total_bytes:
@@ -133,20 +132,20 @@ class SenderEndpoint(ABC):
         self.kv = kv.cast("B") if kv.format != "B" else kv
 
     def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
-        """Checksums of pages of the own pool."""
+        """Return the checksums of pages of the own pool."""
         return block_digests(self.kv, side.pages, pages)
 
     def state_digest(self, side: Side, slot: int) -> int:
-        """The checksum of one state slot of the own pool."""
+        """Return the checksum of one state slot of the own pool."""
         return block_digests(self.kv, side.state, [slot])[0]
 
     @abstractmethod
     def attach(self, target: Target) -> PeerMemory:
-        """Open the peer's memory. Raises HandshakeRefused (a sentence) if it cannot be reached."""
+        """Open the peer's memory. Raises HandshakeRefused (a sentence) if that is not possible."""
 
     @abstractmethod
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
-        """Start copying from the own pool into the peer's. Writes to one peer are carried out in order."""
+        """Start copying from the own pool into the peer's. Writes to one peer are executed in order."""
 
     def write_pages(
         self,
@@ -157,7 +156,7 @@ class SenderEndpoint(ABC):
         generation: int,
         checksums: bool,
     ) -> PageWrite:
-        """`write` of pages, over all planes: src_pages[i] of the own pool to dst_pages[i] of the peer's."""
+        """Write pages over all planes: src_pages[i] of the own pool to dst_pages[i] of the peer's."""
         digests = self.page_digests(plan.src, src_pages) if checksums else ()
         ticket = self.write(peer, copies(plan, runs(src_pages, dst_pages)), generation)
         return PageWrite(ticket, len(src_pages) * plan.page_bytes, digests)
@@ -165,7 +164,7 @@ class SenderEndpoint(ABC):
     def write_state(
         self, peer: PeerMemory, plan: PairPlan, slots: tuple[int, int], generation: int, checksums: bool
     ) -> PageWrite:
-        """`write` of the state of one request, over all planes: from the first slot to the peer's second one."""
+        """Write the state of one request over all planes: from the own slot (first) to the peer's slot (second)."""
         digests = [self.state_digest(plan.src, slots[0])] if checksums else ()
         ticket = self.write(peer, state_copies(plan, *slots), generation)
         return PageWrite(ticket, plan.state_bytes, digests)
@@ -176,33 +175,33 @@ class SenderEndpoint(ABC):
 
     @abstractmethod
     def poll(self, ticket: Ticket) -> WriteState:
-        """Never blocks; stays what it is once settled."""
+        """Return the state of a write; never blocks. A settled state does not change."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drop what has not started yet, where the transport can; the ticket still has to settle."""
+        """Drop what has not started yet, if the transport can; the ticket still has to settle."""
         del ticket
 
     @abstractmethod
     def progress(self, peer: PeerMemory) -> int:
-        """Bytes that have landed at this peer so far: stands still only if nothing moves."""
+        """Return the number of bytes that have landed at this peer so far; it is constant only if nothing moves."""
 
     def trouble(self, peer: PeerMemory) -> str:
-        """Why the latest write to this peer failed, where the transport knows."""
+        """Return why the latest write to this peer failed, or "" if the transport does not know."""
         del peer
         return ""
 
     @abstractmethod
     def detach(self, peer: PeerMemory) -> None:
-        """Let go of the peer's memory: afterwards all its tickets are settled, or `quiet` says that they are not."""
+        """Release the peer's memory. Afterwards all its tickets are settled, unless `writes_ended` returns False."""
 
     def quiet(self, incarnation: str) -> bool:
-        """False while writes to this decode node may land that `detach` could not stop."""
+        """Return False while writes to this decode node that `detach` could not stop may still land."""
         del incarnation
         return True
 
     @abstractmethod
     def close(self) -> None:
-        """Detach everything."""
+        """Detach all peers."""
 
 
 class ReceiverEndpoint(ABC):
@@ -215,10 +214,10 @@ class ReceiverEndpoint(ABC):
 
     @abstractmethod
     def allocate(self, region: Region, nbytes: int) -> Memory:
-        """Zeroed writable bytes that peers can be let into; records are always in host memory. Once each."""
+        """Return zeroed writable bytes that peers can write to; records are in host memory. Once per region."""
 
     def open(self, layout: PoolLayout, record_bytes: int) -> None:
-        """Both regions are allocated: from here on they are read by this layout."""
+        """Start reading both regions by this layout, after both are allocated."""
         if self.kv.nbytes < layout.total_bytes:
             raise ValueError(
                 f"the KV region has {self.kv.nbytes} bytes, its layout needs {layout.total_bytes}"
@@ -227,11 +226,11 @@ class ReceiverEndpoint(ABC):
         self.record_bytes = record_bytes
 
     def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
-        """Checksums of pages of the own pool."""
+        """Return the checksums of pages of the own pool."""
         return block_digests(self._host_kv, side.pages, pages)
 
     def state_digest(self, side: Side, slot: int) -> int:
-        """The checksum of one state slot of the own pool."""
+        """Return the checksum of one state slot of the own pool."""
         return block_digests(self._host_kv, side.state, [slot])[0]
 
     @property
@@ -241,35 +240,35 @@ class ReceiverEndpoint(ABC):
         return self.kv
 
     def record(self, slot: int) -> bytes:
-        """A copy of a record slot: what is checked cannot change afterwards."""
+        """Return a copy of a record slot, so that it cannot change after it was checked."""
         return bytes(self.records[slot * self.record_bytes : (slot + 1) * self.record_bytes])
 
     @abstractmethod
     def describe(self, incarnation: str) -> Description:
-        """The way into this memory, for this one peer."""
+        """Return how this one peer can write into this memory."""
 
     def admit(self, incarnation: str, process: ProcessIdentity) -> None:
-        """The peer welcomed us; it is this process. Raises HandshakeRefused if it cannot be watched."""
+        """Accept a peer that has welcomed this node. Raises HandshakeRefused if its process cannot be watched."""
         del incarnation, process
 
     def expel(self, incarnation: str) -> None:
-        """The peer counts as lost: cut it off, where the transport can, and forget its keys."""
+        """Disconnect a lost peer, if the transport can, and forget its keys."""
         del incarnation
 
     @abstractmethod
     def announce(self, window: Window) -> None:
-        """Open the window: the peer will be told of these slots."""
+        """Open the window, before its slots are sent to the peer."""
 
     @abstractmethod
     def revoke(self, generation: int) -> bool:
-        """Shut the window. True: fenced, no byte lands any more. False: the sender may be writing still."""
+        """Close the window. True: fenced, no byte lands any longer. False: the sender may still be writing."""
 
     @abstractmethod
     def proves_dead(self, incarnation: str) -> bool:
-        """True only when this incarnation can never write here again; silence proves nothing."""
+        """Return True only when this incarnation can never write here again; silence proves nothing."""
 
     def forget(self, incarnation: str) -> None:
-        """Nothing depends on this peer any more."""
+        """Release what is kept for this peer; nothing depends on it any longer."""
         del incarnation
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""What a decode node tells a prefill node about the way into its memory: one struct per transport.
+"""How a decode node describes to a prefill node the way to write into its memory: one struct per transport.
 
-Hello carries it as a name and raw bytes, so that the handshake knows no transport: the endpoint of the prefill node
-says which struct it takes, and everything else is refused with a sentence.
+Hello carries it as a name and raw bytes, so that the handshake depends on no transport: the prefill node's endpoint
+says which struct it accepts, and every other one is refused with a sentence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ D = TypeVar("D", bound=Description)
 
 
 def transport_of(description: type[Description]) -> str:
-    """The transport's name, as the config has it."""
+    """Return the transport's name as it is written in the config."""
     return str(description.__struct_config__.tag)
 
 
@@ -46,7 +46,7 @@ def to_wire(description: Description) -> WireDescription:
 
 
 def from_wire(wire: WireDescription, expected: type[D]) -> D:
-    """Raises HandshakeRefused (a sentence) if the peer takes pages by another transport or describes it otherwise."""
+    """Decode a description. Raises HandshakeRefused if it belongs to another transport or has another schema."""
     ours = transport_of(expected)
     if wire.transport != ours:
         raise HandshakeRefused(

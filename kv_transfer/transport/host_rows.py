@@ -1,4 +1,4 @@
-"""Rows of bytes in host memory that are equally far apart: read as one block, written from one, or copied."""
+"""Reads, writes and copies equally spaced rows of bytes in host memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Bytes = memoryview | bytes | bytearray
 
 
 def gather(memory: Bytes, start: int, length: int, rows: int, stride: int) -> memoryview:
-    """`rows` rows of `length` bytes, one after another. A single row is a view, several are a copy."""
+    """Return `rows` rows of `length` bytes, concatenated. A single row is a view, several rows are a copy."""
     if rows == 1:
         return memoryview(memory)[start : start + length]
     return _rows(memory, start, length, rows, stride).copy().reshape(-1).data
 
 
 def scatter(memory: memoryview, start: int, length: int, rows: int, stride: int, data: Bytes) -> None:
-    """Write what `gather` returned to rows that may be differently far apart."""
+    """Write the result of `gather` to rows whose stride may differ."""
     if rows == 1:
         memory[start : start + length] = data
     else:
@@ -26,7 +26,7 @@ def scatter(memory: memoryview, start: int, length: int, rows: int, stride: int,
 
 
 def copy_rows(source: memoryview, target: memoryview, copy: Copy) -> None:
-    """Carry out one copy between two pools in host memory."""
+    """Execute one copy between two pools in host memory."""
     if copy.rows == 1:
         target[copy.dst : copy.dst + copy.length] = source[copy.src : copy.src + copy.length]
         return
@@ -35,7 +35,7 @@ def copy_rows(source: memoryview, target: memoryview, copy: Copy) -> None:
 
 
 def _rows(memory: Bytes, start: int, length: int, rows: int, stride: int) -> NDArray[np.uint8]:
-    """[rows, length] view. ValueError where it does not lie inside `memory`."""
+    """Return a [rows, length] view. Raises ValueError if it does not lie inside `memory`."""
     flat = np.frombuffer(memory, np.uint8)
     if start < 0 or start + (rows - 1) * stride + length > flat.size:
         raise ValueError(f"{rows} rows from byte {start} do not lie inside {flat.size} bytes")

@@ -1,10 +1,10 @@
-"""Pages that leave layer by layer while a forward computes them: what a transport offers for it.
+"""The interface of transports that send pages layer by layer while a forward computes them.
 
     write_layers ──> send (planes of a layer, once they are stored) ... ──> close (the forward is launched)
                                                       per room, when the forward has ended ──> rest
 
-Nothing here waits for the forward. A room that ends in between is left out of `rest`: the tickets of `close` say when
-its pages are not written any more.
+None of these calls waits for the forward. `rest` is not called for a room that ends before it: the tickets of `close`
+say when its pages are no longer being written.
 """
 
 from __future__ import annotations
@@ -28,19 +28,25 @@ class PageList:
 
 
 class LayerWrite(ABC):
-    """Pages of rooms of one peer. `number`: of a room's page list, in the order of `write_layers`."""
+    """Pages of rooms of one peer. `number` is the index of a room's page list in the argument of `write_layers`."""
 
     @abstractmethod
     def send(self, planes: range) -> None:
-        """Start copying these planes, which follow those before: complete once the computing stream is here."""
+        """Start copying these planes, which follow the previous ones.
+
+        They are complete once the computing stream reaches its present end.
+        """
 
     @abstractmethod
     def close(self) -> Sequence[Sequence[Ticket]]:
-        """No plane is sent ahead any more. For each page list the tickets of what was; some may be of several."""
+        """End the sending of layers.
+
+        Returns the tickets of the sent planes per page list; lists may share tickets.
+        """
 
     @abstractmethod
     def rest(self, number: int) -> PageWrite:
-        """Behind `close` and the forward: write the planes that are left. `nbytes`, `digests` are of all planes."""
+        """Write the remaining planes, after `close` and the forward. `nbytes` and `digests` cover all planes."""
 
 
 class LayerEndpoint(SenderEndpoint):
@@ -50,11 +56,11 @@ class LayerEndpoint(SenderEndpoint):
     def write_layers(
         self, peer: PeerMemory, plan: PairPlan, lists: Sequence[PageList], checksums: bool
     ) -> LayerWrite:
-        """Copies nothing yet. A fault is a FAILED ticket of `close` or `rest`."""
+        """Prepare the write; copies nothing yet. A fault is a FAILED ticket of `close` or `rest`."""
 
 
 class HostEndpoint(LayerEndpoint):
-    """Copies from host memory by `write`: what a forward on the CPU has stored is there."""
+    """Copies from host memory by `write`: on the CPU a layer that a forward has stored is complete."""
 
     def write_layers(
         self, peer: PeerMemory, plan: PairPlan, lists: Sequence[PageList], checksums: bool

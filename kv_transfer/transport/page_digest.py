@@ -1,7 +1,7 @@
-"""The checksum of a page or of a state slot in host memory: xxh3_64 over what the pair of ranks exchanges of it.
+"""The checksum of a page or state slot in host memory: xxh3_64 over the bytes that a pair of ranks exchanges.
 
-Planes go in order. Pages on a GPU have another one, see cuda.pages: the two ends of a transfer use the same transport
-and so the same checksum.
+Planes are hashed in order. Pages on a GPU have a different checksum, see cuda.pages: both ends of a transfer use the
+same transport and therefore the same checksum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kv_transfer.transport.host_rows import gather
 
 
 def block_digests(memory: memoryview, blocks: Sequence[Block], items: Sequence[int]) -> list[int]:
-    """One u64 per item (page or slot), read from `memory` (flat bytes of the whole pool)."""
+    """Return one u64 per item (page or slot), read from `memory` (flat bytes of the whole pool)."""
     digests: list[int] = []
     for item in items:
         digest = xxhash.xxh3_64()
@@ -30,5 +30,5 @@ def block_digests(memory: memoryview, blocks: Sequence[Block], items: Sequence[i
 
 
 def as_digests(sums: Iterable[int]) -> list[int]:
-    """64-bit sums as torch has them (signed) as they go into a record."""
+    """Convert 64-bit sums from torch's signed integers to the unsigned ones of a record."""
     return [value & 0xFFFF_FFFF_FFFF_FFFF for value in sums]

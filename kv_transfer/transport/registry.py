@@ -1,4 +1,4 @@
-"""From the record of a transport to its endpoints: only the chosen transport is imported."""
+"""Makes the endpoints of the transport that a record names; only the chosen transport is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, SenderEn
 def make_sender(function: str, setup: SenderSetup[Any]) -> SenderEndpoint:
     """Make a prefill node's endpoint. `function` is TransportKind.sender.
 
-    Raises ConfigError where this process cannot have one.
+    Raises ConfigError if this process cannot have one.
     """
     endpoint = named(function)(setup)
     assert isinstance(endpoint, SenderEndpoint)
@@ -21,7 +21,7 @@ def make_sender(function: str, setup: SenderSetup[Any]) -> SenderEndpoint:
 def make_receiver(function: str, setup: ReceiverSetup[Any]) -> ReceiverEndpoint:
     """Make a decode node's endpoint. `function` is TransportKind.receiver.
 
-    Raises ConfigError where this process cannot have one.
+    Raises ConfigError if this process cannot have one.
     """
     endpoint = named(function)(setup)
     assert isinstance(endpoint, ReceiverEndpoint)

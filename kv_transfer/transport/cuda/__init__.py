@@ -1,1 +1,1 @@
-"""GPU memory as transports use it: the CUDA runtime, the kernel that moves pages, checksums on the device."""
+"""GPU memory for transports: the CUDA runtime, the kernel that moves pages, checksums on the device."""

@@ -1,6 +1,6 @@
-"""Parts of pages and of state slots on a GPU, copied and summed up by torch: for ranks that do not send whole pages.
+"""Copies and sums up parts of pages and state slots on a GPU with torch, for ranks that do not send whole pages.
 
-The checksum is that of `pages`, over the words of all blocks in order. Nothing here waits for the device.
+The checksum is that of `pages`, over the words of all blocks in order. Nothing in this module waits for the device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def copy_parts(src: Tensor, dst: Tensor, parts: Sequence[Part], items: Tensor) -
     """Copy items[0] of `src` to items[1] of `dst`, on the current stream.
 
     Args:
-        src, dst: flat uint8, whole pools.
-        items: [2, n] pages or slots.
+            src, dst: the whole pools, flat uint8.
+            items: [2, n] page or slot ids.
     """
     for part in parts:
         word = math.gcd(_word(part.src), _word(part.dst))
@@ -31,7 +31,7 @@ def copy_parts(src: Tensor, dst: Tensor, parts: Sequence[Part], items: Tensor) -
 def add_sums(memory: Tensor, blocks: Sequence[Block], items: Tensor, sums: Tensor, first: int = 0) -> None:
     """Add the checksums of items [n] of the pool `memory` to `sums` [n] int64, on the current stream.
 
-    `first` numbers the first word: 0, or `words` of the blocks before.
+    `first` is the number of the first word: 0, or `words` of the preceding blocks.
     """
     for block in blocks:
         rows = _rows(memory, block, _word(block)).index_select(0, items.long())
@@ -43,12 +43,12 @@ def add_sums(memory: Tensor, blocks: Sequence[Block], items: Tensor, sums: Tenso
 
 
 def words(blocks: Sequence[Block]) -> int:
-    """Words of one item over these blocks: equally many on both sides of a pair."""
+    """Return the words of one item over these blocks, which are equal on both sides of a pair."""
     return sum(block.rows * block.length // math.gcd(8, block.rows * block.length) for block in blocks)
 
 
 def _rows(memory: Tensor, block: Block, word: int) -> Tensor:
-    """[items, rows, words] view of one block in every item that `memory` has room for."""
+    """Return a [items, rows, words] view of one block in every item that fits into `memory`."""
     flat = memory[: memory.numel() // word * word].view(WORDS[word])
     end = block.offset + (block.rows - 1) * block.stride + block.length
     count = 1 + (memory.numel() - end) // block.item

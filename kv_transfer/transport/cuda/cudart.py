@@ -1,8 +1,8 @@
-"""What the CUDA IPC transport needs of the CUDA runtime: raw allocations, IPC handles and side streams.
+"""The CUDA runtime calls that the GPU transports need: raw allocations, IPC handles and side streams.
 
-torch hands out pieces of larger blocks, whose handles open the whole block with the wrong GPU current; so the
-pool is a raw cudaMalloc, and everything about it goes through ctypes, on the primary context that torch uses
-too. Tests put a class of the same shape in place of `CudaRuntime`.
+torch allocates pieces of larger blocks, whose handles open the whole block with the wrong GPU current. So the pool is
+a raw cudaMalloc, and every call on it goes through ctypes, on the primary context that torch uses too. Tests replace
+`CudaRuntime` by a class of the same interface.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ _FLUSH_OPTIONS: Final = 117  # cudaDevAttrGPUDirectRDMAFlushWritesOptions
 _FLUSH_FROM_HOST: Final = 1
 _WRITES_ORDERING: Final = 118  # cudaDevAttrGPUDirectRDMAWritesOrdering
 _ORDERED_FOR_OWNER: Final = 100
-_COPY_DEFAULT: Final = 4  # cudaMemcpyDefault: the driver sees from the addresses where they lie
+_COPY_DEFAULT: Final = 4  # cudaMemcpyDefault: the driver derives the direction from the addresses
 
 
 class CudaError(RuntimeError):
-    """A call that the runtime refused; the text names the call and the reason."""
+    """A call that the runtime refused; the text contains the call and the reason."""
 
 
 class Mark(Protocol):
     """A point on a lane."""
 
     def ready(self) -> bool:
-        """Everything before it is done; never blocks. Raises RuntimeError once the GPU has failed."""
+        """Whether everything before it is done; never blocks. Raises RuntimeError once the GPU has failed."""
         ...
 
     def wait(self) -> None: ...
 
 
 class Lane(Protocol):
-    """A stream beside the one that computes."""
+    """A stream that runs beside the computing stream."""
 
     @property
     def handle(self) -> int: ...
     def entered(self) -> AbstractContextManager[None]:
-        """Within, torch launches here and allocates for here."""
+        """Context in which torch launches and allocates on this lane."""
         ...
 
     def mark(self) -> Mark: ...
     def wait_for(self, mark: Mark) -> None:
-        """What is launched from here on starts behind this point of another stream."""
+        """Make later launches on this lane start after this point of another stream."""
         ...
 
 
 class CudaRuntime:
-    """The runtime of this process. Raises CudaError where there is no CUDA device."""
+    """The CUDA runtime of this process. Raises CudaError if there is no CUDA device."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -71,7 +71,7 @@ class CudaRuntime:
     # ---- memory
 
     def malloc(self, device: int, nbytes: int) -> int:
-        """Address of a zeroed allocation of its own, which an IPC handle can name."""
+        """Return the address of a zeroed allocation of its own, for which an IPC handle can be made."""
         address = ctypes.c_void_p()
         with self._on(device):
             self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
@@ -87,7 +87,7 @@ class CudaRuntime:
         return device_tensor(address, nbytes)
 
     def span(self, address: int) -> int:
-        """Bytes of the allocation that begins at this address, a mapped one included."""
+        """Return the bytes of the allocation that begins at this address; it may be a mapped one."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         found = self._driver.cuMemGetAddressRange_v2(
             ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
@@ -108,21 +108,21 @@ class CudaRuntime:
         )
 
     def flush_needed(self, device: int) -> bool:
-        """Whether `flush` must come between a network card's writes and the kernels that read them.
+        """Return whether `flush` is required between a network card's writes and the kernels that read them.
 
-        Raises CudaError where it must and cannot.
+        Raises CudaError if it is required and the driver does not support it.
         """
         if self._attribute(_WRITES_ORDERING, device) >= _ORDERED_FOR_OWNER:
             return False
         if not self._attribute(_FLUSH_OPTIONS, device) & _FLUSH_FROM_HOST:
             raise CudaError(
-                f"kernels of cuda:{device} may read before what a network card wrote there is visible, and the "
+                f"kernels of cuda:{device} may read before the writes of a network card are visible, and the "
                 "driver cannot flush it"
             )
         return True
 
     def flush(self, device: int) -> None:
-        """What network cards have written to this GPU is visible to its kernels afterwards."""
+        """Make the writes of network cards to this GPU visible to its kernels."""
         with self._on(device):
             self._call(
                 "cudaDeviceFlushGPUDirectRDMAWrites", ctypes.c_int(0), ctypes.c_int(_ORDERED_FOR_OWNER)
@@ -136,13 +136,13 @@ class CudaRuntime:
     # ---- other processes and other GPUs
 
     def export(self, address: int) -> bytes:
-        """The handle by which other processes open this allocation."""
+        """Return the handle by which other processes open this allocation."""
         handle = _IpcHandle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
         return bytes(handle)
 
     def open(self, device: int, handle: bytes) -> int:
-        """Map another process's allocation, to be reached by kernels of `device`."""
+        """Map another process's allocation for kernels of `device`."""
         address = ctypes.c_void_p()
         with self._on(device):
             self._call(
@@ -161,18 +161,18 @@ class CudaRuntime:
         return str(torch.cuda.get_device_properties(device).uuid)
 
     def find(self, uuid: str) -> int | None:
-        """The ordinal of that GPU here; None where it is not visible to this process."""
+        """Return the ordinal of that GPU in this process; None if it is not visible."""
         return next((n for n in range(torch.cuda.device_count()) if self.uuid(n) == uuid), None)
 
     def reaches(self, device: int, other: int) -> bool:
-        """Kernels of `device` can write memory of `other`."""
+        """Return whether kernels of `device` can write memory of `other`."""
         return device == other or torch.cuda.can_device_access_peer(device, other)
 
     def lane(self, device: int) -> Lane:
         return _StreamLane(device)
 
     def now(self, device: int) -> Mark:
-        """Behind all that the current stream of this GPU has been given."""
+        """Return a mark after all work that the current stream of this GPU has been given."""
         return _EventMark(torch.cuda.current_stream(device))
 
     # ---- calling
@@ -185,16 +185,16 @@ class CudaRuntime:
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._runtime, name)(*arguments)
         if status:
-            self._runtime.cudaGetLastError()  # taken: torch must not find it at its next call
+            self._runtime.cudaGetLastError()  # clears the error, or torch would find it at its next call
             text = self._runtime.cudaGetErrorString(ctypes.c_int(status))
             raise CudaError(f"{name}: {text.decode()} (CUDA error {status})")
 
 
 def device_tensor(address: int, nbytes: int) -> Tensor:
-    """[nbytes] uint8 over GPU memory that this process can reach; does not own it."""
+    """Return [nbytes] uint8 over GPU memory that this process can access, without owning it."""
     found = torch.as_tensor(_Span(address, nbytes))
     if found.data_ptr() != address:
-        raise CudaError("torch copied memory that it was to look at")
+        raise CudaError("torch copied memory instead of creating a view of it")
     return found
 
 
@@ -203,7 +203,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _Span:
-    """Flat bytes as torch takes them from other libraries."""
+    """Flat bytes in the form in which torch accepts them from other libraries."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -227,7 +227,7 @@ class _EventMark:
 
 
 class _StreamLane:
-    """Of high priority: its few blocks go ahead of the waiting blocks of a long forward."""
+    """A high-priority stream: its few blocks run before the waiting blocks of a long forward."""
 
     def __init__(self, device: int) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Checksums of pages of a pool on a GPU, made on a lane beside the stream that computes."""
+"""Computes checksums of pages of a pool on a GPU, on a lane that runs beside the computing stream."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
 
-_BLOCKS = 1056  # eight per multiprocessor: reading is over before a decode step notices
+_BLOCKS = 1056  # eight per multiprocessor: too short to delay a decode step
 
 
 class LaterDigests(Sequence[int]):
-    """Checksums that are on their way to host memory; readable once their lane has come so far."""
+    """Checksums that are being copied to host memory; readable once their lane has reached the copy."""
 
     def __init__(self, sums: Tensor) -> None:
         self._sums = sums
@@ -40,7 +40,7 @@ class LaterDigests(Sequence[int]):
 
 
 def to_host(sums: Tensor) -> Tensor:
-    """[n] int64 in pinned memory, once the current stream has come so far."""
+    """Return [n] int64 in pinned memory, valid once the current stream has reached this point."""
     if not sums.is_cuda:
         return sums
     landing = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
@@ -48,7 +48,7 @@ def to_host(sums: Tensor) -> Tensor:
 
 
 class GpuDigests:
-    """Of one pool."""
+    """Computes the checksums of one pool."""
 
     def __init__(self, cuda: CudaRuntime, memory: DeviceMemory, layout: PoolLayout) -> None:
         self._memory = cuda.tensor(memory.address, memory.nbytes)
@@ -56,23 +56,25 @@ class GpuDigests:
         self._planes = range(len(layout.planes))
         with self._lane.entered():
             self._pages = PagedMemory(layout, self._memory, self._memory.device)
-            self._whole(
-                page_list([0], device=self._memory.device)
-            ).cpu()  # compiles the kernel before the first request
+            # This compiles the kernel before the first request.
+            self._whole(page_list([0], device=self._memory.device)).cpu()
 
     def start(self, side: Side, pages: Sequence[int]) -> tuple[LaterDigests, Mark]:
-        """The checksums, and when they can be read. Raises RuntimeError once the GPU has failed."""
+        """Return the checksums and the mark after which they can be read.
+
+        Raises RuntimeError once the GPU has failed.
+        """
         with self._lane.entered():
             sums = to_host(self._launch(side, pages))
         return LaterDigests(sums), self._lane.mark()
 
     def now(self, side: Side, pages: Sequence[int]) -> list[int]:
-        """Waits for the GPU: for a moment, since this lane goes ahead of the model's."""
+        """Return the checksums. Waits for the GPU, but briefly: this lane has priority over the model's stream."""
         with self._lane.entered():
             return as_digests(self._launch(side, pages).cpu().tolist())
 
     def state(self, side: Side, slot: int) -> int:
-        """The checksum of one state slot; waits as `now`."""
+        """Return the checksum of one state slot; waits like `now`."""
         with self._lane.entered():
             index = page_list([slot], device=self._memory.device)
             return as_digests(self._parts(side.state, index).cpu().tolist())[0]

@@ -1,12 +1,12 @@
-"""Copies pages between two pools on GPUs, and sums them up, in one launch over all planes: kernel and reference.
+"""Copies pages between two pools on GPUs and computes their checksums, in one launch over all planes.
 
 The checksum of a page is the sum, modulo 2^64, over its words in plane order, of
 
     fold(fold(word ^ (i * POSITION)) * MIX)   where   fold(x) = x ^ (x >> 32)   and i numbers the page's words
 
-A changed word always changes its term, and words that change places change theirs; so torn, stale and
-misplaced pages are found. It is no hash: whoever wants to forge a page can. A sum needs no order, so blocks add
-to it as they finish, and what is sent plane by plane adds up.
+A changed word always changes its term, and words that swap positions change theirs, so torn, stale and misplaced
+pages are detected. It is not a cryptographic hash and does not detect forged pages. A sum does not depend on order,
+so blocks add to it as they finish, and the sums of pages that are sent plane by plane add up.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from common.kv_cache.pool_layout import PoolLayout
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a CPU-only installation: pages move by other transports
+except ImportError:  # a CPU-only installation: other transports move the pages
     triton = None
 
 POSITION: Final = 0x1E3779B97F4A7C15
 MIX: Final = 0x2545F4914F6CDD1D
-_UNIT: Final = 16  # bytes: plane offsets are given in it, so that the compiler sees wide accesses
+_UNIT: Final = 16  # bytes: unit of plane offsets, so that the compiler can use wide accesses
 _MAX_BLOCK: Final = 2048  # words per block
 WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneGroup:
-    """Neighbouring planes whose pages are equally large: one launch."""
+    """Neighbouring planes with equal page sizes: one launch."""
 
     planes: range
     page_words: int  # of one plane
-    offsets: Tensor  # [planes] int64: where they begin, in units of 16 bytes
-    positions: Tensor  # [planes] int64: number of their first word within the page
+    offsets: Tensor  # [planes] int64: start of each plane, in units of 16 bytes
+    positions: Tensor  # [planes] int64: number of the plane's first word within the page
 
 
 class PagedMemory:
-    """A pool on one GPU as the kernel sees it: words, and where each plane begins."""
+    """A pool on one GPU as the kernel addresses it: words and the start of each plane."""
 
     def __init__(self, layout: PoolLayout, memory: Tensor, device: torch.device) -> None:
-        """`memory` is flat uint8; `device` is the one whose kernels work on it."""
+        """`memory` is flat uint8; `device` is the GPU whose kernels access it."""
         sizes = [plane.page_bytes for plane in layout.planes]
         self.word_bytes = math.gcd(8, *sizes)
         self.words = memory[: layout.total_bytes].view(WORDS[self.word_bytes])
@@ -75,8 +75,9 @@ class PagedMemory:
 
 
 def page_list(*pages: Sequence[int], device: torch.device) -> Tensor:
-    """[len(pages), n] int32 on `device`, copied there without waiting."""
-    index = torch.from_numpy(np.array(pages, dtype=np.int32))  # torch.tensor takes three times as long
+    """Return [len(pages), n] int32 on `device`; the copy does not block."""
+    # torch.tensor takes three times as long.
+    index = torch.from_numpy(np.array(pages, dtype=np.int32))
     return index if device.type == "cpu" else index.pin_memory().to(device, non_blocking=True)
 
 
@@ -88,14 +89,14 @@ def move_pages(
     planes: range,
     max_blocks: int,
 ) -> None:
-    """Launch on the current stream: copy pages[0] of `src` to pages[1] of `dst`, add checksums to `sums`.
+    """Launch on the current stream: copy pages[0] of `src` to pages[1] of `dst` and add checksums to `sums`.
 
     Args:
-        dst: pool whose planes have the same shapes; None copies nothing.
-        pages: [2, n] int32, or [1, n] without `dst`.
-        sums: [n] int64; None sums nothing.
-        planes: which ones.
-        max_blocks: thread blocks at most: what the copy may take from kernels beside it.
+            dst: pool whose planes have the same shapes; nothing is copied if None.
+            pages: [2, n] int32, or [1, n] without `dst`.
+            sums: [n] int64; no checksums are computed if None.
+            planes: the planes to process.
+            max_blocks: upper bound of thread blocks: the share of the GPU that the copy may take from other kernels.
     """
     for number, group in enumerate(src.groups):
         first = max(planes.start, group.planes.start)
@@ -130,7 +131,7 @@ def _reference(
     word_bytes: int,
     max_blocks: int,
 ) -> None:
-    """The same by torch, on the CPU."""
+    """The torch reference of the kernel, for the CPU."""
     words, unit = group.page_words, _UNIT // word_bytes
     inside = torch.arange(words)
     for plane in range(first, first + count):
@@ -143,7 +144,7 @@ def _reference(
 
 
 def mixed_words(data: Tensor, numbers: Tensor) -> Tensor:
-    """The terms of the checksum: words [n, w], and the number of each [w] within its page."""
+    """Return the terms of the checksum of words [n, w], numbered within their page by `numbers` [w]."""
     return _fold(_fold(data.long() ^ (numbers * POSITION)) * MIX)
 
 
@@ -219,7 +220,7 @@ def _pages_kernel(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr,
     MIXER: tl.constexpr,
 ):
-    """Blocks stride over (plane, page, chunk of the page); neighbours take neighbouring chunks."""
+    """Blocks stride over (plane, page, chunk of the page); neighbouring blocks take neighbouring chunks."""
     chunks: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
     inside = tl.arange(0, BLOCK)
     for item in range(tl.program_id(0), num_planes * num_pages * chunks, tl.num_programs(0)):

@@ -1,4 +1,4 @@
-"""The record of `cuda_ipc`: one host, pools on GPUs."""
+"""The record of the `cuda_ipc` transport: one host, pools on GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kv_transfer.transport.one_host.process import ProcessIdentity
 
 
 class CudaIpcDescription(Description, frozen=True, tag="cuda_ipc"):
-    """One allocation on a GPU of the same host, and a shared memory segment for the records."""
+    """Describes one allocation on a GPU of the same host, and a shared memory segment for the records."""
 
     handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]  # cudaIpcMemHandle_t of the pool
     device: Name  # UUID of its GPU: ordinals differ between processes
@@ -21,13 +21,13 @@ class CudaIpcDescription(Description, frozen=True, tag="cuda_ipc"):
 
 
 class CudaIpcOptions(TransportOptions, frozen=True, kw_only=True):
-    """No keys of its own."""
+    """Options of cuda_ipc: it has no keys of its own."""
 
 
 def _refusal(topology: Topology) -> str:
     if not topology.gpu:
         return "cuda_ipc moves pages between GPUs, and these nodes are on the CPU"
-    return "" if topology.one_host else "cuda_ipc joins GPUs of one host"
+    return "" if topology.one_host else "cuda_ipc connects GPUs of one host"
 
 
 KIND = TransportKind(

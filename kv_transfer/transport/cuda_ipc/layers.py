@@ -1,7 +1,7 @@
-"""CUDA IPC: pages that leave layer by layer, each layer by one kernel behind an event of the computing stream.
+"""Sends pages layer by layer over CUDA IPC: one kernel per layer, after an event of the computing stream.
 
-Layers have a lane of their own: the next forward is launched before the results of this one are read, and what is
-complete by then must not stand behind a copy that waits for the next one.
+Layers have a lane of their own: the next forward is launched before the results of this one are read, and pages that
+are complete by then must not wait for a copy that waits for the next forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_transfer.transport.layers import LayerWrite, PageList
 
 
 class CudaLayers(LayerWrite):
-    """All rooms of one peer in one launch per layer; the checksums of a page add up over its planes."""
+    """Sends all rooms of one peer with one launch per layer; the checksums of a page add up over its planes."""
 
     def __init__(
         self, writer: PageWriter, peer: Mapped, plan: PairPlan, lists: Sequence[PageList], checksums: bool
@@ -33,18 +33,18 @@ class CudaLayers(LayerWrite):
         self._checksums = checksums
         self._bounds = list(accumulate((len(each.src_pages) for each in lists), initial=0))
         self._sent = 0  # planes
-        self._all: tuple[list[int], list[int]] = [], []  # pages of all lists; filled with the first layer
-        self._index: Tensor | None = None  # the same on the device
+        self._all: tuple[list[int], list[int]] = [], []  # pages of all lists; filled at the first layer
+        self._index: Tensor | None = None  # `_all` on the device
         self._sums: Tensor | None = None
-        self._closed: Mark | None = None  # behind the last layer that was sent
+        self._closed: Mark | None = None  # after the last layer that was sent
         self._trouble = ""
 
     @torch.inference_mode()
     def send(self, planes: range) -> None:
-        """Returns when it is launched. Behind a launch that failed nothing more is."""
+        """Launch the copies and return. After a launch that failed nothing more is launched."""
         peer, writer = self._peer, self._writer
         if not peer.attached:
-            self._trouble = self._trouble or "its memory was let go of"
+            self._trouble = self._trouble or "the peer is detached"
         if self._trouble:
             return
         try:
@@ -55,9 +55,8 @@ class CudaLayers(LayerWrite):
                     self._all[1].extend(chain.from_iterable(each.dst_pages for each in self._lists))
                     self._index = writer.page_list(*self._all)
                     self._sums = writer.no_sums(self._bounds[-1]) if self._checksums else None
-                    writer.view(
-                        peer, self._plan.dst.layout
-                    )  # made further down it would wait for the forward
+                    # Made after `wait_for`, the view would wait for the forward.
+                    writer.view(peer, self._plan.dst.layout)
                 peer.layers.wait_for(stored)
                 writer.launch(peer, peer.layers, self._plan, self._all, self._index, self._sums, planes)
         except RuntimeError as error:
@@ -66,7 +65,7 @@ class CudaLayers(LayerWrite):
         self._sent = planes.stop
 
     def close(self) -> Sequence[Sequence[Ticket]]:
-        """One ticket for all."""
+        """Return one ticket, shared by all page lists."""
         peer, nbytes = self._peer, self._bounds[-1] * self._page_bytes(range(self._sent))
         try:
             ticket = LaneTicket.on(peer, peer.layers, nbytes, self._trouble)
@@ -78,7 +77,7 @@ class CudaLayers(LayerWrite):
 
     @torch.inference_mode()
     def rest(self, number: int) -> PageWrite:
-        """One kernel, or none; returns when it is launched."""
+        """Launch one kernel, or none, and return."""
         peer, writer, each = self._peer, self._writer, self._lists[number]
         planes = range(self._sent, len(writer.layout.planes))
         nbytes = len(each.src_pages) * self._plan.page_bytes
@@ -100,7 +99,7 @@ class CudaLayers(LayerWrite):
         return PageWrite(ticket, nbytes, () if sums is None else LaterDigests(sums))
 
     def _sums_of(self, number: int) -> Tensor | None:
-        """A copy of what the layers have added, to go on with on the other lane."""
+        """Return a copy of the sums over the sent layers, to be continued on the other lane."""
         if not self._checksums:
             return None
         if self._sums is None or self._closed is None:

@@ -1,4 +1,4 @@
-"""CUDA IPC, receiving side: one allocation for the pool, one segment for the records."""
+"""The receiving side of CUDA IPC: one allocation for the pool, one segment for the records."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kv_transfer.transport.one_host.segment import sweep_orphans
 
 
 def mps_is_used() -> bool:
-    """Kernels of this user's processes run inside of an MPS server, which outlives its clients."""
+    """Return whether kernels of this user's processes run inside an MPS server, which outlives its clients."""
     return "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps/control").exists()
 
 
 class CudaIpcReceiver(ReceiverEndpoint):
-    """Owns the pool. One thread, which may wait some microseconds for checksums of arrived pages."""
+    """Owns the pool. Used from one thread, which may wait some microseconds for checksums of arrived pages."""
 
     kv: DeviceMemory
 
@@ -54,7 +54,7 @@ class CudaIpcReceiver(ReceiverEndpoint):
         except CudaError as error:
             raise ConfigError(
                 "",
-                f"{nbytes >> 20} MiB of KV pages cannot be had on cuda:{self._device} and shared ({error}); "
+                f"{nbytes >> 20} MiB of KV pages cannot be allocated on cuda:{self._device} and shared ({error}); "
                 "lower decode.pool_tokens, or free memory of that GPU",
             ) from None
         self.kv = DeviceMemory(address, nbytes, self._device)
@@ -65,11 +65,11 @@ class CudaIpcReceiver(ReceiverEndpoint):
         self._digests = GpuDigests(self._cuda, self.kv, layout)
 
     def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
-        """Waits for the GPU: for a moment."""
+        """Return the checksums; waits briefly for the GPU."""
         return self._digests.now(side, pages)
 
     def state_digest(self, side: Side, slot: int) -> int:
-        """Waits for the GPU: for a moment."""
+        """Return the checksum; waits briefly for the GPU."""
         return self._digests.state(side, slot)
 
     def describe(self, incarnation: str) -> CudaIpcDescription:
@@ -81,16 +81,16 @@ class CudaIpcReceiver(ReceiverEndpoint):
         self._watches.admit(incarnation, process)
 
     def announce(self, window: Window) -> None:
-        """Nothing to open: the sender has the whole pool mapped."""
+        """No-op: the sender has mapped the whole pool."""
 
     def revoke(self, generation: int) -> bool:
         return False
 
     def proves_dead(self, incarnation: str) -> bool:
-        """The driver ends a process's kernels before its pidfd tells that it ended.
+        """Return whether the process has ended: the driver ends its kernels before its pidfd reports the end.
 
-        Not so under MPS, whose server runs them: there the death of a client proves nothing, and what it may
-        have been writing to stays in quarantine.
+        Under MPS the server runs the kernels, so the death of a client proves nothing and the pages that it may have
+        been writing stay in quarantine.
         """
         return self._death_is_proof and self._watches.dead(incarnation)
 
@@ -98,7 +98,9 @@ class CudaIpcReceiver(ReceiverEndpoint):
         self._watches.forget(incarnation)
 
     def close(self) -> None:
-        """The pool itself goes with the process: freeing it under an open mapping is undefined."""
+        """Release the records; the pool is freed with the process, since freeing it under an open mapping is
+        undefined.
+        """
         if self._records_name:
             shm_segment.unlink(self._records_name)
             self._records_name = ""
@@ -107,7 +109,7 @@ class CudaIpcReceiver(ReceiverEndpoint):
 
 
 def make_receiver(setup: ReceiverSetup[CudaIpcOptions]) -> CudaIpcReceiver:
-    """Removes segments first that processes which have ended left behind."""
+    """Make the endpoint, after removing segments of processes that have ended."""
     assert setup.gpu is not None
     sweep_orphans()
     return CudaIpcReceiver(setup.incarnation, setup.gpu)

@@ -1,4 +1,4 @@
-"""CUDA IPC, sending side: the peer's pool mapped, two lanes per peer, one kernel per write or per layer of it."""
+"""The sending side of CUDA IPC: maps the peer's pool, two lanes per peer, one kernel per write or per layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
 
 LOCAL_BLOCKS = 264  # same GPU, two per multiprocessor: more gain nothing (tests/bench/transfer.py)
-REMOTE_BLOCKS = 128  # another GPU: three times what NVLink takes; the rest of the GPU computes
+REMOTE_BLOCKS = 128  # another GPU: three times what NVLink needs; the rest of the GPU computes
 
 
 class CudaIpcSender(LayerEndpoint):
@@ -61,17 +61,18 @@ class CudaIpcSender(LayerEndpoint):
             source = PagedMemory(layout, words, words.device)
             self.writer = PageWriter(self._cuda, layout, kv, words, source, *self._blocks)
             padding, sums = self.writer.page_list([0], [0]), self.writer.no_sums(1)
-            for each in (None, sums):  # page 0 onto itself: compiles now rather than in the first request
+            # Page 0 onto itself: this compiles the kernels now instead of in the first request.
+            for each in (None, sums):
                 move_pages(source, source, padding, each, range(len(layout.planes)), 1)
         self._lane.mark().wait()
         self._digests = GpuDigests(self._cuda, kv, layout)
 
     def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
-        """Waits for the GPU; `write_pages` does not."""
+        """Return the checksums; waits for the GPU, which `write_pages` does not."""
         return self._digests.now(side, pages)
 
     def state_digest(self, side: Side, slot: int) -> int:
-        """Waits for the GPU; `write_state` does not."""
+        """Return the checksum; waits for the GPU, which `write_state` does not."""
         return self._digests.state(side, slot)
 
     # ---- peers
@@ -82,12 +83,14 @@ class CudaIpcSender(LayerEndpoint):
         me = process.current()
         if description.owner.host != me.host:
             raise HandshakeRefused(
-                "it runs on another host or in another pid namespace, where CUDA IPC does not reach"
+                "it runs on another host or in another pid namespace, which CUDA IPC does not cross"
             )
         if description.owner == me:
-            raise HandshakeRefused("it is this very process: CUDA opens no handle where it was made")
+            raise HandshakeRefused(
+                "it is the same process: CUDA cannot open a handle in the process that made it"
+            )
         if not shm_segment.is_of(description.records, description.owner, target.incarnation):
-            raise HandshakeRefused(f"{description.records!r} is not the name of a segment that it made")
+            raise HandshakeRefused(f"{description.records!r} is not the name of a segment that it created")
         records = shm_segment.attach(description.records, target.records_bytes)
         try:
             peer = self._open(target, description, records)
@@ -98,7 +101,7 @@ class CudaIpcSender(LayerEndpoint):
         return peer
 
     def _open(self, target: Target, description: CudaIpcDescription, records: mmap.mmap) -> Mapped:
-        """Map the pool for the own GPU where it reaches the other, else for that one and let the driver copy."""
+        """Map the pool for the own GPU if it can access the other, else for the other one and let the driver copy."""
         own = self._pool.device
         theirs = self._cuda.find(description.device)
         direct = theirs is None or self._cuda.reaches(own, theirs)
@@ -119,7 +122,9 @@ class CudaIpcSender(LayerEndpoint):
         return peer
 
     def detach(self, peer: PeerMemory) -> None:
-        """Waits for what is being written: microseconds, or the forward whose layers are on their way."""
+        """Wait for unfinished writes, which takes microseconds, or as long as the forward whose layers are being
+        sent.
+        """
         assert isinstance(peer, Mapped)
         if not peer.attached:
             return
@@ -137,7 +142,8 @@ class CudaIpcSender(LayerEndpoint):
         self._peers.remove(peer)
         try:
             self._cuda.close(peer.device, peer.address)
-        except CudaError as error:  # a mapping that cannot be undone hurts nobody
+        # A mapping that cannot be removed does no harm.
+        except CudaError as error:
             peer.trouble = str(error)
 
     def close(self) -> None:
@@ -155,7 +161,7 @@ class CudaIpcSender(LayerEndpoint):
         generation: int,
         checksums: bool,
     ) -> PageWrite:
-        """One kernel; returns when it is launched. The source is complete: nothing waits for the computing stream."""
+        """Launch one kernel. The source is complete, so nothing waits for the computing stream."""
         return self.write_layers(peer, plan, [PageList(src_pages, dst_pages, generation)], checksums).rest(0)
 
     def write_layers(
@@ -167,7 +173,7 @@ class CudaIpcSender(LayerEndpoint):
     def write_state(
         self, peer: PeerMemory, plan: PairPlan, slots: tuple[int, int], generation: int, checksums: bool
     ) -> PageWrite:
-        """Returns when it is launched."""
+        """Launch the copy of the state."""
         assert isinstance(peer, Mapped)
         if not peer.attached:
             return PageWrite(LaneTicket.settled(peer, plan.state_bytes, WriteState.FAILED), plan.state_bytes)
@@ -181,7 +187,7 @@ class CudaIpcSender(LayerEndpoint):
         return PageWrite(ticket, plan.state_bytes, () if sums is None else LaterDigests(sums))
 
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
-        """Copies of any shape, one call of the driver for each row: `write_pages` is the fast way."""
+        """Execute copies of any shape, one driver call per row; `write_pages` is the fast path."""
         assert isinstance(peer, Mapped)
         nbytes = sum(copy.nbytes for copy in copies)
         if not peer.attached:

@@ -1,4 +1,4 @@
-"""CUDA IPC: launches that write pages into a peer's pool, on the lane of the peer, and their tickets."""
+"""Launches that write pages into a peer's pool over CUDA IPC, on the peer's lanes, and their tickets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 
 
 class Mapped(PeerMemory):
-    """A peer's pool and records, mapped; and the lanes on which they are written."""
+    """The mapped pool and records of a peer, and the lanes on which they are written."""
 
     def __init__(
         self,
@@ -33,17 +33,19 @@ class Mapped(PeerMemory):
         layers: Lane,
     ) -> None:
         super().__init__(target)
-        self.device = device  # that the pool was opened for
-        self.remote = remote  # the pool is on another GPU than ours
+        self.device = device  # for which the pool was opened
+        self.remote = remote  # the pool is on another GPU than this node's
         self.address = address
         self.records_map: mmap.mmap | None = records
         self.records = memoryview(records)
-        self.lane = lane  # of what is complete
-        self.layers = layers  # of what waits for a forward: nothing else may stand behind it
-        self.memory: Tensor | None = None  # what kernels of the own GPU can write; None: the driver copies
+        self.lane = lane  # for complete pages
+        self.layers = layers  # for copies that wait for a forward: nothing else may queue after them
+        self.memory: Tensor | None = (
+            None  # the pool, if kernels of the own GPU can write it; None: the driver copies
+        )
         self.pages: tuple[PoolLayout, PagedMemory] | None = None
         self.moved = 0
-        self.open: list[LaneTicket] = []  # not known to have settled
+        self.open: list[LaneTicket] = []  # tickets that may not have settled
         self.trouble = ""
 
     @property
@@ -57,33 +59,34 @@ class LaneTicket(Ticket):
     nbytes: int
     mark: Mark | None  # None once it is settled
     state: WriteState = WriteState.PENDING
-    trouble: str = ""  # a launch failed: what was launched before it has yet to settle
-    keep: object = None  # memory of another lane that is read until then
+    trouble: str = ""  # a launch failed; earlier launches still have to settle
+    keep: object = None  # keeps memory of another lane alive until the ticket settles
 
     @classmethod
     def on(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str = "", keep: object = None) -> LaneTicket:
-        """Of what has been launched on that lane of the peer. Raises RuntimeError where the GPU has failed."""
+        """A ticket for all launches so far on that lane of the peer. Raises RuntimeError if the GPU has failed."""
         posted = cls(peer, nbytes, lane.mark(), trouble=trouble, keep=keep)
         peer.open.append(posted)
         return posted
 
     @classmethod
     def settled(cls, peer: Mapped, nbytes: int, state: WriteState) -> LaneTicket:
-        """Of nothing."""
+        """A ticket that is already settled."""
         return cls(peer, nbytes, None, state)
 
     @classmethod
     def failed(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str, keep: object = None) -> LaneTicket:
-        """A launch on that lane failed half way."""
+        """A ticket for a launch on that lane that failed halfway."""
         peer.trouble = trouble
         try:
             return cls.on(peer, lane, nbytes, trouble, keep)
-        except RuntimeError as fatal:  # the GPU itself has failed: nothing runs on it any more
+        # The GPU itself has failed: nothing runs on it any longer.
+        except RuntimeError as fatal:
             peer.trouble = f"{trouble}; {fatal}"
             return cls.settled(peer, nbytes, WriteState.FAILED)
 
     def look(self, wait: bool = False) -> WriteState:
-        """Settles it if it can be settled; with `wait` it always is."""
+        """Settle the ticket if it can be settled and return its state; with `wait`, wait until it can."""
         if self.mark is None:
             return self.state
         try:
@@ -106,7 +109,10 @@ class LaneTicket(Ticket):
 
 @dataclass(slots=True)
 class PageWriter:
-    """From the own pool into peers'. `source` is the own pool as kernels see it; blocks: at most, see move_pages."""
+    """Writes from the own pool into peers' pools.
+
+    `source` is the own pool as kernels address it; `local_blocks` and `remote_blocks` are max_blocks of move_pages.
+    """
 
     cuda: CudaRuntime
     layout: PoolLayout
@@ -124,7 +130,7 @@ class PageWriter:
         return page_list(*pages, device=self.device)
 
     def no_sums(self, count: int) -> Tensor:
-        """[count] int64, to add checksums to."""
+        """Return [count] zeroed int64, to which checksums are added."""
         return torch.zeros(count, dtype=torch.int64, device=self.device)
 
     def launch(
@@ -137,7 +143,7 @@ class PageWriter:
         sums: Tensor | None,
         planes: range,
     ) -> None:
-        """On this lane, which is entered. `index`: `pages` by `page_list`; `sums` are added to."""
+        """Launch on this lane, which is entered. `index` is `page_list(*pages)`; checksums are added to `sums`."""
         if not plan.whole:
             self._launch_parts(peer, lane, plan, pages, index, sums, planes)
             return
@@ -151,7 +157,7 @@ class PageWriter:
         self.copy(peer, lane, copies(plan, runs(*pages), slice(planes.start, planes.stop)))
 
     def copy(self, peer: Mapped, lane: Lane, wanted: Iterable[Copy]) -> None:
-        """Copies of any shape, one call of the driver for each row."""
+        """Execute copies of any shape, one driver call per row."""
         for row in single_rows(wanted):
             self.cuda.copy(peer.address + row.dst, self.pool.address + row.src, row.length, lane)
 
@@ -159,7 +165,10 @@ class PageWriter:
     def write_state(
         self, peer: Mapped, plan: PairPlan, slots: tuple[int, int], checksums: bool
     ) -> Tensor | None:
-        """The state of one request on the peer's lane, which is entered; [1] its checksum, on its way to the host."""
+        """Copy the state of one request on the peer's lane, which is entered.
+
+        Returns [1] its checksum, which is being copied to the host.
+        """
         index = self.page_list([slots[0]], [slots[1]])
         if peer.memory is not None:
             copy_parts(self.memory, peer.memory, plan.state, index)
@@ -181,7 +190,7 @@ class PageWriter:
         sums: Tensor | None,
         planes: range,
     ) -> None:
-        """As `launch`, where the two ranks hold different heads."""
+        """Launch like `launch`, if the two ranks hold different heads."""
         parts = [part for plane in plan.planes[planes.start : planes.stop] for part in plane]
         before = [part.src for plane in plan.planes[: planes.start] for part in plane]
         if sums is not None:
@@ -192,7 +201,10 @@ class PageWriter:
             self.copy(peer, lane, copies(plan, runs(*pages), slice(planes.start, planes.stop)))
 
     def view(self, peer: Mapped, dst: PoolLayout) -> PagedMemory | None:
-        """The peer's pool by its layout; made once, which waits for the current stream. None: the driver copies."""
+        """Return the peer's pool by its layout; None if the driver copies.
+
+        It is made once, which waits for the current stream.
+        """
         if peer.memory is None:
             return None
         if peer.pages is None or peer.pages[0] is not dst:

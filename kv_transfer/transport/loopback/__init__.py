@@ -1,1 +1,1 @@
-"""A transport within one process whose faults are scripted, for tests of everything above transports."""
+"""A transport within one process with scripted faults, for tests of everything above transports."""

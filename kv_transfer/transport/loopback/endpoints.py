@@ -1,7 +1,7 @@
-"""A fabric that joins endpoints of one process, and the faults of its writes.
+"""A fabric that connects endpoints of one process, and the faults of its writes.
 
-Writes land when they are due on the fabric's clock, in order of their posting per pair. The n-th write of
-the fabric (from 0, records included) suffers the fault that the plan gives it.
+Writes land when they are due on the fabric's clock, per pair in the order of posting. The n-th write of the fabric
+(from 0, records included) suffers the fault that the plan assigns to it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Damage = Literal["none", "drop", "fail", "truncate", "corrupt", "duplicate", "st
 
 
 class LoopbackDescription(Description, frozen=True, tag="loopback"):
-    """Memory of the same process."""
+    """Describes memory of the same process."""
 
     incarnation: Name
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one write."""
+    """The fault that one write suffers."""
 
     delay: float = 0.0  # seconds until it lands
     damage: Damage = "none"
     # drop: reported done, nothing landed      truncate: reported done, half of it landed
     # corrupt: reported done, one byte differs  duplicate: lands twice before it is done
-    # fail: half of it lands, reported failed  stick: never settles, and lands only by `Fabric.unstick`
+    # fail: half of it lands, reported failed  stick: never settles, and lands only after `Fabric.unstick`
 
 
 Observer = Callable[[str, Region, int, int, int], None]  # receiver, region, start, length, generation
@@ -69,7 +69,7 @@ class _Attached(PeerMemory):
 
 @dataclass(slots=True)
 class Fabric:
-    """Joins the loopback endpoints of one test."""
+    """Connects the loopback endpoints of one test."""
 
     clock: Callable[[], float]
     plan: Callable[[int], Fault] = lambda _: Fault()
@@ -87,21 +87,21 @@ class Fabric:
         return receiver
 
     def kill(self, sender_incarnation: str) -> None:
-        """The sender's process ends: what has not landed never will."""
+        """End the sender's process: what has not landed never will."""
         self.dead.add(sender_incarnation)
         for memory in self.attached:
             if memory.sender.incarnation == sender_incarnation:
                 memory.pending.clear()
 
     def unstick(self) -> None:
-        """Let every stuck write land now, however late."""
+        """Let every stuck write land now."""
         for memory in self.attached:
             for write in memory.pending:
                 if write.damage == "stick":
                     write.damage, write.due = "none", self.clock()
 
     def advance(self) -> None:
-        """Land what is due."""
+        """Land the writes that are due."""
         for memory in self.attached:
             while memory.pending:
                 write = memory.pending[0]
@@ -197,7 +197,7 @@ class LoopbackSender(HostEndpoint):
 
 
 class LoopbackReceiver(ReceiverEndpoint):
-    """`fencing`: windows are enforced, as tcp does; without, they are not, as with shm."""
+    """With `fencing`, windows are enforced as in tcp; without it they are not, as in shm."""
 
     kv: memoryview
 
@@ -233,7 +233,7 @@ class LoopbackReceiver(ReceiverEndpoint):
 
 
 def _half(pieces: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    """The first half of the bytes, cut in the middle of a piece."""
+    """Return the first half of the bytes, cut in the middle of a piece."""
     left = sum(len(data) for _, data in pieces) // 2
     kept: list[tuple[int, bytes]] = []
     for offset, data in pieces:

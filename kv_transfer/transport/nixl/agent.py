@@ -1,8 +1,8 @@
-"""What the nixl transport needs of NIXL: one agent over UCX, registered memory, prepared lists, transfers.
+"""The NIXL calls that the nixl transport needs: one agent over UCX, registered memory, prepared lists, transfers.
 
-Its listen thread stays off (it binds every interface; metadata travels in Hello instead) and so does its progress
-thread (it spins): `Progress` goes round for it, often while something is under way. Tests put another library in
-the place of the installed one.
+NIXL's listen thread stays off (it binds every interface; Hello carries the metadata instead), and so does its
+progress thread (it spins): `Progress` drives UCX in its place, more often while transfers are running. Tests replace
+the installed library by another one.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from common.errors import ConfigError
 from kv_transfer.transport.base import Memory, WriteState
 
 _BACKEND: Final = "UCX"
-_OWN: Final = "NIXL_INIT_AGENT"  # how a prepared list of own memory is called
-_BUSY_SECONDS: Final = 0.0005  # between two rounds of progress
+_OWN: Final = "NIXL_INIT_AGENT"  # NIXL's name for a prepared list of own memory
+_BUSY_SECONDS: Final = 0.0005  # between two calls of progress
 _IDLE_SECONDS: Final = 0.05
 
 Kind = Literal["DRAM", "VRAM"]
 
 
 class NixlError(Exception):
-    """A call that NIXL refused: nothing was posted by it."""
+    """A call that NIXL refused and that posted nothing."""
 
 
 class Block(NamedTuple):
-    """Contiguous memory of one process; `device` is its CUDA ordinal there, 0 for host memory."""
+    """Contiguous memory of one process; `device` is its CUDA ordinal in that process, 0 for host memory."""
 
     address: int
     nbytes: int
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`count` pieces of `nbytes` bytes each, one behind the other."""
+    """`count` consecutive pieces of `nbytes` bytes each."""
 
     address: int
     nbytes: int
@@ -60,12 +60,12 @@ class Operation:
 
 
 def load_library() -> Any:
-    """The installed NIXL for the CUDA version of this torch, or for any. Raises ConfigError where there is none."""
+    """Return the installed NIXL, preferably for torch's CUDA version. Raises ConfigError if there is none."""
     wanted = [_load_cu13, _load_cu12]
     if str(torch.version.cuda).startswith("12."):
         wanted.reverse()
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read at import, like the next
-    os.environ.setdefault("UCX_ERROR_SIGNALS", "")  # a crash is the interpreter's to tell of
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read at import, like UCX_ERROR_SIGNALS
+    os.environ.setdefault("UCX_ERROR_SIGNALS", "")  # leaves crashes to the interpreter's own handler
     found: list[str] = []
     for load in wanted:
         try:
@@ -75,12 +75,12 @@ def load_library() -> Any:
     raise ConfigError(
         "transfer.transport",
         "nixl is not installed here: run `pip install -e '.[nixl]'` in the checkout on every host of a node, with the "
-        f"pip of its .venv (nixl-cu12 for a torch with CUDA 12), or write another transport ({'; '.join(found)})",
+        f"pip of its .venv (nixl-cu12 for a torch with CUDA 12), or choose another transport ({'; '.join(found)})",
     )
 
 
 def _load_cu13() -> Any:
-    # here: it takes half a second, and other transports do without it
+    # Imported here because it takes half a second and other transports do not need it.
     import nixl_cu13  # type: ignore[import-not-found, unused-ignore]
 
     return nixl_cu13
@@ -93,19 +93,19 @@ def _load_cu12() -> Any:
 
 
 def block_of(memory: Memory) -> Block:
-    """Where a pool lies; valid while the memory lives."""
+    """Return the block of a pool; valid while the memory lives."""
     if isinstance(memory, memoryview):
         return Block(int(np.frombuffer(memory, dtype=np.uint8).ctypes.data), memory.nbytes, 0, "DRAM")
     return Block(memory.address, memory.nbytes, memory.device, "VRAM")
 
 
 class NixlAgent:
-    """Any thread may call it; calls exclude each other."""
+    """One NIXL agent. Any thread may call it; calls exclude each other."""
 
     def __init__(self, name: str, devices: str, library: Any = None) -> None:
-        """`name` names it to its peers, `devices` is what UCX may use, as UCX_NET_DEVICES takes it.
+        """`name` identifies the agent to its peers; `devices` is the value of UCX_NET_DEVICES.
 
-        Raises ConfigError where NIXL is not installed, or UCX does not start on these devices.
+        Raises ConfigError if NIXL is not installed, or UCX does not start on these devices.
         """
         os.environ["UCX_NET_DEVICES"] = devices
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
@@ -129,7 +129,7 @@ class NixlAgent:
     # ---- own memory
 
     def register(self, block: Block) -> None:
-        """Raises ConfigError where it cannot be pinned."""
+        """Register memory. Raises ConfigError if it cannot be pinned."""
         try:
             self._registered.append(
                 self._agent.register_memory(
@@ -142,11 +142,11 @@ class NixlAgent:
             ) from None
 
     def metadata(self) -> bytes:
-        """By which another agent reaches what is registered now."""
+        """Return the metadata by which another agent reaches the memory that is registered now."""
         return bytes(self._agent.get_agent_metadata())
 
     def close(self) -> None:
-        """Nothing is reachable any more. No transfer may be under way."""
+        """Deregister all memory. No transfer may be running."""
         for registered in self._registered:
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(registered, backends=[_BACKEND])
@@ -155,7 +155,7 @@ class NixlAgent:
     # ---- other agents
 
     def add(self, metadata: bytes) -> str:
-        """The name of the agent that this is of. Raises NixlError."""
+        """Add the agent of this metadata and return its name. Raises NixlError."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -163,8 +163,8 @@ class NixlAgent:
         return name.decode("ascii", "replace") if isinstance(name, bytes) else str(name)
 
     def connect(self, name: str) -> None:
-        """Start to connect: the first write then waits for less."""
-        with contextlib.suppress(Exception):  # the first write says why
+        """Start to connect, which shortens the wait of the first write."""
+        with contextlib.suppress(Exception):  # the first write reports the error
             self._agent.make_connection(name, backends=[_BACKEND])
 
     def remove(self, name: str) -> None:
@@ -174,7 +174,10 @@ class NixlAgent:
     # ---- transfers
 
     def prepare(self, name: str, rows: Sequence[Rows], block: Block) -> Any:
-        """A list of pieces of own memory (name "") or of another agent's. Raises NixlError if it is not registered."""
+        """Prepare a list of pieces of own memory (name "") or of another agent's.
+
+        Raises NixlError if not registered.
+        """
         table = np.array(
             [(row.address, row.nbytes, block.device, row.nbytes, row.count) for row in rows], dtype=np.uint64
         )
@@ -202,7 +205,10 @@ class NixlAgent:
         return operation
 
     def state(self, operation: Operation) -> WriteState:
-        """FAILED says that it will not be completed, not that it has ended: pieces may land for a moment yet."""
+        """Return the state of a transfer.
+
+        FAILED means that it will not complete; pieces may land for a moment yet.
+        """
         if operation.fault:
             return WriteState.FAILED
         try:
@@ -218,12 +224,12 @@ class NixlAgent:
         return WriteState.DONE
 
     def release(self, operation: Operation) -> None:
-        """Only of what is not under way any more."""
+        """Release the handle of a transfer that is no longer running."""
         with contextlib.suppress(Exception):
             self._agent.release_xfer_handle(operation.handle)
 
     def progress(self) -> None:
-        """Let UCX do what is due: needed where the network does not write into memory by itself."""
+        """Let UCX do pending work: needed if the network hardware does not write into memory by itself."""
         with contextlib.suppress(Exception):
             self._agent.get_new_notifs(backends=[_BACKEND])
 
@@ -233,10 +239,10 @@ def _said(error: Exception) -> str:
 
 
 class Progress:
-    """A thread that calls `turn`: every half a millisecond while busy, else seldom."""
+    """A thread that calls `turn`: every half millisecond while busy, else every 50 ms."""
 
     def __init__(self, turn: Callable[[], None], device: int | None = None) -> None:
-        """`device`: the CUDA ordinal whose memory is written or read."""
+        """`device` is the CUDA ordinal of the memory that is written or read."""
         self._turn = turn
         self._device = device
         self._busy = threading.Event()

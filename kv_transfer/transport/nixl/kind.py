@@ -1,4 +1,4 @@
-"""The record of `nixl`: any hosts, pools on CPUs or on GPUs."""
+"""The record of the `nixl` transport: any hosts, pools on CPUs or on GPUs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from kv_transfer.transport.description import Address, Description
 from kv_transfer.transport.tcp.kind import TcpDescription
 
 NetDevices = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:@,-]{1,1024}\Z")]
-MAX_METADATA_BYTES = 256 << 10  # a NIXL agent's: addresses of its network devices and keys of two regions
+# The metadata of a NIXL agent holds the addresses of its network devices and the keys of two regions.
+MAX_METADATA_BYTES = 256 << 10
 
 
 class NixlDescription(Description, frozen=True, tag="nixl"):
-    """Memory registered with a NIXL agent that bears the node's incarnation; addresses mean something to it alone."""
+    """Describes memory registered with a NIXL agent named after the node's incarnation; only that node uses
+    addresses.
+    """
 
     metadata: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_METADATA_BYTES)]
     kv: Address
@@ -29,28 +32,28 @@ class NixlDescription(Description, frozen=True, tag="nixl"):
 class NixlOptions(TransportOptions, frozen=True, kw_only=True):
     """Keys of `transfer` that nixl reads."""
 
-    nixl_devices: NetDevices = "lo"  # what UCX_NET_DEVICES takes, as mlx5_0:1,mlx5_1:1 or eth0
-    max_inflight_mib: Positive = 64  # of one transfer
+    nixl_devices: NetDevices = "lo"  # the value of UCX_NET_DEVICES, such as mlx5_0:1,mlx5_1:1 or eth0
+    max_inflight_mib: Positive = 64  # per NIXL transfer
 
 
 def _refusal(topology: Topology) -> str:
-    """It joins any nodes of one kind of device."""
+    """Return no refusal: nixl connects any nodes of one kind of device."""
     return ""
 
 
 def _allow(topology: Topology, options: NixlOptions) -> None:
-    """UCX listens, and knows no keys: whoever reaches it can write into a node's memory."""
+    """Refuse networks that are not isolated: UCX has no keys, so any host that reaches it can write into a node."""
     if not topology.isolated_network:
         raise ConfigError(
             "security.isolated_network",
-            f"pages move by nixl here, and whoever reaches its devices ({options.nixl_devices}) can write into the "
-            "nodes' memory, since UCX authenticates nobody and encrypts nothing: say true if only these nodes reach "
-            "them (for lo: if no other user is on this host), or take another transport",
+            f"pages are sent by nixl, and whoever reaches its devices ({options.nixl_devices}) can write into the "
+            "nodes' memory, since UCX neither authenticates nor encrypts: set it to true if only these nodes reach "
+            "them (for lo: if this host has no other users), or choose another transport",
         )
     if options.nixl_devices == "lo" and not topology.one_host:
         raise ConfigError(
             "transfer.nixl_devices",
-            "lo reaches no other host: name the network devices that nixl may use, as mlx5_0:1,mlx5_1:1 or eth0",
+            "lo reaches no other host: set the network devices that nixl may use, such as mlx5_0:1,mlx5_1:1 or eth0",
         )
 
 

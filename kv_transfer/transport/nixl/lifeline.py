@@ -1,14 +1,15 @@
-"""Proof across hosts that a sending process is gone: a TCP connection that it opens, and that only its end closes.
+"""Proof across hosts that a sending process has ended: a TCP connection that only the end of the process closes.
 
-    receiver -> sender   challenge: a fresh nonce
-    sender -> receiver   proof: id of the key, HMAC-SHA256(key, the nonce); then nothing, ever
+receiver -> sender   challenge: a fresh nonce
+sender -> receiver   proof: id of the key, HMAC-SHA256(key, the nonce); nothing follows, ever
 
-A recorded proof is worth nothing: whoever replays it gets another nonce.
+A recorded proof is worthless: a replay gets another nonce.
 
-The kernel of a process that ends sends FIN, one that does not know the connection any more answers RST: either
-proves the end. Silence proves nothing, and neither does a timeout: a peer behind a broken network may still
-write, once it is mended. A host that lost its power proves it when it is up again, unless the connection has timed
-out by then, two hours later: what it held stays in quarantine as long as this process runs.
+The kernel of a process that ends sends FIN; a kernel that no longer knows the connection answers RST. Either
+proves the end. Silence proves nothing, and neither does a timeout: a peer that a network failure cuts off may
+write again once the network is repaired. A host that lost power proves it when it is up again, unless the
+connection has timed out by then, two hours later: what the host may have been writing to stays in quarantine as
+long as this process runs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from common.errors import HandshakeRefused
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription
 
-GRACE: Final = 2.0  # seconds: what the dead process's kernel and network card still hold has landed by then
+GRACE: Final = 2.0  # seconds after which writes of the dead process's kernel and network card have landed
 _CONNECT_SECONDS: Final = 2.0
-_REFUSED_SECONDS: Final = 10.0  # during which a place that did not answer is not asked again: asking waits
-_LOOK_SECONDS: Final = 0.2  # between two looks for strangers that are overdue
+_REFUSED_SECONDS: Final = (
+    10.0  # an address that did not answer is not tried again for so long, since trying blocks
+)
+_LOOK_SECONDS: Final = 0.2  # interval of the check for overdue strangers
 _PROOF_SECONDS: Final = 10.0
 _MAX_STRANGERS: Final = 64
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 60), (socket.TCP_KEEPCNT, 127))
@@ -46,7 +49,7 @@ class _Stranger:
 
 @dataclass(slots=True)
 class _Line:
-    """What is known of one sender."""
+    """The state of one sender."""
 
     key: bytes
     sock: socket.socket | None = None
@@ -54,7 +57,7 @@ class _Line:
 
 
 class LifelineKeeper:
-    """Receiving side: listens on host:port (0: any). A thread meets those who connect, and sees connections end."""
+    """Receiving side: listens on host:port (0: any). A thread authenticates connections and detects their end."""
 
     def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._listener = socket.create_server((host, port), backlog=128)
@@ -62,7 +65,7 @@ class LifelineKeeper:
         self._host = host
         self._port = int(self._listener.getsockname()[1])
         self._clock = clock
-        self._lock = threading.Lock()  # held for what follows
+        self._lock = threading.Lock()  # guards the fields that follow
         self._lines: dict[str, _Line] = {}
         self._strangers: list[_Stranger] = []
         self._closing = threading.Event()
@@ -70,13 +73,13 @@ class LifelineKeeper:
         self._thread.start()
 
     def describe(self, incarnation: str) -> TcpDescription:
-        """Where this sender is to connect, and its key."""
+        """Return the address that this sender must connect to, and its key."""
         with self._lock:
             line = self._lines.setdefault(incarnation, _Line(secrets.token_bytes(tcp_frames.KEY_BYTES)))
         return TcpDescription(self._host, self._port, line.key)
 
     def dead(self, incarnation: str) -> bool:
-        """True only once the process has ended, and what was on the way has had time to land."""
+        """Return True only once the process has ended and its outstanding writes have had time to land."""
         with self._lock:
             line = self._lines.get(incarnation)
             return line is not None and line.ended_at is not None and self._clock() - line.ended_at >= GRACE
@@ -110,7 +113,7 @@ class LifelineKeeper:
                 self._look(self._clock())
 
     def _look(self, now: float) -> None:
-        """Never waits. A socket that was closed since the poll costs a look, no more."""
+        """Process connections without waiting. A socket that was closed since the poll is only read once more."""
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             self._challenge(sock, now)
@@ -123,19 +126,20 @@ class LifelineKeeper:
                 if not _ended(line.sock):
                     continue
                 line.ended_at = now
-            except OSError:  # lost: read once more it would look like an end
-                pass
+            except OSError:
+                pass  # the connection timed out; a second read would look like an end
             line.sock.close()
-            line.sock = None  # the peer may connect anew
+            line.sock = None  # the peer may connect again
 
     def _challenge(self, sock: socket.socket, now: float) -> None:
         if len(self._strangers) >= _MAX_STRANGERS:
-            # the oldest has had time for its proof; a sender that connects during a flood of strangers gets some, too
+            # The oldest has had time for its proof, and a sender that connects during a flood of strangers gets time
+            # too.
             self._strangers.pop(0).sock.close()
         sock.setblocking(False)
         stranger = _Stranger(sock, now, secrets.token_bytes(tcp_frames.NONCE_BYTES))
         self._strangers.append(stranger)
-        with contextlib.suppress(OSError):  # its end is seen when it is read
+        with contextlib.suppress(OSError):  # a lost connection is detected when it is read
             sock.send(tcp_frames.CHALLENGE.pack(tcp_frames.CHALLENGE_MAGIC, stranger.nonce))
 
     def _meet(self, stranger: _Stranger, now: float) -> None:
@@ -153,7 +157,8 @@ class LifelineKeeper:
             return
         self._strangers.remove(stranger)
         line = self._owner(stranger) if part else None
-        if line is None or line.sock is not None:  # a second one of the same key proves nothing by its end
+        # The end of a second connection with the same key would prove nothing.
+        if line is None or line.sock is not None:
             stranger.sock.close()
             return
         stranger.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -168,7 +173,7 @@ class LifelineKeeper:
 
 
 def _ended(sock: socket.socket) -> bool:
-    """FIN or RST has come. Raises OSError, once, where the connection timed out, which proves nothing."""
+    """Whether FIN or RST has arrived. Raises OSError, once, if the connection timed out, which proves nothing."""
     try:
         return sock.recv(64) == b""
     except BlockingIOError:
@@ -185,7 +190,7 @@ def _unusable(sock: socket.socket) -> bool:
 
 
 class Lifelines:
-    """Sending side: one connection per decode node that was ever written to and lives; closed by the process's end."""
+    """Sending side: one connection per living decode node that was ever written to, closed at process exit."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -193,9 +198,9 @@ class Lifelines:
         self._refused: dict[tuple[str, int], tuple[float, str]] = {}  # when, and why
 
     def hold(self, description: TcpDescription) -> None:
-        """Connect, unless connected. Waits for it; raises HandshakeRefused where that fails."""
+        """Connect unless connected, and wait for it. Raises HandshakeRefused if that fails."""
         for known, sock in list(self._socks.items()):
-            if _unusable(sock):  # that decode node is gone, or out of reach
+            if _unusable(sock):  # that decode node has ended or cannot be reached
                 sock.close()
                 del self._socks[known]
         if description in self._socks:
@@ -208,21 +213,21 @@ class Lifelines:
             self._socks[description] = _connect(where, description.key)
         except OSError as error:
             reason = (
-                f"{where[0]}:{where[1]} (decode.nodes[].host and bulk_port), by whose end it would see that this "
-                f"prefill node is gone, cannot be reached ({error})"
+                f"{where[0]}:{where[1]} (decode.nodes[].host and bulk_port), the connection by which the decode node "
+                f"detects the end of this prefill node, cannot be reached ({error})"
             )
             self._refused[where] = (self._clock(), reason)
             raise HandshakeRefused(reason) from None
 
     def close(self) -> None:
-        """Says that this process writes no more."""
+        """Close all connections, which says that this process writes nothing more."""
         for sock in self._socks.values():
             sock.close()
         self._socks.clear()
 
 
 def _connect(where: tuple[str, int], key: bytes) -> socket.socket:
-    """A connection that has answered the challenge. Waits at most twice _CONNECT_SECONDS; raises OSError."""
+    """Return a connection that has answered the challenge. Waits at most twice _CONNECT_SECONDS; raises OSError."""
     deadline = time.monotonic() + 2 * _CONNECT_SECONDS
     sock = socket.create_connection(where, timeout=_CONNECT_SECONDS)
     try:
@@ -231,11 +236,11 @@ def _connect(where: tuple[str, int], key: bytes) -> socket.socket:
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
             part = sock.recv(missing)
             if not part:
-                raise ConnectionError("it closed the connection without a challenge")
+                raise ConnectionError("the decode node closed the connection without a challenge")
             challenge += part
         magic, nonce = tcp_frames.CHALLENGE.unpack(challenge)
         if magic != tcp_frames.CHALLENGE_MAGIC:
-            raise ConnectionError("what listens there is no decode node of this version")
+            raise ConnectionError("the listener at this address is not a decode node of this version")
         sock.sendall(tcp_frames.proof(key, nonce))
         sock.setblocking(False)
     except OSError:

@@ -1,4 +1,4 @@
-"""NIXL, receiving side: the pool and the records registered with one agent, that every prefill node is told of."""
+"""The receiving side of NIXL: pool and records are registered with one agent that all prefill nodes write to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kv_transfer.transport.nixl.lifeline import LifelineKeeper
 
 
 class NixlReceiver(ReceiverEndpoint):
-    """`device` is the CUDA ordinal of the pool, None on a CPU; the lifeline listens on host:port (0: any)."""
+    """`device` is the CUDA ordinal of the pool, None on a CPU; liveness connections go to host:port (0: any)."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class NixlReceiver(ReceiverEndpoint):
         cuda: CudaRuntime | None = None,
         library: Any = None,
     ) -> None:
-        """Raises ConfigError where NIXL is not installed or does not start on these network `devices`."""
+        """Raises ConfigError if NIXL is not installed or does not start on these network `devices`."""
         self._device = device
         self._cuda = None if device is None else cuda or CudaRuntime()
         self._agent = NixlAgent(incarnation, devices, library)
@@ -53,7 +53,7 @@ class NixlReceiver(ReceiverEndpoint):
         except CudaError as error:
             raise ConfigError(
                 "",
-                f"{nbytes >> 20} MiB of KV pages cannot be had on cuda:{self._device} ({error}); "
+                f"{nbytes >> 20} MiB of KV pages cannot be allocated on cuda:{self._device} ({error}); "
                 "lower decode.pool_tokens, or free memory of that GPU",
             ) from None
         self.kv = DeviceMemory(address, nbytes, self._device)
@@ -70,11 +70,11 @@ class NixlReceiver(ReceiverEndpoint):
         self._kv_block, self._records_block = block_of(self.kv), block_of(self.records)
         self._agent.register(self._kv_block)
         self._agent.register(self._records_block)
-        self._metadata = self._agent.metadata()  # once: it may change, and Hello must not
+        self._metadata = self._agent.metadata()  # taken once: it may change, and Hello must not
         if len(self._metadata) > MAX_METADATA_BYTES:
             raise ConfigError(
                 "transfer.nixl_devices",
-                f"NIXL's metadata has {len(self._metadata)} bytes, Hello takes {MAX_METADATA_BYTES}; name fewer",
+                f"NIXL's metadata has {len(self._metadata)} bytes, the limit is {MAX_METADATA_BYTES}; name fewer",
             )
         self._progress = Progress(self._agent.progress, self._device)
 
@@ -85,7 +85,7 @@ class NixlReceiver(ReceiverEndpoint):
         return super().state_digest(side, slot) if self._gpu is None else self._gpu.state(side, slot)
 
     def record(self, slot: int) -> bytes:
-        """The pages are looked at after this: what the network card wrote becomes visible here."""
+        """Return the record, and make what the network card wrote visible: the pages are read after this call."""
         if self._flush and self._cuda is not None and self._device is not None:
             self._cuda.flush(self._device)
         return super().record(slot)
@@ -100,7 +100,7 @@ class NixlReceiver(ReceiverEndpoint):
         )
 
     def announce(self, window: Window) -> None:
-        """Nothing to open: the sender has the keys of the whole pool."""
+        """Note the open window; the sender has the keys of the whole pool."""
         self._open.add(window.generation)
         self._go()
 

@@ -1,4 +1,4 @@
-"""NIXL, sending side: own pages and the peer's as prepared lists, of which a write names the pieces by number."""
+"""The sending side of NIXL: own and peer pages are prepared lists; a write names their pieces by number."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from kv_transfer.transport.nixl.writes import (
     planes,
 )
 
-QUIET: Final = 2.0  # seconds after a fault during which pieces of the same peer may land yet
+QUIET: Final = 2.0  # seconds after a fault during which pieces may still land at the same peer
 _CLOSE_SECONDS: Final = 1.0
 
 
 class NixlSender(SenderEndpoint):
-    """One thread; `incarnation` names the agent, `devices` is what UCX may use."""
+    """Sends from one thread; `incarnation` names the agent, `devices` is what UCX may use."""
 
     takes = NixlDescription
 
@@ -61,7 +61,7 @@ class NixlSender(SenderEndpoint):
         library: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError where NIXL is not installed or does not start on these network `devices`."""
+        """Raises ConfigError if NIXL is not installed or does not start on these network `devices`."""
         self._agent = NixlAgent(incarnation, devices, library)
         self._limits = limits
         self._cuda = cuda
@@ -101,9 +101,9 @@ class NixlSender(SenderEndpoint):
         description = target.description
         assert isinstance(description, NixlDescription)
         if (description.device >= 0) != (self._block.kind == "VRAM"):
-            raise HandshakeRefused("its pages lie on a CPU and ours on a GPU, or the other way round")
+            raise HandshakeRefused("its pages are on a CPU and this node's on a GPU, or the other way round")
         if not self.quiet(target.incarnation):
-            raise HandshakeRefused("writes to it from before have not ended yet")
+            raise HandshakeRefused("earlier writes to it have not ended yet")
         peer = Remote(
             target,
             Block(description.kv, target.kv_bytes, max(0, description.device), self._block.kind),
@@ -115,7 +115,7 @@ class NixlSender(SenderEndpoint):
         return peer
 
     def _join(self, peer: Remote) -> None:
-        """Raises HandshakeRefused if what it describes is not in the metadata that it sent."""
+        """Add the peer's agent. Raises HandshakeRefused if its metadata does not contain the memory it describes."""
         assert isinstance(peer.target.description, NixlDescription)
         name = peer.target.incarnation
         try:
@@ -126,7 +126,7 @@ class NixlSender(SenderEndpoint):
             ) from None
         try:
             if told != name:
-                raise NixlError(f"the metadata is of agent {told[:64]!r}")
+                raise NixlError(f"the metadata belongs to agent {told[:64]!r}")
             for block in (peer.kv, peer.records):
                 rows = [Rows(block.address, block.nbytes, 1)]
                 self._agent.forget(self._agent.prepare(name, rows, block))
@@ -142,7 +142,7 @@ class NixlSender(SenderEndpoint):
         return all(peer.attached or peer.target.incarnation != incarnation for peer in self._peers)
 
     def detach(self, peer: PeerMemory) -> None:
-        """Its tickets are FAILED; NIXL cannot stop a transfer, so `quiet` tells when the last has ended."""
+        """Fail its tickets. NIXL cannot stop a transfer, so `writes_ended` says when the last one has ended."""
         assert isinstance(peer, Remote)
         if not peer.attached:
             return
@@ -152,7 +152,7 @@ class NixlSender(SenderEndpoint):
             write.state = WriteState.FAILED
 
     def close(self) -> None:
-        """Waits a moment for what is under way. What has not ended then ends with the process, as its lifeline does."""
+        """Wait briefly for running transfers; those that have not ended by then end with the process."""
         for peer in list(self._peers):
             self.detach(peer)
         until = time.monotonic() + _CLOSE_SECONDS
@@ -205,7 +205,7 @@ class NixlSender(SenderEndpoint):
         return PageWrite(write, nbytes, digests)
 
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
-        """Copies of any shape: `write_pages` is the fast way."""
+        """Execute copies of any shape; `write_pages` is the fast path."""
         assert isinstance(peer, Remote)
         return self._write(peer, self._block, peer.kv, list(single_rows(copies)), nothing)
 
@@ -253,14 +253,14 @@ class NixlSender(SenderEndpoint):
         return self._post(peer, (prepared[0], order), (prepared[1], order), lengths, forget)
 
     def _use(self, peer: Remote) -> None:
-        """Raises NixlError, HandshakeRefused unless it can be written to; joins it anew after a fault."""
+        """Check that the peer can be written to; joins it again after a fault. Raises NixlError, HandshakeRefused."""
         if not peer.attached:
-            raise NixlError("it was let go of")
+            raise NixlError("the peer is detached")
         if not peer.faulty:
             return
         self._collect()
         if peer.open:
-            raise NixlError(peer.trouble)  # what came before the fault has not ended
+            raise NixlError(peer.trouble)  # writes from before the fault have not ended
         self._leave(peer)
         self._join(peer)
         peer.faulty = False
@@ -274,7 +274,7 @@ class NixlSender(SenderEndpoint):
         release: Callable[[], None],
         mark: Mark | None = None,
     ) -> Write:
-        """Transfers of at most max_inflight_bytes, or of one piece: as each lands there is progress."""
+        """Post transfers of at most max_inflight_bytes or one piece, each of which counts as progress when it lands."""
         write = Write(peer, release, mark)
         peer.open.append(write)
         for start, end, nbytes in cuts(lengths, self._limits.max_inflight_bytes):
@@ -307,7 +307,7 @@ class NixlSender(SenderEndpoint):
         return peer.trouble
 
     def _look(self, write: Write) -> None:
-        """Settle it once all its transfers have ended, those that failed QUIET seconds ago included."""
+        """Settle the write once all its transfers have ended; failed ones count as ended after QUIET seconds."""
         now = self._clock()
         for part in list(write.parts):
             if part.failed_at is None:
@@ -336,7 +336,7 @@ class NixlSender(SenderEndpoint):
             write.state = WriteState.FAILED if write.faulty else WriteState.DONE
 
     def _collect(self) -> None:
-        """Look at everything; forget detached peers to whom nothing is under way."""
+        """Check all writes; remove detached peers without running transfers."""
         for peer in list(self._peers):
             for write in list(peer.open):
                 self._look(write)

@@ -1,4 +1,4 @@
-"""What nixl writes are made of: peers, transfers under way, staging for records, and pieces by their numbers."""
+"""Parts of nixl writes: peers, running transfers, staging memory for records, and pieces by their numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kv_transfer.transport.base import PeerMemory, Target, Ticket, WriteState
 from kv_transfer.transport.cuda.cudart import Mark
 from kv_transfer.transport.nixl.agent import Block, NixlAgent, Operation, Rows, block_of
 
-_SLOTS: Final = 64  # records on their way, until more memory is registered
+_SLOTS: Final = 64  # records in flight before more memory is registered
 
 
 class Remote(PeerMemory):
@@ -25,12 +25,12 @@ class Remote(PeerMemory):
         super().__init__(target)
         self.kv = kv
         self.records = records
-        self.pages: tuple[PoolLayout, Any] | None = None  # its pool as a prepared list, by its layout
+        self.pages: tuple[PoolLayout, Any] | None = None  # its layout, and the pool as a prepared list
         self.attached = True
-        self.open: list[Write] = []  # whose transfers have not all ended
+        self.open: list[Write] = []  # writes with running transfers
         self.moved = 0
         self.trouble = ""
-        self.faulty = False  # to be joined anew before the next write
+        self.faulty = False  # must be joined again before the next write
 
 
 @dataclass(slots=True, eq=False)
@@ -45,15 +45,15 @@ class Part:
 @dataclass(slots=True, eq=False)
 class Write(Ticket):
     peer: Remote
-    release: Callable[[], None]  # what its transfers used
-    mark: Mark | None = None  # of the checksums
+    release: Callable[[], None]  # returns the resources of its transfers
+    mark: Mark | None = None  # after which the checksums are readable
     parts: list[Part] = field(default_factory=list)
     faulty: bool = False
     state: WriteState = WriteState.PENDING
 
 
 class Staging:
-    """Registered host memory from which records are sent: slots of `slot_bytes`, more whenever none is free."""
+    """Registered host memory from which records are sent: slots of `slot_bytes`, extended when none is free."""
 
     def __init__(self, agent: NixlAgent, slot_bytes: int) -> None:
         self._agent = agent
@@ -61,7 +61,7 @@ class Staging:
         self._free: list[tuple[memoryview, Block]] = []
 
     def take(self) -> tuple[memoryview, Block]:
-        """Raises ConfigError where no more memory can be registered."""
+        """Take a slot. Raises ConfigError if no more memory can be registered."""
         if not self._free:
             memory = memoryview(mmap.mmap(-1, _SLOTS * self.slot_bytes))
             block = block_of(memory)
@@ -76,29 +76,29 @@ class Staging:
 
 
 def nothing() -> None:
-    """What page writes have to give back."""
+    """No-op: page writes have no resources to return."""
 
 
 def failed(peer: Remote, error: Exception) -> Write:
-    """Nothing was posted."""
+    """A failed write of which nothing was posted."""
     peer.trouble = str(error)
     return Write(peer, nothing, state=WriteState.FAILED)
 
 
 def planes(layout: PoolLayout, block: Block) -> list[Rows]:
-    """Every page of every plane: page p of plane i is piece i * num_pages + p."""
+    """Return every page of every plane: page p of plane i is piece i * num_pages + p."""
     return [Rows(block.address + plane.offset, plane.page_bytes, layout.num_pages) for plane in layout.planes]
 
 
 def numbers(layout: PoolLayout, pages: Sequence[int]) -> NDArray[np.int32]:
-    """[planes * n] pieces of `planes`, plane by plane."""
+    """Return [planes * n] piece numbers for `planes`, plane by plane."""
     first = np.arange(len(layout.planes), dtype=np.int32)[:, None] * layout.num_pages
     found: NDArray[np.int32] = (first + np.array(pages, dtype=np.int32)).ravel()
     return found
 
 
 def cuts(lengths: NDArray[np.int64], most: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, bytes) of neighbouring pieces: at least one, else at most `most` bytes."""
+    """Yield (start, end, bytes) of neighbouring pieces: at most `most` bytes, but at least one piece."""
     ends = np.cumsum(lengths)
     start = sent = 0
     while start < len(ends):

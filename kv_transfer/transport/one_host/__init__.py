@@ -1,1 +1,1 @@
-"""What transports between processes of one host share: shared memory segments and proof of a process's end."""
+"""Code shared by transports between processes of one host: shared memory segments and proof of process exit."""

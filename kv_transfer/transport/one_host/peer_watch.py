@@ -1,4 +1,4 @@
-"""Which sending processes are alive: for transports that cannot shut a sender out of memory that it has mapped."""
+"""Tracks which sending processes are alive, for transports that cannot revoke a sender's access to mapped memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PeerWatches:
         self._watches: dict[str, ProcessWatch] = {}
 
     def admit(self, incarnation: str, process: ProcessIdentity) -> None:
-        """Watch this process. Raises HandshakeRefused where the kernel does not let us."""
+        """Watch this process. Raises HandshakeRefused if the kernel does not allow it."""
         if incarnation in self._watches:
             return
         try:
@@ -25,7 +25,7 @@ class PeerWatches:
             ) from None
 
     def dead(self, incarnation: str) -> bool:
-        """True only when that process has ended; False for one that was never admitted."""
+        """Return True only when that process has ended; False for one that was never admitted."""
         watch = self._watches.get(incarnation)
         return watch is not None and watch.dead
 

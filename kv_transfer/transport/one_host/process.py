@@ -1,4 +1,4 @@
-"""Who a process is on this host, and proof that it is gone."""
+"""Identifies a process on this host and detects reliably that it has ended."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import msgspec
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """One process, unmistakable: the start time tells it from a later one with the same pid."""
+    """Identifies one process; the start time distinguishes it from a later one with the same pid."""
 
-    host: Annotated[str, msgspec.Meta(max_length=128)]  # boot id + pid namespace: pids compare only within it
+    # Boot id and pid namespace: pids are comparable only within them.
+    host: Annotated[str, msgspec.Meta(max_length=128)]
     pid: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     started: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # clock ticks since boot
 
 
 def pid_namespace() -> int:
-    """Inode of this process's pid namespace; 0 where the kernel does not say."""
+    """Return the inode of this process's pid namespace; 0 if the kernel does not provide it."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -27,7 +28,7 @@ def pid_namespace() -> int:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot; None when there is no such process."""
+    """Return the start time of a living process in clock ticks since boot; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (OSError, ValueError):
@@ -43,21 +44,22 @@ def current() -> ProcessIdentity:
 
 
 class ProcessWatch:
-    """Holds a pidfd, so the answer cannot be confused by pid reuse. A stopped process is alive."""
+    """Holds a pidfd, so that pid reuse cannot confuse the answer. A stopped process counts as alive."""
 
     def __init__(self, process: ProcessIdentity) -> None:
-        """Raises OSError when the kernel does not let us watch a living process."""
+        """Raises OSError when the kernel does not allow watching a living process."""
         self._fd = -1
         try:
             self._fd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return
-        if start_ticks(process.pid) != process.started:  # after the open: the fd pins the pid
+        # Compared after the open: the fd pins the pid.
+        if start_ticks(process.pid) != process.started:
             self.close()
 
     @property
     def dead(self) -> bool:
-        """True once every thread of the process has ended (reaped or not); a stopped process is not dead."""
+        """Whether every thread of the process has ended (reaped or not); a stopped process is not dead."""
         if self._fd < 0:
             return True
         poller = select.poll()

@@ -1,9 +1,8 @@
-"""Shared memory files in /dev/shm: made by decode nodes, mapped by prefill nodes, never left behind.
+"""Shared memory files in /dev/shm: created by decode nodes, mapped by prefill nodes, always removed.
 
-The name tells who made it: tandem.<uid>.<pid namespace>.<pid>.<start ticks>.<incarnation>.<region>. A
-segment is unlinked when its owner closes it; what a killed owner leaves is removed by the next
-`sweep_orphans`, which can tell from the name that the owner is dead even if its pid was given to another
-process.
+The name identifies the owner: tandem.<uid>.<pid namespace>.<pid>.<start ticks>.<incarnation>.<region>. A segment is
+unlinked when its owner closes it; segments of a killed owner are removed by the next `sweep_orphans`, which sees from
+the name that the owner is dead even if its pid was assigned to another process.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def segment_name(incarnation: str, region: str) -> str:
 
 
 def is_of(name: str, owner: process.ProcessIdentity, incarnation: str) -> bool:
-    """True if this is how `owner` names its segments: a path or a foreign file is not."""
+    """Return True if `owner` names its segments like this; paths and foreign files do not match."""
     match = _NAME.fullmatch(name)
     return match is not None and (match[3], match[4], match[5]) == (
         str(owner.pid),
@@ -39,11 +38,12 @@ def is_of(name: str, owner: process.ProcessIdentity, incarnation: str) -> bool:
 
 
 def create(name: str, nbytes: int) -> mmap.mmap:
-    """A new zeroed segment of mode 0600, its memory reserved. Raises ConfigError when it does not fit."""
+    """Create a zeroed segment of mode 0600 with its memory reserved. Raises ConfigError when it does not fit."""
     path = SHM_DIR / name
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, nbytes)  # without it a full /dev/shm kills us at first touch
+        # Without the reservation, a full /dev/shm kills this process at first touch.
+        os.posix_fallocate(fd, 0, nbytes)
         return _map(fd, nbytes)
     except OSError as error:
         with contextlib.suppress(FileNotFoundError):
@@ -60,7 +60,7 @@ def create(name: str, nbytes: int) -> mmap.mmap:
 
 
 def attach(name: str, nbytes: int) -> mmap.mmap:
-    """Map a peer's segment. Raises HandshakeRefused when there is none, or it is not ours or too small."""
+    """Map a peer's segment. Raises HandshakeRefused if it does not exist, has another owner or is too small."""
     try:
         fd = os.open(SHM_DIR / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -79,15 +79,15 @@ def attach(name: str, nbytes: int) -> mmap.mmap:
 
 
 def unlink(name: str) -> None:
-    """The name is gone; mappings live on."""
+    """Remove the name; mappings stay valid."""
     (SHM_DIR / name).unlink(missing_ok=True)
 
 
 def sweep_orphans() -> list[str]:
-    """Remove segments of this user whose owner is dead. Call at start-up; returns the names removed.
+    """Remove segments of this user whose owner is dead; return the removed names. Called at start-up.
 
-    Segments from another pid namespace (a container that shares /dev/shm) are left alone: nothing is known
-    of them.
+    Segments of another pid namespace (a container that shares /dev/shm) are kept: whether their owner is alive cannot
+    be determined.
     """
     removed: list[str] = []
     for path in SHM_DIR.glob(f"tandem.{os.getuid()}.{process.pid_namespace()}.*"):
@@ -100,6 +100,6 @@ def sweep_orphans() -> list[str]:
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
     mapped = mmap.mmap(fd, nbytes)
-    # a forked child could write after its parent is proved dead
+    # A forked child could write after the death of its parent is proved.
     mapped.madvise(mmap.MADV_DONTFORK)
     return mapped

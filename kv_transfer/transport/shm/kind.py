@@ -1,4 +1,4 @@
-"""The record of `shm`: one host, pools on CPUs."""
+"""The record of the `shm` transport: one host, pools on CPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kv_transfer.transport.one_host.process import ProcessIdentity
 
 
 class ShmDescription(Description, frozen=True, tag="shm"):
-    """Two POSIX shared memory segments on the same host."""
+    """Describes two POSIX shared memory segments on the same host."""
 
     kv: Name  # names in /dev/shm
     records: Name
@@ -16,13 +16,13 @@ class ShmDescription(Description, frozen=True, tag="shm"):
 
 
 class ShmOptions(TransportOptions, frozen=True, kw_only=True):
-    """No keys of its own."""
+    """Options of shm: it has no keys of its own."""
 
 
 def _refusal(topology: Topology) -> str:
     if topology.gpu:
-        return "shm moves pages that lie in host memory, and these nodes are on GPUs"
-    return "" if topology.one_host else "shm joins processes of one host"
+        return "shm moves pages in host memory, and these nodes are on GPUs"
+    return "" if topology.one_host else "shm connects processes of one host"
 
 
 KIND = TransportKind(

@@ -1,4 +1,4 @@
-"""The decode node's side: the pool and the record slots are shared memory segments of its own."""
+"""The decode node's side of shm: the pool and the record slots are shared memory segments that it owns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_transfer.transport.shm.kind import ShmDescription, ShmOptions
 
 
 class ShmReceiver(ReceiverEndpoint):
-    """Owns the segments. Their names exist until `close`, since prefill nodes may come at any time."""
+    """Owns the segments. Their names exist until `close`, since prefill nodes may attach at any time."""
 
     kv: memoryview
 
@@ -43,7 +43,7 @@ class ShmReceiver(ReceiverEndpoint):
         self._watches.admit(incarnation, process)
 
     def announce(self, window: Window) -> None:
-        """Nothing to open: the sender has the whole pool mapped."""
+        """No-op: the sender has mapped the whole pool."""
 
     def revoke(self, generation: int) -> bool:
         return False
@@ -59,10 +59,10 @@ class ShmReceiver(ReceiverEndpoint):
             shm_segment.unlink(name)
         self._names.clear()
         self._watches.close()
-        self._maps.clear()  # unmapped when the last view of the engine goes
+        self._maps.clear()  # they are unmapped when the engine drops its last view
 
 
 def make_receiver(setup: ReceiverSetup[ShmOptions]) -> ShmReceiver:
-    """Removes segments first that processes which have ended left behind."""
+    """Make the endpoint, after removing segments of processes that have ended."""
     sweep_orphans()
     return ShmReceiver(setup.incarnation)

@@ -1,4 +1,4 @@
-"""The prefill node's side: copies from its own pool into the mapped segments of a decode node."""
+"""The prefill node's side of shm: copies from its own pool into the mapped segments of a decode node."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FAILED = _Settled(WriteState.FAILED)
 
 
 class ShmSender(HostEndpoint):
-    """Copies from the own pool, wherever it is, into mapped segments."""
+    """Copies from the own pool, in any host memory, into mapped segments."""
 
     takes = ShmDescription
 
@@ -55,12 +55,12 @@ class ShmSender(HostEndpoint):
         assert isinstance(description, ShmDescription)
         if description.owner.host != process.current().host:
             raise HandshakeRefused(
-                "it runs on another host or in another pid namespace, where shared memory does not reach; "
+                "it runs on another host or in another pid namespace, with which it cannot share memory; "
                 "use the tcp transport on both"
             )
         for name in (description.kv, description.records):
             if not shm_segment.is_of(name, description.owner, target.incarnation):
-                raise HandshakeRefused(f"{name!r} is not the name of a segment that it made")
+                raise HandshakeRefused(f"{name!r} is not the name of a segment that it created")
         kv = shm_segment.attach(description.kv, target.kv_bytes)
         try:
             records = shm_segment.attach(description.records, target.records_bytes)

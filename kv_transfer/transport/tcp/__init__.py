@@ -1,1 +1,1 @@
-"""Any two hosts, pools on CPUs: one TCP connection per peer. The receiver can shut a sender out of every page."""
+"""Transport between any two hosts with pools on CPUs: one TCP connection per peer, every page can be fenced."""

@@ -1,14 +1,14 @@
-"""The bytes of the TCP transport.
+"""The wire format of the TCP transport.
 
     receiver -> sender   challenge: magic, nonce
     sender -> receiver   proof: magic, id of the key, HMAC-SHA256(key, nonce)
     sender -> receiver   header {magic, region, generation, offset, length, rows, stride, xxh3 of these}, payload
     receiver -> sender   one ack per frame, in order: magic, status, bytes of the payload
 
-The payload is `rows` rows of `length` bytes without gaps, which lie `stride` bytes apart at their destination.
+The payload is `rows` rows of `length` bytes without gaps, which are `stride` bytes apart at their destination.
 
-The key came over the control channel in Hello and never crosses this connection. Payload integrity is the
-business of the page checksums and of the record's hash; secrecy is the business of the network.
+The key is sent in Hello over the control channel and never crosses this connection. Page checksums and the record's
+hash protect the integrity of the payload; confidentiality is left to the network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ACK: Final = struct.Struct("<4sII")  # magic, status, payload length
 HEADER_BYTES: Final = 48
 
 LANDED: Final = 0
-REVOKED: Final = 1  # the window was shut meanwhile: the payload was thrown away
+REVOKED: Final = 1  # the window was closed meanwhile: the payload was discarded
 
 CHALLENGE_MAGIC: Final = b"TKC1"
 PROOF_MAGIC: Final = b"TKP1"
@@ -54,7 +54,7 @@ class Violation(ProtocolError):
 
 
 class Frame(NamedTuple):
-    """`rows` rows of `length` bytes, for byte `offset` of a region and every `stride` bytes from there."""
+    """`rows` rows of `length` bytes, at byte `offset` of a region and every `stride` bytes from it."""
 
     region: Region
     generation: int
@@ -70,7 +70,7 @@ class Frame(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte after the last one that the frame writes."""
+        """Offset after the last byte that the frame writes."""
         return self.offset + (self.rows - 1) * self.stride + self.length
 
 
@@ -81,12 +81,12 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(header: bytes, max_frame_bytes: int) -> Frame:
-    """Raises Violation for anything that `pack` does not make."""
+    """Parse a header. Raises Violation for anything that `pack` does not produce."""
     magic, region, generation, offset, length, rows, stride = _HEAD.unpack_from(header)
     if magic != FRAME_MAGIC or _HASH.unpack_from(header, _HEAD.size)[0] != xxhash.xxh3_64_intdigest(
         header[: _HEAD.size]
     ):
-        raise Violation("header", "no frame header")
+        raise Violation("header", "not a frame header")
     apart = stride == 0 if rows == 1 else stride >= length
     if region >= len(_REGIONS) or not apart or not 0 < length * rows <= max_frame_bytes:
         raise Violation(
@@ -96,22 +96,22 @@ def unpack(header: bytes, max_frame_bytes: int) -> Frame:
 
 
 def key_id(key: bytes) -> bytes:
-    """16 bytes that name the key and do not tell it."""
+    """Return 16 bytes that identify the key without revealing it."""
     return hashlib.sha256(b"tandem kv key id" + key).digest()[:16]
 
 
 def proof(key: bytes, nonce: bytes) -> bytes:
-    """What the sender sends to show that it was told the key."""
+    """Return the message by which the sender proves that it knows the key."""
     return PROOF.pack(PROOF_MAGIC, key_id(key), hmac.digest(key, nonce, hashlib.sha256))
 
 
 def proves(answer: bytes, key: bytes, nonce: bytes) -> bool:
-    """Constant-time."""
+    """Return whether `answer` is the proof for this key and nonce, in constant time."""
     return hmac.compare_digest(answer, proof(key, nonce))
 
 
 def split(copies: Iterable[Copy], max_frame_bytes: int) -> Iterator[Copy]:
-    """The same bytes in pieces of one frame each."""
+    """Yield the same bytes in pieces of one frame each."""
     for copy in copies:
         rows = max_frame_bytes // copy.length
         if copy.rows == 1 or not rows:

@@ -1,4 +1,4 @@
-"""The record of `tcp`: any hosts, pools on CPUs."""
+"""The record of the `tcp` transport: any hosts, pools on CPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kv_transfer.transport.description import Description, Name
 
 
 class TcpDescription(Description, frozen=True, tag="tcp"):
-    """A listening socket. The key is for one peer and proves, by HMAC over a nonce, who connects."""
+    """Describes a listening socket. The key is for one peer and authenticates it, by HMAC over a nonce."""
 
     host: Name
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -22,11 +22,11 @@ class TcpDescription(Description, frozen=True, tag="tcp"):
 class TcpOptions(TransportOptions, frozen=True, kw_only=True):
     """Keys of `transfer` that tcp reads."""
 
-    max_inflight_mib: Positive = 64  # on the way per connection
+    max_inflight_mib: Positive = 64  # in flight per connection
 
 
 def _refusal(topology: Topology) -> str:
-    return "tcp moves pages that lie in host memory, and these nodes are on GPUs" if topology.gpu else ""
+    return "tcp moves pages in host memory, and these nodes are on GPUs" if topology.gpu else ""
 
 
 KIND = TransportKind(

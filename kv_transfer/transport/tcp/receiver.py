@@ -1,4 +1,4 @@
-"""Any two hosts, receiving side: a listening socket, one I/O thread, and a fence around every page."""
+"""The receiving side of TCP: a listening socket, one I/O thread, and a fence around every page."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kv_transfer.transport.tcp.frames import Frame, Violation
 from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
 from kv_transfer.transport.tcp.windows import Windows
 
-_STEP_BYTES = 1 << 20  # read under the lock in one go: bounds how long `revoke` waits
-_MAX_STRANGERS = 64  # connections that have not proved a key
+_STEP_BYTES = 1 << 20  # read at once under the lock: bounds how long `revoke` waits
+_MAX_STRANGERS = 64  # connections that have not proved a key yet
 _MAX_UNSENT_ACKS = 1 << 20  # bytes; a peer that does not read its acks is dropped
 
 
@@ -34,24 +34,24 @@ class _Connection:
     def __init__(self, sock: socket.socket, now: float) -> None:
         self.sock = sock
         self.nonce = secrets.token_bytes(32)
-        self.incarnation = ""  # until it is proved
+        self.incarnation = ""  # empty until proved
         self.moved_at = now
         self.inbox = bytearray(max(tcp_frames.PROOF.size, tcp_frames.HEADER_BYTES))
-        self.have = 0  # bytes of the proof or header in `inbox`
+        self.have = 0  # received bytes of the proof or header in `inbox`
         self.frame: Frame | None = None
         self.landed = 0  # payload bytes of `frame` read
         self.rows = bytearray()  # payload of a frame of several rows, until it is complete
-        self.discard = False  # its window was shut
+        self.discard = False  # the frame's window was closed
         self.outbox = bytearray(tcp_frames.CHALLENGE.pack(tcp_frames.CHALLENGE_MAGIC, self.nonce))
 
     @property
     def idle(self) -> bool:
-        """Proved, and between two frames: may stay silent."""
+        """Whether it is authenticated and between two frames, so that it may stay silent."""
         return bool(self.incarnation) and self.frame is None and self.have == 0 and not self.outbox
 
 
 class TcpReceiver(ReceiverEndpoint):
-    """Listens on host:port (0: any); peers are told `advertise`, or `host` when that is empty."""
+    """Listens on host:port (0: any); peers are given `advertise`, or `host` if that is empty."""
 
     kv: memoryview
 
@@ -107,7 +107,7 @@ class TcpReceiver(ReceiverEndpoint):
         if key is not None:
             del self._owners[tcp_frames.key_id(key)]
         self._windows.revoke_all_of(incarnation)
-        self._nudge()  # the I/O thread closes connections without a key
+        self._nudge()  # the I/O thread closes connections that have no key
 
     def announce(self, window: Window) -> None:
         self._windows.announce(window)
@@ -117,7 +117,7 @@ class TcpReceiver(ReceiverEndpoint):
         return True
 
     def proves_dead(self, incarnation: str) -> bool:
-        """An expelled peer has no key, no window and no connection."""
+        """Return True for an expelled peer, which has no key, no window and no connection."""
         return incarnation not in self._keys
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class TcpReceiver(ReceiverEndpoint):
             return
         strangers = [each for each in self._connections.values() if not each.incarnation]
         if len(strangers) >= _MAX_STRANGERS:
-            # The oldest has had time for its proof; a peer that connects during a flood of strangers gets some, too.
+            # The oldest has had time for its proof, and a peer that connects during a flood of strangers gets time too.
             self._drop(strangers[0], "full")
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -181,7 +181,7 @@ class TcpReceiver(ReceiverEndpoint):
             self._drop(connection, "lost")
 
     def _read(self, connection: _Connection) -> None:
-        """One bounded portion, so that no connection starves the others. Raises Violation, OSError."""
+        """Read a bounded amount, so that no connection starves the others. Raises Violation, OSError."""
         for _ in range(64):
             need = tcp_frames.HEADER_BYTES if connection.incarnation else tcp_frames.PROOF.size
             try:
@@ -234,7 +234,7 @@ class TcpReceiver(ReceiverEndpoint):
         return got
 
     def _read_rows(self, connection: _Connection, frame: Frame, left: int) -> int:
-        """Rows land together once the last of them has come."""
+        """Read part of a frame of several rows, which land together once all have arrived."""
         view = memoryview(connection.rows)[connection.landed : connection.landed + left]
         got = connection.sock.recv_into(view)
         connection.landed += got

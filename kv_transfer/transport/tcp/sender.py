@@ -1,4 +1,4 @@
-"""Any two hosts, sending side: one connection and one thread per decode node, opened at the first write."""
+"""The sending side of TCP: one connection and one thread per decode node, opened at the first write."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BATCH_PARTS = 64  # well below IOV_MAX
 
 @dataclass(slots=True, eq=False)
 class _Write(Ticket):
-    """One `write`: pieces are taken from the front by the connection's thread."""
+    """One `write`; the connection's thread takes pieces from the front."""
 
     peer: TcpPeer
     region: Region
@@ -43,12 +43,12 @@ class _Write(Ticket):
     source: memoryview
     pieces: deque[Copy]
     unacked: int = 0  # frames in flight
-    refused: bool = False  # a frame was thrown away at the other end, or never sent
+    refused: bool = False  # a frame was discarded by the receiver or never sent
     state: WriteState = WriteState.PENDING
 
 
 class TcpPeer(PeerMemory):
-    """Queue to one decode node: filled by the node's thread, emptied by the connection's own."""
+    """Queue to one decode node: the node's thread fills it, the connection's thread empties it."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class TcpPeer(PeerMemory):
         self._limits = limits
         self._clock = clock
         self._lock = threading.Lock()
-        self._queue: deque[_Write] = deque()  # writes with pieces that are not sent
-        self._inflight: deque[tuple[_Write, int]] = deque()  # frames sent and not acknowledged
+        self._queue: deque[_Write] = deque()  # writes with unsent pieces
+        self._inflight: deque[tuple[_Write, int]] = (
+            deque()
+        )  # frames sent and not acknowledged, with their bytes
         self._flying = 0  # bytes in flight
         self._closing = False
         self._connected = False
@@ -104,14 +106,14 @@ class TcpPeer(PeerMemory):
             elif self._connected:
                 os.eventfd_write(self._wake, 1)
         if thread is not None and self._connected:
-            thread.join()  # at once: it neither blocks nor sleeps without looking at `_wake`
+            thread.join()  # returns at once: the thread neither blocks nor sleeps without watching `_wake`
         with self._lock:
             self._fail_all()  # a thread that is still connecting will find nothing to send
 
     # ---- the connection's thread
 
     def _run(self) -> None:
-        """Serve the queue over one connection; when it ends, everything that was posted has settled."""
+        """Serve the queue over one connection; when it ends, every posted write has settled."""
         trouble = ""
         try:
             with self._connect() as sock:
@@ -143,7 +145,7 @@ class TcpPeer(PeerMemory):
                 challenge += part
             magic, nonce = tcp_frames.CHALLENGE.unpack(challenge)
             if magic != tcp_frames.CHALLENGE_MAGIC:
-                raise ProtocolError("what listens there is no decode node")
+                raise ProtocolError("the listener at this address is not a decode node")
             sock.sendall(tcp_frames.proof(self._description.key, nonce))
             sock.setblocking(False)
         except BaseException:
@@ -180,7 +182,7 @@ class TcpPeer(PeerMemory):
                 raise TimeoutError(f"no progress for {self._limits.stall_timeout:g} s")
 
     def _take(self, out: deque[memoryview]) -> None:
-        """Turn queued pieces into frames, as many as the bounds allow."""
+        """Turn queued pieces into frames, as many as the limits allow."""
         with self._lock:
             batch = 0
             while self._queue and batch < _BATCH_BYTES and len(out) < _BATCH_PARTS:
@@ -231,7 +233,7 @@ class TcpPeer(PeerMemory):
             whole = len(acks) // tcp_frames.ACK.size * tcp_frames.ACK.size
             for magic, status, length in tcp_frames.ACK.iter_unpack(bytes(acks[:whole])):
                 if magic != tcp_frames.ACK_MAGIC or not self._inflight or self._inflight[0][1] != length:
-                    raise ProtocolError("the decode node acknowledged what was not sent")
+                    raise ProtocolError("the decode node acknowledged a frame that was not sent")
                 write, _ = self._inflight.popleft()
                 write.unacked -= 1
                 write.refused |= status != tcp_frames.LANDED
@@ -254,7 +256,7 @@ class TcpPeer(PeerMemory):
 
 
 class TcpSender(SenderEndpoint):
-    """One connection per decode node."""
+    """Writes to decode nodes over one connection each."""
 
     takes = TcpDescription
 

@@ -1,4 +1,4 @@
-"""Which bytes of the receiver's memory are open to whom: the fence of the TCP transport."""
+"""Which bytes of the receiver's memory are open to which peer: the fence of the TCP transport."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kv_transfer.transport.tcp.frames import Frame, Violation
 
 
 class Windows:
-    """Shared by the node's thread and the I/O thread.
+    """Open windows, shared by the node's thread and the I/O thread.
 
-    Bytes land only inside of `land`, under the lock; so once `revoke` has returned, nothing of that
-    generation lands. Generations grow: one at or below the highest ever announced that has no window was
-    revoked, one above is a lie.
+    Bytes land only inside `land`, under the lock; so nothing of a generation lands once `revoke` has returned.
+    Generations grow: one without a window that is at or below the highest announced one was revoked; one above it was
+    never announced and is a protocol violation.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Windows:
                 del self._open[generation]
 
     def admits(self, frame: Frame, incarnation: str) -> bool:
-        """False if its window was shut. Raises Violation for a frame that was never allowed."""
+        """Return False if the frame's window was closed. Raises Violation for a frame that was never allowed."""
         with self._lock:
             window = self._open.get(frame.generation)
             if window is None and frame.generation <= self._highest:
@@ -58,7 +58,7 @@ class Windows:
         return True
 
     def land(self, generation: int, read: Callable[[], int]) -> int | None:
-        """Run `read`, which must not block, if the window is still open; None if it is not."""
+        """Run `read`, which must not block, if the window is still open; return None if it is not."""
         with self._lock:
             return read() if generation in self._open else None
 

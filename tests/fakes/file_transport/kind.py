@@ -22,7 +22,7 @@ class FileOptions(TransportOptions, frozen=True, kw_only=True):
 
 
 def _refusal(topology: Topology) -> str:
-    return "files moves pages that lie in host memory, and these nodes are on GPUs" if topology.gpu else ""
+    return "files moves pages in host memory, and these nodes are on GPUs" if topology.gpu else ""
 
 
 KIND = TransportKind(

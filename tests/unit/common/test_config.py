@@ -688,7 +688,7 @@ def test_cpus_of_two_hosts_take_what_authenticates() -> None:
 
 def test_nixl_on_one_host_has_to_be_allowed_too(tmp_path: Path) -> None:
     text = MINIMAL + "transfer: {transport: nixl}\n"
-    with pytest.raises(ConfigError, match="no other user is on this host"):
+    with pytest.raises(ConfigError, match="this host has no other users"):
         choose_transport(load(tmp_path, text).cluster)
     allowed = load(tmp_path, text + "security: {isolated_network: true}\n").cluster
     assert choose_transport(allowed).name == "nixl"

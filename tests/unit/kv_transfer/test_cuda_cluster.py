@@ -95,11 +95,11 @@ def test_devices_choose_the_transport(prefill: str, decode: str, named: str, exp
     [
         (cluster("cuda:0", "cpu"), "p is on cuda:0 and d on cpu: pages do not move between a GPU and a CPU"),
         (cluster("cpu", "cuda:0"), "d is on cuda:0 and p on cpu"),
-        (cluster("cuda:0", "cuda:0", "shm"), "shm moves pages that lie in host memory"),
-        (cluster("cuda:0", "cuda:0", "tcp"), "tcp moves pages that lie in host memory"),
+        (cluster("cuda:0", "cuda:0", "shm"), "shm moves pages in host memory"),
+        (cluster("cuda:0", "cuda:0", "tcp"), "tcp moves pages in host memory"),
         (
             cluster("cuda:0", "cuda:0", host="10.0.0.1"),
-            r"security\.isolated_network: pages move by nixl here",
+            r"security\.isolated_network: pages are sent by nixl",
         ),
         (cluster("cpu", "cpu", "cuda_ipc"), "these nodes are on the CPU; write auto, shm, tcp or nixl"),
     ],

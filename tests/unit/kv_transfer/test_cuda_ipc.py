@@ -155,7 +155,7 @@ def test_refused_descriptions(pair: Pair, changes: dict[str, object], says: str)
 def test_a_foreign_segment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
     monkeypatch.undo()
-    with pytest.raises(HandshakeRefused, match="not the name of a segment that it made"):
+    with pytest.raises(HandshakeRefused, match="not the name of a segment that it created"):
         pair.sending.attach(pair.target(owner=ELSEWHERE, records="../../etc/passwd"))
     pair.close()
 
@@ -181,7 +181,7 @@ def test_pools_of_the_wrong_memory_are_refused(pair: Pair) -> None:
 def test_no_room_on_the_gpu_is_a_sentence(pair: Pair) -> None:
     pair.other.full = True
     with pytest.raises(
-        ConfigError, match=r"MiB of KV pages cannot be had on cuda:0 .* lower decode.pool_tokens"
+        ConfigError, match=r"MiB of KV pages cannot be allocated on cuda:0 .* lower decode.pool_tokens"
     ):
         CudaIpcReceiver(pair.peer, 0, pair.other).allocate(Region.KV, 1 << 30)  # type: ignore[arg-type]
 

@@ -232,7 +232,7 @@ def test_pages_in_the_hands_of_a_room_cannot_be_given_again() -> None:
     rig.begin(1)
     rig.sender.send_pages(1, [1], 0)
     rig.receiver.abort(1, "x")
-    with pytest.raises(InternalError, match="in the hands of another room"):
+    with pytest.raises(InternalError, match="belongs to another room"):
         rig.receiver.open(2, (rig.prefill.incarnation,), [5], 0)
     with pytest.raises(InternalError, match="outside of the pool"):
         rig.receiver.open(2, (rig.prefill.incarnation,), [99], 0)

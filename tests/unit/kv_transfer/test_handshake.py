@@ -167,7 +167,7 @@ def test_a_restarted_decode_node_ends_its_former_life(fabric: Fabric, clock: Clo
     new = decode_node(fabric, clock)
     new.connect(prefill)
     (lost,) = prefill.poll()
-    assert lost == TransferLost(1, NodeLost.code, "decode node decode-0 started anew")
+    assert lost == TransferLost(1, NodeLost.code, "decode node decode-0 restarted")
     assert new.poll() == []
     # what the old life still says is dropped and its Hello refused; its aborts are answered
     stale = prefill.sender.counters

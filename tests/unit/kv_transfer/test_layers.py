@@ -216,7 +216,7 @@ def test_misuse_is_told() -> None:
         follow(rig, RoomPages(9, SRC, 0))
     clock = Clock()
     prefill = Prefill(clock, TcpSender(LIMITS))
-    with pytest.raises(InternalError, match="TcpSender takes whole pages alone"):
+    with pytest.raises(InternalError, match="TcpSender sends whole pages only"):
         prefill.sender.follow()
     prefill.sender.close()
 

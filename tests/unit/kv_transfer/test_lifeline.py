@@ -212,7 +212,7 @@ def test_who_gives_no_challenge_is_refused(clock: Clock) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         answering = threading.Thread(target=answer)
         answering.start()
-        with pytest.raises(HandshakeRefused, match="no decode node of this version"):
+        with pytest.raises(HandshakeRefused, match="not a decode node of this version"):
             Lifelines().hold(TcpDescription("127.0.0.1", listener.getsockname()[1], bytes(32)))
         answering.join()
 

@@ -214,7 +214,7 @@ def test_close_with_a_stuck_transfer_leaves_the_lifeline_to_the_process(
         ({"metadata": msgspec.msgpack.encode("0a" * 16)}, "not what it registered .*agent '0a0a"),
         ({"kv": 4096}, "not what it registered with NIXL"),
         ({"records": 4096}, "not what it registered with NIXL"),
-        ({"device": 0}, "on a CPU and ours on a GPU, or the other way round"),
+        ({"device": 0}, "on a CPU and this node.s on a GPU, or the other way round"),
     ],
 )
 def test_refused_descriptions(ends: Ends, changes: dict[str, object], says: str) -> None:
@@ -340,7 +340,7 @@ def test_a_gpu_that_cannot_show_what_a_network_card_wrote_is_refused(monkeypatch
     receiver.close()
     cuda.full = True
     receiver = NixlReceiver(DECODE, "lo", device=1, cuda=cuda, library=FakeNixl())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"cannot be had on cuda:1.*lower decode\.pool_tokens"):
+    with pytest.raises(ConfigError, match=r"cannot be allocated on cuda:1.*lower decode\.pool_tokens"):
         receiver.allocate(Region.KV, LAYOUT.total_bytes)
     receiver.close()
 

@@ -126,8 +126,11 @@ def test_a_sender_lets_go_of_the_memory_at_detach(receiver: ShmReceiver) -> None
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"kv": "../../etc/passwd"}, "not the name of a segment that it made"),
-        ({"owner": ProcessIdentity(process.current().host, 1, 1)}, "not the name of a segment that it made"),
+        ({"kv": "../../etc/passwd"}, "not the name of a segment that it created"),
+        (
+            {"owner": ProcessIdentity(process.current().host, 1, 1)},
+            "not the name of a segment that it created",
+        ),
         ({"owner": ProcessIdentity("elsewhere", 1, 1)}, "another host or in another pid namespace"),
     ],
 )

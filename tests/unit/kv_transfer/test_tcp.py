@@ -375,7 +375,7 @@ def test_nobody_listens_or_somebody_else(sender: TcpSender) -> None:
         accepted, _ = server.accept()
         accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\nand more text to fill it")
         assert settle(sender, ticket) is WriteState.FAILED
-        assert "no decode node" in sender.trouble(peer)
+        assert "not a decode node" in sender.trouble(peer)
         accepted.close()
     with socket.socket() as deaf:  # holds its port, so that nobody else listens there meanwhile
         deaf.bind(("127.0.0.1", 0))

@@ -283,7 +283,7 @@ def test_a_rank_that_has_nothing_to_give_is_refused_with_those_that_do() -> None
     decode.connect(cluster.prefills[1])
     refused = [str(event) for event in decode.poll()]
     assert len(refused) == 1
-    assert "needs nothing of this prefill rank, 1 of 4; connect it to ranks [0, 2]" in refused[0]
+    assert "receives nothing from this prefill rank, 1 of 4; connect it to ranks [0, 2]" in refused[0]
 
 
 @pytest.fixture
