@@ -1,1 +1,1 @@
-"""Captures forward passes and replays them: the runner, its static inputs, the rules, and the program of each phase."""
+"""Captures forward passes and replays them: the runner, its static inputs, the rules, the backends."""

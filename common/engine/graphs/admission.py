@@ -1,8 +1,7 @@
-"""May this batch replay, and which graph? A pure function of spec and batch; the order is that of row B4.
+"""Decides whether a batch can replay a graph, and which one: a pure function of spec and batch.
 
-The settlements of the requirements stand in it: hidden modes are compared by order and narrowed afterwards (X6), given
-embeddings replay where the graph has a slot for them (X3), and a batch that would be padded above `max_padding` runs
-eagerly.
+Hidden modes are compared by their order and outputs are narrowed afterwards, embeddings replay if the graph has a
+slot for them, and a batch that would be padded above `max_padding` runs eagerly.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from common.engine.graphs.spec import PLAIN, CaptureSpec, Feature, ShapeKey
 
 
 class Fallback(StrEnum):
-    """Why a batch ran eagerly; with the values of `Feature` the label of the fallback counter."""
+    """Why a batch ran eagerly. Together with the values of `Feature` these are the labels of the fallback counter."""
 
-    NO_GRAPHS = "no_graphs"  # nothing is captured in this phase
+    NO_GRAPHS = "no_graphs"  # this phase has no graphs
     MODE = "forward_mode"  # captured for another forward mode
-    HIDDEN = "hidden_mode"  # wants more hidden states than were captured
+    HIDDEN = "hidden_mode"  # the batch needs more hidden states than were captured
     WIDTH = "tokens_per_request"
     TOO_LARGE = "too_large"
     PADDING = "padding"
@@ -29,27 +28,27 @@ class Fallback(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """What the host knows of a batch before it runs."""
+    """The facts about a batch that the host knows before it runs."""
 
     mode: ForwardMode
     live: ShapeKey
     hidden: CaptureHiddenMode = CaptureHiddenMode.NULL
     features: frozenset[Feature] = frozenset()
-    variants: tuple[str, ...] = (PLAIN,)  # that would serve it, the cheapest first
+    variants: tuple[str, ...] = (PLAIN,)  # variants that can serve it, the cheapest first
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A shape, or the reason why not."""
+    """A shape, or the reason for running eagerly."""
 
     shape: ShapeKey | None
     reason: str = ""
 
 
 def admit(spec: CaptureSpec, facts: BatchFacts) -> Admission:
-    """(a) given embeddings (b) mode (c) hidden mode (f) size, padding.
+    """Check embeddings, forward mode, hidden mode, width, size, padding and variant in this order.
 
-    No batch has replaced embedding rows (d) or prompt logprobs (e): requests that ask for them are refused.
+    No batch has replaced embedding rows or prompt logprobs: requests that ask for them are refused.
     """
     if not spec.shapes:
         return Admission(None, Fallback.NO_GRAPHS)

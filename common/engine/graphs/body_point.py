@@ -1,4 +1,4 @@
-"""Where a compiling backend puts its version of a model's body while it captures; elsewhere the body itself runs."""
+"""The point where a compiling backend replaces a model's body during capture; elsewhere the body itself runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from common.engine.models.causal_lm import BodyOutput, CausalLM
 
 
 class BodyHandler(Protocol):
-    """Runs bodies in its own way."""
+    """Runs bodies in a backend's own way."""
 
     def run_body(
         self, model: CausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
@@ -25,7 +25,7 @@ _active: ContextVar[BodyHandler | None] = ContextVar("body_handler", default=Non
 
 
 def run_body(model: CausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend) -> BodyOutput:
-    """`model.forward`, or inside `compiling` what the handler has made of it."""
+    """Run `model.forward`, or inside `compiling` the handler's version of it."""
     handler = _active.get()
     if handler is None:
         output: BodyOutput = model(embeds, positions, attention)
@@ -35,7 +35,7 @@ def run_body(model: CausalLM, embeds: Tensor, positions: Tensor, attention: Atte
 
 @contextmanager
 def compiling(handler: BodyHandler) -> Iterator[None]:
-    """Bodies inside are handed to `handler`."""
+    """Context in which bodies are passed to `handler`."""
     token = _active.set(handler)
     try:
         yield

@@ -1,9 +1,9 @@
 """Marks a function at which a breakable graph is interrupted: it runs eagerly between two segments.
 
-The function reads whatever it needs of the live batch from the object that it is a method of (an attention backend
-that has planned the batch), not from captured arguments. Its tensor arguments are padded: it must work with more rows
-than are live and leave the rest alone. It returns one new tensor, or None; where it has a parameter `out`, replay hands
-it the tensor to write into and saves a copy.
+The function reads what it needs of the live batch from the object that it is a method of (an attention backend that
+has planned the batch), not from captured arguments. Its tensor arguments are padded: it must accept more rows than
+are live and leave the other rows unchanged. It returns one new tensor or None; if it has a parameter `out`, replay
+passes the tensor to write into, which saves a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _active: ContextVar[BreakHandler | None] = ContextVar("break_handler", default=N
 
 
 def break_point(function: Callable[P, R]) -> Callable[P, R]:
-    """Outside a breakable capture a plain call."""
+    """Decorate a break point. Outside a breakable capture it is a plain call."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -48,7 +48,7 @@ def break_point(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def breaking(handler: BreakHandler) -> Iterator[None]:
-    """Break points inside are handed to `handler`."""
+    """Context in which break points are passed to `handler`."""
     token = _active.set(handler)
     try:
         yield

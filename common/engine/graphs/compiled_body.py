@@ -1,7 +1,7 @@
-"""The body of a model by torch.compile: traced once for all numbers of tokens, split at attention, pieces compiled.
+"""The body of a model under torch.compile: traced once for all numbers of tokens, split at attention, then compiled.
 
-Behind the first call torch's own front end is out of the way: a call hands weights, inputs and the number of tokens to
-the pieces. What the trace took for granted of that number is checked instead, for each size that is captured.
+After the first call torch's front end is bypassed: a call passes weights, inputs and the number of tokens to the
+pieces. The assumptions of the trace about that number are checked instead, for each size that is captured.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from common.engine.ops.triton_kernel import has_triton
 
 EAGER, INDUCTOR = "eager", "inductor"
 PACKAGE = __name__.partition(".")[0]
-LEAST_TOKENS = 2  # a trace takes a size of 1 for a constant
+LEAST_TOKENS = 2  # a trace treats a size of 1 as a constant
 
 
 def missing_compiler(compiler: str, device: torch.device) -> str:
-    """What `compiler` needs on this machine and does not find; "" if it can run."""
+    """Return what `compiler` lacks on this machine, with the remedy; "" if it can run."""
     if compiler != INDUCTOR:
         return ""
     if device.type == "cuda":
@@ -41,11 +41,11 @@ def missing_compiler(compiler: str, device: torch.device) -> str:
 
 
 class CompiledBodies:
-    """One body per model, made at its first call and kept for all graphs that are still to come. A `BodyHandler`.
+    """One body per model, made at its first call and kept for all later graphs. Implements `BodyHandler`.
 
     Args:
-        compiler: `eager` runs the pieces as traced: our own kernels, results to the last bit. `inductor` writes kernels
-            of its own for them.
+        compiler: `eager` runs the pieces as traced: tandem's own kernels, identical results. `inductor` generates its
+            own kernels for them.
     """
 
     def __init__(self, compiler: str = EAGER) -> None:
@@ -54,7 +54,7 @@ class CompiledBodies:
 
     @property
     def compilation(self) -> Compilation:
-        """What was compiled for all bodies together."""
+        """The compilation of all bodies together."""
         bodies = self._bodies.values()
         return Compilation(
             self._compiler,
@@ -66,7 +66,7 @@ class CompiledBodies:
     def run_body(
         self, model: CausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> BodyOutput:
-        """Raises CaptureError where the body cannot be compiled, or not for so many tokens."""
+        """Run a body. Raises CaptureError if it cannot be compiled, or not for so many tokens."""
         if model not in self._bodies:
             self._bodies[model] = CompiledBody(model, self._compiler)
         return self._bodies[model](embeds, positions, attention)
@@ -74,25 +74,25 @@ class CompiledBodies:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Stands for an input of the graph that each call brings anew."""
+    """Placeholder of a graph input that each call provides."""
 
     what: str  # embeds, positions, tokens
 
 
 class CompiledBody:
-    """Called as the model is. The first call compiles; its number of tokens, the largest, is the compiler's hint."""
+    """Called like the model. The first call compiles; its number of tokens, the largest, is the compiler's hint."""
 
     def __init__(self, model: CausalLM, compiler: str) -> None:
         self._model = model
         self._compiler = compiler
         self._live = LiveAttention()
         self._graph: GraphModule | None = None
-        self._inputs: list[Any] = []  # of the graph: weights, and `_Given`
-        self._assumed: list[Any] = []  # sympy: what must hold of the number of tokens
+        self._inputs: list[Any] = []  # inputs of the graph: weights and `_Given`
+        self._assumed: list[Any] = []  # sympy conditions on the number of tokens
         self._error = ""
         self.seconds = 0.0
         self.pieces = 0
-        self.kinds = 0  # of pieces: each compiled once
+        self.kinds = 0  # distinct pieces, each compiled once
 
     def __call__(self, embeds: Tensor, positions: Tensor, attention: AttentionBackend) -> BodyOutput:
         tokens = len(positions)
@@ -122,7 +122,7 @@ class CompiledBody:
             last, aux = model(embeds, positions, marks)
             return (last,) if aux is None else (last, aux)
 
-        # Compiled code is kept by code object: without one of its own, another model would count as a recompilation.
+        # Compiled code is cached by code object: without its own, another model would count as a recompilation.
         body.__code__ = body.__code__.replace()
         examples = [embeds.view_as(embeds), positions.view_as(positions)]
         for example in examples:
@@ -142,11 +142,12 @@ class CompiledBody:
             return first
 
         try:
-            # Else a width in which this model differs from one before would count as a size that varies.
+            # Otherwise a width in which this model differs from an earlier one would count as a dynamic size.
             with config.patch(automatic_dynamic_shapes=False):
                 return _body_output(torch.compile(body, backend=backend, fullgraph=True)(*examples))
         except (RuntimeError, FailOnRecompileLimitHit) as error:
-            if self._graph is not None:  # compiled: this run alone has failed
+            # The compilation succeeded: only this run has failed.
+            if self._graph is not None:
                 raise
             cause = getattr(error, "inner_exception", error)
             if _is_defect(cause):
@@ -155,10 +156,10 @@ class CompiledBody:
             self._error = f"torch.compile with {self._compiler}: {reason}"
             raise CaptureError(self._error) from error
         finally:
-            examples.clear()  # torch keeps `backend`, and so would keep the static inputs of graphs that are gone
+            examples.clear()  # torch keeps `backend`, and with it the static inputs of released graphs
 
     def _assemble(self, parts: GraphModule) -> GraphModule:
-        """With attention in the seams and compiled pieces between them."""
+        """Connect seams to the attention backend and compile the pieces between them."""
         known: dict[str, nn.Module] = {}
         for name, part in list(parts.named_children()):
             assert isinstance(part, GraphModule)
@@ -176,7 +177,7 @@ class CompiledBody:
         return parts
 
     def _bound(self, value: Any, embeds: Tensor, positions: Tensor) -> Any:
-        """What the graph is given at its first call: a weight, or something that later calls replace."""
+        """Classify an argument of the first call: a weight, or an input that later calls replace."""
         if value is embeds:
             return _Given("embeds")
         if value is positions:
@@ -188,16 +189,16 @@ class CompiledBody:
         return value
 
     def _check(self, tokens: int) -> None:
-        """Whether the trace is of so many tokens, too."""
+        """Raise CaptureError if the trace does not hold for this number of tokens."""
         for fact in self._assumed:
             if not bool(fact.subs(dict.fromkeys(fact.free_symbols, tokens))):
                 raise CaptureError(
-                    f"the compiled body takes {fact} for granted, which {tokens} tokens are not"
+                    f"the compiled body assumes {fact}, which does not hold for {tokens} tokens"
                 )
 
 
 def _is_defect(error: BaseException) -> bool:
-    """Whether it is ours: torch wraps whatever a compiler raises, also what our part of it gets wrong."""
+    """Return whether it is a defect of tandem's code: torch wraps whatever a compiler backend raises."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

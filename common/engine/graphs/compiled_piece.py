@@ -1,10 +1,10 @@
-"""One piece of a body, compiled by inductor: our kernels opened up, and a single call to whoever records it.
+"""One piece of a body, compiled by inductor: it inlines tandem's operations and appears as one call to a recorder.
 
-Inductor sees no further than an operation of `tandem::`, so those that change nothing are replaced by their torch
-references: what it makes of a norm, a product and an activation is its own. The result is called through one operation,
-since it launches kernels behind the dispatcher's back, where a tape would miss them.
+Inductor cannot see into an operation of `tandem::`, so operations without side effects are replaced by their torch
+references and inductor writes its own norm, product and activation. The result is called through one operation,
+because it launches kernels without the dispatcher, which a tape would miss.
 
-Nothing is read from a cache on disk: inductor's caches of graphs are pickles.
+The caches of inductor on disk stay off: its graph caches are pickles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from common.engine.ops.registration import REFERENCES, library
 
 OPTIONS = {
-    "compile_threads": 1,  # a node starts no processes of its own
+    "compile_threads": 1,  # no compile processes beside the node
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
     "triton.cudagraphs": False,  # segments are captured by our recorder
@@ -35,7 +35,7 @@ library.impl("tandem::run_piece", "default", lambda piece, *given: _pieces[piece
 
 
 class CompiledPiece(nn.Module):
-    """Called as the piece that it was made from."""
+    """Called like the piece that it was made from."""
 
     def __init__(self, piece: GraphModule) -> None:
         super().__init__()
@@ -53,14 +53,17 @@ class CompiledPiece(nn.Module):
         return results[0] if self._single else tuple(results)
 
     def compute(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """The kernels themselves, for the operation."""
+        """Run the compiled kernels; called by the operation."""
         left: tuple[Any, Any] = iter(tensors), iter(sizes)
         results = self._compiled(*(next(left[is_size]) for is_size in self._is_size))
         return [results] if self._single else list(results)
 
 
 def compile_piece(piece: GraphModule) -> Callable[..., Any]:
-    """By inductor, for any number of tokens. Changes `piece`; the trace that it comes from must be in progress."""
+    """Compile a piece with inductor for any number of tokens.
+
+    Changes `piece`. The trace that it comes from must still be in progress.
+    """
     from torch._functorch import config as functorch_config
     from torch._inductor import compile as inductor
 
@@ -73,12 +76,12 @@ def compile_piece(piece: GraphModule) -> Callable[..., Any]:
 
 
 def given_to(piece: GraphModule) -> list[Any]:
-    """What the trace passed: fake tensors, and numbers of tokens as symbols."""
+    """Return the arguments of the trace: fake tensors, and numbers of tokens as symbols."""
     return [node.meta["example_value"] for node in piece.graph.nodes if node.op == "placeholder"]
 
 
 def form(piece: GraphModule) -> str:
-    """Equal for pieces that differ in names alone: one compilation serves them all."""
+    """Return a text that is equal for pieces that differ only in names, so that one compilation serves them all."""
     order = {node: index for index, node in enumerate(piece.graph.nodes)}
     lines = []
     for node in piece.graph.nodes:

@@ -1,8 +1,8 @@
-"""The one runner of every captured forward: CaptureSpec x backend x program x slots.
+"""The runner of every captured forward: it combines a CaptureSpec, a backend, a program and slots.
 
 load     the live batch into padded static inputs
 plan     host-side work of the batch, outside the graph
-replay   the graph, or the program itself where no graph may serve the batch
+replay   the graph, or run the program itself if no graph can serve the batch
 narrow   the outputs to the live rows
 """
 
@@ -31,27 +31,27 @@ OutputOut = TypeVar("OutputOut", covariant=True)
 
 
 class Program(Protocol[BatchIn, OutputOut]):
-    """What is captured. `run` sees the inputs, its own device state and nothing else of a batch."""
+    """What is captured. `run` reads only the inputs and its own device state, nothing else of a batch."""
 
     def facts(self, batch: BatchIn) -> BatchFacts:
-        """What decides whether and which graph may run."""
+        """Return the facts that decide which graph, if any, serves the batch."""
         ...
 
     def idle(self, shape: ShapeKey) -> BatchIn:
-        """A batch of padding alone, planned while a graph of this shape is captured."""
+        """Return a batch of padding only, which is planned while a graph of this shape is captured."""
         ...
 
     def plan(self, batch: BatchIn, inputs: Inputs) -> None:
-        """Everything that touches host data. `inputs` may have more rows than the batch: padding."""
+        """Do all work on host data. `inputs` may have more rows than the batch, which are padding."""
         ...
 
     def run(self, inputs: Inputs, variant: str) -> OutputOut:
-        """The work on the device. The same code is captured, warmed up and run eagerly."""
+        """Do the work on the device. The same code is warmed up, captured and run eagerly."""
         ...
 
 
 class GraphRunner(Generic[Batch, Output]):
-    """Replays where a captured graph fits, and otherwise runs the program on the batch's own tensors."""
+    """Replays a captured graph that fits, and otherwise runs the program on the batch's own tensors."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class GraphRunner(Generic[Batch, Output]):
     ) -> None:
         self.spec = spec
         self.counters = GraphCounters()
-        self.rows: list[CaptureRow] = []  # of `capture`, in its order
+        self.rows: list[CaptureRow] = []  # results of `capture`, in its order
         self._backend = backend
         self._program = program
         self._inputs = inputs
         self._outputs = outputs
         self._recordings: dict[GraphKey, Recording[Output]] = {}
-        self._missing: list[GraphKey] = []  # failed
+        self._missing: list[GraphKey] = []  # captures that failed
 
     @property
     def captured(self) -> list[GraphKey]:
@@ -77,7 +77,7 @@ class GraphRunner(Generic[Batch, Output]):
 
     @property
     def compilation(self) -> Compilation | None:
-        """What was compiled before capture; not in the seconds of `rows`."""
+        """The code that was compiled before capture; its time is not in the seconds of `rows`."""
         return self._backend.compilation
 
     def totals(self) -> GraphTotals:
@@ -85,17 +85,19 @@ class GraphRunner(Generic[Batch, Output]):
         return self.counters.totals(self.spec, len(self._recordings))
 
     def capture(self, shapes: Sequence[ShapeKey] | None = None) -> None:
-        """All shapes, the largest first: the pool is sized once. A graph that fails runs eagerly; `rows` say why.
+        """Capture all shapes, the largest first, so that the pool is sized once.
+
+        A shape that fails runs eagerly; `rows` contain the reasons.
 
         Args:
-            shapes: of the spec, these alone: for a trial of what graphs take.
+            shapes: a subset of the spec's shapes, for a trial of the memory that graphs take.
         """
         for shape in reversed(self.spec.shapes if shapes is None else shapes):
             for variant in self.spec.variants:
                 self.rows.append(self._capture(GraphKey(shape, variant)))
 
     def run_missing(self) -> None:
-        """What failed runs eagerly once, on padding: it compiles before serving, and what cannot run at all raises."""
+        """Run failed shapes eagerly once on padding, so that they compile before serving; raises if that fails too."""
         with torch.inference_mode():
             for key in self._missing:
                 inputs = self._inputs.idle(key.shape, key.variant)
@@ -112,7 +114,8 @@ class GraphRunner(Generic[Batch, Output]):
             self._outputs.narrow(recording.output, key.shape, key.shape)
             self._recordings[key] = recording
             nbytes, breaks = recording.nbytes, recording.breaks
-        except COMPILE_ERRORS as failure:  # torch's, Triton's and CaptureError; a TypeError is a defect
+        # torch's and Triton's errors, and CaptureError; a TypeError is a defect of the code and is raised.
+        except COMPILE_ERRORS as failure:
             self._missing.append(key)
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         return CaptureRow(
@@ -130,17 +133,17 @@ class GraphRunner(Generic[Batch, Output]):
         )
 
     def _compiling(self) -> float:
-        """Seconds of it, until now."""
+        """Return the seconds spent on compilation so far."""
         compilation = self._backend.compilation
         return 0.0 if compilation is None else compilation.seconds
 
     def can_run(self, batch: Batch) -> tuple[ShapeKey | None, str]:
-        """(shape, "") where a graph would serve the batch, else (None, reason). Counts nothing."""
+        """Return (shape, "") if a graph would serve the batch, else (None, reason). Counts nothing."""
         key, reason = self._choose(self._program.facts(batch))
         return (None, reason) if key is None else (key.shape, "")
 
     def __call__(self, batch: Batch) -> Output:
-        """Raises SlotError where the batch does not fit the declared inputs."""
+        """Run the batch and return its live rows. Raises SlotError if it does not fit the declared inputs."""
         facts = self._program.facts(batch)
         key, reason = self._choose(facts)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A node's graphs, whatever its role: tried for their size, captured, and reported."""
+"""A node's graphs, for either role: sized by a trial, captured, and reported."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from common.engine.layers.placement import Placement
 from common.messages.identity import GraphReport, GraphTotals
 from common.observability.logs import Log
 
-GRAPH_BYTES = 4 << 20  # one graph's nodes, which the driver keeps and torch does not see
+GRAPH_BYTES = 4 << 20  # per graph: its nodes, which the driver stores and torch does not count
 
 
 class GraphForward(Protocol):
-    """A forward that runs under graphs where they fit."""
+    """A forward that replays graphs for the batches that fit."""
 
     graphs: GraphRunner[Any, Any]
 
@@ -30,35 +30,37 @@ Forward = TypeVar("Forward", bound=GraphForward)
 
 @dataclass(frozen=True, slots=True)
 class NodeGraphs(Generic[Forward]):
-    """`forward` is complete with or without graphs: without, it has no shapes and is always eager."""
+    """A forward and its decision. Without graphs `forward` has no shapes and always runs eagerly."""
 
     forward: Forward
     decision: Decision
 
 
 def capture(node: NodeGraphs[Any], log: Log) -> None:
-    """Capture all shapes; one that failed is logged with its reason, and runs eagerly, for the first time here.
+    """Capture all shapes. A shape that fails is logged with its reason and then run eagerly once.
 
-    Under inductor nothing else has run our own kernels by then: they would compile at the first request.
+    That eager run matters under inductor: nothing else has run tandem's own kernels by then, and they would compile
+    at the first request.
     """
     graphs: GraphRunner[Any, Any] = node.forward.graphs
     graphs.capture()
     if graphs.rows:
         log.debug("captured shapes", table=table(graphs.rows, graphs.compilation))
-    told = report(node)
-    if told.failed:
-        log.warning("graphs not captured", phase=told.phase, model=told.model, failed=told.failed)
-    graphs.run_missing()  # behind the log: where the eager run fails too, the capture's error tells more
+    failures = report(node)
+    if failures.failed:
+        log.warning("graphs not captured", phase=failures.phase, model=failures.model, failed=failures.failed)
+    # Runs after the log: if the eager run fails too, the capture's error is the informative one.
+    graphs.run_missing()
 
 
 def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[], int]) -> int:
-    """Bytes that the graphs of `build` will take, with their static inputs. They are let go of again.
+    """Return the bytes that the graphs of `build` and their static inputs will take. The graphs are released again.
 
-    The largest shape of each is captured, which sizes its pool, and one more, which the others are taken to be like.
-    Raises torch.OutOfMemoryError where these do not fit.
+    For each graph the largest shape is captured, which sizes its pool, and one more shape, whose size is assumed for
+    all others. Raises torch.OutOfMemoryError if these two do not fit.
 
     Args:
-        reserved: bytes of the device that something alive lies in.
+        reserved: returns the bytes of the device that are in use.
     """
     before = reserved()
     nodes = list(build())
@@ -78,7 +80,7 @@ def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[],
 
 
 def totals(*nodes: NodeGraphs[Any]) -> Callable[[], tuple[GraphTotals, ...]]:
-    """What these forwards of one node have run, asked anew each time: one entry for each phase and model."""
+    """Return a function that gives the current totals of these forwards: one entry per phase and model."""
     runners: list[GraphRunner[Any, Any]] = [node.forward.graphs for node in nodes]
 
     def now() -> tuple[GraphTotals, ...]:
@@ -92,7 +94,7 @@ def totals(*nodes: NodeGraphs[Any]) -> Callable[[], tuple[GraphTotals, ...]]:
 
 
 def _both(one: GraphTotals, other: GraphTotals) -> GraphTotals:
-    """The same phase in two widths."""
+    """Add the totals of one phase that is captured in two widths."""
     return GraphTotals(
         phase=one.phase,
         model=one.model,
@@ -106,12 +108,12 @@ def _both(one: GraphTotals, other: GraphTotals) -> GraphTotals:
 
 
 def report(node: NodeGraphs[Any]) -> GraphReport:
-    """Its row of the start-up table and of /server_info."""
+    """Return the node's row of the start-up table and of /server_info."""
     graphs: GraphRunner[Any, Any] = node.forward.graphs
     decision = node.decision
     return start_report(graphs.spec, decision.backend, decision.reasons, graphs.rows, graphs.compilation)
 
 
 def decided(phase: Phase, placement: Placement, wanted: PhaseSwitch, needs_host: bool = False) -> Decision:
-    """Return what the rules make of the wish for one phase on this device."""
+    """Return what the rules decide for one phase on this device."""
     return decide(phase, StartupFacts(placement.device.type, needs_host), wanted)

@@ -1,8 +1,8 @@
-"""The outputs of graphs: every field declared, narrowed to live rows, and cloned where it outlives the next replay.
+"""The outputs of graphs: every field is declared, narrowed to live rows, and cloned if it outlives the next replay.
 
-Clone rule: what a graph returns lies in memory that the next replay of any graph of the same runner overwrites. A field
-that is read later than that (by the host one step behind, by a relay row, by a request object) is declared `kept` and
-cloned on narrowing; everything else must be consumed on the same stream before the next replay.
+Clone rule: the output of a graph is in memory that the next replay of any graph of the same runner overwrites. A
+field that is read later than that (by the host one step later, by a relay row, by a request object) is declared
+`kept` and cloned on narrowing; everything else must be consumed on the same stream before the next replay.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ Output = TypeVar("Output")
 
 
 class OutputError(TypeError):
-    """An output type and its declaration differ; the text names the field."""
+    """An output type and its declaration differ; the text contains the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutField:
     """How one field is narrowed. A field that is None stays None."""
 
-    axis: Axis  # SCALAR: taken as it is
-    kept: bool = False  # read after the next replay: cloned
+    axis: Axis  # SCALAR: returned unchanged
+    kept: bool = False  # read after the next replay, therefore cloned
 
 
 class OutputSpec(Generic[Output]):
-    """Declares every field of a dataclass or NamedTuple. Raises OutputError where one is missing or unknown.
+    """Declares every field of a dataclass or NamedTuple. Raises OutputError if one is missing or unknown.
 
-    A new field of the type fails here, at start-up and in every test, instead of being dropped by a rebuilt output
-    (row C3).
+    So a new field of the type fails here, at start-up and in every test, and is never dropped silently.
     """
 
     def __init__(self, kind: type[Output], declared: Mapping[str, OutField]) -> None:
@@ -50,7 +49,10 @@ class OutputSpec(Generic[Output]):
         self._declared = dict(declared)
 
     def narrow(self, output: Output, captured: ShapeKey, live: ShapeKey) -> Output:
-        """The live rows of what a graph of shape `captured` returned. Raises OutputError on a wrong row count."""
+        """Return the live rows of the output of a graph of shape `captured`.
+
+        Raises OutputError on a wrong row count.
+        """
         narrowed: dict[str, Any] = {}
         for name, how in self._declared.items():
             value = getattr(output, name)
@@ -73,7 +75,7 @@ class OutputSpec(Generic[Output]):
 
 
 def map_tensors(output: Output, change: Callable[[Tensor], Tensor]) -> Output:
-    """The same output with each tensor changed; tensors, None, tuples, NamedTuples and dataclasses."""
+    """Return the same output with each tensor changed; accepts tensors, None, tuples, NamedTuples and dataclasses."""
     value: Any = output
     if isinstance(value, Tensor):
         return cast(Output, change(value))

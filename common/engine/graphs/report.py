@@ -1,4 +1,4 @@
-"""What was captured and what ran, as data: the start-up table, `/server_info` and heartbeats."""
+"""Reports which graphs were captured and what ran, as data: start-up table, `/server_info`, heartbeats."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class CaptureRow:
     seconds: float
     nbytes: int
     breaks: int
-    error: str = ""  # why it runs eagerly
+    error: str = ""  # the reason for running eagerly
 
     @property
     def ran_out(self) -> bool:
-        """Whether it is memory that it failed for: torch's own, or the driver's, which is no OutOfMemoryError."""
+        """Whether it failed for lack of memory; the driver's error is not a torch.OutOfMemoryError."""
         return "out of memory" in self.error
 
     def cells(self) -> tuple[str, ...]:
@@ -42,12 +42,12 @@ class CaptureRow:
 
 HEADER = ("phase", "model", "backend", "tokens / requests", "variant", "hidden", "s", "MiB", "state")
 NODE_HEADER = ("phase", "model", "backend", "shapes", "hidden", "graphs", "s", "MiB", "state")
-SPELLED = 6  # shapes of a row; of more the first and the last
+SPELLED = 6  # shapes spelled out per row; of more, only the first ones and the last
 MAX_REASON = 300  # characters
 
 
 def table(rows: Iterable[CaptureRow], compilation: Compilation | None = None) -> str:
-    """Every graph of one forward, for a person; below them what was compiled before."""
+    """Return the table of every graph of one forward, for people, with what was compiled before at its end."""
     lines = _aligned(HEADER, (row.cells() for row in rows))
     if compilation is not None:
         made = f"{compilation.kinds} kinds in {compilation.pieces} pieces"
@@ -62,7 +62,7 @@ def start_report(
     rows: Sequence[CaptureRow],
     compilation: Compilation | None,
 ) -> GraphReport:
-    """One forward: `rows` of its captures, `backend` and `reasons` as decided at start-up."""
+    """Return the report of one forward: `rows` of its captures, `backend` and `reasons` as decided at start-up."""
     by_tokens = spec.tokens_per_request is None
     noun = "images" if spec.phase == "encoder" else "requests"
     width = spec.tokens_per_request or 1
@@ -92,7 +92,7 @@ def start_report(
 
 
 def node_table(reports: Iterable[GraphReport]) -> list[str]:
-    """The start-up table of a node, a forward a line, for a person."""
+    """Return the lines of a node's start-up table, one per forward, for people."""
     return _aligned(NODE_HEADER, (_cells(each) for each in reports))
 
 
@@ -125,21 +125,21 @@ class GraphCounters:
 
     replays: Counter[GraphKey] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)  # reason -> eager runs
-    live_tokens: int = 0  # of replays
-    padded_tokens: int = 0  # computed in replays and thrown away
+    live_tokens: int = 0  # in replays
+    padded_tokens: int = 0  # computed in replays and discarded
 
     @property
     def replay_share(self) -> float:
-        """The share of all runs that were replays; 1 where nothing ran."""
+        """The share of all runs that were replays; 1 if nothing ran."""
         replays, eager = self.replays.total(), self.fallbacks.total()
         return replays / (replays + eager) if replays + eager else 1.0
 
     def never_replayed(self, captured: Iterable[GraphKey]) -> list[GraphKey]:
-        """Graphs that cost memory for nothing."""
+        """Return the graphs that cost memory without having been used."""
         return [key for key in captured if not self.replays[key]]
 
     def totals(self, spec: CaptureSpec, captured: int) -> GraphTotals:
-        """As they travel with heartbeats; `captured`: how many graphs there are. Cheap: asked for every turn."""
+        """Return the counts for a heartbeat; `captured` is the number of graphs. Cheap: called in every turn."""
         return GraphTotals(
             phase=spec.phase,
             model=spec.model,

@@ -1,18 +1,17 @@
-"""Whether a phase of a node runs under graphs, decided at start-up as data (rows B2, B3, A10; settlements X1, X8).
+"""Decides at start-up, as data, whether a phase of a node runs under graphs.
 
-Order, the first that applies decides:
+The first of these that applies decides:
 
-    1. enforce: on, whatever the rules and the switch say (B2; a testing switch)
-    2. the switch of this phase: `none` is off; each node has its own (X8)
-    3. the rules below: any one that applies is off, with its reason
+    1. enforce: on, whatever the rules and the switch say (a switch for tests)
+    2. the switch of this phase: `none` is off; each node has its own
+    3. the rules below: each rule that applies turns graphs off and states its reason
 
-A draft is never captured piecewise, whatever is enforced: it keeps breakable graphs (B5, X2). The encoder of images is
-captured full or not at all. A phase that a role lacks is never asked for: its node is not composed of it (A10, and
-rule 13 by X1).
+A draft is never captured piecewise, even if enforced: it keeps breakable graphs. The image encoder is captured full
+or not at all. A phase that a role lacks is never decided, because its node does not contain it.
 
-Of the sixteen rules of row B3 those are below that a served model can meet. The others refuse what meets them, by name:
-a checkpoint of an architecture, with a vision part or with weights that the model code does not know (1, 8, 9), and
-options of things that tandem does not have (2-7, 9-16), which stand in common/config/foreign.py.
+Only conditions that a served model can meet are rules. Other features that graphs could not serve are refused by name
+before: checkpoints with an architecture, a vision part or weights that the model code does not know, and options that
+tandem does not have (common/config/foreign.py).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Phase(StrEnum):
 
     PREFILL = "prefill"
     DRAFT_PREFILL = "draft_prefill"
-    ENCODER = "encoder"  # of images, in front of a prompt
+    ENCODER = "encoder"  # of images, before the prompt
     DECODE = "decode"
     VERIFY = "verify"
     DRAFT = "draft"
@@ -39,14 +38,14 @@ class Phase(StrEnum):
 
     @property
     def section(self) -> str:
-        """The section of the config whose key `graphs` decides."""
+        """The config section whose key `graphs` decides about this phase."""
         of_prompts = self in (Phase.PREFILL, Phase.DRAFT_PREFILL, Phase.ENCODER)
         return "prefill" if of_prompts else "decode"
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSwitch:
-    """What the config says about the graphs of one node."""
+    """The config of one node's graphs."""
 
     backend: str = AUTO  # auto | none | full | breakable | piecewise
     enforce: bool = False
@@ -55,7 +54,7 @@ class PhaseSwitch:
 
 @dataclass(frozen=True, slots=True)
 class StartupFacts:
-    """What the rules look at."""
+    """The facts that the rules depend on."""
 
     device: str  # torch's device type: cpu or cuda
     needs_host: bool = False  # the forward asks the host for lengths at every batch
@@ -63,7 +62,7 @@ class StartupFacts:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One condition of row B3 that turns graphs off."""
+    """One condition that turns graphs off."""
 
     number: int
     name: str
@@ -76,7 +75,7 @@ RULES: tuple[Rule, ...] = (
         5,
         "device",
         lambda facts, switch: facts.device == "cpu" and switch.backend == AUTO,
-        "auto is off on a CPU, which gains nothing from its tape",
+        "auto is off on a CPU, where the tape is not faster",
     ),
     Rule(
         8,
@@ -90,7 +89,7 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one phase runs under, and why not something else."""
+    """The backend of one phase, and the reasons for not using another."""
 
     phase: Phase
     backend: str
@@ -98,23 +97,28 @@ class Decision:
 
 
 def decide(phase: Phase, facts: StartupFacts, switch: PhaseSwitch) -> Decision:
-    """Pure; nothing is changed behind the config's back: the reason stands beside every "none"."""
+    """Return the decision; a pure function. Every "none" comes with its reason."""
     wanted = switch.backend if switch.backend not in (AUTO, NONE) else default_backend(phase)
-    told: tuple[str, ...] = ()
-    if phase is Phase.ENCODER:  # no lengths for a break to read: one size, or runs found on the device
+    notes: tuple[str, ...] = ()
+    # The encoder has no lengths that a break would have to read: images have one size, or runs are found on the
+    # device.
+    if phase is Phase.ENCODER:
         wanted = FULL
     if wanted == PIECEWISE and phase is not Phase.PREFILL:
-        wanted, told = default_backend(phase), (f"{PIECEWISE}: of the target's prompts alone",)
+        wanted, notes = default_backend(phase), (f"{PIECEWISE}: only for the target's prompts",)
     if switch.poisoned:
-        told = (*told, "padding is poisoned")
+        notes = (*notes, "padding is poisoned")
     if switch.enforce:
-        return Decision(phase, wanted, ("enforced", *told))
+        return Decision(phase, wanted, ("enforced", *notes))
     if switch.backend == NONE:
         return Decision(phase, NONE, (f"{phase.section}.graphs is none",))
     reasons = tuple(f"{rule.name}: {rule.reason}" for rule in RULES if rule.applies(facts, switch))
-    return Decision(phase, NONE, reasons) if reasons else Decision(phase, wanted, told)
+    return Decision(phase, NONE, reasons) if reasons else Decision(phase, wanted, notes)
 
 
 def default_backend(phase: Phase) -> str:
-    """Prompts are any mix of lengths, so attention is a break; nothing else asks the host for lengths."""
+    """Return the default.
+
+    Prompts mix lengths, so attention is a break; other phases need no lengths from the host.
+    """
     return BREAKABLE if phase in (Phase.PREFILL, Phase.DRAFT_PREFILL) else FULL

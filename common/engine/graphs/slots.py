@@ -1,7 +1,7 @@
-"""The static inputs of graphs: declared slots, loaded and padded as a whole, so that nothing stale is replayed.
+"""The static inputs of graphs: declared slots that are loaded and padded as a whole, so no stale value is replayed.
 
-A slot is in every variant of its graph, or in those it names: an optional input is a variant with it and one without,
-never a tensor of zeros that stands for "absent".
+A slot belongs to every variant of its graph, or to the variants that it names: an optional input means one variant
+with it and one without, never a tensor of zeros that stands for "absent".
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Inputs: TypeAlias = Mapping[str, Tensor]
 
 
 class SlotError(ValueError):
-    """A batch that does not fit the declared slots; the text names the slot and the remedy."""
+    """A batch does not fit the declared slots; the text contains the slot and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Every element of the padding is one value."""
+    """Sets every element of the padding to one value."""
 
     value: float
 
@@ -35,7 +35,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sentinel:
-    """Every padding row is a copy of one row, for example a mask with which a row sees itself alone."""
+    """Sets every padding row to a copy of one row, such as a mask with which a row attends only to itself."""
 
     row: Tensor
 
@@ -44,7 +44,7 @@ class Sentinel:
 
 
 ZERO = Fill(0)
-ROW0 = Fill(0)  # an index of request rows: row 0 is reserved padding
+ROW0 = Fill(0)  # an index of request rows: row 0 is reserved for padding
 Padding: TypeAlias = Fill | Sentinel
 
 
@@ -59,8 +59,9 @@ class Slot(Generic[Batch]):
     source: Callable[[Batch], Tensor | None]
     pad: Padding = ZERO
     variants: frozenset[str] | None = None  # None: required by every variant
-    # What the debug switch writes into the padding. "auto": NaN, or the largest id. "keep": the padding value is the
-    # contract itself, such as an address that must lie in page 0 or row 0.
+    # Value that the debug switch writes into the padding. "auto": NaN, or the largest id. "keep": the padding value
+    # is
+    # the contract itself, such as an address that must be in page 0 or row 0.
     poison: Literal["auto", "keep"] | Fill = "auto"
 
     def wanted_by(self, variant: str) -> bool:
@@ -71,8 +72,8 @@ class StaticInputs(Generic[Batch]):
     """Storage of all slots for the largest shape; smaller graphs use its first rows.
 
     Args:
-        poisoned: debug switch. Padding is filled with NaN and maximum ids instead of its policy, to show that no live
-            row depends on it.
+            poisoned: debug switch. Padding is filled with NaN and maximum ids instead of its padding value, to show
+                that no row depends on it.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class StaticInputs(Generic[Batch]):
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def idle(self, shape: ShapeKey, variant: str) -> Inputs:
-        """The inputs of one graph, all padding: what it is captured on."""
+        """Return the inputs of one graph, all padding: the graph is captured on them."""
         views = {}
         for slot in self.slots:
             if slot.wanted_by(variant):
@@ -107,7 +108,7 @@ class StaticInputs(Generic[Batch]):
         return views
 
     def load(self, batch: Batch, live: ShapeKey, shape: ShapeKey, variant: str) -> Inputs:
-        """Copy the live rows in and reset all rows behind them. Raises SlotError."""
+        """Copy the live rows in and reset all following rows. Raises SlotError."""
         views = {}
         for name, value in self.live(batch, live, variant).items():
             slot, static = self._slot(name), self._tensors[name]
@@ -119,14 +120,14 @@ class StaticInputs(Generic[Batch]):
         return views
 
     def live(self, batch: Batch, live: ShapeKey, variant: str) -> Inputs:
-        """The batch's own tensors, checked against the slots: the inputs of an eager run. Raises SlotError."""
+        """Return the batch's own tensors, checked against the slots: the inputs of an eager run. Raises SlotError."""
         values = {}
         for slot in self.slots:
             value = slot.source(batch)
             if not slot.wanted_by(variant):
                 if value is not None:
                     raise SlotError(
-                        f"slot {slot.name!r}: the batch brings it, variant {variant!r} has no place for it and would "
+                        f"slot {slot.name!r}: the batch has it, variant {variant!r} does not have this slot and would "
                         f"drop it; use a variant of {sorted(slot.variants or ())}"
                     )
                 continue
@@ -165,7 +166,7 @@ def _checked(
 
 
 def worst(dtype: torch.dtype) -> float:
-    """A value that shows in any result that it reaches."""
+    """Return a value that is noticed in any result that depends on it."""
     if dtype.is_floating_point:
         return float("nan")
     return True if dtype is torch.bool else torch.iinfo(dtype).max

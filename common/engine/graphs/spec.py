@@ -1,4 +1,4 @@
-"""What is captured, as data: shapes, hidden mode, and which batches a captured graph may serve."""
+"""What is captured, as data: shapes, hidden mode, and which batches a captured graph can serve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 
 
 class Axis(Enum):
-    """What the rows of a static tensor are."""
+    """The meaning of the rows of a static tensor."""
 
     TOKEN = "token"
     REQUEST = "request"
@@ -18,14 +18,14 @@ class Axis(Enum):
 
 
 class Feature(StrEnum):
-    """What a batch may bring that a graph must have been captured for; the value is the reason for refusal."""
+    """A property of a batch that its graph must have been captured for; the value is the reason for a refusal."""
 
-    INPUT_EMBEDS = "input_embeds"  # embeddings given instead of token ids
+    INPUT_EMBEDS = "input_embeds"  # the batch has embeddings instead of token ids
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ShapeKey:
-    """The size of a batch or of a graph. `requests` 0 in a graph: it has no request axis, any number fits."""
+    """The size of a batch or of a graph. A graph with `requests` 0 has no request axis and fits any number."""
 
     tokens: int
     requests: int = 0
@@ -52,19 +52,19 @@ PLAIN = "plain"  # the variant of a callable that has only one
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """One captured forward of a node. Off is an empty value: without shapes every batch runs eagerly."""
+    """One captured forward of a node. Without shapes, graphs are off and every batch runs eagerly."""
 
-    model: str  # "target", "draft": labels of counters and of the start-up table
+    model: str  # "target" or "draft"; a label of counters and of the start-up table
     phase: str  # "prefill", "decode" ...
     mode: ForwardMode
     shapes: tuple[ShapeKey, ...]  # ascending
     hidden: CaptureHiddenMode = CaptureHiddenMode.NULL  # what the captured graph returns
     variants: tuple[str, ...] = (PLAIN,)
-    features: frozenset[Feature] = field(
-        default=frozenset()
-    )  # what the graph has a slot or an eager tail for
+    # Features for which the graph has a slot or an eager tail.
+    features: frozenset[Feature] = field(default=frozenset())
     tokens_per_request: int | None = None  # None: any mix of lengths
-    max_padding: float | None = None  # padded / live tokens above which eager is better; None: never
+    # Ratio of padded to live tokens above which the batch runs eagerly; None: no limit.
+    max_padding: float | None = None
 
     def __post_init__(self) -> None:
         if list(self.shapes) != sorted(set(self.shapes)):
@@ -79,19 +79,22 @@ class CaptureSpec:
 
     @property
     def largest(self) -> ShapeKey:
-        """Raises IndexError without shapes."""
+        """The largest shape. Raises IndexError without shapes."""
         return self.shapes[-1]
 
     def fit(self, live: ShapeKey) -> ShapeKey | None:
-        """The smallest shape that holds the batch, or None."""
+        """Return the smallest shape that holds the batch, or None."""
         return next((shape for shape in self.shapes if shape.holds(live)), None)
 
 
 def token_shapes(buckets: tuple[int, ...], bounded: ShapeKey = ShapeKey(0)) -> tuple[ShapeKey, ...]:
-    """Shapes of a graph over tokens; those of up to `bounded.tokens` hold `bounded.requests`, the others any number."""
+    """Return the shapes of a graph over tokens.
+
+    Shapes of up to `bounded.tokens` tokens hold `bounded.requests` requests, larger ones any number.
+    """
     return tuple(ShapeKey(tokens, bounded.requests if tokens <= bounded.tokens else 0) for tokens in buckets)
 
 
 def request_shapes(buckets: tuple[int, ...], tokens_per_request: int = 1) -> tuple[ShapeKey, ...]:
-    """Shapes of a graph over requests of a fixed width."""
+    """Return the shapes of a graph over requests of a fixed width."""
     return tuple(ShapeKey(count * tokens_per_request, count) for count in buckets)

@@ -1,9 +1,9 @@
 """The graph of a model's body, split at attention.
 
-Tracing finds two marks per layer where an attention backend would be: one keeps keys and values, one attends. From the
-first to the second of a layer the graph is a *seam*: it only slices tensors between the two, and runs as written, with
-the attention backend of the call in the marks' place. All else is *pieces*, which know nothing of requests: these are
-what a compiler gets.
+A trace contains two marks per layer in place of the attention backend's calls: one stores keys and values, one
+attends. From the first to the second mark of a layer the graph is a *seam*: it only slices tensors between the two,
+and runs as written, with calls of the live attention backend instead of the marks. The rest are *pieces*, which do
+not depend on requests: these are compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.ops.registration import library
 
-# Without an implementation: whatever is traced has other calls in their place before it runs.
+# The marks have no implementation: they are replaced before traced code runs.
 library.define(
     "tandem::mark_store",
     "(int layer, Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps) -> ()",
@@ -31,10 +31,10 @@ STORE, ATTEND = torch.ops.tandem.mark_store.default, torch.ops.tandem.mark_atten
 
 
 class MarkedAttention:
-    """Leaves the marks in a trace. An `AttentionBackend`."""
+    """Leaves the marks in a trace. Implements `AttentionBackend`."""
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Nothing: a trace is of no batch."""
+        """No-op: a trace has no batch."""
 
     def store(
         self,
@@ -53,13 +53,13 @@ class MarkedAttention:
 
 
 class LiveAttention:
-    """What seams call: the attention backend of the body's call in progress."""
+    """The attention backend of the body's call in progress, which seams call."""
 
     def __init__(self) -> None:
         self.backend: AttentionBackend | None = None
 
     def seam(self, part: GraphModule) -> None:
-        """Put calls in the place of the marks of `part`."""
+        """Replace the marks of `part` by calls."""
 
         def store(
             layer: int,
@@ -86,7 +86,7 @@ class LiveAttention:
 
 
 def split(graph: GraphModule) -> GraphModule:
-    """Pieces and seams in order, as the submodules of a module that calls them one after another."""
+    """Return pieces and seams in order, as submodules of a module that calls them one after another."""
     places, place = {}, 0
     for node in graph.graph.nodes:
         place += node.target is STORE

@@ -132,7 +132,7 @@ def test_nested_breaks_are_forbidden() -> None:
 
     backend = BreakableGraphs(TapeRecorder())
     with pytest.raises(
-        CaptureError, match=r"inner inside break point .*outer.*take the inner decorator away"
+        CaptureError, match=r"inner inside break point .*outer.*remove the inner decorator"
     ):
         backend.capture(lambda: outer(X * 2) * 2)
     assert torch.equal(outer(X), X + 1 + 1)

@@ -141,7 +141,7 @@ def test_a_handle_of_another_length_is_no_message(pair: Pair, handle: bytes) -> 
     ("changes", "says"),
     [
         ({"owner": ProcessIdentity("elsewhere", 1, 1)}, "another host or in another pid namespace"),
-        ({"owner": process.current()}, "this very process"),
+        ({"owner": process.current()}, "the same process"),
         ({"handle": b"?" * 64}, r"cannot be opened \(cudaIpcOpenMemHandle: invalid argument"),
         ({"handle": b"?" * 64, "device": "GPU-elsewhere"}, "CUDA_VISIBLE_DEVICES"),
     ],

@@ -1,7 +1,7 @@
-"""What a backend offers to a GraphRunner, and what a recorder offers to a backend.
+"""The interface of a backend towards GraphRunner, and of a recorder towards a backend.
 
-backend    none | full | breakable | piecewise  what a graph is made of: nothing, one segment, segments and eager
-                                             breaks, the same of a compiled body
+backend    none | full | breakable | piecewise  what a graph consists of: nothing, one segment, segments and eager
+                                             breaks, or the same for a compiled body
 recorder   CudaRecorder | TapeRecorder          how one segment is recorded and replayed
 """
 
@@ -18,12 +18,12 @@ Output = TypeVar("Output")
 
 
 class CaptureError(RuntimeError):
-    """A callable that cannot be recorded; the text says which call, and the remedy."""
+    """A callable cannot be recorded; the text contains the call and the remedy."""
 
 
 @dataclass(slots=True)
 class Recording(Generic[Output]):
-    """One captured graph. `output` lies in static memory and holds the results of the latest replay."""
+    """One captured graph. `output` is static memory that holds the results of the latest replay."""
 
     output: Output
     steps: list[Callable[[], None]]  # launches of segments, and breaks, in order
@@ -37,12 +37,12 @@ class Recording(Generic[Output]):
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """What torch.compile has done for the graphs of a backend, once for all of its shapes."""
+    """The work of torch.compile for the graphs of a backend, done once for all of its shapes."""
 
     compiler: str
     seconds: float
-    pieces: int  # between attention
-    kinds: int  # of pieces, each compiled once
+    pieces: int  # parts between attention calls
+    kinds: int  # distinct pieces, each compiled once
 
 
 class Backend(Protocol):
@@ -57,19 +57,19 @@ class Backend(Protocol):
 
     @property
     def compilation(self) -> Compilation | None:
-        """Up to now; None for a backend that captures code as it is written."""
+        """The compilation so far; None for a backend that captures code as it is written."""
         ...
 
     def capture(self, run: Callable[[], Output]) -> Recording[Output]:
-        """Raises RuntimeError (CaptureError where we know the cause); the backend stays usable."""
+        """Record `run`. Raises RuntimeError (CaptureError for a known cause); the backend stays usable."""
         ...
 
 
 class Handle(Protocol):
-    """Where a tensor of a capture lies. Does not keep its memory from being reused by later segments of the pool."""
+    """Address of a tensor of a capture. Its memory may still be reused by later segments of the pool."""
 
     def open(self) -> Tensor:
-        """After the capture: a tensor over that memory."""
+        """Return a tensor over that memory; called after the capture."""
         ...
 
 
@@ -82,27 +82,30 @@ class Recorder(Protocol):
     def warm_ups(self) -> int: ...
 
     def session(self) -> AbstractContextManager[None]:
-        """Around the warm-ups and all segments of one graph."""
+        """Context around the warm-ups and all segments of one graph."""
         ...
 
     def begin(self) -> None: ...
 
     def resume(self, like: Tensor) -> Tensor:
-        """`begin` behind a break: static memory for the break's result, shaped as `like`, from this segment on."""
+        """Call `begin` after a break and return static memory for the break's result, shaped like `like`."""
         ...
 
     def end(self) -> Callable[[], None]:
-        """Close the segment; returns its replay."""
+        """Close the segment and return its replay."""
         ...
 
     def abort(self) -> None:
-        """Leave a segment that failed; nothing to do between segments."""
+        """Leave a segment that failed; a no-op between segments."""
         ...
 
     def handle(self, tensor: Tensor) -> Handle:
-        """Within the session. What nobody takes a handle of and no later segment reads need not be kept."""
+        """Return a handle, within the session.
+
+        Tensors without a handle that no later segment reads need not be kept.
+        """
         ...
 
     def memory(self) -> int:
-        """Bytes that recordings hold by now. What warm-ups and breaks have left unused is given back first."""
+        """Return the bytes that recordings hold, after releasing what warm-ups and breaks have left unused."""
         ...

@@ -1,9 +1,9 @@
-"""Segments with eager breaks between them: any mix of requests fits one token bucket, since attention is a break.
+"""Segments with eager breaks between them: attention is a break, so one token bucket fits any mix of requests.
 
-Capture: at a break point the segment ends, the function runs once eagerly, its arguments are remembered by address
-(their memory may be reused by later segments, in the same order in replay as in capture), its result gets static
+At a break point of the capture the segment ends, the function runs once eagerly, its arguments are recorded by
+address (later segments may reuse their memory, in the same order in replay as in capture), its result gets static
 memory of the next segment, and the next segment begins. Replay launches the segments and calls the functions in
-between. A callable that meets no break point is one full graph.
+between. A callable without break points becomes one full graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common.engine.graphs.outputs import map_tensors
 
 
 class BreakableGraphs:
-    """Over CUDA graphs: `breakable-cuda`. Over the CPU tape: `breakable-tape`."""
+    """Named `breakable-cuda` over CUDA graphs, `breakable-tape` over the CPU tape."""
 
     breaks = True
     compilation = None
@@ -63,7 +63,7 @@ class _Break:
     out: Handle | None
 
     def sealed(self) -> Callable[[], None]:
-        """The call over the addresses of the capture. After the capture."""
+        """Return the call over the addresses of the capture; called after the capture."""
         args = tuple(_opened(arg) for arg in self.args)
         kwargs = {name: _opened(arg) for name, arg in self.kwargs.items()}
         function = self.function
@@ -78,7 +78,7 @@ class _Break:
             if result is None or result.shape != out.shape:
                 found = None if result is None else tuple(result.shape)
                 raise CaptureError(
-                    f"{_name(function)} gave {found} in replay and {tuple(out.shape)} in capture"
+                    f"{_name(function)} returned {found} in replay and {tuple(out.shape)} in capture"
                 )
             if result is not out:
                 out.copy_(result)
@@ -87,7 +87,7 @@ class _Break:
 
 
 class _Cuts:
-    """Receives the break points of one capture. A `BreakHandler`."""
+    """Receives the break points of one capture. Implements `BreakHandler`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -102,8 +102,8 @@ class _Cuts:
     ) -> Tensor | None:
         if self._inside is not None:
             raise CaptureError(
-                f"break point {_name(function)} inside break point {_name(self._inside)}: what runs in a break is "
-                "eager already, so take the inner decorator away"
+                f"break point {_name(function)} inside break point {_name(self._inside)}: code in a break runs "
+                "eagerly already, so remove the inner decorator"
             )
         self.end_segment()
         self._inside = function
@@ -127,7 +127,7 @@ class _Cuts:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Stands for a tensor argument until the capture is over."""
+    """Placeholder of a tensor argument until the capture is over."""
 
     handle: Handle
 

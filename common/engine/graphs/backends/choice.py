@@ -1,4 +1,4 @@
-"""Which backend a name of the config means on a device: CUDA graphs on a GPU, the tape on the CPU."""
+"""Maps a backend name of the config to a backend: CUDA graphs on a GPU, the tape on the CPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NONE, FULL, BREAKABLE, PIECEWISE = "none", "full", "breakable", "piecewise"
 
 
 def make_backend(name: str, device: torch.device, bodies: CompiledBodies | None = None) -> Backend:
-    """A backend with a memory pool of its own: one for each GraphRunner. Raises ValueError for an unknown name.
+    """Return a backend with its own memory pool: one per GraphRunner. Raises ValueError for an unknown name.
 
     Args:
-        bodies: of piecewise graphs; None: compiled anew, by `eager`.
+        bodies: the compiled bodies of piecewise graphs; None: compile new ones with `eager`.
     """
     if name == NONE:
         return NoGraphs()

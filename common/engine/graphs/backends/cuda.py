@@ -1,7 +1,7 @@
-"""Segments as CUDA graphs in one memory pool. Used on a GPU only; `tests/gpu/test_graphs.py` runs it.
+"""Records segments as CUDA graphs in one memory pool. Used only on a GPU and tested by `tests/gpu/test_graphs.py`.
 
-One recorder, and so one pool, per GraphRunner: graphs of a pool reuse each other's memory, which is safe while their
-replays follow one another on one stream and nobody reads an output after the next replay (see `outputs`).
+Each GraphRunner has one recorder and therefore one pool: graphs of a pool reuse each other's memory, which is safe as
+long as they replay one after another on one stream and no output is read after the next replay (see `outputs`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _sides: ContextVar[list[torch.cuda.Stream] | None] = ContextVar("side_streams", 
 
 
 def fork(side: torch.cuda.Stream) -> None:
-    """Let `side` go on from what the current stream has been given.
+    """Let `side` continue from the work that the current stream has been given.
 
-    Inside a capture the segment joins it again before it ends; outside, the caller joins it.
+    Inside a capture the segment joins `side` before it ends; outside, the caller joins it.
     """
     side.wait_stream(torch.cuda.current_stream())
     sides = _sides.get()
@@ -36,12 +36,12 @@ class CudaRecorder:
     """A `Recorder` on one GPU."""
 
     name = "cuda"
-    warm_ups = 2  # the first call compiles and tunes, the second is what capture will see
+    warm_ups = 2  # the first call compiles and tunes, the second runs what is captured
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # captures never run on the default stream
+        # Captures never run on the default stream.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._open_sides: list[torch.cuda.Stream] = []
@@ -51,7 +51,8 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self._device)
         token = _sides.set(self._open_sides)
         gc_was_on = gc.isenabled()
-        gc.disable()  # a CUDA object of someone else that dies in a cycle would call the driver during capture
+        # A CUDA object that is freed in a reference cycle would call the driver during capture.
+        gc.disable()
         self._stream.wait_stream(current)
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -68,13 +69,13 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         self._open_sides.clear()
-        # thread_local: other threads (sockets, loggers) may use the driver meanwhile
+        # thread_local: other threads (sockets, loggers) may use the driver during the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graph = graph
 
     def resume(self, like: Tensor) -> Tensor:
         self.begin()
-        return torch.empty_like(like)  # from the pool: free again for later segments once the caller drops it
+        return torch.empty_like(like)  # from the pool: later segments reuse it once the caller drops it
 
     def end(self) -> Callable[[], None]:
         graph = self._graph
@@ -88,7 +89,7 @@ class CudaRecorder:
     def abort(self) -> None:
         graph, self._graph = self._graph, None
         if graph is not None:
-            with suppress(RuntimeError):  # the capture is invalid already: that is why we are here
+            with suppress(RuntimeError):  # the capture has already failed
                 graph.capture_end()
             self._pool = torch.cuda.graph_pool_handle()  # the old one may still count as being captured into
 
@@ -96,14 +97,15 @@ class CudaRecorder:
         return Address.of(tensor)
 
     def memory(self) -> int:
-        # Free blocks of this stream outside of the pool: no capture takes them, nor does serving, on another stream.
+        # Frees blocks of this stream outside the pool, which neither captures nor serving (on another stream) would
+        # use.
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A tensor's memory and form, without owning it: the pool may give it to later segments, as in capture."""
+    """A tensor's memory and layout without ownership: the pool may give it to later segments, as during capture."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -116,7 +118,7 @@ class Address:
         return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def open(self) -> Tensor:
-        """A tensor over the memory. The recording keeps the pool, and so the address, alive."""
+        """Return a tensor over the memory. The recording keeps the pool, and so the address, alive."""
         if math.prod(self.shape) == 0:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         elements = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
@@ -125,7 +127,7 @@ class Address:
 
 
 class _Bytes:
-    """Memory as https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html describes it."""
+    """Memory described by https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""One segment per graph: the whole callable, attention and sampling included. Break points are plain calls."""
+"""Captures the whole callable, including attention and sampling, as one segment. Break points are plain calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.engine.graphs.outputs import map_tensors
 
 
 class FullGraphs:
-    """Over CUDA graphs: `full`. Over the CPU tape: `tape`."""
+    """The `full` backend over CUDA graphs, or the `tape` backend on the CPU."""
 
     breaks = False
     compilation = None

@@ -1,4 +1,4 @@
-"""Records nothing: replay runs the callable again on the padded static inputs. The oracle of the other backends."""
+"""Records nothing: replay runs the callable again on the padded static inputs, as a reference for other backends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.engine.graphs.backends.base import Output, Recording
 
 
 class NoGraphs:
-    """Padding without graphs, to tell a wrong graph from wrong padding. To run without either, give no shapes."""
+    """Pads without graphs, to tell a wrong graph from wrong padding. A spec without shapes does neither."""
 
     name = "none"
     breaks = True

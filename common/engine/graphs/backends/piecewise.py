@@ -1,7 +1,7 @@
-"""Segments and eager breaks as in `breakable`, of a body that torch.compile has split at attention.
+"""Segments and eager breaks as in `breakable`, for a body that torch.compile has split at attention.
 
-Each segment is a compiled piece with the write of its keys and values; attention is the break between two. What is
-captured, how arguments and results cross breaks, memory and replay are `breakable`'s.
+Each segment is a compiled piece and the write of its keys and values; attention is the break between two segments.
+Capture, arguments and results across breaks, memory and replay are those of `breakable`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.engine.graphs.compiled_body import CompiledBodies
 
 
 class PiecewiseGraphs:
-    """Over CUDA graphs: `piecewise-eager-cuda` and so on. Over the CPU tape: `piecewise-eager-tape`."""
+    """Named `piecewise-eager-cuda` and so on over CUDA graphs, `piecewise-eager-tape` over the CPU tape."""
 
     breaks = True
 
@@ -38,7 +38,7 @@ class PiecewiseGraphs:
     def capture(self, run: Callable[[], Output]) -> Recording[Output]:
         with compiling(self._bodies):
             if not self._compiled:
-                run()  # nothing can be compiled inside a capture
+                run()  # compiles, which is impossible inside a capture
                 self._compiled = True
-                torch.cuda.empty_cache()  # what this run held, on a stream of no capture, would count as the graphs'
+                torch.cuda.empty_cache()  # memory of this run, which no capture uses, would count as the graphs'
             return self._graphs.capture(run)

@@ -1,12 +1,12 @@
-"""Graphs without a GPU: a tape of the calls that pass the dispatcher, run again on the same storages.
+"""Graphs without a GPU: a tape of the calls that pass the dispatcher, which replay runs again on the same storages.
 
-It behaves as a CUDA graph does. Scalars and addresses are baked in; what the host computes between two calls is not
-part of it; a host synchronisation, a copy from host data and a change of shape are refused during capture. Registered
-ops (`torch.ops.tandem.*`) are one call each, whatever their CPU implementation does inside.
+It behaves like a CUDA graph. Scalars and addresses are baked in; host computation between two calls is not recorded;
+a host synchronisation, a copy from host data and a change of shape are refused during capture. Registered ops
+(`torch.ops.tandem.*`) are one call each, whatever their CPU implementation does.
 
-A tensor made during the capture is a temporary of each replay; if anyone still holds it when the segment ends, it
+A tensor made during the capture is a temporary of each replay; if it is still referenced when the segment ends, it
 moves to static memory and every replay copies its value there. All recordings of one recorder share that memory, as
-CUDA graphs share a pool: an output is gone once another graph of the runner has replayed.
+CUDA graphs share a pool: an output is overwritten once another graph of the runner replays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from common.engine.graphs.backends.tape_refusals import SCALAR_LIFTS, refuse_cal
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One recorded call: static arguments, and where temporaries go among them."""
+    """One recorded call: its static arguments, and the positions of temporaries among them."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -43,13 +43,13 @@ class _Call:
     binds: tuple[tuple[int, int], ...]  # (position, temporary)
     list_binds: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # (position, ((item, temporary), ...))
     named_binds: tuple[tuple[str, int], ...]
-    results: tuple[int | None, ...]  # temporary that each result becomes; None: not a new tensor
-    single: bool  # one tensor, not a sequence of them
+    results: tuple[int | None, ...]  # the temporary of each result; None: not a new tensor
+    single: bool  # the result is one tensor, not a sequence of tensors
     frees: tuple[int, ...] = ()  # temporaries that no later call reads
 
 
 class TapeSegment:
-    """Calls one: replay."""
+    """Recorded calls; calling the segment replays them."""
 
     def __init__(self, calls: Sequence[_Call], size: int, exports: Sequence[tuple[int, Tensor]]) -> None:
         self.calls = calls
@@ -57,12 +57,12 @@ class TapeSegment:
         self.exports = exports
 
     def reads(self) -> Iterator[Tensor]:
-        """Static tensors that some call takes."""
+        """Yield the static tensors that some call takes."""
         for call in self.calls:
             yield from tensors_in((*call.args, *call.kwargs.values()))
 
     def keep(self, used: set[int]) -> None:
-        """Copy out only what lies in a storage of `used`."""
+        """Copy out only exports whose storage is in `used`."""
         self.exports = [(index, tensor) for index, tensor in self.exports if storage_of(tensor) in used]
         _plan_frees(self.calls, {index for index, _ in self.exports})
 
@@ -102,12 +102,12 @@ class TapeRecorder:
     """A `Recorder` on the CPU."""
 
     name = "tape"
-    warm_ups = 0  # nothing is tuned or compiled at a first call
+    warm_ups = 0  # no call tunes or compiles
 
     def __init__(self) -> None:
         self._tape: _Tape | None = None
         self._memory = SharedMemory()
-        self._segments: list[TapeSegment] = []  # of the session
+        self._segments: list[TapeSegment] = []  # of the current session
         self._taken: list[Tensor] = []  # handles of the session
 
     @contextmanager
@@ -168,13 +168,13 @@ class _Held:
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records while it is entered."""
+    """Records calls while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
         self._index: dict[int, int] = {}  # id of a living tensor made here -> temporary
-        self._refs: list[weakref.ref[Tensor]] = []  # of each temporary
+        self._refs: list[weakref.ref[Tensor]] = []  # per temporary
         self._pinned: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (static tensor, alias of its memory)
         self._methods = _MethodGuard()
 
@@ -208,7 +208,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func._schema.is_mutable:
             static = {storage_of(tensor) for tensor in given if id(tensor) not in self._index}
             if all(storage_of(tensor) in static for tensor in made) and (made or _has_tensors(result)):
-                return  # views of static memory are static; an argument handed back is nothing new
+                return  # views of static memory are static; a returned argument is not new
         binds, list_binds = [], []
         plain: list[Any] = []
         for position, arg in enumerate(args):
@@ -244,7 +244,9 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return index
 
     def _pin(self, arg: Any) -> Any:
-        """A static tensor by its memory: an owner that points its tensor elsewhere later does not change the tape."""
+        """Return an alias of a static tensor: if its owner replaces the tensor's memory later, the tape is
+        unaffected.
+        """
         if not isinstance(arg, Tensor):
             return arg
         if id(arg) not in self._pinned:
@@ -252,7 +254,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._pinned[id(arg)][1]
 
     def segment(self, memory: SharedMemory) -> TapeSegment:
-        """After the mode was left. Whatever somebody still holds becomes an output of the segment."""
+        """Return the segment, after the mode was left. Tensors that are still referenced become its outputs."""
         groups: dict[int, list[tuple[int, Tensor]]] = {}  # storage -> (temporary, tensor)
         for index, ref in enumerate(self._refs):
             tensor = ref()
@@ -267,7 +269,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _MethodGuard(TorchFunctionMode):
-    """Sees the methods that read memory without passing the dispatcher, such as tolist."""
+    """Detects methods such as tolist that read memory without passing the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +278,7 @@ class _MethodGuard(TorchFunctionMode):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside an op the host may look at CPU memory."""
+        """Context inside an op, whose implementation may read CPU memory."""
         before, self._inside_call = self._inside_call, True
         try:
             yield
@@ -297,7 +299,7 @@ class _MethodGuard(TorchFunctionMode):
 
 
 def _plan_frees(calls: Sequence[_Call], kept: set[int]) -> None:
-    """Free each temporary behind the last call that reads or makes it."""
+    """Free each temporary after the last call that reads or makes it."""
     seen = set(kept)
     for call in reversed(calls):
         used = {index for _, index in (*call.binds, *call.named_binds)}

@@ -1,4 +1,4 @@
-"""Memory under a tape: what shares a storage, and the static memory that all recordings of a recorder share."""
+"""Memory of a tape: which tensors share a storage, and the static memory that all recordings of a recorder share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SharedMemory:
-    """Static memory of all recordings of a recorder: the n-th storage of each lies in the n-th chunk.
+    """Static memory of all recordings of a recorder: the n-th storage of each recording is in the n-th chunk.
 
     The largest graph is captured first and sizes the chunks.
     """
@@ -21,11 +21,11 @@ class SharedMemory:
         self.nbytes = 0
 
     def restart(self) -> None:
-        """A new recording begins."""
+        """Begin a new recording."""
         self._next = 0
 
     def adopt(self, group: Sequence[Tensor]) -> None:
-        """Move tensors that share a storage, with its contents, into the next chunk."""
+        """Move tensors that share a storage, with their contents, into the next chunk."""
         old = torch.empty(0, dtype=torch.uint8).set_(group[0].untyped_storage())
         if self._next == len(self._chunks):
             self._chunks.append(torch.empty(0, dtype=torch.uint8))
@@ -41,7 +41,7 @@ class SharedMemory:
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Tensors among values, and in lists of them."""
+    """Yield the tensors among values, and in lists of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -50,7 +50,7 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether copying it copies all that shares its storage."""
+    """Return whether copying the tensor copies everything that shares its storage."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
@@ -59,7 +59,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def writable(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """One element of each dimension that `like` (itself) repeats without memory: expanded tensors refuse copy_."""
+    """Return one element of each dimension that `like` (default: itself) expands; expanded tensors refuse copy_."""
     strides = (tensor if like is None else like).stride()
     if 0 not in strides:
         return tensor

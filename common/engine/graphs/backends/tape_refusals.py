@@ -1,4 +1,4 @@
-"""What a CUDA graph cannot record, by name: the tape refuses it on the CPU, with the remedy."""
+"""The calls that a CUDA graph cannot record: the tape refuses them on the CPU, with the remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refuse_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if short in MASKED:
         if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
             raise CaptureError(
-                f"{name} with a boolean mask waits for the device to count it; use torch.where"
+                f"{name} with a boolean mask synchronises with the device to count it; use torch.where"
             )
         return
     if short == "repeat_interleave" and kwargs.get("output_size") is not None:
