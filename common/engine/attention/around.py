@@ -1,4 +1,4 @@
-"""An attention backend around another one, for those that change what `forward` does and nothing else."""
+"""Wraps an attention backend, for backends that only change what `forward` does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.engine.forward.batch import ForwardBatch
 
 
 class AroundAttention:
-    """An `AttentionBackend`. The inner one knows nothing of it."""
+    """An `AttentionBackend` that passes every call to an inner one."""
 
     def __init__(self, inner: AttentionBackend) -> None:
         self._inner = inner

@@ -19,11 +19,12 @@ from common.engine.state.pool import KvPool
 
 
 class PagedAttention:
-    """Attention over `pool`, whose layers see `windows[layer]` keys (None: all). An `AttentionBackend`.
+    """Attention over `pool`, whose layers see `windows[layer]` keys (None: all). Implements `AttentionBackend`.
 
     Args:
-        whole_prompt_tokens: token counts of batches, padding included, at which a whole prompt is computed without
-            pages: those that are run once before serving, since the first call at each is slow. The prefill buckets.
+            whole_prompt_tokens: token counts of batches, including padding, at which a whole prompt is computed
+                without pages.
+                These are run once before serving, since the first call at each is slow. The prefill buckets.
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class PagedAttention:
 
     @torch.inference_mode()
     def warm_up(self, heads: int, max_tokens: int, max_requests: int) -> None:
-        """Compile all kernels that EXTEND batches can need, before serving: the first to need one waits a second.
+        """Compile all kernels that EXTEND batches can need, before serving: otherwise the first batch waits a second.
 
-        Graphs are captured with one request and thus pass some by. Reads page 0, writes nothing.
+        Graphs are captured with one request, so capturing does not compile all of them. Reads page 0, writes nothing.
         """
         pool = self.pool
         if pool.device.type != "cuda":
@@ -68,7 +69,7 @@ class PagedAttention:
             )
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Raises ValueError where an EXTEND batch lacks its host lengths or they do not fit its tensors."""
+        """Set the batch. Raises ValueError if an EXTEND batch lacks host lengths or they do not fit its tensors."""
         if batch.mode is ForwardMode.EXTEND:
             new, total = batch.query_lens_host, batch.seq_lens_host
             if new is None or total is None:
@@ -116,12 +117,12 @@ class PagedAttention:
         return out
 
     def _whole_prompt_rows(self, rows: int, window: int | None) -> int | None:
-        """Live rows of a whole prompt that may be computed without pages, or None."""
+        """Return the live rows of a whole prompt that may be computed without pages, or None."""
         if rows not in self._whole_prompt_tokens or (window is not None and window < rows):
             return None
         return whole_prompt_rows(self._planned(), rows)
 
     def _planned(self) -> ForwardBatch:
         if self._batch is None:
-            raise RuntimeError("plan(batch) comes before store and forward")
+            raise RuntimeError("call plan(batch) before store and forward")
         return self._batch

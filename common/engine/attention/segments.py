@@ -1,6 +1,6 @@
-"""Attention without a mask within runs of rows, such as the windows of images or whole images: no cache, no causality.
+"""Attention without a mask within runs of rows, such as windows of an image or whole images: no cache, not causal.
 
-On a GPU one launch of the flash kernel that torch brings, which finds the runs on the device; nothing is padded.
+On a GPU this is one launch of torch's flash kernel, which finds the runs on the device; nothing is padded.
 """
 
 from __future__ import annotations
@@ -13,33 +13,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Not cuDNN, which plans anew for every shape: images of new sizes would wait for it, and its plans are kept for ever.
+# Not cuDNN, which plans each new shape: images of new sizes would wait for it, and its plans are never released.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-MAX_HEAD_DIM = 256  # of the flash kernel, which takes multiples of 8
+MAX_HEAD_DIM = 256  # limit of the flash kernel, which takes multiples of 8
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """S runs of rows, one behind the other. Rows behind the last belong to none: what they get is undefined."""
+    """S consecutive runs of rows. Rows past the last run belong to none, and their result is undefined."""
 
-    starts: Tensor  # [S + 1] int32 on the device: the first row of each, and the end of the last
-    longest: int  # rows of one, at most
-    lengths: tuple[int, ...] | None = None  # [S], on the host; None in a graph, where runs change
+    starts: Tensor  # [S + 1] int32 on the device: the first row of each run, and the end of the last
+    longest: int  # maximum rows of a run
+    lengths: tuple[int, ...] | None = None  # [S], on the host; None in a graph, where the runs change
 
 
 def segments_of(lengths: tuple[int, ...], starts: Tensor) -> Segments:
-    """Runs that the host knows."""
+    """Return segments of runs whose lengths the host knows."""
     return Segments(starts, max(lengths), lengths)
 
 
 def takes_flash(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether `attend_within` is one launch, which finds the runs on the device."""
+    """Return whether `attend_within` is one launch that finds the runs on the device."""
     half = dtype in (torch.float16, torch.bfloat16)
     return device.type == "cuda" and half and head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
 
 
 def attend_within(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """[N, heads, D] each, D adjacent: every row attends to all rows of its run. Nothing waits for the device."""
+    """Attend every row to all rows of its run. query, key, value: [N, heads, D], D adjacent.
+
+    Never waits for the device.
+    """
     if takes_flash(query.dtype, query.shape[-1], query.device):
         starts, longest = segments.starts, segments.longest
         out: Tensor = torch.ops.aten._flash_attention_forward(
@@ -52,7 +55,7 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, segments: Segments)
 
 
 def attend_by_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The same in torch; runs of one length that follow each other are one product."""
+    """The same in torch; consecutive runs of one length are one product."""
     equal = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
     split = (torch.split(each, [length * count for length, count in equal]) for each in (query, key, value))
     parts = []
@@ -65,10 +68,10 @@ def attend_by_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[i
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
-    """The same with runs read on the device, for a tape: N by N, whatever they are."""
+    """The same with runs read on the device, for the tape: N by N attention for any runs."""
     row = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
     owner = torch.bucketize(row, starts, right=True)
-    real = (row < starts[-1])[:, None, None]  # the rest may hold anything, and 0 * NaN is NaN
+    real = (row < starts[-1])[:, None, None]  # other rows are undefined, and 0 * NaN is NaN
     key, value = torch.where(real, key, 0.0), torch.where(real, value, 0.0)
     q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
     attended = F.scaled_dot_product_attention(q, k, v, owner[:, None] == owner)

@@ -1,4 +1,4 @@
-"""Attention that says of each layer when its keys and values are in the pool: for what need not wait for all layers."""
+"""Attention that reports each layer whose keys and values are in the pool, for work that does not need all layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.engine.attention.backend import AttentionBackend
 
 
 class SignalledAttention(AroundAttention):
-    """Where a graph has no breaks, replay says nothing."""
+    """Calls a listener per layer. A replay without breaks calls it for no layer."""
 
     def __init__(self, inner: AttentionBackend) -> None:
         super().__init__(inner)
@@ -20,7 +20,10 @@ class SignalledAttention(AroundAttention):
 
     @contextmanager
     def heard_by(self, listener: Callable[[int], None]) -> Iterator[None]:
-        """Within, it is told each layer before the layer attends: on a device, stored by what has been launched."""
+        """Context in which `listener` is called with each layer before the layer attends.
+
+        On a device the launched work stores the layer, so it may not be complete yet.
+        """
         self._listener = listener
         try:
             yield

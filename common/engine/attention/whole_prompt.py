@@ -1,7 +1,8 @@
 """Attention of a whole prompt over this forward's own keys and values, without pages, by cuDNN.
 
-Measured on an H200 against `extend_attention` (tests/bench/ops.py): a third faster from 1,024 tokens on, no better
-below. But cuDNN builds a plan for each number of tokens, 26 ms at its first call: only for numbers that were announced.
+Measured on an H200 against `extend_attention` (tests/bench/ops.py): a third faster from 1,024 tokens on, no faster
+below. cuDNN builds a plan for each number of tokens, which takes 26 ms at the first call, so only announced numbers
+use it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from common.engine.forward.batch import ForwardBatch, ForwardMode
 
 MIN_TOKENS = 1024
 MAX_HEAD_DIM = 128
-# Padding rows are computed too: above this share of live rows the faster kernel still wins, since work is quadratic.
+# Padding rows are computed too; above this share of live rows cuDNN is still faster, since the work is quadratic.
 MIN_LIVE = 0.87
 
 
 def whole_prompt_rows(batch: ForwardBatch, rows: int) -> int | None:
-    """How many of the `rows` tokens are one request's whole prompt, if that is all of the batch; else None."""
+    """Return how many of the `rows` tokens are one request's whole prompt if the batch has nothing else; else None."""
     if batch.mode is not ForwardMode.EXTEND or batch.query_lens_host is None or rows < MIN_TOKENS:
         return None
     if len(batch.query_lens_host) != 1 or batch.query_lens_host != batch.seq_lens_host:
@@ -30,8 +31,8 @@ def whole_prompt_rows(batch: ForwardBatch, rows: int) -> int | None:
 def attend_whole_prompt(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention of query [n, heads, D] over key, value [n, kv_heads, D]; returns [n, heads, D].
 
-    float16 or bfloat16 on a GPU, D at most MAX_HEAD_DIM. The dispatcher's own choice among the kernels would cost more
-    than a short prompt, so cuDNN is called by its name.
+    Takes float16 or bfloat16 on a GPU, D at most MAX_HEAD_DIM. cuDNN is called by name because the dispatcher's
+    choice among the kernels would cost more than a short prompt.
     """
     queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -41,8 +42,10 @@ def attend_whole_prompt(query: Tensor, key: Tensor, value: Tensor, scale: float)
 
 
 def attend_padded_prompt(query: Tensor, key: Tensor, value: Tensor, live: int, scale: float) -> Tensor:
-    """The same where rows from `live` on are padding and may hold anything: clears them in key and value, and in
-    the result. Later keys do not reach earlier queries, except as 0 * NaN."""
+    """The same if rows from `live` on are padding: clears them in key, in value and in the result.
+
+    Later keys do not affect earlier queries, except as 0 * NaN.
+    """
     if live < query.shape[0]:
         key[live:].zero_()
         value[live:].zero_()

@@ -1,8 +1,8 @@
 """Decode attention: one new token per request over its pages.
 
-Reads only slots below a request's length: whatever lies in other pages, in the tail of the last page or in unused
-entries of the page table cannot reach a result, not even as 0 * NaN. On the CPU the numbers of a request depend on its
-own length and nothing else in the batch.
+Reads only slots below a request's length: the contents of other pages, of the tail of the last page and of unused
+page table entries never affect a result, not even as 0 * NaN. On the CPU a request's numbers depend only on its own
+length, not on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common.engine.ops.triton_kernel import (
     tl,
 )
 
-SHORT = 256  # CPU: requests up to this length are gathered together in buckets, longer ones one by one
+SHORT = 256  # CPU: requests up to this length are gathered in buckets, longer ones one by one
 BUCKET = 64
 
 
@@ -38,22 +38,21 @@ def decode_reference(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Attention of one new token per request over its seq_lens[b] cached positions, itself included.
+    """Attention of one new token per request over its seq_lens[b] cached positions, including its own.
 
-    Vectorised over the batch and free of host synchronisation. A padding row (length 0) gives some finite or
-    NaN row.
+    Vectorised over the batch and free of host synchronisation. A padding row (length 0) yields a finite or NaN row.
 
     Args:
         query: [B, heads, D].
         page_table: [B, max_pages] int32.
         seq_lens: [B] int32, at most max_pages * page_size.
-        max_seq_len: host bound of seq_lens that sizes the gather.
+        max_seq_len: upper bound of seq_lens known to the host; the size of the gather.
 
     Returns [B, heads, D].
     """
     batch, _, head_dim = query.shape
     page_size, kv_heads = key_plane.shape[1], key_plane.shape[2]
-    bound = max_seq_len  # not cut to the width of the table: a row's sums must not depend on other rows
+    bound = max_seq_len  # not limited to the width of the table: a row's sums must not depend on other rows
     position = torch.arange(bound, device=query.device)  # [L]
     entry = (position // page_size).clamp(max=page_table.shape[1] - 1)
     slot = page_table.long()[:, entry] * page_size + position % page_size  # [B, L]
@@ -61,7 +60,9 @@ def decode_reference(
     visible = position <= last
     if window is not None:
         visible &= position > last - window
-    slot = torch.where(visible, slot, slot.gather(1, last)).view(-1)  # hidden ones read the token's own slot
+    slot = torch.where(visible, slot, slot.gather(1, last)).view(
+        -1
+    )  # invisible positions read the token's own slot
     key = key_plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(batch, bound, kv_heads, head_dim)
     value = (
         value_plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(batch, bound, kv_heads, head_dim)
@@ -84,7 +85,7 @@ def _decode_cpu(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """The same on the CPU, where lengths can be read: no request pays for the longest one of the batch."""
+    """The same on the CPU, where lengths can be read: no request is padded to the longest one of the batch."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     buckets: dict[int, list[int]] = {}
     for row, length in enumerate(seq_lens.tolist()):
@@ -109,8 +110,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     value_ptr,
     table_ptr,  # [B, max_pages]
     lens_ptr,  # [B]
-    out_ptr,  # [B, HEADS, D], or where SPLIT float32 [B, HEADS, splits, D]
-    lse_ptr,  # [B, HEADS, splits] float32, base 2; -inf: the part is empty and its output unwritten
+    out_ptr,  # [B, HEADS, D], or if SPLIT float32 [B, HEADS, splits, D]
+    lse_ptr,  # [B, HEADS, splits] float32, base 2; -inf: the part is empty and its output is not written
     query_stride,
     table_stride,
     window,
@@ -120,15 +121,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    SPLIT: tl.constexpr,  # more than one
+    SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GRANULE: tl.constexpr,  # keys: parts are multiples of it
+    GRANULE: tl.constexpr,  # parts are multiples of so many keys
     CHAINED: tl.constexpr,
 ):
-    """A program has one part of one request's keys, for all query heads of one KV head."""
+    """Each program computes one part of one request's keys, for all query heads of one KV head."""
     await_previous(CHAINED)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -189,7 +190,7 @@ def decode_triton(
     division: Division | None = None,
     num_warps: int = 4,
 ) -> Tensor:
-    """Split over keys and combined (flash-decoding). A padding row (length 0) gives zeros."""
+    """Split over keys, then combine (flash-decoding). A padding row (length 0) yields zeros."""
     batch, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape
     assert query.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"

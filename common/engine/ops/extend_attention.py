@@ -1,7 +1,7 @@
 """Extend attention: any number of new tokens per request over pages that already hold their keys and values.
 
-Reads only slots below a request's length: whatever lies in other pages, in the tail of the last page or in unused
-entries of the page table cannot reach a result, not even as 0 * NaN.
+Reads only slots below a request's length: the contents of other pages, of the tail of the last page and of unused
+page table entries never affect a result, not even as 0 * NaN.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from common.engine.ops.triton_kernel import (
     tl,
 )
 
-# Rows of a tile (query tokens times query heads of a KV head), keys per step, warps, and how many tiles a processor
-# should get for the shape to pay; measured on an H200.
+# Rows of a tile (query tokens times query heads of a KV head), keys per step, warps, and the tiles per processor from
+# which the shape pays off; measured on an H200.
 SHAPES = ((128, 128, 8, 6.0), (128, 64, 4, 2.0), (64, 64, 4, 0.75), (16, 64, 4, 0.0))
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 WIDE_SHAPE = (64, 32, 4)
@@ -44,12 +44,12 @@ def extend_reference(
     """Causal attention of each request's new tokens, its last positions, over all of its seq_lens[b].
 
     Args:
-        query: [T, heads, D], requests one after another; rows behind the last request are padding.
+            query: [T, heads, D], requests one after another; rows past the last request are padding.
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], already holding the new tokens.
         page_table: [B, max_pages] int32.
         query_start: [B + 1] int32, prefix sums of new tokens.
-        seq_lens: [B] int32, new tokens included. 0: the request's rows are left to others and come out as zero.
-        window: keys that a query sees, itself included; None: all before it.
+            seq_lens: [B] int32, including new tokens. 0: the request's rows are computed elsewhere and zero here.
+            window: number of keys that a query sees, including its own; None: all before it.
 
     Returns [T, heads, D]; padding rows are zero.
     """
@@ -69,12 +69,12 @@ def extend_reference(
 
 @kernel
 def _visible(position, query_position, window, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, keys]: which keys a query may see. A tree mask over the new tokens takes its place here."""
-    behind = query_position[:, None] - position[None, :]
+    """Return [rows, keys]: which keys a query sees. A tree mask over the new tokens would be applied here."""
+    distance = query_position[:, None] - position[None, :]
     if WINDOW:
-        return (behind >= 0) & (behind < window)
+        return (distance >= 0) & (distance < window)
     else:
-        return behind >= 0
+        return distance >= 0
 
 
 @kernel
@@ -91,7 +91,7 @@ def _over_keys(  # type: ignore[no-untyped-def]
     length,
     window,
     scale_log2,
-    MASKED: tl.constexpr,  # False: every query sees every key of begin .. end, a multiple of BLOCK_N apart
+    MASKED: tl.constexpr,  # False: every query sees every key of begin .. end, whose distance is a multiple of BLOCK_N
     WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -123,7 +123,8 @@ def _over_keys(  # type: ignore[no-untyped-def]
             seen = _visible(position, query_position, window, WINDOW) & live[None, :]
             score = tl.where(seen, score, float("-inf"))
         new_most = tl.maximum(most, tl.max(score, axis=1))
-        if MASKED:  # a row may have seen nothing yet
+        if MASKED:
+            # A row may not have seen any key yet.
             shift = tl.where(new_most == float("-inf"), 0.0, new_most)
         else:
             shift = new_most
@@ -163,15 +164,15 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     BLOCK_B: tl.constexpr,  # at least num_requests
     CHAINED: tl.constexpr,
 ):
-    """A program has TOKENS new tokens of one request and one KV head with all its query heads.
+    """Each program computes TOKENS new tokens of one request for one KV head with all its query heads.
 
-    Programs find their request in the prefix sums; those left over zero the padding rows.
+    Programs find their request in the prefix sums; the remaining ones zero the padding rows.
     """
     await_previous(CHAINED)
     LIVE_GROUP: tl.constexpr = HEADS // KV_HEADS
     ROWS: tl.constexpr = TOKENS * GROUP
     kv_head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the ends of long requests, which cost most, first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # first the ends of long requests, which cost most
     index = tl.arange(0, BLOCK_B)
     starts = tl.load(start_ptr + index, mask=index < num_requests, other=0)
     stops = tl.load(start_ptr + index + 1, mask=index < num_requests, other=0)
@@ -187,7 +188,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         start = tl.load(start_ptr + request)
         stop = tl.load(start_ptr + request + 1)
         length = tl.load(lens_ptr + request)
-    else:  # padding behind the last request
+    else:  # padding after the last request
         start = tl.load(start_ptr + num_requests)
         stop = num_tokens
         length = start * 0
@@ -228,7 +229,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
 
 
 def choose_shape(all_rows: int, head_bytes: int, processors: int) -> tuple[int, int, int]:
-    """(rows, keys, warps): the largest tile of which there are enough to fill the GPU, and that fits shared memory."""
+    """Return (rows, keys, warps) of the largest tile that fills the GPU and fits shared memory."""
     if head_bytes > MEASURED_HEAD_BYTES:
         return WIDE_SHAPE
     fitting = (shape for shape in SHAPES if all_rows >= shape[0] * shape[3] * processors)
@@ -236,7 +237,7 @@ def choose_shape(all_rows: int, head_bytes: int, processors: int) -> tuple[int, 
 
 
 def shape_steps(max_tokens: int, heads: int, kv_heads: int, head_bytes: int, processors: int) -> list[int]:
-    """Token counts up to `max_tokens`, one for every tile shape that `choose_shape` can answer: each is a kernel."""
+    """Return token counts up to `max_tokens`, one per tile shape that `choose_shape` can return: each is a kernel."""
     rows_per_token = next_power_of_2(heads // kv_heads) * kv_heads
     first = {1, *(cdiv(int(shape[0] * shape[3] * processors), rows_per_token) for shape in SHAPES)}
     chosen = {
@@ -259,7 +260,7 @@ def extend_triton(
     shape: tuple[int, int, int] | None = None,
     num_stages: int | None = None,
 ) -> Tensor:
-    """The grid covers every way in which T rows may be divided over the requests: no length is read here."""
+    """Launch without reading lengths: the grid covers every division of T rows among the requests."""
     count, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape
     batch = seq_lens.shape[0]

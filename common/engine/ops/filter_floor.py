@@ -1,4 +1,4 @@
-"""Min-p, top-k and top-p as one number per row: the smallest logit that all keep."""
+"""Min-p, top-k and top-p reduced to one number per row: the smallest logit that all three keep."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LOG2_E = 1.4426950408889634
 def filter_floor_reference(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Min-p and top-k first, then top-p of the renormalised rest.
+    """Apply min-p and top-k first, then top-p to the renormalised rest.
 
-    Min-p keeps tokens at least min_p times as likely as the likeliest: those whose logit is at most
-    -temperature * ln(min_p) below the largest.
-    Top-p keeps the likeliest tokens until their mass reaches top_p, the one that reaches it included, and
-    always at least one. Tokens exactly as likely as the last one kept are kept too, whatever their order.
+    Min-p keeps tokens that are at least min_p times as likely as the likeliest: those whose logit is at most
+    -temperature * ln(min_p) below the largest. Top-p keeps the likeliest tokens until their mass reaches top_p,
+    including the token that reaches it, and always at least one. Tokens exactly as likely as the last kept one are
+    also kept, in whatever order they are.
 
     Args:
         logits: [R, V] float32.
-        temperature: [R] float32, above 0; concerns top-p and min-p.
+            temperature: [R] float32, above 0; affects top-p and min-p.
         top_k: [R] int32; 0: off.
         top_p: [R] float32; 1: off.
         min_p: [R] float32, at most 1; 0: off.
@@ -44,7 +44,7 @@ def filter_floor_reference(
 
 @kernel
 def _weight(x, peak, slope, MASS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a logit counts for: its probability up to a factor, or one."""
+    """Return the weight of a logit: its probability up to a factor, or one."""
     if MASS:
         return tl.exp2((x - peak) * slope)
     else:
@@ -53,13 +53,13 @@ def _weight(x, peak, slope, MASS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel
 def _search(row_ptr, vocab, low, high, target, peak, slope, MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest logit of the row in low .. high such that those not below it weigh at least target; else `low`.
+    """Return the largest logit x in low .. high such that the logits >= x weigh at least target; else `low`.
 
-    Those not below `low` do; `high` is a logit. Bisection by value: both ends move on to the nearest logit there is.
+    The logits >= `low` do, and `high` is a logit. Bisection by value: each end moves to the nearest existing logit.
     """
     while low < high:
         middle = low + 0.5 * (high - low)
-        middle = tl.where(middle > low, tl.minimum(middle, high), high)  # also where the width overflows
+        middle = tl.where(middle > low, tl.minimum(middle, high), high)  # also if the width overflows
         weights = tl.zeros((BLOCK,), tl.float32)
         above = tl.full((BLOCK,), float("inf"), tl.float32)
         below = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -90,7 +90,7 @@ def _filter_floor_kernel(  # type: ignore[no-untyped-def]
     slope,  # log2(e)
     BLOCK: tl.constexpr,
 ):
-    """A program per row: some twenty passes over it in the L2 cache, no sorting."""
+    """One program per row: some twenty passes over the row in the L2 cache, no sorting."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)

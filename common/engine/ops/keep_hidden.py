@@ -1,7 +1,7 @@
-"""Put one hidden state per request aside, for the module of a multi-layer draft that reads it when its window opens.
+"""Stores one hidden state per request for the module of a multi-layer draft that reads it when its window opens.
 
-The one writer of the per-request pool. It reads rows of whatever computed them: the static buffer of a graph that was
-replayed, or the output of an eager forward, with the lengths and starts that belong to it.
+It is the only writer of the per-request pool. It reads the rows of whatever computed them: the static buffer of a
+replayed graph, or the output of an eager forward, with the matching lengths and starts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_BLOCK = 1024
 def keep_hidden_reference(
     hidden: Tensor, rows: Tensor, pool: Tensor, step: int, lens: Tensor, starts: Tensor
 ) -> None:
-    """pool[rows[b], step] = hidden[starts[b] + lens[b] - 1] for every request b that has rows.
+    """Set pool[rows[b], step] = hidden[starts[b] + lens[b] - 1] for every request b that has rows.
 
     Args:
-        hidden: [T, H] of one module, the rows of a request side by side.
-        rows: [B] int64, rows of the pool; those of requests that have rows are distinct.
+            hidden: [T, H] of one module, the rows of a request adjacent.
+            rows: [B] int64, rows of the pool; distinct among requests that have rows.
         pool: [R, F, H] of the dtype of `hidden`, mutated.
-        step: which of the F hidden states of a request.
-        lens: [B] int64, rows that count, from the request's first one; 0 or less: it keeps what it has.
+            step: which of the F hidden states of a request is set.
+            lens: [B] int64, number of valid rows of the request; 0 or less: its state is kept.
         starts: [B] int64, first row of a request.
     """
     if rows.shape[0] == 0:
@@ -38,7 +38,7 @@ def keep_hidden_reference(
 def _keep_hidden_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr,
     rows_ptr,
-    pool_ptr,  # at the wanted step
+    pool_ptr,  # at `step`
     lens_ptr,
     starts_ptr,
     hidden_stride,
@@ -46,7 +46,7 @@ def _keep_hidden_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program copies a part of one request's row."""
+    """Each program copies a part of one request's row."""
     request = tl.program_id(0)
     length = tl.load(lens_ptr + request)
     if length > 0:

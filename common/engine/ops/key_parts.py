@@ -1,4 +1,4 @@
-"""Attention whose keys are divided among programs (flash-decoding): how many parts, and what puts them together."""
+"""Attention whose keys are divided among programs (flash-decoding): the number of parts, and their combination."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from common.engine.ops.triton_kernel import (
     tl,
 )
 
-BLOCK_KEYS = 64  # of one step of a part
-GRANULE = 16  # parts are multiples of it
+BLOCK_KEYS = 64  # keys per step of a part
+GRANULE = 16  # parts are multiples of so many keys
 MAX_SPLITS = 32
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 PROGRAMS_PER_PROCESSOR = 3
@@ -28,15 +28,16 @@ class Division(NamedTuple):
     """How a request's keys are divided."""
 
     splits: int
-    keys: int  # of a step
+    keys: int  # per step
     stages: int
 
 
 def choose_division(programs: int, max_keys: int, head_bytes: int, processors: int) -> Division:
-    """From host bounds alone, so that a graph's grid serves every length. `programs`: without splits.
+    """Choose from host bounds only, so that a graph's grid serves every length. `programs`: their number without
+    splits.
 
-    Up to three programs for a processor, each with as many keys on the way as shared memory holds, are better than more
-    of them; where there are more without any division, less on the way is better (H200: tests/bench/NOTES.md).
+    Up to three programs per processor, each loading as many keys at once as shared memory holds, are better than more
+    programs; if there are more even without a division, loading fewer at once is better (H200: tests/bench/NOTES.md).
     """
     most = PROGRAMS_PER_PROCESSOR * processors
     splits = max(1, min(most // programs, cdiv(max_keys, BLOCK_KEYS), MAX_SPLITS))
@@ -70,13 +71,13 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 class KeyParts:
-    """What the programs of one call leave for `combine`: each part's output and the base-2 log of its sum.
+    """Partial results of the programs of one call, for `combine`: each part's output and the base-2 log of its sum.
 
-    One part needs neither: it writes the result itself.
+    A single part needs neither: it writes the result itself.
     """
 
     def __init__(self, lines: int, splits: int, out: Tensor) -> None:
-        """lines: rows of `out` times heads; out: [..., D], contiguous."""
+        """`lines` is the number of rows of `out` times heads; `out` is [..., D], contiguous."""
         self.splits = splits
         self.out = out
         self.lines = lines
@@ -87,7 +88,7 @@ class KeyParts:
             self.lse = torch.empty(shape[:2], dtype=torch.float32, device=out.device)
 
     def combine(self) -> None:
-        """A part with lse -inf is empty and not read; a line without any part comes out as zero."""
+        """Add up the parts. A part with lse -inf is empty and not read; a line without any part becomes zero."""
         if self.splits == 1:
             return
         head_dim = self.out.shape[-1]

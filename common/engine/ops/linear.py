@@ -1,9 +1,9 @@
-"""y = x W^T + b, and silu(x G^T) * (x U^T), for few rows of x: a decode step is one read of the weights.
+"""y = x W^T + b, and silu(x G^T) * (x U^T), for few rows of x: a decode step reads the weights once.
 
-Such a product is bound by memory. The weight's rows are the rows of the matrix units (64 of them at once) and the few
-rows of x its columns, so both are multiplied from shared memory as they come, by the bulk copies of a Hopper GPU where
-they can. The kernel is launched while the one before still runs (`await_previous`), and takes the activation with it,
-which would be a launch of its own. A row's result does not depend on its company in a tile.
+Such a product is memory-bound. The weight's rows are the rows of the matrix units (64 at once) and the few rows of x
+are the columns, so both are multiplied from shared memory without a transposition, with the bulk copies of a Hopper
+GPU where possible. The kernel is launched while the previous one still runs (`await_previous`), and includes the
+activation, which would be a launch of its own. A row's result does not depend on the other rows of its tile.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from common.engine.ops.triton_kernel import (
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in], weight [out, in], bias [out] -> [..., out]."""
+    """Return [..., out] for x [..., in], weight [out, in], bias [out]."""
     return F.linear(x, weight, bias)
 
 
 @kernel
 def _load_tile(  # type: ignore[no-untyped-def]
-    matrix,  # what `described` gives where BULK; else a pointer
+    matrix,  # a descriptor made by `described` if BULK, else a pointer
     first,
     k,
-    rows,  # of the matrix
+    rows,  # rows of the matrix
     stride,
     DEPTH: tl.constexpr,
     CUT: tl.constexpr,
@@ -47,7 +47,7 @@ def _load_tile(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """[ROWS, BLOCK_K] from row `first` and column k on; zero behind the matrix' end."""
+    """Return [ROWS, BLOCK_K] from row `first` and column k on; zero past the end of the matrix."""
     if BULK:
         tile = matrix.load([first, k])
     else:
@@ -62,16 +62,16 @@ def _load_tile(  # type: ignore[no-untyped-def]
 @kernel_with_varying("rows")
 def _linear_kernel(  # type: ignore[no-untyped-def]
     x,  # [rows, DEPTH]
-    weight,  # [size, DEPTH], or where GATED [2 * size, DEPTH]: gates, then what they are multiplied with
-    bias_ptr,  # [size]; read where BIAS
-    out_ptr,  # [rows, size], or float32 [parts, rows, size], to be added up
+    weight,  # [size, DEPTH], or if GATED [2 * size, DEPTH]: gates, then up projections
+    bias_ptr,  # [size]; read if BIAS
+    out_ptr,  # [rows, size], or float32 [parts, rows, size], whose parts have to be added up
     rows,
-    size,  # of the output
+    size,  # output columns
     x_stride,
     DEPTH: tl.constexpr,
-    PART: tl.constexpr,  # of the depth, a multiple of BLOCK_K
-    CUT: tl.constexpr,  # the parts reach beyond the depth
-    BULK: tl.constexpr,  # x and weight are descriptions
+    PART: tl.constexpr,  # depth of one part, a multiple of BLOCK_K
+    CUT: tl.constexpr,  # the last part extends past the depth
+    BULK: tl.constexpr,  # x and weight are descriptors
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # at least `rows`
     BLOCK_N: tl.constexpr,
@@ -79,7 +79,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """A program has BLOCK_N columns of all rows, and one part of the depth."""
+    """Each program computes BLOCK_N columns of all rows over one part of the depth."""
     await_previous(CHAINED)
     first = tl.program_id(0) * BLOCK_N
     begin = tl.program_id(1) * PART
@@ -102,8 +102,9 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     real = column < size
     if BIAS:
         bias = tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)
-        out += tl.where(begin == 0, bias, 0.0)[:, None]  # of one part
-    if GATED:  # rounded where two kernels would round
+        out += tl.where(begin == 0, bias, 0.0)[:, None]  # only the first part adds it
+    if GATED:
+        # Rounded where two separate kernels would round.
         gate = out.to(dtype).to(tl.float32)
         out = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
     line = tl.program_id(1) * rows + row
@@ -114,8 +115,10 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 def linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, gated: bool = False
 ) -> Tensor:
-    """At most `tiles.rows` rows. `gated`: see `gated_linear`. Of one part: see `linear_parts`."""
-    assert tiles.parts == 1, "the parts of a product are added up by what reads it"
+    """Compute at most `tiles.rows` rows in one part; for several parts see `linear_parts`, for `gated`
+    `gated_linear`.
+    """
+    assert tiles.parts == 1, "the reader of a product adds up its parts"
     size = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty((*x.shape[:-1], size))
     _launch(x, weight, bias, out, tiles, gated)
@@ -123,7 +126,7 @@ def linear_triton(
 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
-    """The depth divided among programs: [parts, rows, size] float32, to be added up; see `linear_add_rms_norm`."""
+    """Divide the depth among programs and return [parts, rows, size] float32; see `linear_add_rms_norm`."""
     out = x.new_empty((tiles.parts, rows_of(x), weight.shape[0]), dtype=torch.float32)
     _launch(x, weight, bias, out, tiles, gated=False)
     return out
@@ -150,7 +153,9 @@ def _launch(
     if out.numel() == 0:
         return
     part = cdiv(cdiv(depth, tiles.depth), tiles.parts) * tiles.depth
-    bulk = tiles.rows > FEW and copies_in_bulk(rows, weight)  # 16 rows: as fast without, one row faster
+    bulk = tiles.rows > FEW and copies_in_bulk(
+        rows, weight
+    )  # 16 rows are as fast without it, one row is faster
     _linear_kernel[(cdiv(size, tiles.columns), tiles.parts)](
         described(rows, tiles.rows, tiles.depth) if bulk else rows,
         described(weight, tiles.columns, tiles.depth) if bulk else weight,
@@ -175,12 +180,12 @@ def _launch(
 
 
 def halves(x: Tensor, weight: Tensor) -> bool:
-    """Whether our kernel is for them: 16 bits, and a weight in one piece."""
+    """Return whether tandem's kernel serves them: 16 bits, and a contiguous weight."""
     return x.dtype in (torch.float16, torch.bfloat16) and weight.is_contiguous()
 
 
 def rows_of(x: Tensor) -> int:
-    """[..., in]: how many there are of the last axis."""
+    """Return the number of rows of x [..., in]."""
     return x.numel() // x.shape[-1]
 
 
@@ -200,7 +205,7 @@ linear = register_op("linear", linear_reference, mutates=(), fake=_fake, cuda=_l
 
 
 def gated_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in], weight [2 * I, in] and bias [2 * I] with gates first -> silu(gate) * up [..., I]."""
+    """Return silu(gate) * up [..., I] for x [..., in], weight [2 * I, in] and bias [2 * I], gates first."""
     return silu_mul_reference(F.linear(x, weight, bias))
 
 

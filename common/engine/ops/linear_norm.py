@@ -1,7 +1,7 @@
-"""A product, what it is added to, and the norm behind the sum: the end of attention and of the feed-forward block.
+"""A product, the residual addition and the norm after it: the end of attention and of the feed-forward block.
 
-For few rows the depth of the product is divided among programs, since such a matrix has too few columns to keep the
-memory busy, and the norm adds the parts up: a library's sum of them is a launch of its own, twice in every layer.
+For few rows the depth of the product is divided among programs, since such a matrix has too few columns to saturate
+the memory, and the norm adds up the parts: a library would launch the sum separately, twice in every layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over pages by gathering them, in torch: the parts that the extend and decode references share."""
+"""Attention over gathered pages in torch: the code that the extend and decode references share."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-QUERY_BLOCK = 512  # rows of one mask: bounds its memory and skips keys that a whole block may not see
+QUERY_BLOCK = 512  # rows per mask: bounds its memory and skips keys that no row of a block sees
 
 
 def first_visible(position: int, window: int | None) -> int:
-    """The first position that a query at `position` sees."""
+    """Return the first position that a query at `position` sees."""
     return 0 if window is None else max(0, position - window + 1)
 
 
 def gather(plane: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
-    """Positions begin .. end - 1 of the request with pages [max_pages]: [end - begin, kv_heads, D]."""
+    """Return positions begin .. end - 1 of the request with pages [max_pages]: [end - begin, kv_heads, D]."""
     page_size = plane.shape[1]
     first = begin // page_size
     rows = plane.index_select(0, pages[first : -(-end // page_size)])
@@ -25,7 +25,8 @@ def gather(plane: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, offset: int, window: int | None, scale: float
 ) -> Tensor:
-    """Causal attention of query [n, heads, D] over key, value [m, kv_heads, D]; query i is key offset + i.
+    """Causal attention of query [n, heads, D] over key, value [m, kv_heads, D]; query i has the position of key
+    offset + i.
 
     Returns [n, heads, D].
     """

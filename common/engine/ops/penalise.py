@@ -1,7 +1,7 @@
-"""Repetition, presence and frequency penalties of rows of logits, from counts that lie on the device.
+"""Applies repetition, presence and frequency penalties to rows of logits, from counts on the device.
 
-One formula for every caller, and no fused multiply-add in it: the rows that verify a draft tree come by their counts in
-another way than plain decoding's rows, and must give the same logits bit for bit.
+All callers use one formula without fused multiply-add: the rows that verify a draft tree get their counts in another
+way than the rows of plain decoding, and must yield the same logits bit for bit.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def penalise_reference(
     frequency: Tensor,
     path: Tensor,
 ) -> Tensor:
-    """A copy of `logits` with penalties taken off.
+    """Return a copy of `logits` with penalties applied.
 
     Args:
         logits: [R, V] float32.
-        seen: [T, V] int32: twice a token's count in the output, plus one if it stands in the prompt.
-        rows: [R] int64: which row of `seen` and of the penalties a row of logits belongs to.
-        repetition: [T] float32, above 0; logits of tokens seen are divided by it, negative ones multiplied; 1: off.
-        presence: [T] float32, taken off the logits of output tokens; 0: off.
-        frequency: [T] float32, taken off once per occurrence in the output; 0: off.
-        path: [R, P] int64: output tokens that `seen` does not count yet; -1: none.
+            seen: [T, V] int32: twice a token's count in the output, plus one if it is in the prompt.
+            rows: [R] int64: the row of `seen` and of the penalties that a row of logits belongs to.
+            repetition: [T] float32, above 0; logits of seen tokens are divided by it, or multiplied if negative; 1:
+                off. presence: [T] float32, subtracted from the logits of output tokens; 0: off. frequency: [T]
+                float32, subtracted once per occurrence in the output; 0: off. path: [R, P] int64: output tokens that
+                `seen` does not count yet; -1: none.
     """
     seen = seen.index_select(0, rows)
     seen.scatter_add_(1, path.clamp(min=0), 2 * (path >= 0).to(torch.int32))
@@ -94,7 +94,7 @@ def penalise_triton(
     assert path.shape[0] == count, f"paths {tuple(path.shape)} for {count} rows of logits"
     for tensor in (seen, repetition, presence, frequency):
         assert tensor.is_contiguous(), "counts and penalties must be contiguous"
-    rows, path = rows.contiguous(), path.contiguous()  # views of a round's state may come with strides
+    rows, path = rows.contiguous(), path.contiguous()  # views of a round's state may be strided
     out = torch.empty((count, vocab), dtype=torch.float32, device=logits.device)
     if count:
         _penalise_kernel[(count, cdiv(vocab, BLOCK))](

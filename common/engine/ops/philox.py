@@ -1,4 +1,4 @@
-"""Philox4x32-10, the counter-based random generator, in int64 tensor operations: equal on every device.
+"""Philox4x32-10, the counter-based random generator, in int64 tensor operations: identical on every device.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); Triton's `tl.philox` is the
 same.
@@ -18,9 +18,9 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Four random words for each counter; all int64 tensors of 32-bit words that broadcast.
+    """Return four random words per counter; all arguments are int64 tensors of 32-bit words that broadcast.
 
-    A product of two words fits 64 bits; its sign bit is one of them, which the mask after the shift recovers.
+    A product of two words fits into 64 bits, one of which is the sign bit; the mask after the shift recovers it.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -34,7 +34,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def token_words(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """[R, V] int64: word of token v for row r, from key seed[r] and counter (v, position[r] low, high, 0).
+    """Return [R, V] int64: the word of token v for row r, from key seed[r] and counter (v, position[r] low, high, 0).
 
     Args:
         seed: [R] int64.

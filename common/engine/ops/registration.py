@@ -1,7 +1,7 @@
-"""Registers operations that graphs must see as one call, through the dispatcher: `torch.ops.tandem.NAME`.
+"""Registers operations that graphs treat as one call, through the dispatcher: `torch.ops.tandem.NAME`.
 
-`torch.library.custom_op` would do the same and wrap every call in a dynamo guard, which costs more than a
-small decode kernel on the CPU and loads dynamo at start.
+`torch.library.custom_op` would do the same but wrap every call in a dynamo guard, which costs more than a small
+decode kernel on the CPU and loads dynamo at start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., object])
 
 library: Any = torch.library  # partly untyped in torch
-# What a compiler may see through to: the torch code of operations that change none of their arguments.
+# The torch code of operations that change none of their arguments, into which a compiler may look.
 REFERENCES: dict[object, Callable[..., object]] = {}
 
 
@@ -26,7 +26,7 @@ def register_op(
     cpu: Function | None = None,
     cuda: Function | None = None,
 ) -> Function:
-    """Register `function` as `tandem::name` for every device; `cpu` and `cuda` take its place on theirs.
+    """Register `function` as `tandem::name` for every device; `cpu` and `cuda` replace it on theirs.
 
     Args:
         mutates: names of the arguments that it writes into; the result must not alias an argument.

@@ -1,7 +1,7 @@
-"""RMSNorm, alone and fused with the residual addition before it (arXiv 1910.07467).
+"""RMSNorm, by itself and fused with the residual addition before it (arXiv 1910.07467).
 
-The sum of the fused form is a new tensor: the stream that entered a layer may still be wanted (auxiliary hidden states,
-a graph's static input), and writing elsewhere moves the same bytes.
+The sum of the fused form is a new tensor: the stream that entered a layer may still be needed (auxiliary hidden
+states, a graph's static input), and writing elsewhere moves the same number of bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from common.engine.ops.triton_kernel import await_previous, chained, kernel, nex
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] / rms(x) * weight [H], in x's dtype; mean square in float32."""
+    """Return x [..., H] / rms(x) * weight [H], in x's dtype; the mean square is float32."""
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
@@ -28,11 +28,11 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 @kernel
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [rows, size], or where there are PARTS float32 [PARTS, rows, size]
-    residual_ptr,  # [rows, size]; read where ADD
+    x_ptr,  # [rows, size], or if PARTS float32 [PARTS, rows, size]
+    residual_ptr,  # [rows, size]; read if ADD
     weight_ptr,  # [size]
     out_ptr,  # [rows, size]
-    total_ptr,  # the same; written where ADD
+    total_ptr,  # [rows, size]; written if ADD
     x_stride,
     part_stride,
     residual_stride,
@@ -43,7 +43,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program per row, the whole row in registers."""
+    """One program per row, which is kept in registers as a whole."""
     await_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -51,7 +51,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + row * x_stride + column, mask=live, other=0.0)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + part * part_stride + row * x_stride + column, mask=live, other=0.0)
-    x = x.to(out_ptr.dtype.element_ty)  # rounded where a product rounds
+    x = x.to(out_ptr.dtype.element_ty)  # rounded as a product would be
     weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=live, other=0.0)
@@ -64,7 +64,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    rows = x.flatten(0, -2)  # a view wherever the rows have one stride
+    rows = x.flatten(0, -2)  # a view if the rows have one stride
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(rows, rows, weight, out, out, eps, add=False)
     return out
@@ -82,7 +82,7 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 def add_parts_rms_norm_triton(
     parts: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` of x in parts [parts, rows, H] float32, whose sum is rounded to the dtype of `residual`."""
+    """`add_rms_norm` for x in parts [parts, rows, H] float32; their sum is rounded to the dtype of `residual`."""
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
     stream = residual.flatten(0, -2)

@@ -21,9 +21,9 @@ ANGLE_BLOCK = 1024  # elements per program
 def rotary_angles_reference(
     positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """For positions [T] and inv_freq [D/2] float32, computed in float32, returned in `dtype`.
+    """Compute the angles of positions [T] and inv_freq [D/2] float32 in float32 and return them in `dtype`.
 
-    Returns (cos, sin), each [T, 1, D]; the first half of sin is negated, as `rotary` wants it.
+    Returns (cos, sin), each [T, 1, D]; the first half of sin is negated, as `rotary` expects it.
     """
     angles = positions.to(torch.float32)[:, None, None] * inv_freq
     cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -32,7 +32,7 @@ def rotary_angles_reference(
 
 @kernel
 def _store_angles(cos_ptr, sin_ptr, angle, factor, half, live):  # type: ignore[no-untyped-def]
-    """At pointers of the first halves; the second ones lie `half` behind. The first half of sines is negative."""
+    """Store at pointers of the first halves; the second halves follow at `half`. The first half of sin is negated."""
     dtype = cos_ptr.dtype.element_ty
     cos = (tl.cos(angle) * factor).to(dtype)
     sin = (tl.sin(angle) * factor).to(dtype)
@@ -96,10 +96,10 @@ def _launch_angles(
     dtype: torch.dtype,
     **constants: int,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin). `tables`: what `kernel` reads per frequency, [D/2] each."""
+    """Return (cos, sin). `tables` are the inputs of `kernel` per frequency, [D/2] each."""
     count, half = positions.shape[0], tables[0].shape[0]
     assert positions.is_contiguous(), "positions must be dense"
-    assert all(table.is_contiguous() for table in tables), "what stands per frequency must be dense"
+    assert all(table.is_contiguous() for table in tables), "tables of frequencies must be dense"
     cos = torch.empty((count, 1, 2 * half), dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
     if count:
@@ -133,7 +133,7 @@ rotary_angles = register_op(
 def rotary_angles_by_axis_reference(
     positions: Tensor, axes: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As `rotary_angles` for positions [T, A] of tokens on A axes: frequency f turns by positions[:, axes[f]].
+    """Like `rotary_angles` for positions [T, A] on A axes: frequency f rotates by positions[:, axes[f]].
 
     axes: [D/2] int64.
     """
@@ -173,7 +173,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32. Source: transformers `modeling_rope_utils`; YaRN: arXiv 2309.00071."""
+    """Return [head_dim / 2] float32. Source: transformers `modeling_rope_utils`; YaRN: arXiv 2309.00071."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     powers = rope.theta**exponents
     plain: Tensor = 1.0 / powers
@@ -187,7 +187,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Low frequencies divided by the factor, high ones kept, a smooth blend between."""
+    """Divide low frequencies by the factor, keep high ones, and blend smoothly between."""
     original, low, high = rope.original_max_positions, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / plain
     smooth = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
@@ -197,7 +197,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(powers: Tensor, plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Interpolated frequencies where a dimension turns seldom, plain ones where often, a ramp between."""
+    """Return interpolated frequencies for slowly rotating dimensions, plain ones for fast ones, and a ramp between."""
 
     def dimension(rotations: float) -> float:
         turns = math.log(rope.original_max_positions / (rotations * 2 * math.pi))

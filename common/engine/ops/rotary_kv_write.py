@@ -1,6 +1,6 @@
-"""What lies between the merged QKV product and attention: q/k norm, rotation, and the write to the paged cache.
+"""The steps between the merged QKV product and attention: q/k norm, rotation, and the write to the paged cache.
 
-`rotary_qk` is the rotation alone, of a tower that keeps no cache.
+`rotary_qk` does only the rotation, for a vision tower that has no cache.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def rotary_kv_write_reference(
         cos, sin: [T, 1, D] of `rotary_angles`.
         q_weight, k_weight: [D] of the RMSNorm before the rotation; None: no norm. Both or neither.
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], mutated.
-        slots: [S] int64, S <= T, page * page_size + offset of the first S tokens; the live ones are distinct.
-            A slot in page 0 is padding, and so is a token without a slot: nothing of it is stored.
+            slots: [S] int64, S <= T, page * page_size + offset of the first S tokens; the live ones are distinct.
+                A slot in page 0 is padding, and so is a token without a slot: nothing is stored for either.
     """
     kv_heads, count = key_plane.shape[2], slots.shape[0]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -89,12 +89,12 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
-    BLOCK_HALF: tl.constexpr,  # the next power of two
+    BLOCK_HALF: tl.constexpr,  # HALF rounded up to a power of two
     BLOCK_HEADS: tl.constexpr,
     NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """A program has some heads of one token. Both halves of a head are in the same thread: in place is safe."""
+    """Each program handles some heads of one token. One thread has both halves of a head, so in-place is safe."""
     await_previous(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -155,7 +155,7 @@ def rotary_kv_write_triton(
     assert qkv.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
     assert cos.shape == sin.shape == (count, 1, head_dim), f"angles {tuple(cos.shape)} for {count} tokens"
     assert cos.is_contiguous() and sin.is_contiguous(), "angles must be contiguous"  # noqa: PT018
-    assert key_plane.shape[2:] == value_plane.shape[2:] == (kv_heads, head_dim), "planes of another shape"
+    assert key_plane.shape[2:] == value_plane.shape[2:] == (kv_heads, head_dim), "planes have another shape"
     assert key_plane.is_contiguous() and value_plane.is_contiguous(), "planes must be contiguous"  # noqa: PT018
     assert slots.is_contiguous() and slots.shape[0] <= count, "one slot per token"  # noqa: PT018
     assert (q_weight is None) == (k_weight is None), "queries and keys are normalised together"
@@ -209,7 +209,7 @@ rotary_kv_write = register_op(
 
 
 def rotary_qk_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate queries and keys in place, in float32 where the angles are.
+    """Rotate queries and keys in place, in float32 if the angles are float32.
 
     Args:
         qkv: [T, 3, heads, D], queries, keys and values of each row, mutated.

@@ -1,6 +1,6 @@
-"""What a phase of a speculative round reads before its forward: rows of device state, and where new tokens go.
+"""The inputs that a phase of a speculative round reads before its forward: rows of device state, slots of new tokens.
 
-Both are a handful of integers per request, which torch computes in nine launches each.
+Each is a handful of integers per request, for which torch would need nine launches.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from common.engine.ops.triton_kernel import (
     tl,
 )
 
-BLOCK = 1024  # pages of a program
+BLOCK = 1024  # pages per program
 
 
 def gather_rows_reference(
     placed: Tensor, last_token: Tensor, seq_len: Tensor, rope_delta: Tensor, pages: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of R requests, from state that has a row for each.
+    """Gather the state of R requests, which has one row per request.
 
     Args:
-        placed: [R, 2] int64: row, and how many pages the request holds.
+            placed: [R, 2] int64: the request's row, and the number of pages that it holds.
         last_token: [rows] int64.
         seq_len: [rows] int32.
         rope_delta: [rows] int64.
         pages: [rows, W] int32.
 
-    Returns (last token [R] int64, length [R] int64, rope delta [R] int64, page table [R, W] int32, page 0 behind the
-    pages held).
+    Returns (last token [R] int64, length [R] int64, rope delta [R] int64, page table [R, W] int32, with page 0 past
+    the pages held).
     """
     rows, held = placed[:, 0], placed[:, 1]
     own = torch.arange(pages.shape[1], device=pages.device) < held[:, None]
@@ -124,15 +124,15 @@ gather_rows = register_op(
 def window_places_reference(
     seq_len: Tensor, rope_delta: Tensor, page_table: Tensor, depth: Tensor, first: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where N new tokens per request go that lie in the slots from seq_len + first on.
+    """Return positions and slots of N new tokens per request, whose sequence indices begin at seq_len + first.
 
     Args:
         seq_len: [R] int64.
-        rope_delta: [R] int64, what rotary positions have above places.
-        page_table: [R, W] int32, W * page_size beyond the last of these slots.
-        depth: [R, N] int64, how far behind seq_len each token stands.
+            rope_delta: [R] int64, rotary position minus sequence index.
+            page_table: [R, W] int32; W * page_size exceeds the last of these indices.
+            depth: [R, N] int64, distance of each token's position from seq_len.
 
-    Returns (rotary positions [R, N] int64, KV slots [R, N] int64, lengths with them [R] int32).
+    Returns (rotary positions [R, N] int64, KV slots [R, N] int64, lengths including them [R] int32).
     """
     nodes = depth.shape[1]
     places = seq_len[:, None] + torch.arange(first, first + nodes, device=seq_len.device)
@@ -154,7 +154,7 @@ def _places_kernel(  # type: ignore[no-untyped-def]
     nodes,
     first,
     depth_stride,
-    node_stride,  # 0 where all nodes stand equally deep
+    node_stride,  # 0 if all requests' nodes share one depth
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # at least `nodes`
     CHAINED: tl.constexpr,

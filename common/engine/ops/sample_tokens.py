@@ -1,7 +1,7 @@
-"""One token per row of logits: exact argmax for greedy rows, the Gumbel-max draw for the others, nothing else.
+"""Samples one token per row of logits: exact argmax for greedy rows, the Gumbel-max draw for the others.
 
-argmax(scaled + g) with independent Gumbel g is a draw from softmax(scaled). The random words are those of `philox`,
-keyed by seed, position and token, so every device and every batch draws with the same ones.
+argmax(scaled + g) with independent Gumbel g is a draw from softmax(scaled). The random words come from `philox`,
+keyed by seed, position and token, so the draws are the same on every device and in every batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sample_tokens_reference(
     floor: Tensor | None,
     all_greedy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Draw from softmax(logits / temperature), or take the likeliest.
+    """Draw from softmax(logits / temperature), or take the likeliest token.
 
     Args:
         logits: [R, V] float32.
@@ -35,8 +35,8 @@ def sample_tokens_reference(
         floor: [R] float32; a random row draws no token whose logit is below it. None: no filter.
         all_greedy: every temperature is below GREEDY_EPSILON.
 
-    Returns (tokens [R] int64, invalid [R] bool: the row holds a NaN or no finite maximum; its token means nothing,
-    but is inside the vocabulary).
+    Returns (tokens [R] int64, invalid [R] bool: the row contains a NaN or has no finite maximum; its token is
+    meaningless, but within the vocabulary).
     """
     likeliest, invalid = logits.argmax(-1), ~logits.amax(-1).isfinite()
     if all_greedy:
@@ -50,9 +50,9 @@ def sample_tokens_reference(
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Gumbel noise -log(-log(u)), float32 and finite, from random words below 2**32 (int64).
+    """Return Gumbel noise -log(-log(u)), float32 and finite, from random words below 2**32 (int64).
 
-    With u = 1 - v the inner logarithm is log1p(-v), exact for small v, and those make the winning values.
+    With u = 1 - v the inner logarithm is log1p(-v), which is exact for small v, and these produce the winning values.
     """
     v = ((words.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return torch.log1p(-v).neg_().log_().neg_()
@@ -60,7 +60,7 @@ def gumbel(words: Tensor) -> Tensor:
 
 @kernel
 def _gumbel(words):  # type: ignore[no-untyped-def]
-    """`gumbel` of uint32 words. The fast logarithm has an absolute error, so small v takes the series of log1p."""
+    """`gumbel` of uint32 words. The fast logarithm has an absolute error, so small v use the series of log1p."""
     v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
     inner = tl.where(v < 0.0625, series, -tl.log(tl.where(v < 0.0625, 0.5, 1.0 - v)))
@@ -73,10 +73,10 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     temperature_ptr,  # [R]
     seed_ptr,
     position_ptr,
-    floor_ptr,  # [R]; read where FLOOR
+    floor_ptr,  # [R]; read if FLOOR
     best_ptr,  # [R, blocks] float32, the largest perturbed logit of a block
-    token_ptr,  # [R, blocks] int32, and its token
-    peak_ptr,  # [R, blocks] float32, the largest raw logit; +inf where one is NaN
+    token_ptr,  # [R, blocks] int32, its token
+    peak_ptr,  # [R, blocks] float32, the largest raw logit; +inf if one is NaN
     vocab,
     logits_stride,
     greedy_below,

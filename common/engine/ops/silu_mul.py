@@ -1,4 +1,4 @@
-"""SwiGLU's product: silu(gate) * up (arXiv 2002.05202)."""
+"""The product of SwiGLU: silu(gate) * up (arXiv 2002.05202)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 2048
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """[..., 2 * I] with gate first -> [..., I]."""
+    """Return [..., I] for [..., 2 * I] with gates first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

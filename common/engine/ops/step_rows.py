@@ -1,6 +1,6 @@
-"""Both ends of a decode step: what its requests' rows of device state say, and what the step leaves in them.
+"""Both ends of a decode step: reads its requests' rows of device state, and writes the step's results to them.
 
-A handful of integers per request, which torch would read in ten launches and write in six.
+Each is a handful of integers per request, which torch would read in ten launches and write in six.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from common.engine.ops.triton_kernel import (
     tl,
 )
 
-BLOCK = 1024  # pages, or requests, of a program
+BLOCK = 1024  # pages, or requests, per program
 
 
 def step_rows_reference(
     rows: Tensor, last_token: Tensor, seq_len: Tensor, rope_delta: Tensor, pages: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of R requests, from state that has a row for each: one new token each, behind what has KV.
+    """Gather the state of R requests for one new token each, which follows the tokens that have KV.
 
     Args:
         rows: [R] int64.
         last_token: [rows] int64.
         seq_len: [rows] int32, below W * page_size.
-        rope_delta: [rows] int64, what rotary positions have above places.
+            rope_delta: [rows] int64, rotary position minus sequence index.
         pages: [rows, W] int32.
 
-    Returns (token [R] int64, rotary position [R] int64, KV slot [R] int64, length with it [R] int32, page table
+    Returns (token [R] int64, rotary position [R] int64, KV slot [R] int64, length including it [R] int32, page table
     [R, W] int32).
     """
     table, place = pages.index_select(0, rows), seq_len.index_select(0, rows).to(torch.int64)
@@ -126,9 +126,9 @@ step_rows = register_op("step_rows", step_rows_reference, mutates=(), fake=_fake
 def advance_rows_reference(
     rows: Tensor, tokens: Tensor, lengths: Tensor, last_token: Tensor, seq_len: Tensor
 ) -> None:
-    """Write what a step has drawn, tokens [R] int64, and lengths [R] int32 to `rows` [R] int64 of device state.
+    """Write the drawn tokens [R] int64 and the lengths [R] int32 of a step to `rows` [R] int64 of device state.
 
-    Row 0, of padding, is left as it is.
+    Row 0, which is padding, is not changed.
     """
     live = rows > 0
     last_token.index_copy_(0, rows, torch.where(live, tokens, last_token[0]))

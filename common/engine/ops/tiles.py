@@ -1,7 +1,7 @@
-"""How products of few rows are divided among programs: measured with the 8B shape on an H200 (tests/bench/NOTES.md).
+"""Divides products of few rows among programs, as measured with the 8B shape on an H200 (tests/bench/NOTES.md).
 
-A weight [size, depth] is read once, in tiles of its rows, by programs that keep many bytes on the way. Where there are
-too few tiles for all multiprocessors the depth is divided as well, and what reads the result adds the parts up.
+A weight [size, depth] is read once, in tiles of its rows, by programs that keep many bytes in flight. If there are
+too few tiles for all multiprocessors, the depth is divided as well, and the reader of the result adds up the parts.
 """
 
 from __future__ import annotations
@@ -11,39 +11,42 @@ from typing import NamedTuple
 from common.engine.ops.shared_memory import H200, SLACK
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
-FEW = 16  # rows: what a tile of the matrix units has at least
-MOST = 128  # rows: above, the library is as fast
-COLUMNS = 64  # of the output: what a program of four warps multiplies at once
-STEP = 128  # of the depth
+FEW = 16  # rows: the minimum of a tile of the matrix units
+MOST = 128  # rows: for more, the library is as fast
+COLUMNS = 64  # output columns that a program of four warps multiplies at once
+STEP = 128  # depth of a step
 MOST_PARTS = 8
-LEAST_STEP = 64  # 128 bytes of a row
-ALONE, SHARING = 6, 4  # steps on the way, at most: of the only program of a multiprocessor, of one of several
-ENOUGH = 3  # of them: with fewer, shorter steps
+LEAST_STEP = 64  # depth: 128 bytes of a row
+# Maximum steps in flight: of the only program of a multiprocessor, and of one that shares it.
+ALONE, SHARING = 6, 4
+ENOUGH = 3  # steps in flight below which shorter steps are used
 
 
 class Tiles(NamedTuple):
-    """How one weight matrix is divided."""
+    """How one weight matrix is divided among programs."""
 
-    columns: int  # of the output, per program
-    depth: int  # of a step
+    columns: int  # output columns per program
+    depth: int  # depth of a step
     warps: int
-    stages: int  # steps on the way
-    rows: int = FEW  # of x, at most
-    parts: int = 1  # of the depth, a program each
+    stages: int  # steps in flight
+    rows: int = FEW  # maximum rows of x
+    parts: int = 1  # parts of the depth, one program each
 
     def shared_bytes(self, matrices: int = 1) -> int:
-        """Of a program, at most; `matrices`: tiles of the weight that it multiplies."""
+        """Return the maximum bytes of a program; `matrices` is the number of weight tiles that it multiplies."""
         return self.step_bytes(matrices) * self.stages + SLACK
 
     def step_bytes(self, matrices: int) -> int:
         return (self.rows + matrices * self.columns) * self.depth * 2
 
     def at_once(self, processors: int, matrices: int = 1, shared: int = H200.shared_bytes) -> int:
-        """Programs that run at the same time. shared: bytes of a multiprocessor."""
+        """Return the number of programs that run at the same time; `shared` is in bytes per multiprocessor."""
         return processors * max(shared // self.shared_bytes(matrices), 1)
 
     def with_stages(self, most: int, shared: int, matrices: int = 1) -> Tiles | None:
-        """With as many as there is room for, of shorter steps if that were too few; None if those are, too."""
+        """Return the tiles with as many stages as fit, with shorter steps if those are too few; None if they still
+        are.
+        """
         stages = min(most, (shared - SLACK) // self.step_bytes(matrices))
         if stages >= ENOUGH:
             return self._replace(stages=stages)
@@ -53,9 +56,9 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(rows: int, size: int, processors: int, shared: int = H200.shared_bytes) -> Tiles | None:
-    """For x of so many rows and a weight of `size` rows; None where the library is faster.
+    """Choose tiles for x of `rows` rows and a weight of `size` rows; None if the library is faster.
 
-    shared: bytes that a program may have, and nearly all of a multiprocessor's.
+    `shared` is the number of bytes that a program may use, nearly all of a multiprocessor's.
     """
     programs = cdiv(size, COLUMNS)
     if rows > MOST or (rows > MOST // 2 and programs > processors):
@@ -66,7 +69,7 @@ def choose_tiles(rows: int, size: int, processors: int, shared: int = H200.share
 def choose_gated_tiles(
     rows: int, size: int, processors: int, shared: int = H200.shared_bytes
 ) -> Tiles | None:
-    """The same for `gated_linear`, whose programs read two tiles of the weight."""
+    """Choose tiles for `gated_linear`, whose programs read two tiles of the weight."""
     if rows > MOST:
         return None
     if rows > MOST // 2:
@@ -80,15 +83,15 @@ def choose_gated_tiles(
 def divide_depth(
     rows: int, size: int, depth: int, processors: int, shared: int = H200.shared_bytes
 ) -> Tiles | None:
-    """For a product whose parts are added up by what reads them; None where one part is enough, or the library.
+    """Choose tiles for a product whose reader adds up its parts; None if one part is enough or the library is faster.
 
-    Into one program for each multiprocessor, if that makes two parts or more.
+    The depth is divided into one program per multiprocessor, if that makes two parts or more.
     """
     programs, steps = cdiv(size, COLUMNS), cdiv(depth, STEP)
     if rows > MOST or steps < 16 or 3 * programs >= 2 * processors:
         return None
     wanted = max(min(processors // programs, MOST_PARTS), 2)
-    parts = cdiv(steps, cdiv(steps, wanted))  # none without a step
+    parts = cdiv(steps, cdiv(steps, wanted))  # each has at least one step
     tiles = _if_busy(
         _fitting(rows, programs * parts, processors, shared), programs * parts, processors, shared
     )
@@ -100,7 +103,7 @@ def _room(rows: int) -> int:
 
 
 def _fitting(rows: int, programs: int, processors: int, shared: int) -> Tiles | None:
-    """With as many steps on the way as there is room for; two programs at once where there are enough."""
+    """Return tiles with as many steps in flight as fit; with two programs per multiprocessor if there are enough."""
     tiles = Tiles(COLUMNS, STEP, 4, ALONE, _room(rows))
     if programs <= processors:
         return tiles.with_stages(ALONE, shared)
@@ -110,7 +113,7 @@ def _fitting(rows: int, programs: int, processors: int, shared: int) -> Tiles | 
 def _if_busy(
     tiles: Tiles | None, programs: int, processors: int, shared: int, matrices: int = 1
 ) -> Tiles | None:
-    """If the memory is busy; with more rows also if few processors wait for the last programs to end."""
+    """Return `tiles` if they keep the memory busy and, with more rows, few processors idle in the last wave."""
     if tiles is None:
         return None
     if tiles.rows == FEW:

@@ -1,4 +1,4 @@
-"""The likeliest tokens of each row with their probabilities: softmax and top-k of a draft head in two launches."""
+"""The likeliest tokens of each row and their probabilities: softmax and top-k of a draft head in two launches."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from torch import Tensor
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import await_previous, cdiv, chained, kernel, next_power_of_2, tl
 
-BLOCK = 4096  # tokens of one part
+BLOCK = 4096  # tokens per part
 if tl is not None:
     LOWEST = tl.constexpr(-3.0e38)
 
 
 def top_tokens_reference(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """logits [R, V] float32 -> (probs [R, count] float32, descending, ids [R, count] int64)."""
+    """Return (probs [R, count] float32, descending, ids [R, count] int64) of logits [R, V] float32."""
     probs, ids = logits.softmax(-1).topk(count, dim=-1)
     return probs, ids
 
 
 @kernel
 def _best(values, ids):  # type: ignore[no-untyped-def]
-    """(value, id) of the largest value; among equals the lowest id. A NaN never wins, and its id stays in range."""
+    """Return (value, id) of the largest value; the lowest id among equals.
+
+    A NaN never wins, and ids stay in range.
+    """
     most = tl.max(values, axis=0)
     return most, tl.min(tl.where(values == most, ids, tl.max(ids, axis=0)), axis=0)
 
@@ -38,12 +41,12 @@ def _part_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """A program has one part of one row."""
+    """Each program handles one part of one row."""
     await_previous(CHAINED)
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     left = tl.load(logits_ptr + row * row_stride + token, mask=token < size, other=float("-inf"))
-    left = tl.where(token < size, tl.maximum(left, LOWEST), left)  # a real token comes before a taken one
+    left = tl.where(token < size, tl.maximum(left, LOWEST), left)  # a live token ranks above a taken one
     largest = tl.max(left, axis=0)
     total = tl.sum(tl.exp(left - largest), axis=0)
     tl.store(sum_ptr + row * parts + part, total)
@@ -88,7 +91,10 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def top_tokens_triton(logits: Tensor, count: int, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Among equal logits the lower id comes first. A row with NaN gives ids in range and nothing more."""
+    """Launch the kernels.
+
+    Among equal logits the lower id comes first; for a row with NaN only the id range is defined.
+    """
     rows, size = logits.shape
     assert logits.dtype == torch.float32, f"logits are float32, not {logits.dtype}"
     assert logits.stride(1) == 1, "the logits of a row must be adjacent"

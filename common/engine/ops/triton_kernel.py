@@ -1,7 +1,7 @@
-"""The one import of Triton: kernels are declared with `kernel`, and where Triton is missing only references run.
+"""The only import of Triton: kernels are declared with `kernel`, and without Triton only references run.
 
 On a machine without a GPU, TRITON_INTERPRET=1 (before this module is imported) runs kernels in NumPy: the launchers
-then take CPU tensors, which is how the unit tests hold kernels and references together.
+then take CPU tensors, which lets unit tests compare kernels with references.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # CPU builds of torch come without it
+except ImportError:  # CPU builds of torch do not include it
     triton, tl, TensorDescriptor = None, None, None
 
 __all__ = [
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 
-# where a kernel does not compile or does not fit the GPU; Triton's are no RuntimeError, as torch's are
+# Raised when a kernel does not compile or does not fit the GPU; unlike torch's, Triton's errors are no RuntimeError.
 COMPILE_ERRORS: tuple[type[Exception], ...] = (RuntimeError,)
 if triton is not None:
     COMPILE_ERRORS = (RuntimeError, triton.TritonError)
 
 
 class _Missing:
-    """Stands for a kernel that cannot be launched here."""
+    """Placeholder of a kernel that cannot be launched on this machine."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -61,9 +61,10 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def kernel_with_varying(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """The same for a kernel whose integer arguments `names` vary while serving.
+    """Like `kernel`, for a kernel whose integer arguments `names` vary while serving.
 
-    Triton compiles again where an integer is 1 or becomes divisible by 16. These are compiled once for all values.
+    Triton compiles again if an integer is 1 or becomes divisible by 16. These arguments are compiled once for all
+    values.
     """
 
     def declare(function: Callable[..., Any]) -> Any:
@@ -76,10 +77,10 @@ def kernel_with_varying(*names: str) -> Callable[[Callable[..., Any]], Any]:
 
 @kernel
 def await_previous(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin a kernel that is launched with `chained`, before it reads or writes what other kernels write or read.
+    """Begin a kernel that is launched with `chained`, before it reads or writes memory that other kernels use.
 
-    The next kernel on the stream may be launched from now on, and this one waits until all before it have ended. One
-    that is launched so and does not wait would let the next run into those before.
+    From this call on the next kernel on the stream may be launched, and this kernel waits until all earlier ones have
+    ended. A chained kernel that does not wait would let the next one overlap with the earlier ones.
     """
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -93,19 +94,19 @@ def _hopper_or_later(device: torch.device) -> bool:
 
 @functools.cache
 def chained(device: torch.device) -> dict[str, bool]:
-    """Launch options of kernels with a CHAINED parameter: programmatic dependent launch, where the GPU has it.
+    """Return the launch options of kernels with a CHAINED parameter: programmatic dependent launch, if supported.
 
-    A launch costs a microsecond or two between the end of one kernel and the first instruction of the next; so it is
-    spent while the one before still runs.
+    A launch costs a microsecond or two between the end of one kernel and the first instruction of the next; with this
+    option that time passes while the previous kernel still runs.
     """
     return {"CHAINED": True, "launch_pdl": True} if _hopper_or_later(device) else {"CHAINED": False}
 
 
-BULK_ALIGNMENT = 16  # bytes: where rows begin
+BULK_ALIGNMENT = 16  # bytes: alignment of row starts
 
 
 def copies_in_bulk(*matrices: torch.Tensor) -> bool:
-    """Whether the GPU copies tiles of these by itself: one instruction instead of an address per thread (Hopper)."""
+    """Return whether the GPU (Hopper or later) copies tiles of these by one instruction instead of one per thread."""
     return _hopper_or_later(matrices[0].device) and all(
         each.data_ptr() % BULK_ALIGNMENT == 0 and each.stride(0) * each.element_size() % BULK_ALIGNMENT == 0
         for each in matrices
@@ -113,18 +114,17 @@ def copies_in_bulk(*matrices: torch.Tensor) -> bool:
 
 
 def described(matrix: torch.Tensor, rows: int, columns: int) -> Any:
-    """A matrix whose rows are adjacent, as a kernel loads tiles [rows, columns] of it; zero behind its end."""
+    """Return a descriptor from which a kernel loads tiles [rows, columns] of a matrix; zero past its end."""
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])
 
 
 def report_compilations(
     report: Callable[[str, float], None], begins: Callable[[], None] = lambda: None
 ) -> None:
-    """From now on, call report(kernel and its specialization, seconds) after each compilation in this process.
+    """Call report(kernel and its specialization, seconds) after each later compilation in this process.
 
-    `begins` is called before it.
-
-    Set once a node is ready: a kernel that compiles while serving holds up every request of that step for a second.
+    `begins` is called before each. This is set once a node is ready: a kernel that compiles while serving delays
+    every request of that step by a second.
     """
     if triton is None:
         return
@@ -133,7 +133,7 @@ def report_compilations(
     def before(*, key: str, **_: object) -> bool:
         begins()
         begun[key] = time.perf_counter()
-        return False  # go on and compile
+        return False  # continue and compile
 
     def after(*, key: str, repr: str, **_: object) -> None:
         report(repr, time.perf_counter() - begun.pop(key, time.perf_counter()))
@@ -143,7 +143,7 @@ def report_compilations(
 
 
 def has_triton() -> bool:
-    """Whether kernels can be compiled here."""
+    """Return whether kernels can be compiled on this machine."""
     return triton is not None
 
 
@@ -157,5 +157,5 @@ def next_power_of_2(n: int) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors; of an H200 where there is no GPU."""
+    """Return the number of streaming multiprocessors; that of an H200 if the device is not a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

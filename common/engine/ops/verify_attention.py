@@ -1,7 +1,7 @@
-"""Verify attention: N new tokens per request at the end of W slots that form a tree, behind a prefix of any length.
+"""Verify attention: N new tokens per request at the end of W slots that form a tree, after a prefix of any length.
 
-Slot j of the W lies at position prefix + j of the pages, but its token stands at prefix + its depth. A new token sees
-the whole prefix, itself and its ancestors. Only slots below a request's length are read.
+Slot j of the W is at position prefix + j of the pages, but its token has position prefix + its depth. A new token
+attends to the whole prefix, itself and its ancestors. Only slots below a request's length are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common.engine.ops.triton_kernel import (
     tl,
 )
 
-MAX_ROWS = 64  # new tokens times query heads of a KV head in one tile: more of them read the keys once again
+MAX_ROWS = 64  # new tokens times query heads of a KV head in one tile: with more, the keys are read once more
 MOST_BITS = 64
 
 
@@ -40,17 +40,17 @@ def verify_reference(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Vectorised over the batch, free of host synchronisation. A padding row (length 0) gives some finite or NaN row.
+    """Vectorised over the batch, free of host synchronisation. A padding row (length 0) yields a finite or NaN row.
 
     Args:
-        query: [B * N, heads, D], the new tokens of a request one after another, parents before children.
+            query: [B * N, heads, D], the new tokens of a request in order, parents before children.
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], already holding the new tokens.
         page_table: [B, max_pages] int32.
-        seq_lens: [B] int32, the W slots included.
+            seq_lens: [B] int32, including the W slots.
         tree_mask: [B, N, W] bool over the last W slots of each request, row n true for new token n and its ancestors.
-            W == N: the tree is new. W > N: its first W - N slots hold tokens of earlier calls.
+                    W == N: the whole tree is new. W > N: its first W - N slots hold tokens of earlier calls.
         max_seq_len: host upper bound of seq_lens.
-        window: positions that a query sees, its own included; None: all before it.
+            window: number of positions that a query sees, including its own; None: all before it.
 
     Returns [B * N, heads, D].
     """
@@ -60,7 +60,7 @@ def verify_reference(
     entry = (position // page_size).clamp(max=page_table.shape[1] - 1)
     slot = page_table.long()[:, entry] * page_size + position % page_size  # [B, L]
     length = seq_lens.long().clamp(width, max_seq_len)[:, None]
-    # what lies behind a request's length must not be read, not even as 0 * NaN
+    # Slots past a request's length must not be read, not even as 0 * NaN.
     slot = torch.where(position < length, slot, slot.gather(1, length - 1))
     visible = _visible(position, length - width, tree_mask, window)  # [B, N, L]
     key = key_plane.view(-1, kv_heads, head_dim)[slot].transpose(1, 2)  # [B, kv_heads, L, D]
@@ -78,14 +78,13 @@ def verify_reference(
 
 
 def _visible(position: Tensor, prefix: Tensor, tree_mask: Tensor, window: int | None) -> Tensor:
-    """[B, N, L] bool: which slots, in position order [L], a new token sees behind prefix [B, 1]."""
+    """Return [B, N, L] bool: which slots, in position order [L], a new token sees after prefix [B, 1]."""
     batch, new, width = tree_mask.shape
     seen_in_tree, seen = tree_mask, torch.ones_like(position, dtype=torch.bool)
     if window is not None:
-        behind = tree_mask.sum(-1, keepdim=True) - tree_mask.cumsum(
-            -1
-        )  # of a token, its ancestors after a slot
-        seen_in_tree = tree_mask & (behind < window)
+        # For each token and slot: the number of its ancestors, itself included, that follow the slot.
+        later = tree_mask.sum(-1, keepdim=True) - tree_mask.cumsum(-1)
+        seen_in_tree = tree_mask & (later < window)
         depth = tree_mask.sum(-1) - 1  # [B, N]
         seen = position > (prefix + depth)[:, :, None] - window
     slot = (position - prefix).clamp(0, width - 1)  # [B, L]
@@ -104,7 +103,7 @@ def _verify_cpu(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """The same where lengths can be read: no request pays for the longest, or differs in its company."""
+    """The same where lengths can be read: a request is neither padded to the longest nor affected by others."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     _, new, width = tree_mask.shape
     for row, length in enumerate(seq_lens.tolist()):
@@ -132,7 +131,7 @@ def _load_keys(  # type: ignore[no-untyped-def]
     plane_ptr, page, position, live, kv_head, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """[positions, BLOCK_D] of a plane, zero where not live."""
+    """Return [positions, BLOCK_D] of a plane, zero where not live."""
     dim = tl.arange(0, BLOCK_D)
     slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
     place = (slot * (KV_HEADS * D) + kv_head * D)[:, None] + dim[None, :]
@@ -141,7 +140,7 @@ def _load_keys(  # type: ignore[no-untyped-def]
 
 @kernel
 def _soften(most, total, out, score, value):  # type: ignore[no-untyped-def]
-    """One step of online softmax (FlashAttention-2, arXiv 2307.08691); a row may see none of the keys."""
+    """Do one step of online softmax (FlashAttention-2, arXiv 2307.08691); a row may see none of the keys."""
     new_most = tl.maximum(most, tl.max(score, axis=1))
     shift = tl.where(new_most == float("-inf"), 0.0, new_most)
     prob = tl.exp2(score - shift[:, None])
@@ -160,7 +159,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     table_ptr,  # [B, max_pages]
     lens_ptr,  # [B]
     mask_ptr,  # [B, new, width]
-    out_ptr,  # [B * new, HEADS, D], or where SPLIT float32 [B * new, HEADS, splits, D]
+    out_ptr,  # [B * new, HEADS, D], or if SPLIT float32 [B * new, HEADS, splits, D]
     lse_ptr,  # [B * new, HEADS, splits] float32, base 2; -inf: the part is empty
     new,
     width,
@@ -175,20 +174,20 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    SPLIT: tl.constexpr,  # more than one
+    SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
-    BITS: tl.constexpr,  # a row's ancestors fit into 64 bits, and see each other whatever lies between
-    ROWS: tl.constexpr,  # of a tile: new tokens times query heads of one KV head, padded for the matrix units
+    BITS: tl.constexpr,  # a row's ancestors fit into 64 bits, and there is no window
+    ROWS: tl.constexpr,  # rows of a tile: new tokens times query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # keys of a step over the prefix
-    BLOCK_W: tl.constexpr,  # where BITS, all slots of the tree; else those of a step over it
+    BLOCK_W: tl.constexpr,  # if BITS, all slots of the tree; else the slots of a step over it
     GRANULE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """A program has one part of one request's keys for a tile of rows.
+    """Each program computes one part of one request's keys for a tile of rows.
 
-    BITS: the tree's slots are keys like others, of which a row's bits say whether it sees them. Otherwise the last part
-    goes over them behind its part of the prefix, which costs it the time of one more read.
+    BITS: the tree's slots are keys like others, and a row's bits say whether it sees them. Otherwise the last part
+    goes over them after its part of the prefix, which costs it the time of one more read.
     """
     await_previous(CHAINED)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -197,14 +196,14 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     split, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lens_ptr + request)
     prefix = tl.maximum(length - width, 0)
-    begin, behind = 0, prefix
+    begin, bound = 0, prefix
     if BITS:
-        behind = length
+        bound = length
     if WINDOW:
         begin = tl.maximum(prefix - window + 1, 0)
-    part = tl.cdiv(tl.cdiv(behind - begin, splits), GRANULE) * GRANULE
+    part = tl.cdiv(tl.cdiv(bound - begin, splits), GRANULE) * GRANULE
     begin += split * part
-    end = tl.minimum(begin + part, behind)
+    end = tl.minimum(begin + part, bound)
 
     row, dim = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     inside = (row < new * GROUP)[:, None] & (dim < D)[None, :]
@@ -222,7 +221,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         read = live_row[:, None] & (slot < width)[None, :]
         marked = tl.load(tree[:, None] + slot[None, :], mask=read, other=0).to(tl.int64)
         bits = tl.sum(marked << slot.to(tl.int64)[None, :], axis=1)
-    if WINDOW:  # where each row stands
+    if WINDOW:  # the depth of each row
         for start in range(0, width, BLOCK_W):
             read = live_row[:, None] & (start + slot < width)[None, :]
             depth += tl.sum(
@@ -253,7 +252,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     tree_end = 0
     if not BITS:
         tree_end = tl.where(split == splits - 1, tl.minimum(width, length), 0)
-        above = tl.zeros((ROWS,), tl.int32)  # ancestors in the slots before, and the row itself
+        above = tl.zeros((ROWS,), tl.int32)  # ancestors in earlier slots, including the row itself
         for start in range(0, tree_end, BLOCK_W):
             place = start + slot
             live = place < tree_end
@@ -296,7 +295,10 @@ def verify_triton(
     division: Division | None = None,
     num_warps: int = 4,
 ) -> Tensor:
-    """All new tokens of a request read its keys together, split over parts. A padding row (length 0) gives zeros."""
+    """Let all new tokens of a request read its keys together, split into parts.
+
+    A padding row (length 0) yields zeros.
+    """
     batch, new, width = tree_mask.shape
     count, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape

@@ -131,9 +131,7 @@ def test_nested_breaks_are_forbidden() -> None:
         return inner(x) + 1
 
     backend = BreakableGraphs(TapeRecorder())
-    with pytest.raises(
-        CaptureError, match=r"inner inside break point .*outer.*remove the inner decorator"
-    ):
+    with pytest.raises(CaptureError, match=r"inner inside break point .*outer.*remove the inner decorator"):
         backend.capture(lambda: outer(X * 2) * 2)
     assert torch.equal(outer(X), X + 1 + 1)
     assert backend.capture(lambda: X * 2).breaks == 0
