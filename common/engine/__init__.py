@@ -1,1 +1,1 @@
-"""One forward pass on one device, and its capture in graphs: no queue, no socket, no scheduler. Torch starts here."""
+"""One forward pass on one device, and its capture in graphs: no queues, sockets or schedulers. Uses torch."""

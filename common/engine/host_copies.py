@@ -1,4 +1,4 @@
-"""Copies between host and device on the current stream: nobody waits for them."""
+"""Copies between host and device on the current stream; they never block."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-ALIGNMENT = 16  # bytes: Triton compiles a kernel anew for a pointer that is no multiple of it
+ALIGNMENT = 16  # bytes; Triton compiles a kernel again for a pointer that is not a multiple of it
 
 
 def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64, by one copy from pinned memory."""
+    """Return `values` as int64 on the device, by one copy from pinned memory."""
     tensor = torch.tensor(values, dtype=torch.int64)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -23,10 +23,10 @@ def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
 
 
 def send(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """Arrays on the device, by one copy of one pinned block; on a CPU the arrays themselves.
+    """Return arrays on the device, by one copy of one pinned block; on a CPU the arrays themselves.
 
-    Blocks come from torch's cache of pinned memory, which gives one out again only when its copy is done: nothing
-    waits, and after the first steps nothing is allocated.
+    Blocks come from torch's cache of pinned memory, which reuses one only after its copy is done, so nothing waits,
+    and after the first steps nothing is allocated.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
@@ -41,9 +41,9 @@ def send_one(array: Array, device: torch.device) -> Tensor:
 
 
 class Packing:
-    """Where arrays lie in one block: those of one dtype one behind another, each at a multiple of ALIGNMENT.
+    """Layout of arrays in one block: arrays of one dtype are adjacent, each at a multiple of ALIGNMENT.
 
-    Few calls for many arrays: a prompt waits for them.
+    It makes few calls for many arrays, because a prompt waits for them.
     """
 
     def __init__(self, arrays: Sequence[Array]) -> None:
@@ -70,7 +70,7 @@ class Packing:
                 start += count + gap
 
     def views(self, block: Tensor) -> list[Tensor]:
-        """The arrays as they lie in a block [nbytes] uint8, wherever it is."""
+        """Return the arrays as views of a block [nbytes] uint8 on any device."""
         found = [block] * len(self._arrays)
         for run in self._runs:
             flat = block[run.begin : run.end].view(_of_torch(run.dtype))
@@ -81,11 +81,11 @@ class Packing:
 
 
 class _Run(NamedTuple):
-    """Arrays of one dtype, in bytes begin .. end of a block."""
+    """Arrays of one dtype in bytes begin .. end of a block."""
 
     dtype: np.dtype[np.generic]
     owners: list[int]
-    elements: list[int]  # of each array, and of the gap behind it
+    elements: list[int]  # elements of each array, and of the gap after it
     begin: int
     end: int
 
@@ -96,9 +96,9 @@ def _of_torch(dtype: np.dtype[np.generic]) -> torch.dtype:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, to be read once the stream has come here; on a CPU the tensor itself.
+    """Return a copy in pinned memory, readable once the stream reaches this point; on a CPU the tensor itself.
 
-    Read from the device itself it would come behind whatever was launched since: a whole step late.
+    A read from the device itself would wait for all work launched since: a whole step too long.
     """
     if tensor.device.type == "cpu":
         return tensor

@@ -1,4 +1,4 @@
-"""How much memory this machine has."""
+"""The size of this machine's memory."""
 
 from __future__ import annotations
 

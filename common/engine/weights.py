@@ -1,4 +1,6 @@
-"""Fill a model from safetensors files, piece by piece: mapped into memory, copied once into our dtype and device."""
+"""Fills a model from safetensors files, piece by piece: mapped into memory, copied once to the model's dtype and
+device.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,8 @@ from common.errors import ModelError
 
 Progress = Callable[[int, int], None]  # (loaded bytes, bytes in total)
 
-HARMLESS = (
-    "rotary_emb.inv_freq",
-    "rotary_emb.cos_cached",
-    "rotary_emb.sin_cached",
-)  # suffixes; we compute them
+# Suffixes of tensors that the engine computes itself.
+HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 OWN_DTYPES = {
@@ -40,17 +39,16 @@ def load_weights(
     aside: tuple[str, ...] = (),
     within: tuple[str, ...] = ("",),
 ) -> None:
-    """Fill every piece from the checkpoint's tensor of its name.
+    """Fill every piece from the checkpoint's tensor of the same name.
 
     Args:
-        ignore: suffixes of further names that may be present and are not used, such as a tied lm_head.weight.
-        aside: prefixes of the names of another part of the model, which is loaded apart or not at all.
-        within: prefixes of the names that this model answers for; a file may hold others, of another model.
+            ignore: suffixes of further names that may be present and are not used, such as a tied lm_head.weight.
+            aside: prefixes of another part of the model, which is loaded separately or not at all.
+            within: prefixes of the names that belong to this model; a file may contain those of another model.
 
     Raises:
-        ModelError: names what is missing, unexpected or of the wrong shape, or the file that is truncated or
-            corrupt.
-            Everything is checked against the headers before the first byte is copied.
+            ModelError: says what is missing, unexpected or of the wrong shape, or which file is truncated or corrupt.
+                Everything is checked against the headers before the first byte is copied.
     """
     wanted: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -75,7 +73,7 @@ def load_weights(
 
 
 def _fill(piece: Piece, source: Any) -> None:
-    """Copy one piece out of an open safetensors file, of which no more is read."""
+    """Copy one piece out of an open safetensors file, reading only its block."""
     if piece.is_whole:
         piece.into.copy_(source.get_tensor(piece.name))
     else:
@@ -123,7 +121,7 @@ def _check(
 
 
 def _accepted(piece: Piece) -> tuple[str, ...]:
-    """safetensors' dtypes that may fill it: any of float values, of others its own."""
+    """Return the safetensors dtypes that may fill it: any float dtype for float values, else its own."""
     return OWN_DTYPES.get(piece.into.dtype, FLOATS)
 
 
@@ -135,7 +133,7 @@ def _sentence(what: str, names: list[str], shown: int = 5) -> str:
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """Say which dtype `name` means; "auto": the checkpoint's, but float32 on the CPU, where bf16 is slow."""
+    """Return the dtype of `name`; "auto" is the checkpoint's, but float32 on the CPU, where bf16 is slow."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint
     by_name = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,1 +1,1 @@
-"""How matrix products store and multiply their weights: a module per format; `registry.py` chooses by the config."""
+"""How matrix products store and multiply their weights: one module per format; `registry.py` selects by config."""

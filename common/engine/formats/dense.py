@@ -59,7 +59,7 @@ class DenseLinear(Linear):
 
 
 class LibraryLinear(DenseLinear):
-    """The library's own product for any number of rows: for towers of vision models, whose batches are large."""
+    """Uses torch's product for any number of rows: for vision towers, whose batches are large."""
 
     def product(self, x: Activations) -> Tensor:
         return F.linear(x.tensor(), self.weight, self.bias)
@@ -69,7 +69,7 @@ class DenseFormat(WeightFormat):
     """Makes dense products.
 
     Args:
-        product: the class to make them of.
+            product: the class of the products.
     """
 
     def __init__(self, placement: Placement, product: type[DenseLinear] = DenseLinear) -> None:

@@ -1,4 +1,4 @@
-"""Makes the weight format that a checkpoint names; its record stands in common/checkpoint/weight_formats.py."""
+"""Makes the weight format that a checkpoint names; the formats' records are in common/checkpoint/weight_formats.py."""
 
 from __future__ import annotations
 

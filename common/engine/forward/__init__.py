@@ -1,1 +1,1 @@
-"""Batches: what goes into a forward pass of a target or a draft and what comes out of it."""
+"""Batches: the inputs and outputs of a forward pass of a target or a draft, and the runners."""

@@ -1,8 +1,8 @@
-"""What passes between target and draft on a decode node: the inputs of draft, verify and draft-extend.
+"""The data that target and draft exchange on a decode node: inputs of draft, verify and draft-extend.
 
-Each phase has a type of its own, with static memory made once (`zeros`), views of its first rows (`first`), and an
-idle batch of no rows (`first(0)`). Widths and dtypes come from `hidden_size_for` and `dtype_for` of the type and from
-nowhere else: relay rows, graph buffers, idle batches, the hand-over and the handshake use the same two functions.
+Each phase has its own type, with static memory made once (`zeros`), views of its first rows (`first`), and an idle
+batch without rows (`first(0)`). Widths and dtypes come only from `hidden_size_for` and `dtype_for` of the type: relay
+rows, graph buffers, idle batches, the hand-over and the handshake use the same two functions.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ class _Rows:
     __slots__ = ()
 
     def first(self, count: int) -> Self:
-        """Views of the first rows."""
+        """Return views of the first rows."""
         views = {field.name: getattr(self, field.name)[:count] for field in fields(self)}  # type: ignore[arg-type]
         return replace(self, **views)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, slots=True)
 class EagleDraftInput(_Rows):
-    """Draft steps start from the draft's own proposals and its own hidden state."""
+    """The input of draft steps: the draft's own proposals and its own hidden state."""
 
     hidden_mode: ClassVar[CaptureHiddenMode] = CaptureHiddenMode.LAST
-    probs: Tensor  # [B, k] float32, descending; of a multi-layer draft k is topk x steps (proposals_for)
-    ids: Tensor  # [B, k] int64, ids of the target
+    probs: Tensor  # [B, k] float32, descending; k is topk x steps for a multi-layer draft (proposals_for)
+    ids: Tensor  # [B, k] int64, in the target's vocabulary
     hidden: Tensor  # [B, carried_size_for]
 
     @staticmethod
     def hidden_size_for(draft: DraftConfig | None) -> int:
-        """What one draft step gives to the next; 0: nothing."""
+        """Return the width that one draft step passes to the next; 0: nothing."""
         return 0 if draft is None else draft_config.hidden_size_for(draft)
 
     @staticmethod
     def carried_size_for(draft: DraftConfig | None) -> int:
-        """What travels with a request: as many hidden states as the next step, or the later modules, begin with."""
+        """Return the width that a request carries: the hidden states that the next step, or the later modules, begin
+        with.
+        """
         if draft is None:
             return 0
         return draft_config.hidden_rows_for(draft) * draft_config.hidden_size_for(draft)
 
     @staticmethod
     def dtype_for(placement: Placement) -> torch.dtype:
-        """The draft computes in the target's dtype."""
+        """Return the target's dtype, in which the draft computes too."""
         return placement.dtype
 
     @classmethod
@@ -73,17 +75,17 @@ class EagleVerifyInput(_Rows):
     """
 
     tokens: Tensor  # [B, N] int64
-    parents: Tensor  # [B, N] int64, node index; of the root: -1
+    parents: Tensor  # [B, N] int64, node index; -1 for the root
     depth: Tensor  # [B, N] int64
     mask: Tensor  # [B, N, N] bool, row n true for node n and its ancestors
 
     def paths(self) -> Tensor:
-        """[B, N, N - 1] int64: tokens of each node and of its ancestors but for the root, -1 elsewhere."""
+        """Return [B, N, N - 1] int64: the tokens of each node and its ancestors except the root, -1 elsewhere."""
         return torch.where(self.mask[:, :, 1:], self.tokens[:, None, 1:], -1)
 
     @classmethod
     def zeros(cls, rows: int, nodes: int, device: torch.device) -> Self:
-        """Chains of token 0."""
+        """Return chains of token 0."""
         index = torch.arange(nodes, device=device)
         return cls(
             torch.zeros(rows, nodes, dtype=torch.int64, device=device),
@@ -95,25 +97,25 @@ class EagleVerifyInput(_Rows):
 
 @dataclass(frozen=True, slots=True)
 class EagleDraftExtendInput(_Rows):
-    """What was accepted, in a window of W tokens per request as if it had been a chain: the draft reads it again.
+    """The accepted tokens in a window of W tokens per request, as if they were a chain: the draft reads them again.
 
-    Rows behind `accepted` mean nothing; the KV that they write is overwritten before it is read.
+    Rows after `accepted` are meaningless; the KV that they write is overwritten before it is read.
     """
 
     hidden_mode: ClassVar[CaptureHiddenMode] = CaptureHiddenMode.LAST
     start: Tensor  # [B] int64, position of the window's first row
-    ids: Tensor  # [B, W] int64, what the target drew behind each
-    hidden: Tensor  # [B, W, hidden_size_for], the target's
-    accepted: Tensor  # [B] int64, drafts: row `accepted` of the window proposes next
+    ids: Tensor  # [B, W] int64, the token that the target drew after each row
+    hidden: Tensor  # [B, W, hidden_size_for], the target's hidden states
+    accepted: Tensor  # [B] int64, number of drafts: row `accepted` of the window proposes next
 
     @staticmethod
     def hidden_size_for(draft: DraftConfig | None) -> int:
-        """What the target gives to the draft per token; 0: nothing."""
+        """Return the width that the target passes to the draft per token; 0: nothing."""
         return 0 if draft is None else draft_config.target_width(draft)
 
     @staticmethod
     def dtype_for(placement: Placement) -> torch.dtype:
-        """The target's."""
+        """Return the target's dtype."""
         return placement.dtype
 
     @classmethod

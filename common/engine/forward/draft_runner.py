@@ -1,4 +1,4 @@
-"""A draft model, its KV pool and attention backend: hidden states and tokens in, proposals out."""
+"""A draft model with its KV pool and attention backend: hidden states and tokens in, proposals out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # older names of 
 
 
 class DraftRunner:
-    """Runs one draft model. `pool` is the one that `attention` reads and writes."""
+    """Runs one draft model through its attention backend."""
 
     def __init__(self, head: SplitHead, attention: AttentionBackend, topk: int) -> None:
         self.head = head
@@ -46,43 +46,43 @@ class DraftRunner:
 
     @torch.inference_mode()
     def extend(self, batch: ForwardBatch, target_hidden: Tensor) -> EagleDraftInput:
-        """Rows whose hidden states the target has computed: [T, target_width]."""
+        """Run rows whose hidden states the target has computed: [T, target_width]."""
         return self.step(batch, self.head.project(target_hidden))
 
     @torch.inference_mode()
     def step(self, batch: ForwardBatch, hidden: Tensor) -> EagleDraftInput:
-        """Rows with hidden states as a draft step gives them [T, H]; the state is of `batch.logits_rows`."""
+        """Run rows with hidden states of a draft step [T, H]; the returned state is that of `batch.logits_rows`."""
         return self.propose(batch.logits_rows, self.forward(batch, hidden))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> DraftOutput:
-        """The same rows, of which nothing is proposed yet."""
+        """Run the rows without making proposals."""
         self.attention.plan(batch)
         return self.head.forward(batch.input_ids, hidden, batch.positions, self.attention)
 
     @torch.inference_mode()
     def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
-        """What the tokens in `rows` [R] of a forward propose, of its T."""
+        """Return the proposals of rows [R] of a forward's T rows."""
         logits = self.head.compute_logits(output.last.index_select(0, rows))
         probs, ids = top_tokens(logits, self._topk)
         return EagleDraftInput(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
 
 
 def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> EagleHead:
-    """Build a head that shares the target's embedding and LM head, and fill it. `ModelError` says what does not fit."""
+    """Build and fill a head that shares the target's embedding and LM head.
+
+    Raises ModelError with what does not fit.
+    """
     names = _tensor_names(path)
     check_draft_size(path, draft)
     _check_shared(path, draft, target, ())
     head = EagleHead(draft, target, placement, _own_parts(names))
-    _fill(path, head, names, (EMBEDDING, LM_HEAD))  # some files have copies of the target's
+    _fill(path, head, names, (EMBEDDING, LM_HEAD))  # some files contain copies of the target's
     return _checked(head.eval(), draft, placement, path)
 
 
 def load_eagle3(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> Eagle3Head:
-    """Build a head that shares what it does not have with the target, and fill it.
-
-    `ModelError` says what does not fit.
-    """
+    """Build and fill a head that shares missing parts with the target. Raises ModelError with what does not fit."""
     names = _tensor_names(path)
     own = _own_parts(names)
     check_draft_size(path, draft)
@@ -100,7 +100,7 @@ def _tensor_names(path: Path) -> set[str]:
 
 
 def _own_parts(names: Collection[str]) -> set[str]:
-    """Parts that a head may have of its own or share."""
+    """Return the parts that the head has of its own; it may share the others."""
     return {part for part in (EMBEDDING, LM_HEAD, FC_BIAS, D2T) if _published(part, names) in names}
 
 
@@ -112,7 +112,7 @@ def _fill(
 
 
 def _published(name: str, found: Collection[str]) -> str:
-    """What a checkpoint calls a tensor of `pieces`; the same where it has none."""
+    """Return the checkpoint's name of a tensor of `pieces`; the same name if the checkpoint has no such tensor."""
     part, _, rest = name.partition(".")
     others = [f"layers.0.{rest}"] if part == "midlayer" else []
     if part == "fc_norm" and int(rest[0]) < len(AUX_NORMS):
@@ -122,9 +122,9 @@ def _published(name: str, found: Collection[str]) -> str:
 
 
 def _check_shared(path: Path, draft: DraftConfig, target: CausalLM, own: Collection[str]) -> None:
-    """Raises ModelError unless shared parts have one width, and a target that reads images shares its embedding.
+    """Check that shared parts have one width and that a target that reads images shares its embedding.
 
-    own: parts that the head has of its own.
+    `own` are the parts that the head has of its own. Raises ModelError.
     """
     ours, theirs = draft.model.hidden_size, target.config.hidden_size
     own_head = draft.draft_vocab is not None or LM_HEAD in own
@@ -143,7 +143,7 @@ def _check_shared(path: Path, draft: DraftConfig, target: CausalLM, own: Collect
 
 
 def _check_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
-    """Hold the loaded map against the target's vocabulary. Raises ModelError."""
+    """Check the loaded map against the target's vocabulary. Raises ModelError."""
     ids = d2t + torch.arange(len(d2t), device=d2t.device)
     if ids.min() < 0 or ids.max() >= draft.model.vocab_size:
         raise ModelError(f"{path}: d2t does not map {len(d2t)} drafts into the target's vocabulary")
@@ -151,7 +151,7 @@ def _check_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
 
 @torch.inference_mode()
 def _checked(head: Head, draft: DraftConfig, placement: Placement, path: Path) -> Head:
-    """Real widths against the width functions: a draft that does not fit must not start."""
+    """Compare real widths with the width functions, so that an unfit draft does not start."""
     extend, wanted = EagleDraftExtendInput, EagleDraftInput.hidden_size_for(draft)
     given = torch.zeros(
         1, extend.hidden_size_for(draft), dtype=extend.dtype_for(placement), device=placement.device

@@ -1,4 +1,4 @@
-"""One model, one KV pool, one attention backend: runs a batch, whatever the model is used for."""
+"""One model with its KV pool and attention backend: runs a batch, for any use of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from common.engine.weights import Progress, load_weights, resolve_dtype
 
 
 class ModelRunner:
-    """plan / run over one model. `pool` is the one that `attention` reads and writes."""
+    """plan / run over one model. `attention` reads and writes `pool`."""
 
     def __init__(self, model: CausalLM, pool: KvPool, attention: AttentionBackend) -> None:
         self.model = model
@@ -38,12 +38,15 @@ class ModelRunner:
         return self.finish(batch, self.body(embeds, batch.positions))
 
     def body(self, embeds: Tensor, positions: Tensor) -> BodyOutput:
-        """The layers alone, after `attention.plan`: embeds [T, H], positions as in ForwardBatch."""
+        """Run only the layers, after `attention.plan`: embeds [T, H], positions as in ForwardBatch."""
         output: BodyOutput = self.model(embeds, positions, self.attention)
         return output
 
     def finish(self, batch: ForwardBatch, output: BodyOutput) -> ForwardOutput:
-        """LM head on the wanted rows, and the hidden states asked for: aux ones where the model has them."""
+        """Apply the LM head to the wanted rows and return the hidden states that the batch asks for.
+
+        Aux hidden states are returned if the model has them.
+        """
         wanted = output.last.index_select(0, batch.logits_rows)
         logits = self.model.compute_logits(wanted)
         if batch.hidden_mode is CaptureHiddenMode.NULL:
@@ -61,7 +64,7 @@ def load_model(
     progress: Progress | None = None,
     aux_layers: Sequence[int] = (),
 ) -> tuple[CausalLM, ModelConfig]:
-    """Build the model of a Hugging Face directory and fill it. `ModelError` says what cannot be served."""
+    """Build and fill the model of a Hugging Face directory. Raises ModelError if it cannot be served."""
     config = ModelConfig.load(path)
     target = torch.device(device)
     placement = Placement(resolve_dtype(dtype, config.dtype, target), target)

@@ -1,4 +1,4 @@
-"""The modules of a multi-layer draft over one KV pool, each with its own planes; and their checkpoint."""
+"""Runs the modules of a multi-layer draft over one KV pool, with planes per module, and loads their checkpoint."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from common.errors import ModelError
 
 
 class Module(Protocol):
-    """One module as steps run it: a DraftRunner, or a DraftPrefill."""
+    """The interface of one module for draft steps: a DraftRunner or a DraftPrefill."""
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> DraftOutput:
-        """Rows with the hidden states that the module reads [T, H]; it gives what the next module reads, too."""
+        """Run rows with the hidden states that the module reads [T, H]; the output includes the next module's input."""
         ...
 
     def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
-        """The likeliest token behind rows [R] of a forward."""
+        """Return the likeliest next token after rows [R] of a forward."""
         ...
 
 
 class MultiLayerRunner:
-    """A runner for the module of each step. `attention` has the planes of module k as its layer k."""
+    """One runner per module, which is one per step. `attention` has the planes of module k as its layer k."""
 
     def __init__(self, heads: Sequence[SplitHead], attention: AttentionBackend) -> None:
         self.modules = tuple(DraftRunner(head, attention, topk=1) for head in heads)
 
 
 def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> MtpModules:
-    """The modules that run, from a checkpoint that may hold more, or the target too. `ModelError`: it does not fit."""
+    """Load the modules that are used; the checkpoint may contain more, or the target too. Raises ModelError."""
     assert draft.mtp is not None
     names = frozenset(name for file in read_weight_files(path) for name in file.tensors)
     check_draft_size(path, draft)
@@ -59,7 +59,7 @@ def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placem
 
 @torch.inference_mode()
 def _probe(model: MtpModules, draft: DraftConfig, placement: Placement, path: Path) -> None:
-    """Real widths against the width functions, module by module: a draft that does not fit must not start."""
+    """Compare real widths with the width functions, module by module, so that an unfit draft does not start."""
     read, carried = EagleDraftExtendInput.hidden_size_for(draft), EagleDraftInput.hidden_size_for(draft)
     hidden = torch.zeros(1, read, dtype=placement.dtype, device=placement.device)
     for step, head in enumerate(model.heads):
@@ -67,5 +67,5 @@ def _probe(model: MtpModules, draft: DraftConfig, placement: Placement, path: Pa
         given = head.eh_proj.product(Activations(torch.cat((hidden, hidden), dim=-1))).shape[-1]
         if width != carried or given != carried:
             raise ModelError(
-                f"{path}: module {step} reads {width} values and gives {given}, config.json says {carried}"
+                f"{path}: module {step} reads {width} values and returns {given}, config.json says {carried}"
             )

@@ -1,1 +1,1 @@
-"""Building blocks of a model: mixers, feed-forwards, norms, products, and the pieces of a checkpoint that they read."""
+"""Building blocks of a model: mixers, feed-forwards, norms, products, and the checkpoint pieces that they read."""

@@ -1,4 +1,4 @@
-"""The rows that a product reads, in the forms that weight formats give them."""
+"""The rows that a product reads, in the forms that weight formats define."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 class Quantised(NamedTuple):
-    """Rows in a format of fewer bits."""
+    """Rows in a format with fewer bits."""
 
-    form: str  # the name that readers know it by: see `Reads`
+    form: str  # the form's name, see `Reads`
     codes: Tensor  # [..., in]
-    scales: Tensor  # [..., groups] float32: how many values share one is up to the form
+    scales: Tensor  # [..., groups] float32; the form defines how many values share one
 
 
 class Activations(NamedTuple):
     """Rows for one or several products.
 
-    Whoever makes them may leave out the quantised form: a product that needs one makes it from `dense`. It may leave
-    out `dense` only where no reader wants it.
+    The quantised form may be missing: a product that needs it makes it from `dense`. `dense` may be missing only if
+    no reader needs it.
     """
 
     dense: Tensor | None  # [..., in]
@@ -32,10 +32,10 @@ class Activations(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """The forms of its input that a reader takes; of a norm's output, what all its readers take together."""
+    """The forms of its input that a reader takes; for a norm's output, the forms that all its readers take together."""
 
     dense: bool = True
-    form: str = ""  # of the quantised rows; "": it takes none
+    form: str = ""  # form of the quantised rows; "": the reader takes none
 
 
 DENSE = Reads()

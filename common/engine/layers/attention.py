@@ -1,4 +1,4 @@
-"""The attention block of a decoder layer; rotary, cache and attention are the backend's."""
+"""The attention block of a decoder layer; the backend does rotation, cache and attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Attention(Mixer):
     """Multi-head attention between its two projections.
 
     Args:
-        in_features: of its input; None: the model's width.
+            in_features: width of its input; None: the model's width.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The two blocks of a decoder layer: a mixer joins the tokens of a request, a feed-forward sees one at a time."""
+"""The two blocks of a decoder layer: a mixer combines tokens of a request, a feed-forward handles each token alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from common.engine.layers.piece import Piece
 
 
 class Mixer(nn.Module, ABC):
-    """Its constructor takes (name, config, layer, weights).
+    """A block that combines tokens. Its constructor takes (name, config, layer, weights).
 
-    `name` stands before the layer's tensors in the checkpoint; `layer` is the index of what it keeps for requests.
+    `name` is the prefix of the layer's tensors in the checkpoint; `layer` is the index of its per-request state.
     """
 
-    reads: Reads  # of the norm before it
+    reads: Reads  # the forms that the preceding norm has to output
 
     @abstractmethod
     def add_norm(
@@ -30,31 +30,34 @@ class Mixer(nn.Module, ABC):
         angles: tuple[Tensor, Tensor],
         attention: AttentionBackend,
     ) -> tuple[Activations, Tensor]:
-        """Return (norm(y + stream), y + stream) of the block's output y; all [T, H].
+        """Return (norm(y + stream), y + stream), where y is the block's output; all [T, H].
 
         Args:
             x: the normed stream.
-            angles: (cos, sin) of `layers/rotary`.
+                angles: (cos, sin) from `layers/rotary`.
         """
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """What it reads of the checkpoint."""
+        """Yield the checkpoint pieces that it reads."""
 
 
 class FeedForward(nn.Module, ABC):
-    """Its constructor takes (name, config, weights); `name` stands before the layer's tensors in the checkpoint."""
+    """A block that handles tokens independently. Its constructor takes (name, config, weights).
 
-    reads: Reads  # of the norm before it
+    `name` is the prefix of the layer's tensors in the checkpoint.
+    """
+
+    reads: Reads  # the forms that the preceding norm has to output
 
     @abstractmethod
     def forward(self, x: Activations) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """Return [T, H] for x [T, H]."""
 
     @abstractmethod
     def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
-        """Return (norm(y + stream), y + stream) of the block's output y; all [T, H]."""
+        """Return (norm(y + stream), y + stream), where y is the block's output; all [T, H]."""
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """What it reads of the checkpoint."""
+        """Yield the checkpoint pieces that it reads."""

@@ -1,4 +1,4 @@
-"""What layers ask of a matrix product, whatever format its weight has; and the token embedding."""
+"""The interface of a matrix product in any weight format, and the token embedding."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from common.engine.layers.placement import Placement, parameter
 
 
 class Linear(nn.Module, ABC):
-    """y = x W^T + b. The only owner of its weight: nobody else knows how it is stored.
+    """y = x W^T + b. The only owner of its weight: no other code depends on how it is stored.
 
-    The rows of W may come from several tensors of the checkpoint, as queries, keys and values do, or gates and what
-    they are multiplied with. Each method is one registered operation, so that graphs and traces hold one call whatever
-    kernels it chooses.
+    The rows of W may come from several tensors of the checkpoint, such as queries, keys and values, or gate and up
+    projections. Each method is one registered operation, so graphs and traces contain one call, whichever kernels it
+    chooses.
     """
 
     reads: Reads
 
     @abstractmethod
     def product(self, x: Activations) -> Tensor:
-        """[..., in] -> [..., out], the parts one after another."""
+        """Return [..., out] for x [..., in], with the parts concatenated."""
 
     @abstractmethod
     def gated(self, x: Activations, reads: Reads) -> Activations:
-        """[..., in] -> silu(gate) * up [..., out / 2], where the first half of the rows of W are gates.
+        """Return silu(gate) * up [..., out / 2] for x [..., in]; the first half of the rows of W are gates.
 
         Args:
-            reads: what the next product takes.
+            reads: the forms that the next product takes.
         """
 
     @abstractmethod
@@ -43,15 +43,18 @@ class Linear(nn.Module, ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """Return W [out, in] in the dtype of activations. For load time and references: it may compute and copy."""
+        """Return W [out, in] in the dtype of activations.
+
+        For load time and references only: it may compute and copy.
+        """
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """What it reads of the checkpoint: each of its values exactly once."""
+        """Yield the checkpoint pieces that it reads: each of its values exactly once."""
 
 
 class Embedding(nn.Module):
-    """Token embedding, whose weight may serve as the LM head too."""
+    """Token embedding, whose weight may also serve as the LM head."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:
         super().__init__()
@@ -59,7 +62,7 @@ class Embedding(nn.Module):
         self.weight = parameter((vocab_size, hidden_size), placement)  # [V, H]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, H]."""
+        """Return [T, H] for ids [T] int64."""
         return F.embedding(ids, self.weight)
 
     def pieces(self) -> Iterator[Piece]:
@@ -67,7 +70,7 @@ class Embedding(nn.Module):
 
 
 class WeightFormat(ABC):
-    """Makes the products of one model, as its checkpoint stores their weights."""
+    """Makes the products of one model in the format in which its checkpoint stores their weights."""
 
     placement: Placement  # of activations, norms and embeddings
 
@@ -76,14 +79,14 @@ class WeightFormat(ABC):
         """Make an uninitialised product.
 
         Args:
-            parts: name in the checkpoint, without `.weight` -> rows.
+                parts: name in the checkpoint, without `.weight` -> number of rows.
         """
 
     @abstractmethod
     def tied_head(self, embedding: Embedding) -> Linear:
-        """Make an LM head of the embedding's own weight."""
+        """Make an LM head that uses the embedding's weight."""
 
 
 def logits(hidden: Tensor, head: Linear) -> Tensor:
-    """hidden [R, H] -> [R, V] float32."""
+    """Return the logits [R, V] float32 of hidden [R, H]."""
     return head.product(Activations(hidden)).to(torch.float32)

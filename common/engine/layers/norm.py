@@ -17,7 +17,7 @@ class RmsNorm(nn.Module):
 
     Args:
         name: in the checkpoint, without `.weight`.
-        reads: what the products that take its output read.
+            reads: the forms that the products which take its output read.
     """
 
     def __init__(self, name: str, size: int, eps: float, placement: Placement, reads: Reads = DENSE) -> None:
@@ -28,11 +28,11 @@ class RmsNorm(nn.Module):
         self.weight = parameter((size,), placement)  # [size]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
+        """Return [..., size] for x [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """Return (norm(x + residual), x + residual)."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def pieces(self) -> Iterator[Piece]:

@@ -8,19 +8,20 @@ from torch import Tensor
 
 
 class Piece(NamedTuple):
-    """A block of a checkpoint's tensor and the view of our storage that it fills, in whose dtype it is stored.
+    """A block of a checkpoint's tensor and the view of the model's storage that it fills, whose dtype it is converted
+    to.
 
-    Several pieces may read one tensor: the parts of a merged projection, the experts of a stack, a rank's shard.
+    Several pieces may read one tensor: parts of a merged projection, experts of a stack, a rank's shard.
     """
 
-    name: str  # of the tensor in the checkpoint
+    name: str  # name of the tensor in the checkpoint
     into: Tensor
     whole: tuple[int, ...]  # shape of the tensor in the checkpoint
-    begin: tuple[int, ...]  # index of the first value that is read, one number per axis
+    begin: tuple[int, ...]  # index of the first value that is read, per axis
 
     @classmethod
     def all_of(cls, name: str, into: Tensor) -> Piece:
-        """A read of a whole tensor."""
+        """Return a read of a whole tensor."""
         return cls(name, into, tuple(into.shape), (0,) * into.ndim)
 
     @property
@@ -29,5 +30,5 @@ class Piece(NamedTuple):
 
     @property
     def block(self) -> tuple[slice, ...]:
-        """The indices that it reads."""
+        """The indices of the block that it reads."""
         return tuple(slice(at, at + size) for at, size in zip(self.begin, self.into.shape, strict=True))

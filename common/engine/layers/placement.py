@@ -1,4 +1,4 @@
-"""Where a model's parameters are made: one dtype on one device."""
+"""The dtype and device of a model's parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Placement:
 
 
 def parameter(shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
-    """An uninitialised parameter without gradient; `weights.load_weights` fills it."""
+    """Return an uninitialised parameter without gradient; `weights.load_weights` fills it."""
     return nn.Parameter(
         torch.empty(shape, dtype=placement.dtype, device=placement.device), requires_grad=False
     )

@@ -1,4 +1,4 @@
-"""Rotary embedding of one model: its frequencies, and the angles of a batch, computed once for all layers."""
+"""The rotary embedding of one model: its frequencies, and a batch's angles, computed once for all layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.engine.ops.rotary import inverse_frequencies, rotary_angles, rotary_
 
 class Rotary(nn.Module):
     inv_freq: Tensor  # [D/2] float32
-    axes: Tensor  # [D/2] int64, which position turns each frequency; [0] where tokens have one
+    axes: Tensor  # [D/2] int64, the position axis of each frequency; [0] if there is one axis
 
     def __init__(self, rope: RopeConfig, head_dim: int, placement: Placement) -> None:
         super().__init__()
@@ -26,7 +26,9 @@ class Rotary(nn.Module):
         )
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T], or [T, A] on the axes of the config, int64 -> (cos, sin), each [T, 1, D]: see `ops/rotary`."""
+        """Return (cos, sin), each [T, 1, D], for positions int64 [T], or [T, A] on the axes of the config; see
+        `ops/rotary`.
+        """
         if positions.ndim == 2:
             return rotary_angles_by_axis(positions, self.axes, self.inv_freq, self._factor, self._dtype)
         return rotary_angles(positions, self.inv_freq, self._factor, self._dtype)

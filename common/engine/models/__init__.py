@@ -1,1 +1,1 @@
-"""Models: the decoder that is composed of layers by config, draft heads, vision parts. `registry.py` builds by name."""
+"""Models: the decoder, whose layers the config selects, draft heads, vision parts. `registry.py` builds by name."""

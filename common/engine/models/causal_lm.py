@@ -1,4 +1,4 @@
-"""What the rest of the engine knows of a language model, of whichever family it is."""
+"""The interface of a language model of any family."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from common.engine.layers.placement import Placement
 
 
 class BodyOutput(NamedTuple):
-    """What the body returns; every field is per token."""
+    """The body's output; every field is per token."""
 
-    last: Tensor  # [T, H] after the final norm: what the LM head takes
-    # [T, k * H] residual streams entering the k aux layers, side by side; None without any
+    last: Tensor  # [T, H] after the final norm: the input of the LM head
+    # [T, k * H] residual streams entering the k aux layers, concatenated; None without aux layers
     aux: Tensor | None
 
 
 class CausalLM(nn.Module, ABC):
-    """Three parts that a caller may run apart: `embed`, the body (`forward`), `compute_logits`.
+    """A model in three parts that a caller may run separately: `embed`, the body (`forward`), `compute_logits`.
 
-    Graphs capture the body only; its mixers are the operations that know requests. What the model keeps for requests
-    follows from its config (`common/kv_cache/layer_kinds.py`), so that memory is planned before it is built.
+    Graphs capture only the body; its mixers are the operations that depend on requests. The per-request state of the
+    model follows from its config (`common/kv_cache/layer_kinds.py`), so memory is planned before the model is built.
 
-    Its constructor takes (config, placement, aux_layers), aux_layers being the boundaries whose residual streams
-    `BodyOutput.aux` has: 0 .. num_layers, ascending; i enters layer i, num_layers the final norm. Parameters are
-    uninitialised until `weights.load_weights` has filled `pieces()`.
+    The constructor takes (config, placement, aux_layers). aux_layers are the boundaries whose residual streams are in
+    `BodyOutput.aux`: 0 .. num_layers, ascending; i is the input of layer i, num_layers that of the final norm.
+    Parameters are uninitialised until `weights.load_weights` has filled `pieces()`.
     """
 
     config: ModelConfig
     placement: Placement
-    embed_tokens: Embedding  # drafts share it
-    lm_head: Linear  # the same
+    embed_tokens: Embedding  # shared with draft models
+    lm_head: Linear  # shared with draft models
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, H]."""
+        """Return [T, H] for ids [T] int64."""
         embeds: Tensor = self.embed_tokens(ids)
         return embeds
 
     @abstractmethod
     def forward(self, embeds: Tensor, positions: Tensor, attention: AttentionBackend) -> BodyOutput:
-        """Run the body: embeds [T, H], positions as in ForwardBatch. `attention` has planned the batch."""
+        """Run the body on embeds [T, H], with positions as in ForwardBatch. `attention` has planned the batch."""
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Rows of `BodyOutput.last` [R, H] -> [R, V] float32."""
+        """Return logits [R, V] float32 for rows of `BodyOutput.last` [R, H]."""
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """What it reads of its checkpoint: each of our values exactly once."""
+        """Yield the checkpoint pieces that it reads: each value of the model exactly once."""

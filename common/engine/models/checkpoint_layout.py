@@ -1,4 +1,4 @@
-"""Where the two parts of a model that reads images stand in its checkpoint."""
+"""Finds the prefixes of language model and vision part in the checkpoint of a model that reads images."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from common.checkpoint.qwen_vl_config import QwenVision
 from common.errors import ModelError
 
 NESTED = "model.language_model."  # in the state dict of transformers 5
-LLAVA = "language_model.model."  # in published checkpoints of LLaVA and what save_pretrained writes
-QWEN = "visual."  # in those of Qwen2.5-VL, whose language model stands where one alone does
+LLAVA = "language_model.model."  # in published checkpoints of LLaVA and those written by save_pretrained
+QWEN = "visual."  # in checkpoints of Qwen2.5-VL, whose language model has the prefix of a text-only model
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """Where the two parts of a model stand in its checkpoint; the defaults are those of text alone."""
+    """The prefixes of a model's two parts in its checkpoint; the defaults are those of a text-only model."""
 
     prefix: str = "model."  # of the language model's layers
-    head: str = ""  # in front of lm_head
-    vision_prefixes: tuple[str, ...] = ()  # of the tower, and of the projector where it has a name of its own
+    head: str = ""  # before lm_head
+    vision_prefixes: tuple[str, ...] = ()  # of the tower, and of the projector if it has its own prefix
 
     def language(self, name: str) -> str:
-        """A tensor of the language model, by the name that it has in a checkpoint of its own."""
+        """Return the name of a language model's tensor, given its name in a text-only checkpoint."""
         if name.startswith("model."):
             return self.prefix + name.removeprefix("model.")
         return self.head + name
@@ -36,7 +36,7 @@ class CheckpointLayout:
 
 
 def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout:
-    """Reads headers alone, and nothing for a model without a vision part."""
+    """Detect the layout. Reads only headers, and nothing for a model without a vision part."""
     if config.vision is None:
         return CheckpointLayout()
     family, mark = "LLaVA", LLAVA

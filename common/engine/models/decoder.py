@@ -1,6 +1,6 @@
-"""Pre-norm decoders: Llama, Mistral, Qwen2, Qwen3, and those that differ in options or blocks.
+"""Pre-norm decoders: Llama, Mistral, Qwen2, Qwen3, and models that differ from them in options or blocks.
 
-A layer is a mixer and a feed-forward of the kinds that the config names.
+The config names the kinds of mixer and feed-forward of each layer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from common.named import named
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, feed-forward around one residual stream.
+    """Norm, mixer, norm, feed-forward around one residual stream.
 
     Args:
-        name: what stands before the names of its tensors in the checkpoint.
+            name: prefix of its tensors in the checkpoint.
         layer: index of its planes in the KV pool.
     """
 
@@ -58,11 +58,11 @@ class DecoderLayer(nn.Module):
         Args:
             x: the residual stream normed by `input_layernorm`.
             stream: [T, H].
-            following: the norm of whatever comes next.
+                following: the norm after this layer.
 
         Returns:
-            The stream past the layer normed by `following`, and the stream: a product, what it is added to and the norm
-            of the sum are one operation.
+                The stream after the layer, normed by `following`, and the stream itself: a product, the residual
+                addition and the norm of the sum are one operation.
         """
         x, stream = self.mixer.add_norm(x, stream, self.post_attention_layernorm, angles, attention)
         return self.feed_forward.add_norm(x, stream, following)
@@ -117,7 +117,7 @@ class Decoder(CausalLM):
         return logits(hidden, self.lm_head)
 
     def pieces(self) -> Iterator[Piece]:
-        """(name in the checkpoint, view of our storage that it fills), each of our elements exactly once."""
+        """Yield the checkpoint pieces that it reads: each value of the model exactly once."""
         yield from self.embed_tokens.pieces()
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)

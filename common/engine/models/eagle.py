@@ -1,8 +1,8 @@
 """The draft heads of EAGLE-1/2 and EAGLE-3: one decoder layer that reads the target's hidden states.
 
-Row t pairs the hidden state behind token t with the embedding of token t + 1, stands at position t, and predicts token
-t + 2. Where the target has not computed a hidden state yet, a row takes the one that the draft gave for the row before.
-Sources: arXiv 2401.15077, 2503.01840.
+Row t pairs the hidden state after token t with the embedding of token t + 1, has position t, and predicts token t +
+2. If the target has not computed a hidden state yet, a row uses the draft's output for the previous row. Sources:
+arXiv 2401.15077, 2503.01840.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from common.engine.layers.rotary import Rotary
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.decoder import DecoderLayer
 
-# What a checkpoint may have.
+# Tensors that a checkpoint may contain.
 EMBEDDING, LM_HEAD, FC_BIAS, D2T = "embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t"
 
 
 class DraftOutput(NamedTuple):
-    """Per row."""
+    """The output of a draft step, per row."""
 
-    last: Tensor  # [T, H] what the head reads
-    hidden: Tensor  # [T, H] what the next step reads
+    last: Tensor  # [T, H] input of the LM head
+    hidden: Tensor  # [T, H] input of the next step
 
 
 class DraftHead(Protocol):
-    """What prefill and decode ask of a draft model."""
+    """The interface of a draft model for prefill and decode."""
 
     def project(self, target_hidden: Tensor) -> Tensor:
-        """Hidden states of the target [T, EagleDraftExtendInput.hidden_size_for] as a step reads them [T, H]."""
+        """Convert hidden states of the target [T, EagleDraftExtendInput.hidden_size_for] to inputs of a step [T, H]."""
         ...
 
     def forward(
@@ -52,36 +52,36 @@ class DraftHead(Protocol):
     ) -> DraftOutput: ...
 
     def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, H] -> [R, draft vocabulary] float32."""
+        """Return [R, draft vocabulary] float32 for [R, H]."""
         ...
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Ids of the draft's vocabulary as ids of the target's."""
+        """Convert ids of the draft's vocabulary to ids of the target's."""
         ...
 
 
 class SplitHead(DraftHead, Protocol):
-    """A draft model whose embedding may run apart from its layers: graphs hold the layers alone."""
+    """A draft model whose embedding may run separately from its layers: graphs contain only the layers."""
 
     placement: Placement
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, H]."""
+        """Return [T, H] for ids [T] int64."""
         ...
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
-        """`forward` behind `embed`."""
+        """Run everything after the embedding."""
         ...
 
 
 class DraftModule(nn.Module, ABC):
-    """What heads have in common: they take the target's hidden states as they are, and draft in its vocabulary."""
+    """Base of heads that use the target's hidden states unchanged and draft in the target's vocabulary."""
 
     placement: Placement
     embed_tokens: Embedding  # [V, H]
-    lm_head: Linear  # [H] -> the draft's vocabulary
+    lm_head: Linear  # from H to the draft's vocabulary
 
     @abstractmethod
     def body(
@@ -108,7 +108,7 @@ class DraftModule(nn.Module, ABC):
 
 
 class Eagle3Layer(nn.Module):
-    """Attention reads the token's embedding beside the hidden state; the residual stream is the hidden state alone."""
+    """Attention reads the token's embedding and the hidden state; the residual stream is only the hidden state."""
 
     def __init__(self, name: str, draft: DraftConfig, weights: WeightFormat) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Eagle3Layer(nn.Module):
         attention: AttentionBackend,
         following: RmsNorm,
     ) -> tuple[Activations, Tensor]:
-        """Return the stream past the layer, first normed by `following`, then as it is."""
+        """Return the stream after the layer, normed by `following`, and the stream itself."""
         normed = self.hidden_norm(hidden)
         both = Activations(torch.cat((self.input_layernorm(embeds), normed), dim=-1))
         stream = normed if self._norm_before_residual else hidden
@@ -146,10 +146,11 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(DraftModule):
-    """EAGLE-3. Shares the target's embedding and LM head where it has none of its own.
+    """EAGLE-3. Shares the target's embedding and LM head if it has none of its own.
 
     Args:
-        own: EMBEDDING, LM_HEAD and D2T where the checkpoint has them. With a reduced vocabulary the LM head is its own.
+            own: EMBEDDING, LM_HEAD and D2T if the checkpoint has them. With a reduced vocabulary the head has its own
+                LM head.
     """
 
     d2t: Tensor  # [draft vocabulary] int64, target id - draft id
@@ -210,7 +211,7 @@ class Eagle3Head(DraftModule):
         return ids + self.d2t[ids]
 
     def pieces(self) -> Iterator[Piece]:
-        """Some files have other names: draft_runner.py."""
+        """Yield the pieces it reads. Some files use other names, see draft_runner.py."""
         yield from self.fc.pieces()
         for each in self.fc_norms:
             assert isinstance(each, RmsNorm)
@@ -253,10 +254,10 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(DraftModule):
-    """EAGLE-1/2: regresses the target's normed hidden state, which the target's own head reads.
+    """EAGLE-1/2: predicts the target's normed hidden state, from which the target's own head computes logits.
 
     Args:
-        own: FC_BIAS where the checkpoint has it.
+            own: FC_BIAS if the checkpoint has it.
     """
 
     def __init__(

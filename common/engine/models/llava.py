@@ -1,8 +1,8 @@
-"""LLaVA's vision part: a tower of transformers (CLIP or SigLIP) and the projector into the language model's width.
+"""LLaVA's vision part: a tower of transformers (CLIP or SigLIP) and the projector to the language model's width.
 
 Only the tower's layers up to the deepest feature layer are built and run. The language model is one of `FAMILIES`
-(common/checkpoint/model_config.py). transformers is imported where a tower is built: nodes that serve text start
-seconds sooner without it.
+(common/checkpoint/model_config.py). transformers is imported when a tower is built: without it, nodes that serve text
+start seconds sooner.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from common.engine.models.vision_part import Pixels
 from common.engine.weights import load_weights
 from common.errors import ModelError
 
-UNUSED = ("embeddings.position_ids",)  # a constant that older files hold
+UNUSED = ("embeddings.position_ids",)  # a constant that older files contain
 LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
 BEHIND = ("post_layernorm.", "head.")
 
 
 class Projector(nn.Module):
-    """Two linear layers; attribute names are tensor names."""
+    """Two linear layers; attribute names equal tensor names."""
 
     def __init__(self, width: int, hidden: int, vision: LlavaVision) -> None:
         from transformers.activations import ACT2FN
@@ -53,7 +53,10 @@ class Projector(nn.Module):
 
 
 class LlavaPart(nn.Module):
-    """A `VisionPart` for pixels [3, image_size, image_size] float32. All images have one size: graphs can hold it."""
+    """A `VisionPart` for pixels [3, image_size, image_size] float32.
+
+    All images have one size, so graphs can capture it.
+    """
 
     def __init__(self, vision: LlavaVision, hidden: int, placement: Placement) -> None:
         super().__init__()
@@ -66,12 +69,12 @@ class LlavaPart(nn.Module):
         self.to(placement.dtype)
 
     def forward(self, images: Sequence[Pixels]) -> list[Tensor]:
-        """[1, tokens_per_image, hidden] each."""
+        """Return [1, tokens_per_image, hidden] per image."""
         return list(self.encode(self.pixels(images))[:, None])
 
     @torch.inference_mode()
     def pixels(self, images: Sequence[Pixels]) -> Tensor:
-        """[I, 3, image_size, image_size] on the device, in the model's dtype."""
+        """Return [I, 3, image_size, image_size] on the device, in the model's dtype."""
         device, dtype = self.placement.device, self.placement.dtype
         shape = (len(images), *images[0].values.shape)
         gathered = torch.empty(shape, pin_memory=device.type == "cuda")
@@ -80,10 +83,10 @@ class LlavaPart(nn.Module):
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
-        """What `pixels` returns -> [I, tokens_per_image, hidden]."""
+        """Return [I, tokens_per_image, hidden] for the result of `pixels`."""
         tower = self.tower
         state: Tensor = tower.embeddings(pixels)
-        if hasattr(tower, "pre_layrnorm"):  # CLIP's, by the name that its checkpoints have
+        if hasattr(tower, "pre_layrnorm"):  # CLIP has it, misspelled as in its checkpoints
             state = tower.pre_layrnorm(state)
         states = {}
         for depth in range(1 + len(tower.encoder.layers)):
@@ -101,7 +104,7 @@ class LlavaPart(nn.Module):
 
 
 def load_llava(path: str | Path, config: ModelConfig, placement: Placement) -> LlavaPart:
-    """Build the vision part and fill it. `ModelError` says what does not fit."""
+    """Build and fill the vision part. Raises ModelError with what does not fit."""
     assert isinstance(config.vision, LlavaVision)
     check_tower_size(Path(path), config.vision, config.hidden_size)
     part = LlavaPart(config.vision, config.hidden_size, placement).eval()
@@ -117,7 +120,7 @@ def load_llava(path: str | Path, config: ModelConfig, placement: Placement) -> L
 
 
 def _tower(vision: LlavaVision) -> tuple[Any, tuple[int, ...]]:
-    """As much of it as is used, and how many layers lie before each of the states that the projector takes."""
+    """Return the part of the tower that is used, and the layers before each state that the projector takes."""
     from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
     options = {key: value for key, value in json.loads(vision.tower_options).items() if key != "model_type"}
@@ -129,13 +132,13 @@ def _tower(vision: LlavaVision) -> tuple[Any, tuple[int, ...]]:
     features = tuple(states[layer] for layer in vision.feature_layers)
     config.num_hidden_layers = max(features)
     model = kinds[1](config)
-    tower: Any = getattr(model, "vision_model", model)  # versions of transformers differ in this level
+    tower: Any = getattr(model, "vision_model", model)  # some versions of transformers have this level
     del tower.post_layernorm
     return tower, features
 
 
 def _by_module_name(path: Path, layout: CheckpointLayout) -> Mapping[str, str]:
-    """Name within the tower -> name in the checkpoint, with or without a level `vision_model`."""
+    """Map names within the tower to names in the checkpoint, with or without a level `vision_model`."""
     tower, _ = layout.vision_prefixes
     return {
         name.removeprefix(tower).removeprefix("vision_model."): name
@@ -146,7 +149,7 @@ def _by_module_name(path: Path, layout: CheckpointLayout) -> Mapping[str, str]:
 
 
 def _behind_the_features(part: LlavaPart, names: Mapping[str, str]) -> Iterator[str]:
-    """Names in the checkpoint of what no feature depends on: later layers, the norm and the head behind all."""
+    """Yield the checkpoint names on which no feature depends: later layers, and the norm and head after them."""
     for within, name in names.items():
         layer = LAYER.match(within)
         if within.startswith(BEHIND) or (layer and int(layer[1]) >= part.tower.config.num_hidden_layers):

@@ -1,8 +1,9 @@
 """Checks that a config's model is in proportion to its weight files, before anything of that size is allocated.
 
-config.json and the weight files are two statements about one model. Buffers are sized by the first; the second one is
-backed by bytes on disk. What is refused here is out of proportion: a model that passes may still not fit its files,
-which `load_weights` then says tensor by tensor. Counts are lower bounds (matrices, no biases or norms).
+config.json and the weight files both describe the model. Buffers are sized by the config, while the sizes of the
+weight files are backed by bytes on disk. Only models that are out of proportion are refused here: one that passes may
+still not fit its files, which `load_weights` reports tensor by tensor. Counts are lower bounds (matrices, no biases
+or norms).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from common.checkpoint.vision_config import VisionConfig
 from common.engine.host_memory import GIB, host_memory
 from common.errors import ModelError
 
-PROPORTION, ALWAYS = 2, 1 << 20  # values that may be built: twice those stored, and so many in any case
+# A model may have up to twice the values that are stored, and so many more in any case.
+PROPORTION, ALWAYS = 2, 1 << 20
 
 
 def check_model_size(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """For a model of its own. Raises ModelError, also where a CPU's memory cannot hold it."""
+    """Check a complete model. Raises ModelError, also if the memory of a CPU cannot hold it."""
     values = _layers(config) + config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
     said = f"{_sizes(config)} and vocab_size {config.vocab_size}"
     _check(path, values, said)
@@ -38,19 +40,19 @@ def check_model_size(path: Path, config: ModelConfig, dtype: torch.dtype, device
 
 
 def check_draft_size(path: Path, draft: DraftConfig) -> None:
-    """For a head, or modules, that may share embedding and LM head with the target. Raises ModelError."""
+    """Check a head or modules that may share embedding and LM head with the target. Raises ModelError."""
     model = draft.model
     values = _layers(model) + (draft.draft_vocab or 0) * model.hidden_size
     _check(path, values, f"{_sizes(model)} and draft_vocab_size {draft.draft_vocab}")
 
 
 def check_tower_size(path: Path, vision: VisionConfig, hidden: int) -> None:
-    """For the vision part beside a language model of width `hidden`. Raises ModelError."""
+    """Check the vision part of a language model of width `hidden`. Raises ModelError."""
     options = {**TOWER_DEFAULTS, **json.loads(vision.tower_options)}
     width, inner = options["hidden_size"], options["intermediate_size"]
     if isinstance(vision, LlavaVision):
         features = vision.feature_layers
-        # layers past the last feature are not built
+        # Layers past the last feature layer are not built.
         layers = max(each if each >= 0 else options["num_hidden_layers"] + 1 + each for each in features)
         values = layers * (4 * width + 2 * inner) * width + len(features) * width * hidden + hidden * hidden
     else:

@@ -1,15 +1,16 @@
-"""Multi-token prediction: a module per draft step, each with a decoder layer and KV over all positions.
+"""Multi-token prediction: one module per draft step, each with a decoder layer and KV over all positions.
 
-Row t of module k (from 0) reads the embedding of token t + 1 + k, stands at position t, and predicts token t + 2 + k.
-Beside the embedding it reads the target's hidden state behind token t or, in a chain, what module k - 1 gave for row t.
+Row t of module k (from 0) reads the embedding of token t + 1 + k, has position t, and predicts token t + 2 + k. In
+addition to the embedding it reads the target's hidden state after token t or, in a chain, the output of module k - 1
+for row t.
 
-The invariant that everything around these modules keeps. Let L tokens have KV, and token L be drawn: the rows of
+All code around these modules keeps the following invariant. Let L tokens have KV, and token L be drawn. The rows of
 module k that read known tokens only are those below L - k. Its rows L - k .. L - 1 read drafts, so their KV is
-provisional: they are computed again, with what was drawn in the drafts' place, as soon as it is known. For that module
-k needs the hidden state that it reads at position L - k, its last verified input; the k - 1 inputs behind it come from
-the modules before, which are computed again themselves. So a request carries for each module but the first exactly one
-hidden state, at every cut: between chunks of a prompt, in the hand-over, between rounds, in a backup. A request
-shorter than k has none.
+provisional: they are computed again, with the drawn tokens instead of the drafts, as soon as those are known. For
+that, module k needs the hidden state that it reads at position L - k, its last verified input; the k - 1 inputs after
+it come from the previous modules, which are computed again themselves. So a request carries exactly one hidden state
+for each module but the first, at every cut: between chunks of a prompt, in the hand-over, between rounds, in a
+backup. A request shorter than k has none.
 
 Sources: arXiv 2412.19437, 2.2; arXiv 2505.07608.
 """
@@ -35,11 +36,11 @@ from common.engine.models.causal_lm import CausalLM
 from common.engine.models.decoder import DecoderLayer
 from common.engine.models.eagle import DraftModule, DraftOutput
 
-EMBEDDING, HEAD = "embed_tokens", "shared_head.head"  # in DeepSeek's form only
+EMBEDDING, HEAD = "embed_tokens", "shared_head.head"  # in DeepSeek's format only
 
 
 class MtpModule(DraftModule):
-    """A `SplitHead`. Shares the target's embedding and LM head unless the checkpoint has its own."""
+    """A `SplitHead` that shares the target's embedding and LM head unless the checkpoint has its own."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class MtpModule(DraftModule):
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
-        """`hidden` of the output is what the next module reads in the same row."""
+        """Run the layer. `hidden` of the output is the input of the next module in the same row."""
         inputs = self.enorm(embeds), self.hnorm(hidden)
         both = torch.cat(inputs if self._format.embedding_first else inputs[::-1], dim=-1)
         stream = self.eh_proj.product(Activations(both))
@@ -99,7 +100,7 @@ class MtpModule(DraftModule):
 
 
 class MtpModules(nn.Module):
-    """The first `draft.modules` modules of a checkpoint, in the order of the steps."""
+    """The first `draft.modules` modules of a checkpoint, in the order of the draft steps."""
 
     def __init__(self, modules: Sequence[MtpModule]) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class MtpModules(nn.Module):
 def build_mtp(
     draft: DraftConfig, target: CausalLM, placement: Placement, names: frozenset[str] = frozenset()
 ) -> MtpModules:
-    """Uninitialised modules, those with weights of their own for which the checkpoint has `names`."""
+    """Return uninitialised modules; a module has its own embedding or head if `names` contains its tensor."""
     assert draft.mtp is not None
     prefixes = [draft.mtp.prefix(index) for index in range(draft.modules)]
     return MtpModules(

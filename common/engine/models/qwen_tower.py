@@ -1,7 +1,7 @@
-"""The layers of Qwen2.5-VL's tower: blocks of norm, attention, norm, SwiGLU around one stream; the merger behind them.
+"""The layers of Qwen2.5-VL's tower: blocks of norm, attention, norm, SwiGLU around one stream, then the merger.
 
-Written for few launches, which are most of such a tower's time: sums are fused with norms, queries and keys are rotated
-together in place, gate and up are one product. Source: arXiv 2502.13923, 2.1.
+The code minimises launches, which take most of such a tower's time: sums are fused with norms, queries and keys are
+rotated together in place, gate and up are one product. Source: arXiv 2502.13923, 2.1.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from common.engine.layers.placement import Placement
 from common.engine.ops.rotary_kv_write import rotary_qk
 
 EPS = 1e-6
-ALIGNED = (
-    64  # elements: matrix units want rows of whole 16 bytes, which the published inner width, 3,420, has not
-)
+# Elements. Matrix units need rows of whole 16 bytes, which the published inner width, 3,420, does not have.
+ALIGNED = 64
 
 
 def rounded_up(inner: int) -> int:
-    """The width inside an MLP as it is computed."""
+    """Return the inner width of an MLP as it is computed."""
     return -(-inner // ALIGNED) * ALIGNED
 
 
 class VisionMlp(nn.Module):
-    """SwiGLU whose inner width is rounded up; what that adds is zero and stays zero."""
+    """SwiGLU whose inner width is rounded up; the additional values are zero and stay zero."""
 
     def __init__(self, name: str, width: int, inner: int, weights: WeightFormat) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class VisionMlp(nn.Module):
             each.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, C] -> [N, C]."""
+        """Return [N, C] for x [N, C]."""
         return self.down.product(self.gate_up.gated(Activations(x), self.down.reads))
 
     def pieces(self) -> Iterator[Piece]:
@@ -57,7 +56,7 @@ class VisionMlp(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Over patches of all images of a batch."""
+    """One block over the patches of all images of a batch."""
 
     def __init__(self, name: str, width: int, inner: int, heads: int, weights: WeightFormat) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class VisionBlock(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, turn: tuple[Tensor, Tensor], segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """The stream is x + residual (None: x alone) [N, C]; returns (x, residual) behind the block."""
+        """Return (x, residual) after the block; the stream is x + residual (None: only x) [N, C]."""
         normed, residual = (self.norm1(x), x) if residual is None else self.norm1.add(x, residual)
         normed, residual = self.norm2.add(self._attended(normed, turn, segments), residual)
         return self.mlp(normed), residual
@@ -81,7 +80,7 @@ class VisionBlock(nn.Module):
             yield from part.pieces()
 
     def _attended(self, x: Tensor, turn: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
-        """[N, C]. Query, key and value are let go of before the next layer needs as much again."""
+        """Return [N, C]. Query, key and value are released before the next layer needs as much memory again."""
         qkv = self.qkv.product(Activations(x)).view(len(x), 3, self.heads, -1)
         rotary_qk(qkv, *turn)
         query, key, value = qkv.unbind(1)
@@ -90,7 +89,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Patches embedded, blocks, and groups of patches merged into rows of the language model."""
+    """Embeds patches, runs the blocks, and merges groups of patches into rows of the language model."""
 
     def __init__(
         self,
@@ -105,9 +104,9 @@ class VisionTower(nn.Module):
     ) -> None:
         """
         Args:
-            patch: (channels, frames, rows, columns) of the values of one.
-            group: patches that are merged.
-            hidden: H, of the language model.
+                patch: (channels, frames, rows, columns) of the values of one patch.
+                group: number of patches that are merged.
+                hidden: width H of the language model.
         """
         super().__init__()
         self.patch = patch
@@ -123,18 +122,21 @@ class VisionTower(nn.Module):
         self.project = weights.linear(group * width, {"merger.mlp.2": hidden}, True)
 
     def embedded(self, patches: Tensor) -> Tensor:
-        """[N, values] -> [N, C]. A convolution over whole patches is a product, which cuDNN does not know it is."""
+        """Return [N, C] for [N, values].
+
+        A convolution over whole patches is a product, which cuDNN does not exploit.
+        """
         return self.embed.product(Activations(patches))
 
     def merged(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[N, C] twice -> [N / group, H]."""
+        """Return [N / group, H] for x and residual [N, C]."""
         normed, _ = self.norm.add(x, residual)
         grouped = normed.view(-1, self.group * x.shape[1])
         inner = F.gelu(self.merge.product(Activations(grouped)))
         return self.project.product(Activations(inner))
 
     def pieces(self) -> Iterator[Piece]:
-        """Names are those past the prefix that the checkpoint's layout has for the tower."""
+        """Yield the pieces it reads. Their names lack the prefix that the checkpoint's layout has for the tower."""
         for piece in self.embed.pieces():
             yield Piece.all_of(piece.name, piece.into.view(-1, *self.patch))
         for block in self.blocks:

@@ -1,7 +1,7 @@
 """Qwen2.5-VL's vision part: a tower over patches of images of any size, most of whose layers attend within windows.
 
-Patches are sorted by window, so that each window, and each image, is a run of rows: none is moved between layers, and
-none is padded. Positions of patches, windows and the way back are computed on the host from the sizes of the images.
+Patches are sorted by window, so that each window and each image is a run of rows: no patch is moved between layers,
+and none is padded. The host computes patch positions, windows and the inverse order from the sizes of the images.
 Source: arXiv 2502.13923, 2.1.
 """
 
@@ -34,16 +34,18 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class PatchOrder:
-    """N patches of a batch, as the processor gives them, sorted by window; `merge` squared neighbours stay together."""
+    """N patches of a batch sorted by window; `merge` squared neighbours stay together."""
 
-    places: Ints  # [N, 2] row and column in its image, sorted
-    merged: Ints  # [N / merge ** 2] the groups of patches that the processor gives, sorted
-    back: Ints  # [N / merge ** 2] the opposite
-    windows: Ints  # [W] patches of each
+    places: Ints  # [N, 2] row and column in its image, in sorted order
+    merged: Ints  # [N / merge ** 2] index of each sorted group of patches in the processor's order
+    back: Ints  # [N / merge ** 2] the inverse permutation
+    windows: Ints  # [W] number of patches per window
 
     @classmethod
     def of(cls, grids: Sequence[tuple[int, int]], merge: int, window: int) -> PatchOrder:
-        """Of images with so many (rows, columns) of groups, in windows of `window` by `window` groups."""
+        """Return the order for images with so many (rows, columns) of groups, in windows of `window` by `window`
+        groups.
+        """
         owners, rows, columns = [], [], []
         first = 0
         for height, width in grids:
@@ -67,21 +69,21 @@ class PatchOrder:
 
 @dataclass(frozen=True, slots=True)
 class PatchBatch:
-    """T groups of patches, sorted by window, on the device."""
+    """T groups of patches on the device, sorted by window."""
 
     groups: Tensor  # [T, merge ** 2 * C] embedded
     places: Tensor  # [T, merge ** 2 * 2] int64, row and column of each patch
-    back: Tensor  # [T] int64: where each group stands that the processor gives
-    windows: Segments  # of patches
-    whole: Segments  # of the patches of each image
+    back: Tensor  # [T] int64: sorted index of each group of the processor's order
+    windows: Segments  # runs of patches per window
+    whole: Segments  # runs of patches per image
 
 
 class QwenPart(nn.Module):
     """A `VisionPart` for pixels [height, width, 3] uint8, resized."""
 
     inv_freq: Tensor  # [D / 2] float32
-    axes: Tensor  # [D / 2] int64: the row turns the first half of the frequencies, the column the second
-    scale: Tensor  # [3] float32, of a byte; with `offset`, how images are normalised
+    axes: Tensor  # [D / 2] int64: the row rotates the first half of the frequencies, the column the second
+    scale: Tensor  # [3] float32; byte * scale + offset normalises an image
     offset: Tensor
 
     def __init__(self, vision: QwenVision, hidden: int, placement: Placement) -> None:
@@ -94,7 +96,7 @@ class QwenPart(nn.Module):
         self.group = vision.merge_size**2
         self.width, self.head_dim = width, width // heads
         self._window = options["window_size"] // vision.merge_size // vision.patch_size
-        self.window = (self._window * vision.merge_size) ** 2  # patches of one at most
+        self.window = (self._window * vision.merge_size) ** 2  # maximum number of patches per window
         self._whole = frozenset(options["fullatt_block_indexes"])
         dim = width // heads
         if self._window < 1 or width % heads or dim % 4:
@@ -129,7 +131,7 @@ class QwenPart(nn.Module):
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether `encode` asks the host for nothing of a batch, or runs on the host itself."""
+        """Whether `encode` needs no batch data from the host, or runs on the host itself."""
         placement = self.placement
         on_host = placement.device.type == "cpu"
         return on_host or takes_flash(placement.dtype, self.head_dim, placement.device)
@@ -141,7 +143,7 @@ class QwenPart(nn.Module):
 
     @torch.inference_mode()
     def batch(self, images: Sequence[Pixels]) -> PatchBatch:
-        """What the blocks read of images, on the device."""
+        """Return the inputs of the blocks for these images, on the device."""
         merge, device = self.config.merge_size, self.placement.device
         order = PatchOrder.of([(image.rows, image.columns) for image in images], merge, self._window)
         counts = np.array([image.tokens * merge * merge for image in images])
@@ -154,13 +156,13 @@ class QwenPart(nn.Module):
             places=places.view(len(merged), -1),
             back=back,
             windows=segments_of(tuple(order.windows.tolist()), window_starts),
-            # patches of an image stay together: its windows follow each other
+            # Patches of an image stay together, since its windows are consecutive.
             whole=segments_of(tuple(counts.tolist()), image_starts),
         )
 
     @torch.inference_mode()
     def encode(self, groups: Tensor, places: Tensor, windows: Segments, whole: Segments) -> Tensor:
-        """The blocks and the merger: [T, H], as sorted. Rows behind the last run are anything."""
+        """Run the blocks and the merger: [T, H], in sorted order. Rows past the last run are undefined."""
         patches = places.view(-1, 2)
         x, residual = groups.view(len(patches), -1), None
         turn = rotary_angles_by_axis(patches, self.axes, self.inv_freq, 1.0, torch.float32)
@@ -172,12 +174,12 @@ class QwenPart(nn.Module):
 
     @torch.inference_mode()
     def rows(self, encoded: Tensor, batch: PatchBatch, images: Sequence[Pixels]) -> list[Tensor]:
-        """Copies of what `encode` returned for a batch, by image."""
+        """Return copies of the result of `encode` for a batch, per image."""
         split = torch.split(encoded.index_select(0, batch.back), [image.tokens for image in images])
         return [each.view(image.rows, image.columns, -1) for each, image in zip(split, images, strict=True)]
 
     def examples(self) -> Sequence[Sequence[Pixels]]:
-        """One image, with a full window and a cut one."""
+        """Return one image that has a full window and a cut one."""
         unit, rows, columns = self.config.patch_size * self.config.merge_size, self._window, self._window + 1
         return [[Pixels(torch.zeros(unit * rows, unit * columns, 3, dtype=torch.uint8), rows, columns)]]
 
@@ -185,7 +187,7 @@ class QwenPart(nn.Module):
         return np.concatenate([image.values.numpy().reshape(-1) for image in images])
 
     def _patches(self, raw: Tensor, images: Sequence[Pixels]) -> Tensor:
-        """[N, 3 * frames * patch ** 2] float32, normalised, in groups of merge ** 2, which go row by row."""
+        """Return [N, 3 * frames * patch ** 2] float32, normalised, in groups of merge ** 2 in row-major order."""
         vision, parts = self.config, []
         merge, patch, frames = vision.merge_size, vision.patch_size, vision.temporal_patch_size
         flats = torch.split(raw, [image.values.numel() for image in images])
@@ -200,7 +202,7 @@ class QwenPart(nn.Module):
 
 
 def load_qwen(path: str | Path, config: ModelConfig, placement: Placement) -> QwenPart:
-    """Build the vision part and fill it. `ModelError` says what does not fit."""
+    """Build and fill the vision part. Raises ModelError with what does not fit."""
     assert isinstance(config.vision, QwenVision)
     check_tower_size(Path(path), config.vision, config.hidden_size)
     part = QwenPart(config.vision, config.hidden_size, placement).eval()
@@ -212,5 +214,5 @@ def load_qwen(path: str | Path, config: ModelConfig, placement: Placement) -> Qw
 
 
 def _starts(lengths: Ints) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """[S + 1] of runs that follow each other."""
+    """Return the starts [S + 1] of consecutive runs."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

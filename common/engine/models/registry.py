@@ -1,4 +1,4 @@
-"""Builds the model that a config names; `FAMILIES` of `common/checkpoint/model_config.py` says by which class."""
+"""Builds the model that a config names, by the classes in `FAMILIES` of `common/checkpoint/model_config.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.named import named
 
 
 def build_model(config: ModelConfig, placement: Placement, aux_layers: Sequence[int] = ()) -> CausalLM:
-    """An uninitialised model of `config.architecture`, which `ModelConfig.load` has checked."""
+    """Return an uninitialised model of `config.architecture`, which `ModelConfig.load` has checked."""
     model = named(FAMILIES[config.architecture].engine)(config, placement, aux_layers)
     assert isinstance(model, CausalLM)
     return model

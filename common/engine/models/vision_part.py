@@ -1,4 +1,4 @@
-"""What a node asks of a vision part, of whichever family: pixels of images to rows of embeddings."""
+"""The interface of a vision part of any family: pixels of images in, rows of embeddings out."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Protocol
 
 from torch import Tensor
 
-ENCODER_BATCH = 32  # images in one forward
-ENCODER_TOKENS = 16_384  # in one forward, unless a single image has more: see encoder_memory.py
+ENCODER_BATCH = 32  # images per forward
+ENCODER_TOKENS = 16_384  # per forward, unless a single image has more: see encoder_memory.py
 
 
 def largest_batch(tokens_per_image: int) -> int:
-    """Images in one forward at most, where all have one size."""
+    """Return the maximum number of images per forward if all have one size."""
     return max(1, min(ENCODER_BATCH, ENCODER_TOKENS // tokens_per_image))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:
-    """One decoded image on the host, as its family's encoder reads it."""
+    """One decoded image on the host, in the form that its family's encoder reads."""
 
     values: Tensor
-    rows: int  # in which its tokens lie
+    rows: int  # rows of its tokens
     columns: int
 
     @property
@@ -31,12 +31,15 @@ class Pixels:
 
 
 class VisionPart(Protocol):
-    """The tower, and what leads from it into the language model's width H."""
+    """The vision tower and the projection to the language model's width H."""
 
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
-        """[rows, columns, H] on the device for each image, until the next call. Nothing waits for the device."""
+        """Return [rows, columns, H] on the device per image, valid until the next call.
+
+        Never waits for the device.
+        """
         ...
 
     def examples(self) -> Sequence[Sequence[Pixels]]:
-        """Small batches that between them go every way through the encoder."""
+        """Return small batches that together cover all paths through the encoder."""
         ...

@@ -1,7 +1,7 @@
-"""What is done to logits before anything is drawn: penalties, biases, and tokens withheld until min_tokens.
+"""Adjustments of logits before a draw: penalties, biases, and tokens withheld until min_tokens.
 
-Their state lies on the device, one row per request, so that no step waits for it and none loops over rows. It is
-rebuilt from the request's text wherever it enters a batch: at hand-over, resume and migration.
+Their state is on the device, one row per request, so that no step waits for it and no code loops over rows. It is
+rebuilt from the request's text whenever the request enters a batch: at hand-over, resume and migration.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ Numbers = Sequence[int] | Sequence[float] | npt.NDArray[np.int64]
 
 
 def adjustment_bytes(num_rows: int, vocab_size: int) -> int:
-    """Device memory of AdjustmentRows."""
+    """Return the device memory of AdjustmentRows."""
     per_row = 4 * vocab_size + 12 * (MAX_BIASES + MAX_STOP_IDS) + 3 * 4 + 8
     return (num_rows + 1) * per_row
 
 
 @dataclass(slots=True)
 class AdjustmentRows:
-    """All tensors have num_rows + 1 rows; row 0 is padding. Rows that have nothing to adjust hold neutral values."""
+    """All tensors have num_rows + 1 rows; row 0 is padding. Rows without adjustments hold neutral values."""
 
-    seen: Tensor  # [rows, V] int32: twice the count in the output, plus one if in the prompt; kept where penalised
+    # [rows, V] int32: twice the count in the output, plus one if in the prompt; maintained only for penalised rows
+    seen: Tensor
     repetition: Tensor  # [rows] float32
     presence: Tensor  # [rows] float32
     frequency: Tensor  # [rows] float32
-    bias_ids: Tensor  # [rows, MAX_BIASES] int64, 0 behind a row's own
-    bias: Tensor  # [rows, MAX_BIASES] float32, 0 behind a row's own
-    withheld_ids: Tensor  # [rows, MAX_STOP_IDS] int64, 0 behind a row's own
-    withheld: Tensor  # [rows, MAX_STOP_IDS] float32: -inf, 0 behind a row's own
-    free_at: Tensor  # [rows] int64: from this sequence index on nothing is withheld
+    bias_ids: Tensor  # [rows, MAX_BIASES] int64, filled up with 0
+    bias: Tensor  # [rows, MAX_BIASES] float32, filled up with 0
+    withheld_ids: Tensor  # [rows, MAX_STOP_IDS] int64, filled up with 0
+    withheld: Tensor  # [rows, MAX_STOP_IDS] float32: -inf, filled up with 0
+    free_at: Tensor  # [rows] int64: sequence index from which on nothing is withheld
     _used: set[int]  # rows that do not hold neutral values
 
     @classmethod
     def allocate(cls, num_rows: int, vocab_size: int, device: torch.device) -> AdjustmentRows:
-        """Also compiles what needs it, so that no request waits for that."""
+        """Allocate the rows and compile the kernels that use them, so that no request waits for that."""
         rows = num_rows + 1
 
         def zeros(width: int | None, dtype: torch.dtype) -> Tensor:
@@ -71,7 +72,7 @@ class AdjustmentRows:
     def write(
         self, row: int, sampling: SamplingParams, text: Sequence[int] | npt.NDArray[np.int64], outputs: int
     ) -> None:
-        """Set all of a row for a request that has said the last `outputs` tokens of `text`."""
+        """Set a row for a request whose output is the last `outputs` tokens of `text`."""
         if adjustment_facts([sampling]) is None:
             if row not in self._used:
                 return
@@ -95,7 +96,7 @@ class AdjustmentRows:
             seen.index_add_(0, said, torch.full_like(said, 2, dtype=torch.int32))
 
     def count(self, rows: Tensor, tokens: Tensor, times: Tensor | int = 1) -> None:
-        """Take tokens [B, n] int64 into the output of rows [B] int64; `times` [B, n] 0 or 1: which of them."""
+        """Count tokens [B, n] int64 as output of rows [B] int64; `times` [B, n] selects them by 0 or 1."""
         flat = (rows[:, None] * self.seen.shape[1] + tokens).reshape(-1)
         more = (2 * torch.ones_like(tokens) * times).to(torch.int32).reshape(-1)
         self.seen.view(-1).index_add_(0, flat, more)
@@ -130,13 +131,15 @@ class AdjustmentRows:
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """Of one draw: R rows of logits, each of one request's row. `path`: drafts that a row of logits stands behind."""
+    """The adjustments of one draw: R rows of logits, each belonging to a request's row."""
 
     state: AdjustmentRows
     rows: Tensor  # [R] int64
     facts: AdjustmentFacts
-    path: Tensor  # [R, P] int64, not counted in `state` yet; -1 fills up
+    path: Tensor  # [R, P] int64, drafts before each row of logits, not counted in `state` yet; filled up with -1
 
     def apply(self, logits: Tensor, position: Tensor) -> Tensor:
-        """A changed copy of logits [R, V] float32; `position` [R] int64 is the sequence index of what is drawn."""
+        """Return an adjusted copy of logits [R, V] float32; `position` [R] int64 is the sequence index of the drawn
+        token.
+        """
         return self.state.apply(logits, self.rows, position, self.facts, self.path)

@@ -1,7 +1,6 @@
-"""Logits to tokens on the device, without a host synchronisation and without looking at other rows.
+"""Draws tokens from logits on the device, without a host synchronisation and independently of other rows.
 
-A row's token depends on its logits, its parameters and the random words of (seed, position), and on nothing
-else in
+A row's token depends on its logits, its parameters and the random words of (seed, position), and on nothing else in
 the batch: a request that is retracted, resumed or moved draws the same tokens again.
 """
 
@@ -22,7 +21,7 @@ from common.messages.generation import GREEDY_EPSILON, OutputToken, TokenLogprob
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """Parameters of R rows on the device, and host facts that choose the variant without a sync."""
+    """Parameters of R rows on the device, and facts known to the host that select the variant without a sync."""
 
     temperature: Tensor  # [R] float32; below GREEDY_EPSILON: argmax
     top_p: Tensor  # [R] float32; 1: off
@@ -32,7 +31,7 @@ class SamplingBatch:
     position: Tensor  # [R] int64, sequence index of the token to be drawn
     all_greedy: bool  # no row is random
     any_filter: bool  # some row has top_p < 1, top_k > 0 or min_p > 0
-    num_logprobs: int | None  # None: none; n: of the drawn and of the n likeliest tokens
+    num_logprobs: int | None  # None: none; n: for the drawn token and the n likeliest ones
     adjust: Adjustments | None = None  # penalties, biases, withheld tokens; None: no row has any
 
 
@@ -41,13 +40,13 @@ class SampleOutput:
     """Logprobs are natural logs under the raw logits, before penalties, biases, temperature and filters."""
 
     token_ids: Tensor  # [R] int64
-    invalid: Tensor  # [R] bool: the logits hold a NaN or no finite maximum; the token means nothing
+    invalid: Tensor  # [R] bool: the logits contain a NaN or have no finite maximum; the token is meaningless
     logprobs: Tensor | None = None  # [R] float32
     top_ids: Tensor | None = None  # [R, n] int64, likeliest first
     top_logprobs: Tensor | None = None  # [R, n] float32
 
     def on_host(self) -> SampleOutput:
-        """Copies in host memory, to be read once the stream has come here; nothing waits."""
+        """Return copies in host memory, readable once the stream reaches this point; nothing waits."""
 
         def maybe(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else on_host(tensor)
@@ -63,7 +62,7 @@ class SampleOutput:
 
 @torch.inference_mode()
 def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
-    """Draw one token per row of logits [R, V] float32, which stay as they are."""
+    """Draw one token per row of logits [R, V] float32, which are not changed."""
     chosen = logits if batch.adjust is None else batch.adjust.apply(logits, batch.position)
     floor = None
     if batch.any_filter and not batch.all_greedy:
@@ -81,15 +80,15 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
 
 
 def filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Logits [R, V], divided by the temperature, with -inf for what `filter_floor` removes."""
+    """Return logits [R, V], divided by the temperature, with -inf for what `filter_floor` removes."""
     floor = filter_floor(scaled, torch.ones_like(top_p), top_k, top_p, torch.zeros_like(top_p))
     return scaled.masked_fill(scaled < floor[:, None], -torch.inf)
 
 
 def read_tokens(output: SampleOutput, logprobs_of: Iterable[int | None]) -> list[OutputToken | None]:
-    """One token per row, None where the logits were not finite. Waits for the device: call after completion.
+    """Return one token per row, None if its logits were not finite. Waits for the device: call it after completion.
 
-    `logprobs_of`: of each row, how many top log-probabilities its request wants; None: not even the token's own.
+    `logprobs_of`: for each row, how many top log-probabilities its request wants; None: not even the token's own.
     """
     ids = output.token_ids.tolist()
     invalid = output.invalid.tolist()

@@ -1,4 +1,4 @@
-"""Host side of sampling, for both nodes: which variant a batch needs, and whether a request ends. No torch."""
+"""The host side of sampling on both nodes: which variant a batch needs, and whether a request ends. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.messages.generation import FINISH_LENGTH, FINISH_STOP, SamplingParam
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentFacts:
-    """What the host knows of a batch: the work to do, and how wide it is."""
+    """The adjustments that a batch needs, as known to the host, and their widths."""
 
     penalties: bool  # some row has a penalty, so the tokens drawn must be counted
     biases: int  # entries of the longest bias
@@ -18,7 +18,7 @@ class AdjustmentFacts:
 
 
 def adjustment_facts(params: Iterable[SamplingParams]) -> AdjustmentFacts | None:
-    """None where every logit is taken as it is."""
+    """Return the facts of a batch; None if no logit is adjusted."""
     penalties, biases, withheld = False, 0, 0
     for each in params:
         penalties = penalties or each.penalised
@@ -28,16 +28,16 @@ def adjustment_facts(params: Iterable[SamplingParams]) -> AdjustmentFacts | None
 
 @dataclass(frozen=True, slots=True)
 class SamplingVariant:
-    """Facts of a batch that the host knows without asking the device."""
+    """The facts of a batch that select its sampling kernels without asking the device."""
 
     all_greedy: bool
     any_filter: bool
     num_logprobs: int | None
-    adjust: AdjustmentFacts | None = None  # None: every logit is taken as it is
+    adjust: AdjustmentFacts | None = None  # None: no logit is adjusted
 
 
 def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
-    """The least work that serves every request of the batch."""
+    """Return the variant with the least work that serves every request of the batch."""
     params = list(params)
     wanted = [p.logprobs for p in params if p.logprobs is not None]
     return SamplingVariant(
@@ -49,7 +49,7 @@ def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
 
 
 def finish_reason(token_id: int, output_tokens: int, sampling: SamplingParams) -> str | None:
-    """Why a request ends with this token, its `output_tokens`-th, or None."""
+    """Return why a request ends with this token, its `output_tokens`-th, or None."""
     if token_id in sampling.stop_token_ids:
         return FINISH_STOP
     if output_tokens >= sampling.max_tokens:
