@@ -1,4 +1,4 @@
-"""ZMQ sockets as typed, bounded, non-blocking channels, and who may use them. No torch."""
+"""Typed, bounded, non-blocking channels over ZMQ sockets, and access control for them. No torch."""
 
 from common.ipc.channel import RouterSocket, check_bind
 from common.ipc.curve import LinkSecurity, Plain

@@ -1,7 +1,7 @@
-"""Which public keys may connect to this process, and whose each one is.
+"""Maps the public keys that may connect to this process to their owners.
 
 The keys directory is the list: NAME.key belongs to NAME. Removing a file revokes the key, replacing it exchanges the
-key; both take effect within CHECK_SECONDS, on connections that exist as well, since every message names its key.
+key. Both take effect within CHECK_SECONDS, also on existing connections, since every message carries its key.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from pathlib import Path
 
 import zmq.auth
 
-CHECK_SECONDS = 1.0  # between two looks at the files
+CHECK_SECONDS = 1.0  # between two checks of the files
 
 _Stamp = tuple[int, int, int] | None  # inode, modification time and size; None: the file does not exist
 
 
 class AllowList:
-    """Shared by the ZAP thread and the thread of the socket: a reload replaces the whole table."""
+    """Shared by the ZAP thread and the socket's thread: a reload replaces the whole table."""
 
     def __init__(
         self, directory: Path, admitted: Iterable[str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`admitted`: the names that may connect; other files of the directory are not read."""
+        """`admitted` are the names that may connect; other files of the directory are not read."""
         self._files = {name: directory / f"{name}.key" for name in admitted}
         self._clock = clock
         self._lock = threading.Lock()
         self._stamps: dict[str, _Stamp] = {}
         self._names: dict[str, str] = {}  # public key in Z85 -> name
-        self._banned: dict[str, float] = {}  # name -> until when
+        self._banned: dict[str, float] = {}  # name -> end of the ban
         self._checked_at = -CHECK_SECONDS
 
     def name_of(self, key: str) -> str | None:
-        """Whose public key (Z85) this is; None for a key that may not connect."""
+        """Return the owner of a public key (Z85); None for a key that may not connect."""
         self._refresh()
         name = self._names.get(key)
         if name is not None and self._banned and self._banned.get(name, 0.0) > self._clock():
@@ -42,12 +42,12 @@ class AllowList:
         return name
 
     def admits(self, name: str) -> bool:
-        """Whether `name` has a key that may connect."""
+        """Return whether `name` has a key that may connect."""
         self._refresh()
         return name in self._names.values()
 
     def ban(self, name: str, seconds: float) -> None:
-        """Refuse this name's key for a while, on new connections and on those that exist."""
+        """Refuse this name's key for `seconds`, on new and existing connections."""
         now = self._clock()
         with self._lock:
             banned = {each: until for each, until in self._banned.items() if until > now}
@@ -72,7 +72,7 @@ class AllowList:
                 if key in names:
                     shared.add(key)
                 names[key] = name
-            # A key in two files could speak under either name.
+            # A key in two files could be used under either name, so it is not admitted.
             self._names = {key: name for key, name in names.items() if key not in shared}
 
 
@@ -85,7 +85,7 @@ def _stamp(file: Path) -> _Stamp:
 
 
 def _public_key(file: Path) -> str | None:
-    """None for a file that is being replaced or is not a key file: its key is not admitted."""
+    """Return the key; None for a file that is being replaced or is not a key file, whose key is not admitted."""
     try:
         public, _ = zmq.auth.load_certificate(file)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Bad frames of the peers of one listening socket: counted, logged at a bounded rate, and ended after LIMIT of them."""
+"""Counts bad frames of the peers of one listening socket, logs them at a bounded rate, and cuts a peer off at LIMIT."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable
 
 from common.observability.bounded_log import BoundedLog
 
-LIMIT = 64  # bad frames of one peer within WINDOW seconds; nobody who keeps the protocol sends any
+LIMIT = 64  # bad frames of one peer within WINDOW seconds; peers that follow the protocol send none
 WINDOW = 10.0
-MAX_PEERS = 1024  # remembered; beyond it the ones not heard of for longest are forgotten
+MAX_PEERS = 1024  # remembered peers; beyond it, those that were silent longest are forgotten
 
 
 class BadFrames:
-    """Single-threaded, as its socket is. A peer is NAME/INCARNATION, whatever its links, or the NAME of a key."""
+    """Single-threaded, like its socket. A peer is NAME/INCARNATION for all its links, or the NAME of a key."""
 
     def __init__(self, log: BoundedLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
-        self._counts: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, and how many
+        self._counts: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, how many
         self._cut_off: OrderedDict[str, None] = OrderedDict()
         self.total = 0
 
     def count(self, peer: str, reason: str) -> bool:
-        """A bad frame of `peer`. True if it is the one for which the peer is cut off."""
+        """Count a bad frame of `peer`. Returns True if the peer is cut off for this one."""
         self.total += 1
         self._log.warning(peer, reason)
         now = self._clock()
@@ -46,15 +46,15 @@ class BadFrames:
 
     @property
     def anybody_cut_off(self) -> bool:
-        """For sockets that have nobody to ignore, which is nearly all of them."""
+        """Whether any peer is cut off, which is false for nearly all sockets."""
         return bool(self._cut_off)
 
     def flush(self) -> None:
-        """Log what is not logged yet. Called from time to time."""
+        """Log what has not been logged yet. Called periodically."""
         self._log.flush()
 
 
 def peer_of(routing_id: bytes) -> str:
-    """NAME/INCARNATION of a routing id of the form NAME/INCARNATION[/LINK]; printable and short for any other."""
+    """Return NAME/INCARNATION of a routing id NAME/INCARNATION[/LINK]; printable and short for any other."""
     parts = routing_id.split(b"/", 2)[:2]
     return b"/".join(parts).decode("ascii", errors="replace")[:128]

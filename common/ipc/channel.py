@@ -1,10 +1,11 @@
 """Two socket kinds: RouterSocket (many peers, addressed by routing id) and Dealer (one peer).
 
-Messages arrive once and in order as long as both processes live (common.ipc.session), whatever happens to connections;
-datagrams arrive or do not. Nothing blocks: what cannot be sent now is kept within bounds, or refused with False.
-`drain()` returns what has arrived, bounded per call so that a flood cannot starve the loop. It has to be called a few
-times a second: acknowledgements leave then, and lost frames are sent again. ZMQ's descriptor is edge-triggered: a
-loop that waits on `fileno()` must drain until `more` is False (RouterSocket) or nothing returns (Dealer).
+Messages arrive once and in order as long as both processes live (common.ipc.session), whatever happens to
+connections; datagrams may be lost. Nothing blocks: a message that cannot be sent now is kept within bounds, or
+refused with False. `drain()` returns what has arrived, bounded per call so that a flood cannot starve the loop. It
+must be called a few times a second, since it sends acknowledgements and lost frames. ZMQ's descriptor is
+edge-triggered: a loop that waits on `fileno()` must drain until `more` is False (RouterSocket) or nothing returns
+(Dealer).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from common.ipc.session import SMALL, Frame
 from common.ipc.sessions import Sessions
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
-HIGH_WATER_MARK = 10_000  # messages that wait for one peer, or for us
+HIGH_WATER_MARK = 10_000  # messages that wait for one peer, or for this process
 QUEUED_BYTES = 512 << 20  # of large messages that one peer has not acknowledged
 DRAIN_LIMIT = 1_000
 BACKLOG = 1_024  # connections that the kernel holds until they are accepted
-# No ZMQ heartbeats: their timer aborts the process (libzmq 4.3.5, assertion !_io_error) where a connection breaks whose
-# input had stopped. Dealers ask and dial again after a silence; the kernel ends what answers it no more.
+# No ZMQ heartbeats: their timer aborts the process (libzmq 4.3.5, assertion !_io_error) if a connection breaks whose
+# input had stopped. Dealers probe and dial again after a silence; the kernel ends connections that no longer answer.
 KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 5,  # seconds
@@ -40,11 +41,13 @@ KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 3,
     zmq.TCP_MAXRT: 5_000,  # ms without the peer's kernel taking what was sent
 }
-LINGER_MS = 500  # after close: without it a Goodbye behind a burst of tokens is dropped half of the time
+LINGER_MS = (
+    500  # after close; without it a Goodbye that follows a burst of tokens is dropped half of the time
+)
 
 
 def check_bind(address: str, key: str, security: LinkSecurity) -> None:
-    """Refuse addresses that other hosts can reach unless links have keys. `key` names the config key."""
+    """Refuse addresses that other hosts can reach unless links have keys. `key` is the config key of the address."""
     if address.startswith(("ipc://@", "ipc://*")):
         raise ConfigError(
             key, f"{address} is a socket without a file, so without permissions: give it a path"
@@ -58,7 +61,7 @@ def check_bind(address: str, key: str, security: LinkSecurity) -> None:
 
 
 class Channel:
-    """What both kinds share: options, lifetime, draining."""
+    """Common part of both kinds: options, lifetime, receiving and sending."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], kind: int, received: int = HIGH_WATER_MARK
@@ -75,7 +78,7 @@ class Channel:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """For pollers."""
+        """The ZMQ socket, for pollers."""
         return self._socket
 
     def fileno(self) -> int:
@@ -102,17 +105,17 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """What was sent last gets LINGER_MS to leave; nothing here waits for it, `Context.term` does."""
+        """Close the socket. The last messages have LINGER_MS to be sent; only `Context.term` waits for that."""
         self._socket.close()
 
 
 def as_part(payload: bytes) -> bytes | zmq.Frame:
-    """Large ones are not copied: the session keeps them anyway."""
+    """Return the payload as a message part; large ones are not copied, since the session keeps them anyway."""
     return payload if len(payload) < SMALL else zmq.Frame(payload, copy=False)
 
 
 class RouterSocket(Channel):
-    """Bound socket with many peers, each by the identity that its Dealer has."""
+    """Bound socket with many peers, each addressed by the identity of its Dealer."""
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class RouterSocket(Channel):
     ) -> None:
         """At most `queued_bytes` wait for the acknowledgement of one peer.
 
-        Raises ConfigError when the address cannot be bound, or another process serves it.
+        Raises ConfigError if the address cannot be bound, or another process serves it.
         """
         super().__init__(context, zmq.ROUTER)
         self.more = False  # the latest `drain` read something
@@ -133,10 +136,10 @@ class RouterSocket(Channel):
         self._sessions = Sessions(self._send_frame, HIGH_WATER_MARK, queued_bytes)
         try:
             gate = (security or Plain()).secure_server(self._socket, address)
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
-            self._socket.setsockopt(
-                zmq.ROUTER_HANDOVER, 1
-            )  # a peer that reconnects before its death was seen
+            # An unreachable peer is an error, not silence.
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # A peer may reconnect before its disconnection was noticed.
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._filter = InboundFilter(self._socket, gate)
             if is_tcp(address):
                 self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -150,7 +153,7 @@ class RouterSocket(Channel):
             reason = error.strerror or error
             remedy = "choose another address"
             if address.startswith("ipc://"):
-                remedy += " or, if it lies in the run directory, set process.run_dir"
+                remedy += " or, if it is in the run directory, set process.run_dir"
             raise ConfigError("", f"cannot bind {address}: {reason}; {remedy}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -169,50 +172,50 @@ class RouterSocket(Channel):
 
     @property
     def damaged(self) -> int:
-        """Frames so far that no peer of ours has sent so, or that the network has changed."""
+        """Number of frames that no peer can have sent like this, or that the network has changed."""
         return self._sessions.damaged
 
     def send(self, peer: bytes, payload: bytes) -> bool:
-        """Send now. False: the peer cannot be reached, or too much waits for it; then nothing is kept."""
+        """Send now. Returns False if the peer cannot be reached or too much waits for it; then nothing is kept."""
         return self._keep(peer, payload, must_leave=True)
 
     def post(self, peer: bytes, payload: bytes) -> bool:
-        """Send now, or when the peer is connected again. False: it was never heard, or too much waits for it."""
+        """Send now, or when the peer is connected again. Returns False if it is unknown or too much waits for it."""
         return self._keep(peer, payload, must_leave=False)
 
     def datagram(self, peer: bytes, payload: bytes) -> bool:
-        """Send now, once, at the network's mercy."""
+        """Send once, without any guarantee of delivery."""
         return len(payload) <= MAX_MESSAGE_BYTES and self._send((self._filter.routes.to(peer), payload))
 
     def reachable(self, peer: bytes) -> bool:
-        """Whether the peer is connected, as far as ZMQ knows."""
+        """Return whether the peer is connected, as far as ZMQ knows."""
         session = self._sessions.get(peer)
         return session is not None and self._send_frame(peer, session.probe(self._clock()))
 
     @property
     def disconnects(self) -> Disconnects:
-        """Says when connections of this socket have ended."""
+        """The signal that connections of this socket have ended."""
         if self._disconnects is None:
             self._disconnects = Monitored(self._socket) if self._guard is None else self._guard.disconnects
         return self._disconnects
 
     def vouch_for(self, peer: bytes) -> None:
-        """The peer is known: strangers, however many they are, do not make its session be forgotten."""
+        """Keep this peer's session: no number of strangers can evict it."""
         self._sessions.vouch_for(peer)
 
     def vouch_only_for(self, peers: Iterable[bytes]) -> None:
-        """As `vouch_for` for each of `peers`, and for no others any more."""
+        """Vouch for exactly these peers."""
         self._sessions.vouch_only_for(peers)
 
     def forget(self, peer: bytes) -> None:
-        """The peer is gone for good: drop what waits for it."""
+        """Drop what waits for a peer that will not return."""
         self._sessions.forget(peer)
 
     def drain(self, most: int = DRAIN_LIMIT) -> list[tuple[bytes, bytes]]:
-        """(peer, message) of at most `most` frames that have arrived; bad ones are counted and dropped.
+        """Return (peer, message) pairs from at most `most` frames; bad frames are counted and dropped.
 
-        `more` says whether there may be more: also after a short read, since what is sent before the loop waits again
-        may take in the edge of the descriptor that announces the next frame.
+        `more` says whether there may be more frames. It is also set after a short read, since a send before the loop
+        waits again may consume the edge of the descriptor that announces the next frame.
         """
         now = self._clock()
         self._sessions.tend(now)
@@ -235,7 +238,7 @@ class RouterSocket(Channel):
 
     @property
     def refused(self) -> int:
-        """Bad frames so far: of keys that may not say so, damaged, or refused by who read them."""
+        """Number of bad frames: not allowed by their key, damaged, or refused by their reader."""
         return self._filter.bad.total
 
     def refuse(self, peer: bytes, reason: str) -> None:
@@ -243,7 +246,7 @@ class RouterSocket(Channel):
         self._filter.refuse(peer, reason)
 
     def take_cut_off(self) -> list[str]:
-        """NAME/INCARNATION, or NAME for a misused key, of the peers that were cut off since the last call."""
+        """Return the peers cut off since the last call: NAME/INCARNATION, or NAME for a misused key."""
         return self._filter.take_cut_off()
 
     def flush_log(self) -> None:
@@ -259,14 +262,15 @@ class RouterSocket(Channel):
         self._disconnects = None
         super().close()
         if self._bound_file is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # on a disk that is read-only by now, the next process replaces it
+            # If the disk has become read-only, the next process replaces the file.
+            with contextlib.suppress(OSError):
                 self._bound_file.unlink()
 
     def _keep(self, peer: bytes, payload: bytes, must_leave: bool) -> bool:
         session = self._sessions.get(peer)
-        if session is None or len(payload) > MAX_MESSAGE_BYTES:  # over it the peer would close the connection
+        if (
+            session is None or len(payload) > MAX_MESSAGE_BYTES
+        ):  # a larger one would make the peer close the connection
             return False
         frame = session.keep(payload, self._clock())
         if frame is None:
@@ -283,7 +287,7 @@ class RouterSocket(Channel):
 
 
 def _remove_stale(file: Path) -> None:
-    """Unlink the socket of a process that was killed; never that of a living one, nor a file that is no socket."""
+    """Unlink the socket of a killed process; never that of a living one, nor a file that is not a socket."""
     if not file.exists():
         return
     if not file.is_socket():

@@ -1,4 +1,4 @@
-"""Whether a connecting socket is connected, by ZMQ's own events: what is on its way may be lost when it was not."""
+"""Tracks by ZMQ's events whether a connecting socket is connected; frames in flight are lost when it disconnects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class ConnectionWatch:
-    """Watches one socket that has not connected yet. Connections within the process (inproc) count as always there."""
+    """Watches one socket that has not connected yet.
+
+    Connections within the process (inproc) count as always connected.
+    """
 
     def __init__(self, watched: zmq.Socket[bytes], address: str, now: float) -> None:
         self._watched = watched
@@ -20,7 +23,7 @@ class ConnectionWatch:
             self._lost_at = now
 
     def reconnected(self, now: float) -> bool:
-        """Whether a connection was made since the last call; takes in all events."""
+        """Process all events and return whether a connection was made since the last call."""
         made = False
         while self._monitor is not None:
             try:
@@ -32,7 +35,7 @@ class ConnectionWatch:
         return made
 
     def disconnected_for(self, now: float) -> float:
-        """Seconds, as of the last call of `reconnected`."""
+        """Return the seconds without a connection, as of the last call of `reconnected`."""
         return 0.0 if self._lost_at is None else now - self._lost_at
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Security of the links between processes: every tcp:// socket uses CURVE, and a key speaks for one name only.
+"""Security of the links between processes: every tcp:// socket uses CURVE, and a key is valid for one name only.
 
-Three kinds, chosen once per process (from_config.py):
+There are three kinds, chosen once per process (from_config.py):
 
     Curve          keys from security.keys, on every socket
     PerRunCurve    no keys are configured: keys of this run on tcp:// sockets, plain ipc:// sockets of mode 0600
@@ -30,19 +30,19 @@ KEY = "security.keys"
 
 
 class LinkSecurity(Protocol):
-    """Applied to a socket before it binds or connects."""
+    """Security settings, applied to a socket before it binds or connects."""
 
     @property
     def open_binds(self) -> bool:
-        """Whether sockets may bind to addresses that other hosts reach."""
+        """Whether sockets may bind to addresses that other hosts can reach."""
         ...
 
     def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
-        """What checks every message of the socket; None on a plain one."""
+        """Configure a listening socket and return the gate that checks its messages; None for a plain socket."""
         ...
 
     def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:
-        """`server` is the name of the process at `address`: its key is pinned."""
+        """Configure a connecting socket. `server` is the process at `address`, whose key is pinned."""
         ...
 
     def close(self) -> None: ...
@@ -70,23 +70,23 @@ class Plain:
 
 
 class Curve:
-    """One process's key pair, and the public keys that it talks to."""
+    """One process's key pair, and the public keys of the processes that it connects to."""
 
     open_binds = True
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, name: str, admitted: Iterable[str]
     ) -> None:
-        """`admitted`: names whose keys may connect to the sockets of this process.
+        """`admitted` are the names whose keys may connect to the sockets of this process.
 
-        Raises ConfigError naming the missing or readable file.
+        Raises ConfigError with the file that is missing or readable by others.
         """
         self._directory = directory
         file = secret_file(directory, name)
         if not file.is_file():
             raise ConfigError(KEY, f"{file} is missing; make it with deploy/keygen and copy it to this host")
         if stat.S_IMODE(file.stat().st_mode) & 0o077:
-            raise ConfigError(KEY, f"{file} can be read by others; chmod 600 it")
+            raise ConfigError(KEY, f"{file} can be read by others; run chmod 600 on it")
         self._public, secret = _load(file)
         if secret is None:
             raise ConfigError(KEY, f"{file} is not a key file: it has no secret key")
@@ -114,10 +114,10 @@ class Curve:
 
 
 class PerRunCurve:
-    """Keys that the processes of one user and host share through the run directory; made for the first tcp:// socket.
+    """Keys that processes of one user and host share through the run directory; made for the first tcp:// socket.
 
-    They keep other users of the host out of loopback TCP. Other hosts have no way to get them, so sockets
-    that other hosts reach stay refused.
+    They keep other users of the host out of loopback TCP. Other hosts cannot get these keys, so sockets that other
+    hosts could reach stay refused.
     """
 
     open_binds = False
@@ -151,12 +151,12 @@ class PerRunCurve:
 
 
 def is_tcp(address: str) -> bool:
-    """Whether other users of the host, or other hosts, may reach the address: anything but ipc and inproc."""
+    """Return whether other users or hosts may reach the address: true for anything but ipc and inproc."""
     return not address.startswith(("ipc://", "inproc://"))
 
 
 def is_loopback(address: str) -> bool:
-    """Of a tcp:// address; False for a name other than localhost."""
+    """Return whether a tcp:// address is a loopback one; False for a name other than localhost."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -1,4 +1,4 @@
-"""The connecting socket: a session with one peer, over connections that are made anew as often as they break."""
+"""The connecting socket: a session with one peer over connections that are re-established whenever they break."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from common.ipc.routes import dial_id
 from common.ipc.session import Frame, Kind, Session, read_header
 from common.ipc.silence_watch import SilenceWatch
 
-REDIAL_SECONDS = 0.75  # without a connection: then it is dialled anew
-SILENCE_SECONDS = 3.0  # of a peer that was asked something: then its connection is made anew
+REDIAL_SECONDS = 0.75  # without a connection, after which it is dialled again
+SILENCE_SECONDS = 3.0  # without an answer of the peer, after which its connection is dialled again
 
 
 class Dealer(Channel):
-    """Connected socket with one peer; reconnects by itself."""
+    """A connected socket with one peer; it reconnects by itself."""
 
     def __init__(
         self,
@@ -34,16 +34,16 @@ class Dealer(Channel):
         opens: bool = True,
         silence: float | None = None,
     ) -> None:
-        """`server` names the process at `address`, whose key is checked; `received` messages wait here at most.
-        Without `opens` there are only datagrams. A TCP connection that is silent for `silence` seconds
-        (default: SILENCE_SECONDS) after something was asked is made anew.
+        """`server` is the process at `address`, whose key is checked; at most `received` messages wait here.
 
-        Raises ConfigError.
+        Without `opens` there are only datagrams. A TCP connection on which an answer is missing for `silence` seconds
+        (default: SILENCE_SECONDS) is dialled again. Raises ConfigError.
         """
         super().__init__(context, zmq.DEALER, received)
-        # how often the peer turned out to be another process, or to have forgotten this one; what waited was dropped
+        # How often the peer was another process or had forgotten this one; unacknowledged messages were dropped each
+        # time.
         self.resets = 0
-        self.damaged = 0  # frames that are none of a session, or whose digest is wrong
+        self.damaged = 0  # frames that do not belong to a session or whose digest is wrong
         self._opens = opens
         self._address = address
         self._identity = identity
@@ -65,7 +65,7 @@ class Dealer(Channel):
         self._tend(self._clock())
 
     def send(self, payload: bytes) -> bool:
-        """Send now, or when there is a connection. False: too much waits."""
+        """Send now, or when there is a connection. Returns False if too much is waiting."""
         if len(payload) > MAX_MESSAGE_BYTES:
             return False
         frame = self._session.keep(payload, self._clock())
@@ -75,17 +75,17 @@ class Dealer(Channel):
         return True
 
     def datagram(self, payload: bytes) -> bool:
-        """Send once, at the network's mercy."""
+        """Send once, without any guarantee of delivery."""
         return len(payload) <= MAX_MESSAGE_BYTES and self._ask((payload,))
 
     def disconnected_for(self) -> float:
-        """Seconds since there was a connection; 0 while there is one."""
+        """Return the seconds since there was a connection; 0 while there is one."""
         now = self._clock()
         self._look_at_connection(now)
         return self._watch.disconnected_for(now)
 
     def drain(self, most: int = DRAIN_LIMIT) -> list[bytes]:
-        """Messages that have arrived, of at most `most` frames; bad frames are counted and dropped."""
+        """Return the messages that have arrived, from at most `most` frames; bad frames are counted and dropped."""
         messages: list[bytes] = []
         read = 0
         while not messages and read < most:
@@ -122,7 +122,7 @@ class Dealer(Channel):
             return None
         if head.kind is not Kind.RESET:
             return self._session.receive(head, payload, now)
-        if self._session.established:  # else it did not hear OPEN, which is repeated
+        if self._session.established:  # otherwise the peer has not received OPEN, which is repeated
             self.resets += 1
             self._session = self._new_session()
         return None
@@ -134,7 +134,7 @@ class Dealer(Channel):
             self._redial(now)
 
     def _listen(self, heard: bool, now: float) -> None:
-        """A connection may have broken without a word: ask whoever is silent, and dial again where no answer comes."""
+        """Probe a silent peer, and dial again if it does not answer: a connection may break without an error."""
         if self._silence is None:
             return
         if heard:
@@ -145,15 +145,16 @@ class Dealer(Channel):
             self._send_frame(self._session.probe(now))
 
     def _redial(self, now: float) -> None:
-        """ZMQ connects anew by itself after an error of the network, but never after bytes that it cannot read, nor
-        while it does not know of the error."""
+        """Dial again. ZMQ reconnects after a network error by itself, but not after bytes that it cannot parse, nor
+        while it has
+        not noticed the error."""
         self._dialled_at = now
-        with contextlib.suppress(zmq.ZMQError):  # ENOENT: it has given the connection up
+        with contextlib.suppress(zmq.ZMQError):  # ENOENT: ZMQ has given the connection up
             self._socket.disconnect(self._address)
         self._dial()
 
     def _dial(self) -> None:
-        """Connect under a new routing id: the listener may not know yet that an earlier connection is given up."""
+        """Connect under a new routing id: the listener may not know yet that an earlier connection has ended."""
         self._socket.setsockopt(zmq.IDENTITY, dial_id(self._identity))
         self._socket.connect(self._address)
 

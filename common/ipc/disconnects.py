@@ -1,7 +1,7 @@
-"""Tells an event loop that connections of a listening socket have ended, by ZMQ's own events.
+"""Notifies an event loop that connections of a listening socket have ended, based on ZMQ's own events.
 
-libzmq keeps one monitor per socket and stops an earlier one without a word. A TCP socket's belongs to its handshake
-guard, whose thread passes the news on; other sockets get a monitor here.
+libzmq allows one monitor per socket and silently stops an earlier one. The monitor of a TCP socket belongs to its
+handshake guard, whose thread passes the events on; other sockets get a monitor here.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import zmq
 
 
 class Disconnects(Protocol):
-    """`fileno` turns readable when a connection has ended; ask `take` until it returns False."""
+    """`fileno` becomes readable when a connection has ended; then call `take` until it returns False."""
 
     def fileno(self) -> int: ...
 
     def take(self) -> bool:
-        """Whether connections have ended since the last call."""
+        """Return whether connections have ended since the last call."""
         ...
 
     def close(self) -> None: ...
 
 
 class Told:
-    """Another thread calls `tell`."""
+    """Notified by another thread, which calls `tell`."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -37,7 +37,7 @@ class Told:
         return self._reader.fileno()
 
     def tell(self) -> None:
-        # a full buffer says the same already; after `close` nobody listens
+        # A full buffer already carries the notification; after `close` nobody listens.
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
 
@@ -54,7 +54,7 @@ class Told:
 
 
 class Monitored:
-    """Its own monitor of a socket that has no other. Close it before the socket."""
+    """Uses a monitor of its own on a socket that has no other. Close it before the socket."""
 
     def __init__(self, watched: zmq.Socket[bytes]) -> None:
         self._watched = watched

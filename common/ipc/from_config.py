@@ -1,4 +1,4 @@
-"""Which security a process's links have, and who may connect to it: decided by the cluster file."""
+"""Derives from the cluster file which security a process's links have, and who may connect to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN_KEYS = "keys"  # directory in the run directory
 
 
 def link_security(context: zmq.Context[zmq.Socket[bytes]], resolved: Resolved, name: str) -> LinkSecurity:
-    """Of the process `name`: "router" or a node of the file. Raises ConfigError."""
+    """Return the security of the process `name`: "router" or a node of the file. Raises ConfigError."""
     admitted = admitted_names(resolved.cluster, name)
     configured = resolved.keys_path
     if configured is not None:
@@ -30,13 +30,13 @@ def link_security(context: zmq.Context[zmq.Socket[bytes]], resolved: Resolved, n
 
 
 def all_names(cluster: Cluster) -> list[str]:
-    """Of the processes of a cluster: each has a key pair."""
+    """Return the names of all processes of a cluster, each of which has a key pair."""
     prefill, decode = cluster.prefill.nodes, cluster.decode.nodes
     return [ROUTER_NAME, *(node.name for node in prefill), *(node.name for node in decode)]
 
 
 def admitted_names(cluster: Cluster, name: str) -> frozenset[str]:
-    """Who may connect to the sockets of `name`: nodes to the router, decode nodes to prefill nodes."""
+    """Return who may connect to the sockets of `name`: nodes to the router, decode nodes to prefill nodes."""
     decode = {node.name for node in cluster.decode.nodes}
     prefill = {node.name for node in cluster.prefill.nodes}
     if name == ROUTER_NAME:

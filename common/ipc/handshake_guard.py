@@ -1,7 +1,7 @@
-"""Bounds the TCP connections of a listening socket that have not finished their handshake, per source and in all.
+"""Bounds the unfinished handshakes of a listening TCP socket, per source address and in total.
 
-libzmq closes a handshake after HANDSHAKE_SECONDS and accepts without a bound until then, so that a flood of half-open
-connections could use up the descriptors of the process. A thread follows libzmq's events. Where there are too many
+libzmq closes a handshake after HANDSHAKE_SECONDS but accepts any number until then, so a flood of half-open
+connections could use up the process's descriptors. A thread follows libzmq's events. When there are too many
 handshakes it ends the oldest: with CURVE an honest one takes milliseconds.
 """
 
@@ -26,8 +26,9 @@ from common.ipc.disconnects import Told
 HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 1024
 MOST_OF_A_SOURCE = 512  # all processes of one host may connect at the same time
-# Received in a CURVE handshake: greeting 64, HELLO 202, INITIATE at least 259. A stranger, who does not know the public
-# key of the server, gets no further than HELLO.
+# Bytes received in a CURVE handshake: greeting 64, HELLO 202, INITIATE at least 259. A stranger, who does not know
+# the
+# server's public key, gets no further than HELLO.
 HANDSHAKE_BYTES = 64 + 202 + 259
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 _BYTES_RECEIVED = struct.Struct("128xQ")  # of Linux's struct tcp_info
@@ -36,14 +37,14 @@ Peer = tuple[str, int]  # address and port
 
 
 class Connections(Protocol):
-    """What the guard asks the kernel about libzmq's connections."""
+    """The kernel's information about libzmq's connections."""
 
     def peer(self, descriptor: int) -> Peer | None:
-        """Return the other end; None: the connection has ended."""
+        """Return the other end; None if the connection has ended."""
         ...
 
     def received(self, descriptor: int, peer: Peer) -> int | None:
-        """Bytes so far; None where the descriptor no longer belongs to this connection."""
+        """Return the bytes received; None if the descriptor no longer belongs to this connection."""
         ...
 
     def end(self, descriptor: int, peer: Peer) -> None:
@@ -58,7 +59,7 @@ class _Handshake:
 
 
 class Handshakes:
-    """The connections that may not have finished their handshake, the oldest first."""
+    """The connections that may not have finished their handshake, oldest first."""
 
     def __init__(self, connections: Connections, clock: Callable[[], float] = time.monotonic) -> None:
         self._connections = connections
@@ -71,7 +72,7 @@ class Handshakes:
         return len(self._open)
 
     def accepted(self, descriptor: int) -> None:
-        """Count a new connection, and end the oldest handshakes beyond the bounds."""
+        """Count a new connection, and end the oldest handshakes above the bounds."""
         self.closed(descriptor)
         peer = self._connections.peer(descriptor)
         if peer is None:
@@ -84,7 +85,7 @@ class Handshakes:
         self._shrink(self._open, MOST_HANDSHAKES)
 
     def closed(self, descriptor: int) -> None:
-        """Forget a connection: it has ended, or its handshake has."""
+        """Forget a connection that has ended or finished its handshake."""
         found = self._open.pop(descriptor, None)
         if found is not None:
             source = found.peer[0]
@@ -93,7 +94,7 @@ class Handshakes:
                 del self._of_source[source]
 
     def _forget_old(self, now: float) -> None:
-        """libzmq has closed them, or they have finished."""
+        """Forget handshakes older than HANDSHAKE_SECONDS, which libzmq has closed or which have finished."""
         while self._open:
             descriptor, oldest = next(iter(self._open.items()))
             if now - oldest.since <= HANDSHAKE_SECONDS:
@@ -101,7 +102,7 @@ class Handshakes:
             self.closed(descriptor)
 
     def _shrink(self, among: OrderedDict[int, _Handshake], most: int) -> None:
-        """End the oldest handshakes beyond `most`. Connections that turn out to have finished theirs are forgotten."""
+        """End the oldest handshakes above `most`; connections that have finished theirs are only forgotten."""
         while len(among) > most:
             descriptor, oldest = next(iter(among.items()))
             received = self._connections.received(descriptor, oldest.peer)
@@ -112,9 +113,9 @@ class Handshakes:
 
 
 class KernelConnections:
-    """libzmq may close a descriptor at any time, and the process may open another one under its number.
+    """Reads connections by descriptor; libzmq may close one at any time, and the process may reuse its number.
 
-    A duplicate keeps its number, and the address and port of the peer tell whether it is the connection that is meant.
+    A duplicate keeps the descriptor open, and the peer's address and port confirm that it is the right connection.
     """
 
     def peer(self, descriptor: int) -> Peer | None:
@@ -160,16 +161,17 @@ def _peer_of(connection: socket.socket) -> Peer | None:
 class HandshakeGuard:
     """Watches one TCP socket that is not bound yet. Close it before the socket.
 
-    The socket's monitor is taken: a second one would end this one. `disconnects` passes on what others need of it.
+    It takes the socket's only monitor: a second one would stop it. `disconnects` passes its events on to others.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes]) -> None:
         self._watched = watched
         where = f"inproc://handshakes-{id(self)}"
         watched.monitor(where, _EVENTS)
-        # Context.destroy closes all sockets of a context in the calling thread; this one is closed by its own thread
+        # Context.destroy closes all sockets of a context in the calling thread; this one must be closed by its own
+        # thread.
         self._events = zmq.Context[zmq.Socket[bytes]].shadow(context.underlying).socket(zmq.PAIR)
-        # unbounded: libzmq's I/O thread would wait for room
+        # Unbounded, since libzmq's I/O thread would block until there is room.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.connect(where)
@@ -180,7 +182,7 @@ class HandshakeGuard:
 
     @property
     def disconnects(self) -> Told:
-        """Says when connections have ended, from the first time that somebody asks for it."""
+        """The signal that connections have ended, created when it is first requested."""
         if self._told is None:
             self._told = Told()
         return self._told

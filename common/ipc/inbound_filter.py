@@ -1,9 +1,9 @@
-"""What a listening socket hears: frames whose key allows them, of peers that have not been cut off.
+"""Filters what a listening socket receives: frames that their key allows, from peers that are not cut off.
 
-libzmq cannot close one connection of a ROUTER socket. What a peer sends after it was cut off is read and dropped, of a
-bounded number of frames per turn and fairly between connections; with keys, its key is also refused for a while. (To
-take its route by ROUTER_HANDOVER would stop the reading, but aborts libzmq 4.3.5 when such a peer then disconnects:
-assertion !_io_error in stream_engine_base.cpp.)
+libzmq cannot close one connection of a ROUTER socket. Frames of a peer that was cut off are therefore read and
+dropped, a bounded number per turn and fairly between connections; with keys, its key is also refused for a while.
+(Taking its route by ROUTER_HANDOVER would stop the reading, but aborts libzmq 4.3.5 when such a peer then
+disconnects: assertion !_io_error in stream_engine_base.cpp.)
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from common.ipc.routes import Routes, peer_name
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 
-# Of the routing ids that libzmq makes up: for a peer that has chosen none, and for an earlier connection of a peer that
-# has connected anew. What is left in such a connection is dropped here; its session sends it again.
+# First byte of the routing ids that libzmq generates: for a peer that has chosen none, and for an earlier connection
+# of a
+# peer that has reconnected. Frames left in such a connection are dropped here; the peer's session sends them again.
 MADE_UP = b"\0"
 
 
@@ -27,7 +28,7 @@ class InboundFilter:
     """Reads one ROUTER socket, which is not bound yet. Single-threaded, as the socket is."""
 
     def __init__(self, router: zmq.Socket[bytes], gate: Gate | None) -> None:
-        """`gate`: of a socket with keys."""
+        """`gate` belongs to a socket with keys; None for a plain socket."""
         self._router = router
         self._gate = gate
         self._newly_cut_off: list[str] = []
@@ -35,7 +36,7 @@ class InboundFilter:
         self.bad = BadFrames(BoundedLog(Log("links"), "refused a frame"))
 
     def receive(self, most: int) -> list[list[bytes]]:
-        """At most `most` messages as [peer, part ...]; one that must not be heard keeps its peer only."""
+        """Return at most `most` messages as [peer, part ...]; one that is not allowed keeps only its peer."""
         if self._gate is None:
             received = [self._named(parts) for parts in self._plain(most)]
         else:
@@ -49,7 +50,7 @@ class InboundFilter:
         self._count(peer_of(peer), reason)
 
     def take_cut_off(self) -> list[str]:
-        """NAME/INCARNATION, or NAME for a misused key, of the peers that were cut off since the last call."""
+        """Return the peers cut off since the last call: NAME/INCARNATION, or NAME for a misused key."""
         taken, self._newly_cut_off = self._newly_cut_off, []
         return taken
 
@@ -61,7 +62,7 @@ class InboundFilter:
                 return
 
     def _keyed(self, most: int) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
-        """(routing id, parts). A frame that is not copied tells whose key its connection has proved."""
+        """Yield (routing id, parts). Only a frame that is not copied says whose key its connection has proved."""
         for _ in range(most):
             try:
                 identity = self._router.recv(zmq.NOBLOCK, copy=False)

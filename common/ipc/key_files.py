@@ -1,4 +1,4 @@
-"""Files of a keys directory: NAME.key is public and for every host, NAME.key_secret (0600) for the host of NAME."""
+"""Key files: NAME.key is public and exists on every host, NAME.key_secret (0600) only on the host of NAME."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zmq.auth
 
 from common.errors import ConfigError
 
-LOCK_SECONDS = 10.0  # another process makes the keys meanwhile, which takes milliseconds
+LOCK_SECONDS = 10.0  # another process may be making the keys, which takes milliseconds
 
 
 def public_file(directory: Path, name: str) -> Path:
@@ -27,7 +27,7 @@ def secret_file(directory: Path, name: str) -> Path:
 
 
 def make_key_pairs(directory: Path, names: Iterable[str]) -> list[str]:
-    """Make the pairs that do not exist, in a directory of mode 0700; returns their names.
+    """Make the missing pairs in a directory of mode 0700 and return their names.
 
     Processes may call this at the same time: each pair is made once. Raises ConfigError with the remedy.
     """
@@ -36,7 +36,7 @@ def make_key_pairs(directory: Path, names: Iterable[str]) -> list[str]:
         _refuse_foreign(directory)
         wanted = list(names)
         if not _missing(directory, wanted):
-            return []  # without the lock, which has to be written: the disk may be read-only
+            return []  # without the lock file, since the disk may be read-only
         with _locked(directory):
             missing = _missing(directory, wanted)
             for name in missing:
@@ -57,14 +57,14 @@ def _refuse_foreign(directory: Path) -> None:
 
 
 def _missing(directory: Path, names: Iterable[str]) -> list[str]:
-    """Those without a complete pair. The public file is the last one of a pair to appear."""
+    """Return the names without a complete pair. The public file of a pair appears last."""
     return [
         n for n in names if not (secret_file(directory, n).exists() and public_file(directory, n).exists())
     ]
 
 
 def _make_pair(directory: Path, name: str) -> None:
-    """In a directory of its own first, so that nobody ever sees a half-written or readable secret."""
+    """Make a pair in a temporary directory first, so that no half-written or readable secret is ever visible."""
     with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as made:
         public, secret = zmq.auth.create_certificates(made, name)
         os.chmod(secret, 0o600)

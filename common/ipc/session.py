@@ -1,23 +1,25 @@
 """Reliable delivery over a ZMQ connection: every frame arrives once and in order, or the session is reset.
 
-ZMQ alone loses what is on its way when a connection breaks, and delivers what the network has flipped. A session
-numbers its frames, keeps each until the peer has acknowledged it, and sends them again where the peer names a gap.
+ZMQ by itself loses frames in flight when a connection breaks, and delivers bytes that the network has corrupted. A
+session numbers its frames, keeps each until the peer has acknowledged it, and sends them again if the peer reports a
+gap.
 
-A frame is a header and a payload. The header holds its kind, the session's epoch, a number, the highest number received
-in a row from the peer, and a digest of header and payload; a frame whose digest differs counts as lost.
+A frame is a header and a payload. The header contains its kind, the session's epoch, a number, the highest number
+received in a row from the peer, and a digest of header and payload; a frame whose digest differs counts as lost.
 
     OPEN   first frame of an epoch, by the connecting side, until the peer answers; number: none
     DATA   number: of this payload, from 1
-    PROBE  "I have sent up to `number`": asked after a silence; the answer tells what was lost
-    ACK    number: 0, or the number of the DATA or PROBE that it answers; what precedes that and is not acknowledged
-           was lost, since one connection keeps its order
+    PROBE  "I have sent up to `number`": sent after a silence; the answer says what was lost
+    ACK    number: 0, or the number of the DATA or PROBE that it answers; unacknowledged frames up to that number were
+           lost, since one connection keeps its order
     RESET  the listening side does not know this epoch: it is another process, or it has forgotten the peer
 
-Nothing is sent again because time has passed: only small probes are. A peer whose loop is busy for seconds costs a few
-probes, not its prompts twice.
+Data is never sent again because of elapsed time; only small probes are. A peer whose loop is busy for seconds costs a
+few probes, not its prompts twice.
 
-What the connecting side sends before the listening side has answered may reach two processes: one that ends without
-an answer, and its successor. It must do no harm there: a registration, a greeting, and what names an incarnation.
+Frames that the connecting side sends before the listening side has answered may reach two processes: one that ends
+without an answer, and its successor. They must be harmless there: a registration, a greeting, and messages that name
+an incarnation.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ import xxhash
 from common.errors import ProtocolError
 
 HEADER = struct.Struct("<B7xQQQQ")  # kind, epoch, number, acknowledged, digest
-PROBE_SECONDS = 0.25  # of silence while something is not acknowledged; doubled up to MAX_PROBE_SECONDS
+PROBE_SECONDS = 0.25  # of silence while something is unacknowledged; doubled up to MAX_PROBE_SECONDS
 MAX_PROBE_SECONDS = 1.0
-ACK_SECONDS = 0.05  # an acknowledgement waits so long for a frame that carries it
-ACK_FRAMES = 64  # and for no more frames than these
+ACK_SECONDS = 0.05  # for which an acknowledgement waits for a frame that carries it
+ACK_FRAMES = 64  # received frames after which it is sent at once
 ACK_BYTES = 1 << 20
 GAP_SECONDS = 0.2  # between two reports of one gap
-SMALL = 16 << 10  # payloads below are bounded by their number alone: an abort passes where images wait
+SMALL = 16 << 10  # payloads below are bounded only by their number, so an abort can pass waiting images
 
 Frame = tuple[bytes, bytes]  # header, payload
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     OPEN = 1
     DATA = 2
@@ -55,7 +57,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a frame whose digest was right."""
+    """The header of a frame with a correct digest."""
 
     kind: Kind
     epoch: int
@@ -69,7 +71,7 @@ def frame(kind: Kind, epoch: int, number: int, acknowledged: int, payload: bytes
 
 
 def read_header(header: bytes, payload: bytes) -> Header:
-    """Raises ProtocolError for a frame that is damaged or no frame of a session."""
+    """Parse a header. Raises ProtocolError for a frame that is damaged or does not belong to a session."""
     try:
         kind, epoch, number, acknowledged, digest = HEADER.unpack(header)
         known = Kind(kind)
@@ -94,11 +96,16 @@ class _Kept:
 
 
 class Session:
-    """One end, without a socket: what to send is returned, what has arrived is handed in. Single-threaded."""
+    """One end of a session, without a socket: it returns frames to send and is given those that arrive.
+
+    Single-threaded.
+    """
 
     def __init__(self, epoch: int, opens: bool, max_frames: int, max_bytes: int, now: float) -> None:
-        """`opens`: this end begins and repeats OPEN until the peer has answered. At most `max_frames` frames, and
-        `max_bytes` of those that are not SMALL, wait for their acknowledgement."""
+        """With `opens` this end begins, and repeats OPEN until the peer has answered.
+
+        At most `max_frames` frames, and `max_bytes` of frames that are not SMALL, wait for their acknowledgement.
+        """
         self.epoch = epoch
         self.heard_at = now
         self.established = not opens
@@ -109,25 +116,25 @@ class Session:
         self._max_bytes = max_bytes
         self._kept: deque[_Kept] = deque()
         self._kept_bytes = 0  # of payloads that are not SMALL
-        self._sent = 0  # highest number
-        self._received = 0  # highest number in a row
+        self._sent = 0  # highest number sent
+        self._received = 0  # highest number received in a row
         self._owed = 0  # frames received since the last acknowledgement
         self._owed_bytes = 0
         self._owed_since = 0.0
         self._answer: int | None = None  # highest number that an ACK is owed for
-        self._reported: tuple[int, float] = (0, -1e9)  # a gap after this number, and when it was reported
+        self._reported: tuple[int, float] = (0, -1e9)  # the number before a gap, and when it was reported
         self._resend = False
         self._probe_after = PROBE_SECONDS
         self._probe_at = now if opens else float("inf")
 
     @property
     def idle(self) -> bool:
-        """Nothing waits for time to pass."""
+        """Whether nothing depends on time."""
         waits = self._kept or self._owed or self._resend or self._answer is not None
         return self.established and not waits
 
     def keep(self, payload: bytes, now: float) -> Frame | None:
-        """The next DATA frame, kept until it is acknowledged; None while too much waits."""
+        """Return the next DATA frame, kept until it is acknowledged; None while too much is waiting."""
         large = len(payload) if len(payload) >= SMALL else 0
         if len(self._kept) >= self._max_frames:
             return None
@@ -141,14 +148,14 @@ class Session:
         return self._data(self._kept[-1])
 
     def take_back(self) -> None:
-        """The frame of the latest `keep` was not sent, and is not to be."""
+        """Undo the latest `keep`, whose frame was not sent and will not be."""
         kept = self._kept.pop()
         assert kept.number == self._sent
         self._sent -= 1
         self._release(kept)
 
     def receive(self, header: Header, payload: bytes, now: float) -> bytes | None:
-        """A frame of this epoch has come; the payload where it is the next one."""
+        """Process a frame of this epoch; return its payload if it is the next one."""
         self.heard_at, self.established = now, True
         self._acknowledge(header.acknowledged, now)
         if header.kind is Kind.DATA:
@@ -160,7 +167,7 @@ class Session:
         return None
 
     def due(self, now: float) -> list[Frame]:
-        """What is to be sent now."""
+        """Return the frames to be sent now."""
         frames: list[Frame] = []
         if not self.established:
             if now >= self._probe_at:
@@ -184,7 +191,7 @@ class Session:
         return frames
 
     def probe(self, now: float) -> Frame:
-        """Ask now: a connection was made anew, and what was on the earlier one may be lost."""
+        """Return a probe to be sent at once: after a reconnection, frames in flight may be lost."""
         if not self.established:
             return frame(Kind.OPEN, self.epoch, 0, self._received)
         self._wait_for_answer(now)
@@ -214,7 +221,7 @@ class Session:
         return None
 
     def _owe_answer(self, number: int) -> None:
-        """One ACK answers all that was asked up to `number`; several would repeat what was lost several times."""
+        """Owe one ACK for all that was asked up to `number`; several would repeat lost frames several times."""
         self._answer = max(number, self._answer or 0)
 
     def _acknowledge(self, number: int, now: float) -> None:

@@ -1,7 +1,7 @@
-"""The sessions of a listening socket, by peer. The table is bounded: the longest silent peer leaves first.
+"""The sessions of a listening socket, by peer. The table is bounded: the peer that was silent longest leaves first.
 
-Peers that the owner vouches for stay: a flood of strangers cannot push them out. A process may open many sessions under
-its NAME, which its key proves, but pushes out only its own.
+Peers that the owner vouches for stay, so a flood of strangers cannot evict them. A process may open many sessions
+under its NAME, which its key proves, but it evicts only its own.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from common.ipc.gate import name_in
 from common.ipc.session import Frame, Kind, Session, frame, read_header
 
 MAX_SESSIONS = 4_096
-SESSIONS_OF_A_NAME = 64  # links of a process, and of those before it whose end was not seen
-FORGET_SECONDS = 120.0  # without a word from a peer that cannot be reached
-STRANGER_SECONDS = 10.0  # the same, where nobody vouches for the peer
+SESSIONS_OF_A_NAME = 64  # links of a process, and of earlier ones whose end was not noticed
+FORGET_SECONDS = 120.0  # without a frame from a peer that cannot be reached
+STRANGER_SECONDS = 10.0  # the same for a peer that nobody vouches for
 
 
 class Sessions:
-    """Owned by one socket. `send(peer, frame)` never blocks; False where it was not taken."""
+    """Owned by one socket. `send(peer, frame)` never blocks and returns False if the frame was not accepted."""
 
     def __init__(self, send: Callable[[bytes, Frame], bool], max_frames: int, max_bytes: int) -> None:
-        """`max_frames` and `max_bytes` as in Session, for each peer."""
+        """`max_frames` and `max_bytes` are limits per peer, as in Session."""
         self._send = send
         self._max_frames = max_frames
         self._max_bytes = max_bytes
-        self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # the longest silent first
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # the peer silent for longest first
         self._of_name: dict[str, OrderedDict[bytes, None]] = {}  # each in the order of _sessions
         self._vouched: set[bytes] = set()
-        self._active: set[bytes] = set()  # those that `tend` looks at
+        self._active: set[bytes] = set()  # peers that `tend` has to process
         self.damaged = 0
 
     def __len__(self) -> int:
@@ -43,20 +43,20 @@ class Sessions:
         return self._sessions.get(peer)
 
     def mark(self, peer: bytes) -> None:
-        """Something of this peer waits for time to pass."""
+        """Note that something of this peer depends on time, so `tend` has to process it."""
         self._active.add(peer)
 
     def vouch_for(self, peer: bytes) -> None:
-        """The owner knows this peer: its session is kept until `forget`, or until the peer opens another."""
+        """Keep this peer's session until `forget`, or until the peer opens another: the owner knows the peer."""
         if peer in self._sessions:
             self._vouched.add(peer)
 
     def vouch_only_for(self, peers: Iterable[bytes]) -> None:
-        """As `vouch_for` for each of `peers`, and for no others any more."""
+        """Vouch for exactly these peers."""
         self._vouched = {peer for peer in peers if peer in self._sessions}
 
     def forget(self, peer: bytes) -> None:
-        """Drop what is not acknowledged. A peer that lives is told of it by the answer to its next frame."""
+        """Drop what is not acknowledged. A living peer learns of it from the answer to its next frame."""
         if self._sessions.pop(peer, None) is not None:
             name = name_in(peer)
             del self._of_name[name][peer]
@@ -66,7 +66,7 @@ class Sessions:
         self._active.discard(peer)
 
     def receive(self, peer: bytes, header: bytes, payload: bytes, now: float) -> bytes | None:
-        """The payload of the next DATA frame, or None for everything else."""
+        """Return the payload if this is the next DATA frame, else None."""
         try:
             head = read_header(header, payload)
         except ProtocolError:
@@ -118,4 +118,4 @@ class Sessions:
                 if peer is not None:
                     self.forget(peer)
                 return
-            among.move_to_end(peer)  # not looked at again soon
+            among.move_to_end(peer)  # moved to the end, so that it is not considered again soon

@@ -1,12 +1,12 @@
-"""How long a peer has left a question without an answer: what tells a broken connection from an idle one."""
+"""Measures how long a peer has left a question unanswered, which tells a broken connection from an idle one."""
 
 from __future__ import annotations
 
-MOST_PATIENCE = 8  # times the bound, for a peer that stays silent over new connections: its loop is busy
+MOST_PATIENCE = 8  # factor of the bound for a peer that stays silent over new connections: its loop is busy
 
 
 class SilenceWatch:
-    """Watches one connection. Any frame from the peer is an answer to all that was asked before."""
+    """Watches one connection. Any frame from the peer answers everything that was asked before."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
@@ -18,16 +18,16 @@ class SilenceWatch:
         self._heard_at, self._asked_at, self._patience = now, None, 1
 
     def asked(self, now: float) -> None:
-        """Something was sent that the peer answers."""
+        """Note that something was sent that the peer answers."""
         if self._asked_at is None:
             self._asked_at = now
 
     def should_ask(self, now: float) -> bool:
-        """Nothing was asked, and nothing heard for a while."""
+        """Return whether nothing was asked and nothing has been heard for a while."""
         return self._asked_at is None and now - self._heard_at >= self._seconds / 2
 
     def too_long(self, now: float) -> bool:
-        """True once per silence that exceeds the bound, which doubles while the peer stays silent."""
+        """Return True once per silence that exceeds the bound, which doubles while the peer stays silent."""
         if self._asked_at is None or now - self._asked_at < self._seconds * self._patience:
             return False
         self._asked_at = now

@@ -1,7 +1,7 @@
-"""Answers libzmq's question who may connect (ZAP, RFC 27), by the allow-list and in a thread of its own.
+"""Answers libzmq's authentication requests (ZAP, RFC 27) from the allow-list, in a thread of its own.
 
-ZAP knows the key of a connection, and not yet its routing id. The key therefore becomes the User-Id of the connection,
-which libzmq attaches to every message: the socket compares its owner with the NAME of the routing id (gate.py).
+ZAP knows the key of a connection but not yet its routing id. The key therefore becomes the User-Id of the connection,
+which libzmq attaches to every message: the socket compares the key's owner with the NAME of the routing id (gate.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from common.observability.bounded_log import BoundedLog
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"tandem"
 _VERSION = b"1.0"
-_FIELDS = 6  # version, request id, domain, address, routing id (of our socket), mechanism; then credentials
+_FIELDS = 6  # version, request id, domain, address, routing id (of the listening socket), mechanism; then credentials
 _KEY_BYTES = 32
 
 
 class ZapHandler:
-    """One per ZMQ context. Admits CURVE clients whose key is on the list; refuses everything else."""
+    """One handler per ZMQ context. Admits CURVE clients whose key is on the list and refuses everything else."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], allowed: AllowList, refusals: BoundedLog
@@ -31,7 +31,7 @@ class ZapHandler:
         self._allowed = allowed
         self._refusals = refusals
         self._stop, stopped = (context.socket(zmq.PAIR) for _ in range(2))
-        # Within the context, so that an id of this object is as unique as it has to be.
+        # The address is unique within the context, since the object's id is unique within the process.
         self._stop.bind(f"inproc://zap-stop-{id(self)}")
         stopped.connect(f"inproc://zap-stop-{id(self)}")
         self._socket = context.socket(zmq.REP)
@@ -41,7 +41,7 @@ class ZapHandler:
         except zmq.ZMQError as error:
             for each in (self._stop, stopped, self._socket):
                 each.close(linger=0)
-            raise ConfigError("", "this ZMQ context has a ZAP handler already") from error
+            raise ConfigError("", "this ZMQ context already has a ZAP handler") from error
         self._thread = threading.Thread(target=self._run, args=(stopped,), name="zap", daemon=True)
         self._thread.start()
 
@@ -64,18 +64,18 @@ class ZapHandler:
             stopped.close(linger=0)
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
-        """[version, request id, status code, status text, user id, metadata]."""
+        """Return [version, request id, status code, status text, user id, metadata]."""
         request_id = request[1] if len(request) > 1 else b""
         user, problem = self._check(request)
         if not user:
             address = request[3].decode(errors="replace") if len(request) > 3 else ""
             self._refusals.warning(address, problem)
-        # 300, "temporary": after a 400 libzmq's clients never try again, and a key may be installed later.
+        # 300 is "temporary": after a 400 libzmq's clients never try again, although a key may be installed later.
         code, text = (b"200", b"OK") if user else (b"300", b"refused")
         return [_VERSION, request_id, code, text, user.encode(), b""]
 
     def _check(self, request: list[bytes]) -> tuple[str, str]:
-        """The user id of who may connect, or "" and the reason."""
+        """Return the user id of a client that may connect, or "" and the reason for refusing it."""
         if len(request) < _FIELDS or request[0] != _VERSION or request[2] != DOMAIN:
             return "", "not a ZAP request of this cluster's sockets"
         mechanism, credentials = request[5], request[6:]

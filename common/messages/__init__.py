@@ -1,1 +1,1 @@
-"""Control messages as msgspec tagged unions, one file per receiver: an inbox is a type."""
+"""Control messages as msgspec tagged unions, one file per receiver: each inbox is a type."""

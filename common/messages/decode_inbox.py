@@ -1,4 +1,4 @@
-"""What a decode node may be told by the router. (What prefill nodes tell it: kv_transfer.messages.ReceiverInbox.)"""
+"""Messages from the router to a decode node. (Messages from prefill nodes: kv_transfer.messages.ReceiverInbox.)"""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from common.messages.wire import InboxCodec
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Set pages aside for this request and tell the prefill node where they are."""
+    """Asks the node to reserve pages for this request and to send their ids to the prefill node."""
 
     room: Room
     request_id: str
-    token_ids: TokenIds  # as in Prefill: for the prefix cache, and for the request's length
+    token_ids: TokenIds  # as in Prefill; for the prefix cache and the request's length
     emitted: int
     sampling: SamplingParams
     prefill: NodeRef
     deadline_ms: int  # remaining
     salt: CacheSalt = b""  # as in Prefill
-    images: ImageSpans = ()  # for the prefix cache alone: a decode node never sees pixels
+    images: ImageSpans = ()  # only for the prefix cache: a decode node never receives pixels
 
 
 DecodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | Drain | Reserve

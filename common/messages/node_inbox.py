@@ -1,4 +1,4 @@
-"""What every node may be told by the router, whatever its role."""
+"""Messages from the router to nodes of both roles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from common.messages.router_inbox import Room
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The router knows this incarnation now. A new router incarnation means: drop what the old one asked for."""
+    """The router has registered this incarnation.
+
+    A new router incarnation means: drop the requests of the old one.
+    """
 
     router_incarnation: str
 
@@ -20,8 +23,10 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class HeartbeatAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Echo: proves that the link works both ways. `known` is False for a node that was given up: it has to drop what
-    it holds and register again."""
+    """Echo of a heartbeat: proves that the link works both ways.
+
+    `known` is False for a node that the router has given up: it must drop its requests and register again.
+    """
 
     router_incarnation: str
     sequence: int
@@ -29,20 +34,23 @@ class HeartbeatAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Stop this room and free what it holds. Unknown rooms are ignored: abort and finish may cross."""
+    """Asks to stop this room and free its resources.
+
+    Unknown rooms are ignored, since an abort and a finish may cross.
+    """
 
     room: Room
     reason: str
 
 
 class PeerLost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A node of the other role is gone: end its transfers."""
+    """A node of the other role has ended: the receiver ends its transfers."""
 
     incarnation: str
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Take nothing new, finish what is here, say Goodbye, exit 0."""
+    """Asks to take no new requests, finish the present ones, send Goodbye and exit with 0."""
 
 
 AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | Drain

@@ -1,4 +1,4 @@
-"""What a prefill node may be told by the router. (What decode nodes tell it: kv_transfer.messages.SenderInbox.)"""
+"""Messages from the router to a prefill node. (Messages from decode nodes: kv_transfer.messages.SenderInbox.)"""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from common.messages.wire import InboxCodec
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Compute these tokens, draw the next one, hand both over to the decode node that reserved the room."""
+    """Asks the node to compute these tokens, draw the next one, and hand both over to the decode node of the
+    reservation.
+    """
 
     room: Room
     request_id: str
-    token_ids: TokenIds  # prompt, followed by tokens already emitted if the request was moved here
-    emitted: (
-        int  # how many of token_ids are output already; sampling.max_tokens counts from the original prompt
-    )
+    token_ids: TokenIds  # prompt, followed by tokens already emitted if the request was moved to this node
+    emitted: int  # how many of token_ids are output; sampling.max_tokens counts from the original prompt
     sampling: SamplingParams
     decode: str  # incarnation of the decode node that holds the reservation
     deadline_ms: int  # remaining
-    salt: CacheSalt = b""  # cached pages are shared within one salt only
-    images: ImageSpans = ()  # any token of the vocabulary stands in token_ids there
+    salt: CacheSalt = b""  # cached pages are shared only within one salt
+    images: ImageSpans = ()  # token_ids contains arbitrary tokens in their place
 
 
 PrefillMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | Drain | Prefill

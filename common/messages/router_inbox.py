@@ -1,4 +1,4 @@
-"""What the router may be told by a prefill or decode node."""
+"""Messages from prefill and decode nodes to the router."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from common.messages.wire import InboxCodec
 Room = Annotated[int, Meta(ge=1, le=MAX_ROOM)]
 ConfigValue = str | int | float | bool | None
 FinishReason = Annotated[str, Meta(pattern=rf"^({FINISH_STOP}|{FINISH_LENGTH})\Z")]
-MAX_RUNS = 16_384  # of one message; a node runs at most 4,096 requests at once
-MAX_RUN = 4_096  # tokens of one request in one message
+MAX_RUNS = 16_384  # per message; a node runs at most 4,096 requests at once
+MAX_RUN = 4_096  # tokens of one request per message
 MAX_MESSAGE = 4_096  # characters of an error message
 Stages = Annotated[dict[Label, Finite], MANY]  # stage name -> seconds since this node received the request
 
@@ -42,24 +42,26 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     host: Label
     pid: Count
     model_fingerprint: Label
-    # Tokens that one request may have here in all; the router takes the least of all nodes.
+    # Maximum tokens of one request on this node; the router takes the minimum over all nodes.
     max_model_len: Count
     page_size: Count
     total_pages: Count
-    # For /server_info, which has to be able to write them as JSON.
+    # For /server_info, where it must be representable as JSON.
     effective_config: Annotated[dict[Label, ConfigValue], MANY]
     graphs: Annotated[tuple[GraphReport, ...], MANY] = ()
 
     def link_id(self, purpose: str = "") -> str:
-        """The routing id of one of the node's sockets to the router: its control link, if nothing else is named."""
+        """Return the routing id of one of the node's sockets to the router: its control link, unless `purpose` is
+        given.
+        """
         return control_link_id(self.node.name, self.node.incarnation, self.link_secret, purpose)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Sent by a thread of its own. `loop_age_ms` is how long the node's main loop has not come round.
+    """Sent by a thread of its own. `loop_age_ms` is the time since the node's main loop last completed a turn.
 
-    `announced_ms`, counted from the same moment, is what the loop announced that it may need: it hangs when its age
-    exceeds that by `health.loop_timeout`.
+    `announced_ms`, counted from the same moment, is the time that the loop announced it may need: it hangs when its
+    age exceeds that by `health.loop_timeout`.
     """
 
     incarnation: Label
@@ -67,13 +69,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: NodeState
     loop_age_ms: Total
     announced_ms: Total = 0
-    as_of: Finite  # Unix seconds of the node's host at which load and counters were so
+    as_of: Finite  # Unix seconds of the node's host when load and counters were taken
     load: NodeLoad
     counters: NodeCounters
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """From a prefill node, before the transfer is complete. With a finish_reason the request ends here."""
+    """Sent by a prefill node before the transfer is complete. With a finish_reason the request ends here."""
 
     room: Room
     token: OutputToken
@@ -82,37 +84,39 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Pages and record were handed to the decode node: the prefill leg is over and its pages are unlocked."""
+    """Pages and record were handed over to the decode node: the prefill part is over and its pages are unlocked."""
 
     room: Room
     stages: Stages
 
 
 class TokenRun(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive tokens of one request. `offset` counts from the attempt's first token, which is 0."""
+    """Consecutive tokens of one request. `offset` counts from the attempt's first token, which has offset 0."""
 
     room: Room
     offset: Count
     tokens: Annotated[list[OutputToken], Meta(max_length=MAX_RUN)]
     finish_reason: FinishReason | None = None
     stages: Stages | None = None
-    accept_length: Finite | None = None  # with the last run: tokens per step that verified drafts
+    accept_length: Finite | None = None  # set in the last run: tokens per step that verified drafts
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """All tokens of one decode step, one message for the whole batch."""
+    """All tokens of one decode step, in one message for the whole batch."""
 
     runs: Annotated[list[TokenRun], Meta(max_length=MAX_RUNS)]
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The node gave this room up; `code` is one of common.errors.BY_CODE. Nothing of it is held here any more
-    except pages in quarantine."""
+    """The node has given this room up; `code` is one of common.errors.BY_CODE.
+
+    The node holds nothing of the room any longer except pages in quarantine.
+    """
 
     room: Room
     code: Label
     message: Text
-    param: Text | None = None  # the field of the client's request that it is about
+    param: Text | None = None  # the field of the client's request that caused it
 
     @classmethod
     def of(cls, room: int, error: RequestError) -> Failed:
@@ -120,7 +124,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Drained and leaving: forget this incarnation."""
+    """The node is drained and ends: the router forgets this incarnation."""
 
     incarnation: Label
 

@@ -1,4 +1,4 @@
-"""Encode and decode one inbox. Decoding never raises anything but ProtocolError and never runs what it reads."""
+"""Encodes and decodes the messages of an inbox. Decoding raises only ProtocolError and never executes its input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.errors import ProtocolError
 
 T_co = TypeVar("T_co", covariant=True)
 
-MAX_REASON = 300  # characters: msgspec quotes what it refuses, and a peer chooses how long that is
+MAX_REASON = 300  # characters; msgspec quotes refused input, whose length the peer chooses
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -20,14 +20,14 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class InboxCodec(Generic[T_co]):
-    """Decoder for one inbox: a union of tagged structs. Everything else is refused with a sentence."""
+    """Decoder of one inbox, a union of tagged structs. Everything else is refused with a sentence."""
 
     def __init__(self, inbox: object, name: str) -> None:
         self._decoder: msgspec.msgpack.Decoder[T_co] = msgspec.msgpack.Decoder(inbox)
         self.name = name
 
     def decode(self, frame: bytes | memoryview) -> T_co:
-        """Raises ProtocolError for truncated, corrupt, unknown or wrongly typed messages."""
+        """Return the message. Raises ProtocolError if it is truncated, corrupt, unknown or wrongly typed."""
         try:
             return self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -1,1 +1,1 @@
-"""What both kinds of node wrap around the engine: life, loop, memory plan, serving model, link to the router."""
+"""Code around the engine that both roles share: life cycle, loop, memory plan, serving model, link to the router."""

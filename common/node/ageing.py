@@ -1,15 +1,15 @@
-"""Which waiting request is next, on both roles: the shortest one, where waiting makes a request count as shorter."""
+"""Orders waiting requests on both roles: the shortest is next, and waiting makes a request count as shorter."""
 
 from __future__ import annotations
 
-AGEING_SECONDS = 10.0  # of waiting, after which a request counts half its length
+AGEING_SECONDS = 10.0  # of waiting after which a request counts half its length
 
 
 def aged(tokens: int, waited: float) -> float:
-    """The cost of serving `tokens` next, for a request that has waited for so many seconds: the lowest is next.
+    """Return the cost of serving `tokens` next for a request that has waited `waited` seconds; the lowest is next.
 
-    A request that has waited AGEING_SECONDS counts half its length, one that has waited three times as long a quarter.
-    So how long a request waits is in proportion to its length, whatever the speed of the node, and none waits for
+    A request that has waited AGEING_SECONDS counts half its length, one that has waited three times as long a
+    quarter. So waiting times are in proportion to length, whatever the speed of the node, and no request waits for
     ever: the cost of a long one falls below that of every new one.
     """
     return tokens / (AGEING_SECONDS + waited)

@@ -1,7 +1,8 @@
 """Announces how long a node's main loop may be busy, so that the router can tell a long forward from a hang.
 
 Before each launch the loop announces four times what earlier launches took for as much work, plus a floor. A launch
-larger than any before is scaled from the largest one, and the first launches of a node get FIRST_SECONDS and more.
+larger than any before is extrapolated from the largest one, and the first launches of a node get FIRST_SECONDS and
+more.
 """
 
 from __future__ import annotations
@@ -12,36 +13,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-FACTOR = 4.0  # by which an estimate may be too short
-FLOOR_SECONDS = 1.0  # of every announcement
-FIRST_SECONDS = 60.0  # before anything was measured
-SLOWEST_RATE = 8.0  # units per second that a node is believed to do before anything was measured
-COMPILE_SECONDS = 60.0  # of a kernel that compiles while serving
-MOST_SECONDS = 600.0  # of one launch
-KEPT = 0.9  # share of the slowest launch that the next one of its size leaves
-CONTEXT_TOKENS = 8192  # of context, whose attention may double the time of a token
+FACTOR = 4.0  # safety factor of an estimate
+FLOOR_SECONDS = 1.0  # minimum of every announcement
+FIRST_SECONDS = 60.0  # minimum before anything was measured
+SLOWEST_RATE = 8.0  # units per second assumed before anything was measured
+COMPILE_SECONDS = 60.0  # for a kernel that compiles while serving
+MOST_SECONDS = 600.0  # maximum of one launch
+KEPT = 0.9  # decay of the slowest launch of a size with each further one
+CONTEXT_TOKENS = 8192  # context whose attention may double the time of a token
 
 Plan_contra = TypeVar("Plan_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The size of a launch in tokens. `at_most` allows for what makes some tokens slower: context, images."""
+    """The size of a launch in tokens. `at_most` includes an allowance for slower tokens: long context, images."""
 
     tokens: int
     at_most: float
 
     @classmethod
     def of(cls, tokens: int, token_contexts: int, extra: float = 0.0) -> Work:
-        """`token_contexts`: tokens that precede a token, summed over all tokens."""
+        """Return the work of `tokens`; `token_contexts` is the number of preceding tokens, summed over all tokens."""
         return cls(tokens, tokens + token_contexts / CONTEXT_TOKENS + extra)
 
 
 class LaunchTimes:
-    """The slowest recent launches by size, and what a launch may take by them.
+    """The slowest recent launches by size, from which the time that a launch may take is estimated.
 
     A launch is recorded under its tokens and looked up under `at_most`, so context and images only ever lengthen an
-    estimate. Sizes are grouped by powers of two; the slowest launch of a group fades as further ones are recorded.
+    estimate. Sizes are grouped by powers of two; the slowest launch of a group decays as further ones are recorded.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class LaunchTimes:
         self._slowest[group] = max(seconds, KEPT * self._slowest.get(group, 0.0))
 
     def allowance(self, work: Work) -> float:
-        """Seconds within which a launch of this size has surely ended."""
+        """Return the seconds within which a launch of this size has certainly ended."""
         if not self._slowest:
             seconds = FIRST_SECONDS + work.at_most / SLOWEST_RATE
         else:
@@ -64,30 +65,30 @@ class LaunchTimes:
         as_large = [each for each in self._slowest if each >= group]
         if as_large:
             nearest = min(as_large)
-            # a group holds sizes that differ by a factor of two
+            # The sizes of a group differ by up to a factor of two.
             return self._slowest[nearest] * (2 if nearest == group else 1)
         largest = max(self._slowest)
         return self._slowest[largest] * size / (1 << max(largest - 1, 0))
 
 
 class Announcer(Protocol[Plan_contra]):
-    """What the loop tells about its launches, which end in the order in which they begin."""
+    """Receives the loop's launches, which end in the order in which they begin."""
 
     def begin(self, plan: Plan_contra) -> None:
-        """`plan` is about to be launched."""
+        """Announce that `plan` is about to be launched."""
         ...
 
     def wait(self) -> None:
-        """The loop is about to wait for the oldest launch."""
+        """Announce that the loop is about to wait for the oldest launch."""
         ...
 
     def end(self) -> None:
-        """The results of the oldest launch have been read."""
+        """Note that the results of the oldest launch have been read."""
         ...
 
 
 class Unannounced:
-    """For loops that nobody watches."""
+    """No-op announcer for loops that nobody watches."""
 
     def begin(self, plan: object) -> None:
         pass
@@ -110,7 +111,7 @@ class _Begun:
 
 
 class AnnouncedWork(Generic[Plan]):
-    """An `Announcer`. The announced time covers all launches in flight."""
+    """Implements `Announcer`. The announced time covers all launches in flight."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class AnnouncedWork(Generic[Plan]):
         work: Callable[[Plan], Work],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`announce(seconds)`: the loop may be busy for so long from now on."""
+        """`announce(seconds)` says that the loop may be busy for so long from now on."""
         self._announce = announce
         self._work = work
         self._clock = clock

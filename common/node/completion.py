@@ -1,4 +1,4 @@
-"""When results of a launch may be read: on a CPU, on a CPU that plays a GPU, and on a GPU."""
+"""When the results of a launch may be read: on a CPU, on a CPU that imitates a GPU, and on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.node.overlap import Completion
 
 
 class Immediate:
-    """Work that is done when the call returns: CPU."""
+    """Work that is done when the call returns, as on a CPU."""
 
     def ready(self) -> bool:
         return True
@@ -20,7 +20,7 @@ class Immediate:
 
 
 class Deferred:
-    """Done, but not to be read before the next launch: gives the CPU the order of events of a GPU."""
+    """Work that is done but reported as unfinished until the next launch: gives a CPU the event order of a GPU."""
 
     def ready(self) -> bool:
         return False
@@ -48,7 +48,7 @@ class CudaCompletion:
 
 
 def completion_for(device: torch.device, one_behind: bool) -> Callable[[], Completion]:
-    """The factory that a node passes to its step: chosen once, in build. `one_behind` concerns the CPU alone."""
+    """Return the factory that a node passes to its step, chosen once in build. `one_behind` affects only the CPU."""
     if device.type == "cuda":
         return CudaCompletion
     return Deferred if one_behind else Immediate

@@ -1,7 +1,7 @@
-"""What a forward of the vision part takes of its device beside weights: an upper bound by config.json alone.
+"""An upper bound of the device memory that a forward of the vision part takes besides weights, from config.json only.
 
-Counted are the tensors that are alive at once at each place where they may be most; what kernels take inside is part of
-the room to work. Letters: C values of a patch inside the tower, I inside its MLP, H in the language model.
+It counts the tensors that are alive at once at each point where they may be the most; memory inside kernels is part
+of the workspace. Letters: C values of a patch inside the tower, I inside its MLP, H in the language model.
 """
 
 from __future__ import annotations
@@ -19,59 +19,62 @@ from common.checkpoint.vision_config import VisionConfig
 from common.engine.models.qwen_tower import rounded_up
 from common.engine.models.vision_part import ENCODER_TOKENS, largest_batch
 
-DEFAULTS: Mapping[str, Mapping[str, int]] = {  # of transformers' config classes, for what a file leaves out
+# Defaults of transformers' config classes for missing keys.
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "clip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
     "siglip_vision_model": {"hidden_size": 768, "intermediate_size": 3072},
     "qwen2_5_vl": {key: TOWER_DEFAULTS[key] for key in ("hidden_size", "intermediate_size", "num_heads")},
 }
-FLOAT = 4  # bytes, whatever the model's dtype is
-INDICES = 64  # bytes per patch: where it stands, in its image and in its window
+FLOAT = 4  # bytes, for any dtype of the model
+INDICES = 64  # bytes per patch for its indices in image and window
 
 
 def encoder_bytes(vision: VisionConfig, hidden: int, dtype: torch.dtype) -> int:
-    """Return the bytes that the largest batch of a node takes. `hidden`: H."""
+    """Return the bytes that the largest batch of a node takes. `hidden` is H."""
     if isinstance(vision, QwenVision):
         return _qwen(vision, hidden, dtype.itemsize)
     return _llava(vision, hidden, dtype.itemsize)
 
 
 def _llava(vision: LlavaVision, hidden: int, size: int) -> int:
-    """Return the bytes of a LLaVA tower: of the states between layers, only those that the projector takes stay."""
+    """Return the bytes of a LLaVA tower: between layers only the states that the projector takes are kept."""
     width, inner = _dimensions(vision.tower, vision.tower_options)
     images = largest_batch(vision.tokens_per_image)
-    patches = images * (vision.tokens_per_image + 1)  # the class token among them
+    patches = images * (vision.tokens_per_image + 1)  # including the class token
     pixels = images * 3 * vision.image_size**2 * (FLOAT + size)
     states = (len(vision.feature_layers) + 1) * width * size
-    chosen = 2 * len(vision.feature_layers) * width * size  # side by side, and again without the first row
-    # attention; MLP, whose activation makes three of its own
+    chosen = 2 * len(vision.feature_layers) * width * size  # concatenated, and again without the first row
+    # Attention; MLP, whose activation makes three more tensors.
     in_layer = max(7 * width, 2 * width + 4 * inner) * size
     return pixels + patches * (states + max(in_layer, chosen + 4 * hidden * size))
 
 
 def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
-    """See models/qwen_vl.py: patches of all images in a row."""
+    """Return the bytes of a Qwen tower over the patches of all images, see models/qwen_vl.py."""
     width, inner, heads = _dimensions("qwen2_5_vl", vision.tower_options)
     merged = vision.merge_size**2
     patches = merged * max(ENCODER_TOKENS, _largest_image(vision))
-    # of a patch: bytes as they come, numbers as the tower reads them, frame by frame
+    # Per patch: bytes as received, and numbers as the tower reads them, per frame.
     values = 3 * vision.patch_size**2
     read = vision.temporal_patch_size * values
-    kept = 2 * width * size + 2 * width // heads * FLOAT + values + INDICES  # what enters a block, angles
+    kept = 2 * width * size + 2 * width // heads * FLOAT + values + INDICES  # inputs of a block, angles
     cut = (2 * values + 2 * read) * FLOAT + read * size
-    attended = 9 * width * size  # normed, summed; qkv; what attention gives, its copies; the product behind
+    attended = (
+        9 * width * size
+    )  # normed and summed; qkv; output of attention and its copies; the product after it
     mlp = (3 * width + 3 * rounded_up(inner)) * size
     rows = 4 * width * size + 3 * hidden * size // merged
     return patches * (kept + max(cut, attended, mlp, rows))
 
 
 def _largest_image(vision: QwenVision) -> int:
-    """Tokens of one image at most. Sides are rounded up by less than one."""
+    """Return the maximum tokens of one image. Each side is rounded up by less than one."""
     tokens = vision.max_pixels / (vision.patch_size * vision.merge_size) ** 2
     sides = math.sqrt(tokens / MAX_RATIO) + math.sqrt(tokens * MAX_RATIO)  # of the longest image, in tokens
     return math.ceil(tokens + sides + 1)
 
 
 def _dimensions(tower: str, options: str) -> list[int]:
-    """In the order of DEFAULTS. Raises ModelError."""
+    """Return the dimensions in the order of DEFAULTS. Raises ModelError."""
     raw = json.loads(options)
     return [positive(raw, key, "vision_config", default) for key, default in DEFAULTS[tower].items()]

@@ -1,4 +1,4 @@
-"""Graphs at a node's start: a trial of them sizes the KV pool, then they are captured, and a table says what became."""
+"""Graphs at a node's start: a trial of them sizes the KV pool, then they are captured, and a table reports on them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from common.errors import ConfigError
 from common.node.serving_model import ServingModel
 from common.observability.logs import Log
 
-# Keys of a section: less of these, less for its graphs.
+# Keys of a section: lowering them makes its graphs smaller.
 SMALLER = {"prefill": "chunk_tokens or max_batch", "decode": "max_running"}
 
 
 def sized(served: ServingModel, build: Callable[[], Iterable[NodeGraphs[Any]]]) -> ServingModel:
-    """`served` with the pool that fits beside its graphs, which a trial measures on a GPU; on a CPU as it is.
+    """Return `served` with the pool that fits next to its graphs, measured by a trial on a GPU; unchanged on a CPU.
 
-    Raises ConfigError with the arithmetic where the graphs do not fit, or no pool beside them.
+    Raises ConfigError with the arithmetic if the graphs do not fit, or no pool fits next to them.
 
     Args:
-        build: the forwards of the node, not captured, over the pool of `served`.
+        build: makes the forwards of the node, not captured, over the pool of `served`.
     """
     if served.placement.device.type != "cuda":
         return served
     try:
         nbytes = graph_trial(build)
     except torch.OutOfMemoryError as error:
-        raise _no_room(served, "the graphs do not fit, whatever the pool", error) from error
+        raise _no_room(served, "the graphs do not fit even without a pool", error) from error
     return served.with_pool(nbytes)
 
 
 def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
-    """Bytes that the graphs of a GPU node will take; nothing of them stays. Raises torch.OutOfMemoryError."""
+    """Return the bytes that the graphs of a GPU node will take; all are released. Raises torch.OutOfMemoryError."""
     try:
         return node_graphs.trial(build, _reserved)
     finally:
@@ -46,9 +46,9 @@ def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
 
 
 def capture(served: ServingModel, graphs: Sequence[NodeGraphs[Any]], log: Log) -> None:
-    """All graphs of a node, then the table that says what became of each, a line a record.
+    """Capture all graphs of a node, then log a table of the results, one record per line.
 
-    Raises ConfigError where what was not captured does not run without a graph either.
+    Raises ConfigError if a forward that was not captured does not run without a graph either.
     """
     for each in graphs:
         try:
@@ -61,7 +61,7 @@ def capture(served: ServingModel, graphs: Sequence[NodeGraphs[Any]], log: Log) -
 
 
 def _reserved() -> int:
-    """Without what no tensor and no graph lies in: warm-ups leave that."""
+    """Return reserved bytes without blocks that no tensor and no graph uses, which warm-ups leave."""
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
@@ -71,6 +71,6 @@ def _no_room(served: ServingModel, what: str, error: torch.OutOfMemoryError) -> 
     reason = str(error).splitlines()[0]
     return ConfigError(
         f"{section}.graphs",
-        f"{what}, on {device}: {reason} Beside them: {served.plan}. Lower {section}.{SMALLER[section]}, write "
+        f"{what}, on {device}: {reason} Memory plan: {served.plan}. Lower {section}.{SMALLER[section]}, write "
         f"{section}.graphs: none, or use a larger GPU",
     )

@@ -1,4 +1,4 @@
-"""The life of a node, the same for both roles: what every router may tell it, draining, sweeping, the end.
+"""The life cycle of a node of either role: messages from the router, draining, sweeping, the end.
 
 up ──Drain, SIGTERM──> draining ──nothing left, or out of time──> stopping ──> Goodbye
  └──────────────────────────── Rejected ───────────────────────────┘
@@ -15,38 +15,38 @@ from common.messages.router_inbox import Goodbye
 from common.node.router_link import RouterLink
 from common.observability.logs import Log
 
-SWEEP_INTERVAL = 0.25  # seconds between looks at deadlines
+SWEEP_INTERVAL = 0.25  # seconds between checks of deadlines
 
 Work = TypeVar("Work")
 Work_contra = TypeVar("Work_contra", contravariant=True)
 
 
 class Duties(Protocol[Work_contra]):
-    """What a role does about it. All are called by the thread of the main loop."""
+    """What a role does on these events. All methods are called by the thread of the main loop."""
 
     def take(self, work: Work_contra, now: float) -> None:
-        """A request, which may have to be refused."""
+        """Take a request, which may have to be refused."""
         ...
 
     def abort(self, room: int, reason: str) -> None:
-        """The room may be unknown: abort and finish cross."""
+        """Abort the room, which may be unknown, since an abort and a finish may cross."""
         ...
 
     def peer_lost(self, incarnation: str) -> None:
-        """A node of the other role is gone."""
+        """Handle the loss of a node of the other role."""
         ...
 
     def router_lost(self) -> None:
-        """Whoever asked for the requests here is gone, or has given this node up."""
+        """Drop all requests: the router that sent them has ended, or has given this node up."""
         ...
 
     def sweep(self, now: float) -> None:
-        """End what is past its deadline."""
+        """End requests that are past their deadline."""
         ...
 
 
 class NodeLife(Generic[Work]):
-    """Its state, and messages to duties. `drain` alone may be called from a signal handler."""
+    """Tracks a node's state and dispatches messages to duties. Only `drain` may be called from a signal handler."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ class NodeLife(Generic[Work]):
         return self._state == "up"
 
     def stopping(self) -> bool:
-        """Whether the loop is to end."""
+        """Return whether the loop must end."""
         return self._stopping
 
     def drain(self) -> None:
-        """Take nothing new, finish what is here, stop."""
+        """Take no new requests, finish the present ones, then stop."""
         if self._state != "draining":
             self._state = "draining"
             self._drain_until = self._clock() + self._drain_timeout
 
     def receive(self, duties: Duties[Work], now: float) -> None:
-        """What has arrived from the router, control first."""
+        """Process the messages from the router, control messages first."""
         for message in self._link.drain():
             if isinstance(message, self._work):
                 duties.take(message, now)
@@ -98,7 +98,7 @@ class NodeLife(Generic[Work]):
                 self._stopping = True
 
     def look_after(self, duties: Duties[Work], requests: int, now: float) -> None:
-        """What time brings, once per turn and behind `receive`: a lost router, deadlines."""
+        """Handle events of time, once per turn and after `receive`: a lost router, deadlines."""
         if self._link.lost():
             self._log.warning("no answer from the router: dropping its requests", requests=requests)
             duties.router_lost()
@@ -107,15 +107,15 @@ class NodeLife(Generic[Work]):
             duties.sweep(now)
 
     def publish(self, load: NodeLoad, counters: NodeCounters) -> None:
-        """For the next heartbeat, once per turn."""
+        """Publish the state for the next heartbeat, once per turn."""
         self._link.publish(self._state, load, counters)
 
     def end_turn(self, requests: int, now: float) -> None:
-        """Stop where a draining node has nothing left, or no time."""
+        """Stop a draining node that has no requests or no time left."""
         if self._state == "draining" and (not requests or now > self._drain_until):
             self._stopping = True
 
     def run(self, loop: Callable[[], None]) -> None:
-        """`loop` returns once `stopping`; then the router hears that this incarnation is gone."""
+        """Run `loop`, which returns once `stopping`, then tell the router that this incarnation has ended."""
         loop()
         self._link.send(Goodbye(incarnation=self._incarnation))

@@ -20,26 +20,26 @@ from common.engine.state.pool import KvPool
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """What a draft model is loaded from."""
+    """The inputs from which a draft model is loaded."""
 
     path: Path
     config: DraftConfig
-    target: CausalLM  # what the draft does not have of its own, it shares with the target
+    target: CausalLM  # provides the parts that the draft does not have itself
     placement: Placement
     topk: int
 
 
 class LoadedDraft(Protocol):
-    """A draft model without its KV."""
+    """A loaded draft model without its KV."""
 
     def runner(self, pool: KvPool, attention: AttentionBackend) -> object:
-        """Run it over this pool, which `attention` reads and writes. The node's own tables know the runner's type."""
+        """Return a runner over this pool, which `attention` uses. The node's own tables know the runner's type."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeadDraft:
-    """A head that continues the target's hidden states, run again for every step."""
+    """A head that continues the target's hidden states and runs again for every step."""
 
     head: SplitHead
     topk: int
@@ -50,7 +50,7 @@ class HeadDraft:
 
 @dataclass(frozen=True, slots=True)
 class ModulesDraft:
-    """A module for each step."""
+    """One module per step."""
 
     modules: MtpModules
 
@@ -60,7 +60,7 @@ class ModulesDraft:
 
 @dataclass(frozen=True, slots=True)
 class ModelDraft:
-    """A language model of its own."""
+    """A separate language model."""
 
     model: CausalLM
 

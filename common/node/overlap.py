@@ -1,11 +1,12 @@
-"""The one loop of both nodes: launch step t+1 before the results of step t are read.
+"""The main loop of both nodes: launches step t+1 before the results of step t are read.
 
-    prepare  drain messages, schedule; returns what to run, or None
-    launch   start it on the device; returns a Launched (results not readable yet, perhaps)
-    finish   read the results of one launch: tokens out, requests ended
+    prepare  drain messages, schedule; returns the work to run, or None
+    launch   start it on the device; returns a Launched, whose results may not be readable yet
+    finish   read the results of one launch: emit tokens, end requests
     idle     nothing to launch and nothing in flight: wait for a message, with a deadline
 
-On a device that runs beside the host at most one launch is unread while the next is started. Where results are ready
+    On a device that runs asynchronously, at most one launch is unread while the next is started. Results that are
+    ready
 at once (CPU) they are read at once: waiting one step would only delay them.
 
 Before a launch and before a wait for results the loop announces how long that may take (announced_work.py).
@@ -26,7 +27,7 @@ class Completion(Protocol):
     def ready(self) -> bool: ...
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Until the results may be read. `meanwhile` is called again and again as long as that takes."""
+        """Wait until the results may be read. `meanwhile` is called repeatedly until then."""
         ...
 
 
@@ -52,7 +53,9 @@ class OverlapLoop(Generic[Plan, Launched]):
         meanwhile: Callable[[], None] | None = None,
         announcer: Announcer[Plan] | None = None,
     ) -> None:
-        """`meanwhile` is called while the loop waits for the device: what cannot wait for the end of a forward."""
+        """`meanwhile` is called while the loop waits for the device, for work that cannot wait for the end of a
+        forward.
+        """
         self._prepare = prepare
         self._launch = launch
         self._finish = finish
@@ -65,13 +68,12 @@ class OverlapLoop(Generic[Plan, Launched]):
     def run(self) -> None:
         while not self._stop():
             self.turn()
-        while (
-            self._in_flight
-        ):  # nothing new: where results are read one step behind, work would never run out
+        # Only finish: with results read one step late, new work would never end.
+        while self._in_flight:
             self._finish_oldest()
 
     def turn(self) -> None:
-        """One round; tests drive it step by step."""
+        """Run one round; tests drive it step by step."""
         plan = self._prepare()
         if plan is not None:
             self._announcer.begin(plan)

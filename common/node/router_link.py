@@ -1,11 +1,11 @@
 """A node's link to the router: registration, heartbeats with echo, fencing.
 
-Two sockets. The main loop's Dealer carries requests and tokens and is used by the main thread alone. A thread of its
-own sends heartbeats and reads their echo, so that a long forward does not look like a death; how long the main loop has
-not come round travels in the heartbeat, so that a hang does not look like life.
+Two sockets. The main loop's Dealer carries requests and tokens and is used only by the main thread. A separate thread
+sends heartbeats and reads their echo, so that a long forward does not look like a dead node. The heartbeat contains
+the time since the main loop's last turn, so that a hang does not look like a working node.
 
-A node that hears no echo for `router_timeout` has no router: it must drop the router's requests (`lost()`), since
-somebody else may have taken them over. When a router answers again the node registers again.
+A node that receives no echo for `router_timeout` has lost its router: it must drop the router's requests (`lost()`),
+since another node may have taken them over. When a router answers again, the node registers again.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ REGISTER_INTERVAL = 0.5  # seconds between repetitions until the router answers
 
 
 def control_first(messages: list[AnyNodeMessage | M]) -> list[AnyNodeMessage | M]:
-    """What arrived together, control before work: an abort never waits behind prompts.
+    """Return messages that arrived together, control before work, so that an abort never waits for prompts.
 
-    Work that is aborted by what arrived with it is left out: the abort is about to overtake it.
+    Work that is aborted by one of these messages is left out, because the abort would overtake it.
     """
     aborted = {message.room for message in messages if isinstance(message, Abort)}
     kept = [m for m in messages if isinstance(m, _CONTROL) or getattr(m, "room", None) not in aborted]
@@ -53,18 +53,18 @@ def control_first(messages: list[AnyNodeMessage | M]) -> list[AnyNodeMessage | M
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the main loop publishes for the heartbeat thread; replaced as a whole, so no lock is needed."""
+    """The state that the main loop publishes for the heartbeat thread; replaced as a whole, so no lock is needed."""
 
     state: NodeState
     load: NodeLoad
     counters: NodeCounters
     turned_at: float
-    busy_until: float  # when the work has surely ended that the loop announced since it turned
+    busy_until: float  # end of the time that the loop has announced since its last turn
     as_of: float  # Unix seconds
 
 
 class RouterLink(Generic[M]):
-    """Used by the node's main thread; see the module's text for the heartbeat thread."""
+    """Used by the node's main thread; the module's docstring describes the heartbeat thread."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class RouterLink(Generic[M]):
         self._log = log
         self._clock = clock
         self._dealer = Dealer(context, address, register.link_id().encode(), ROUTER_NAME, security)
-        self._router: str | None = None  # incarnation that has registered us
+        self._router: str | None = None  # incarnation that has registered this node
         self._asked_at = -1e9
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
         self._resets = 0
-        self._given_up = False  # the router answers but does not know us: written by the thread
+        self._given_up = False  # the router answers but does not know this node; written by the thread
         self._sequence = 0
-        self._registered_at = 0  # echoes of this sequence and before say nothing about the registration
+        self._registered_at = 0  # echoes up to this sequence precede the registration
         self._snapshot = Snapshot("loading", NodeLoad(), NodeCounters(), clock(), clock(), time.time())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -113,26 +113,32 @@ class RouterLink(Generic[M]):
         self._thread.start()
 
     def publish(self, state: NodeState, load: NodeLoad, counters: NodeCounters) -> None:
-        """Once per turn of the main loop: what the next heartbeat says, and that the loop turned."""
+        """Publish the content of the next heartbeat, and that the loop turned.
+
+        Called once per turn of the main loop.
+        """
         now = self._clock()
         self._snapshot = Snapshot(state, load, counters, now, now, time.time())
 
     def announce(self, seconds: float) -> None:
-        """The main loop may not come round for so long from now on, because of work that it is about to begin."""
+        """Announce that the main loop may not turn for `seconds`, because of work that it is about to begin."""
         until = max(self._snapshot.busy_until, self._clock() + seconds)
         self._snapshot = replace(self._snapshot, busy_until=until)
 
     def overdue(self) -> float:
-        """Seconds that the main loop is past the announced work; not positive while it has time left."""
+        """Return the seconds by which the main loop exceeds the announced time; not positive while it has time left."""
         return self._clock() - self._snapshot.busy_until
 
     def send(self, message: RouterMessage) -> None:
-        """Never blocks. A full queue means a router that does not read: counted, and fencing will follow."""
+        """Send without blocking.
+
+        A full queue means that the router does not read: counted, and the node is then fenced.
+        """
         if not self._dealer.send(encode(message)):
             self.unsent_messages += 1
 
     def drain(self) -> list[AnyNodeMessage | M]:
-        """What has arrived, in the order of `control_first`."""
+        """Return the messages that have arrived, in the order of `control_first`."""
         messages: list[AnyNodeMessage | M] = []
         for frame in self._dealer.drain():
             try:
@@ -141,24 +147,22 @@ class RouterLink(Generic[M]):
                 self.refused_messages += 1
                 self._log.warning("refused a message from the router", error=str(error))
         if self._dealer.resets != self._resets:
-            # another router listens there, or this one has forgotten the node and whatever it asked of it
+            # Another router listens at the address, or this one has forgotten the node and its requests.
             self._resets = self._dealer.resets
             self._given_up = True
             self._asked_at = -1e9
         for message in messages:
             if isinstance(message, Registered):
                 self._router = message.router_incarnation
-                self._echo = (
-                    message.router_incarnation,
-                    self._clock(),
-                )  # an echo older than this proves nothing
+                # An older echo proves nothing.
+                self._echo = (message.router_incarnation, self._clock())
                 self._registered_at = self._sequence
                 self._given_up = False
         self._register_if_needed()
         return control_first(messages)
 
     def lost(self) -> bool:
-        """True once when the router that registered us has gone or was replaced: drop its requests."""
+        """Return True once when the registered router has ended or was replaced: its requests must be dropped."""
         if self._router is None:
             return False
         echo = self._echo
@@ -207,7 +211,7 @@ class RouterLink(Generic[M]):
                     try:
                         message = self._codec.decode(frame)
                     except ProtocolError:
-                        continue  # not counted: the main socket counts, this one only listens for echoes
+                        continue  # not counted here: the main socket counts, this one only receives echoes
                     if isinstance(message, HeartbeatAck):
                         self._echo = (message.router_incarnation, self._clock())
                         if not message.known and message.sequence > self._registered_at:

@@ -1,4 +1,4 @@
-"""The draft model of a node at start-up, beside the target that it drafts for."""
+"""Loads the draft model of a node at start-up, for the target that it drafts for."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class ServingDraft:
     shape: DraftShape
 
     def describe(self) -> dict[str, str]:
-        """For the log and /server_info."""
+        """Return the fields for the log and /server_info."""
         aux = {f"draft_{name}": value for name, value in self.config.aux.describe().items()}
         return {"draft": self.config.algorithm, **aux}
 
     def runner(self, pool: KvPool) -> object:
-        """What runs it over `pool`, its planes of the node's pages."""
+        """Return the runner of the draft over `pool`, its planes of the node's pages."""
         return self.loaded.runner(pool, PagedAttention(pool, self.config.model.sliding_windows))
 
 
@@ -47,7 +47,7 @@ def load_serving_draft(
     target: CausalLM,
     placement: Placement,
 ) -> ServingDraft:
-    """Load the draft, share the target's embedding and head with it, and hold real widths against its config's."""
+    """Load the draft, share the target's embedding and head with it, and compare real widths with its config."""
     directory = algorithm(config.algorithm).directory
     assert directory is not None
     _check_takes_embeds(path, config, directory, target)
@@ -57,7 +57,7 @@ def load_serving_draft(
 
 
 def draft_shape(config: DraftConfig, topk: int, placement: Placement) -> DraftShape:
-    """What travels with a request, by the width functions; nothing for a draft without hidden states."""
+    """Return the per-request state by the width functions; nothing for a draft without hidden states."""
     if not config.target_hidden:
         return DraftShape()
     width, dtype = EagleDraftInput.carried_size_for(config), EagleDraftInput.dtype_for(placement)
@@ -65,7 +65,7 @@ def draft_shape(config: DraftConfig, topk: int, placement: Placement) -> DraftSh
 
 
 def _check_takes_embeds(path: Path, config: DraftConfig, directory: DraftDirectory, target: CausalLM) -> None:
-    """A draft for a target that reads images has to read their embeddings, too."""
+    """Raise TakesNoEmbeddings if the target reads images and the draft cannot read their embeddings."""
     if target.config.vision is None or directory.takes_embeds:
         return
     able = [each.name for each in algorithms() if each.directory is None or each.directory.takes_embeds]

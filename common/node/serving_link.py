@@ -1,4 +1,4 @@
-"""The router's view of a serving process: the link to it, and what the process says of itself when it registers."""
+"""Connects a serving process to the router, and builds the registration that describes the process."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def serving_link(
     security: LinkSecurity,
     log: Log,
 ) -> RouterLink[M]:
-    """Not started yet. `graphs` are captured: what became of each is part of what is said.
+    """Return the link, not started yet. `graphs` are captured: the registration includes their reports.
 
     Args:
         link_secret: random; see control_link_id.
-        pool_bytes: of KV, target and draft.
+        pool_bytes: bytes of the KV pools of target and draft.
         codec: the inbox of the node's role.
     """
     register = Register(

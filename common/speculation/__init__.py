@@ -1,1 +1,1 @@
-"""Speculative algorithms, a record each: how a draft's directory is read and what a round takes. No torch."""
+"""Speculative algorithms as records: how a draft's directory is read, and the slots of a round. No torch."""

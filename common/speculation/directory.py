@@ -1,4 +1,4 @@
-"""Reads the directory of a draft model: which algorithm it is for, and what its algorithm makes of it."""
+"""Reads the directory of a draft model: detects its algorithm, and builds the algorithm's config from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from common.speculation.table import algorithm, algorithms
 
 
 def load_draft_config(path: str | Path, name: str, target: ModelConfig) -> DraftConfig:
-    """The draft at `path` for the algorithm `name`. `ModelError` says what does not fit the algorithm or the target."""
+    """Return the draft config at `path` for the algorithm `name`.
+
+    Raises ModelError if it fits neither it nor the target.
+    """
     file, raw = _read(path)
     chosen = algorithm(name).directory
     assert chosen is not None, f"{name} has no draft model"
@@ -23,22 +26,24 @@ def load_draft_config(path: str | Path, name: str, target: ModelConfig) -> Draft
 
 
 def algorithm_of(path: str | Path, target: str | Path) -> str:
-    """Which algorithm drafts with the model in `path`, by its config.json alone. Raises ModelError.
+    """Return the algorithm that drafts with the model in `path`, judged only by its config.json. Raises ModelError.
 
-    A model that could be served by itself drafts standalone; one whose checkpoint holds prediction modules does so
-    too, unless it is the target itself, whose modules are then meant.
+    A model that could be served by itself drafts standalone, also if its checkpoint contains prediction modules,
+    unless it is the target itself: then its modules draft.
     """
     file, raw = _read(path)
     architecture = architecture_of(raw)
     keys = raw if Path(path).resolve() == Path(target).resolve() else {}
     found = next((name for name, each in _directories() if _is_of(architecture, keys, each)), None)
     if found is None:
-        raise ModelError(f"{file}: architecture {str(architecture)[:80]} is no draft; known are {_known()}")
+        raise ModelError(
+            f"{file}: architecture {str(architecture)[:80]} is not a draft; known are {_known()}"
+        )
     return found
 
 
 def most_steps(path: str | Path, name: str) -> int | None:
-    """The steps that the draft at `path` can take at most; None: any number. Raises ModelError."""
+    """Return the maximum steps of the draft at `path`; None: any number. Raises ModelError."""
     file, raw = _read(path)
     directory = algorithm(name).directory
     return None if directory is None else directory.most_steps(raw, str(file))
@@ -62,7 +67,7 @@ def _check_architecture(raw: Json, name: str, directory: DraftDirectory, where: 
         return
     others = [other for other, each in _directories() if _is_of(found, {}, each)]
     remedy = f"set speculation.algorithm to {others[0]}" if others else f"known are {_known()}"
-    raise ModelError(f"{where}: architecture {str(found)[:80]} is no {name} draft; {remedy}")
+    raise ModelError(f"{where}: architecture {str(found)[:80]} is not a {name} draft; {remedy}")
 
 
 def _known() -> str:

@@ -1,4 +1,4 @@
-"""`eagle3`: EAGLE-3 heads, which read streams of several layers of the target and may have their own vocabulary."""
+"""`eagle3`: EAGLE-3 heads, which read the streams of several target layers and may have their own vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 from common.speculation.head import head_model
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-MARK = "Eagle3"  # other architectures begin or end with it: the tensors tell
+MARK = "Eagle3"  # prefix or suffix of other architectures, which are checked by their tensors
 
 
 def _fits(name: str, raw: Json) -> bool:
@@ -39,7 +39,7 @@ def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
 
 
 def _fc_norms(raw: Json, parts: int, where: str) -> tuple[str, ...]:
-    """Names of their tensors: one norm over all that the target gives, or one over each of its parts."""
+    """Return the names of the norms' tensors: one norm over all of the target's states, or one per state."""
     whole, apart = flag(raw, "norm_before_fc", where), flag(raw, "fc_norm", where)
     if whole and apart:
         raise ModelError(f"{where}: norm_before_fc and fc_norm norm the same values: set one of them")
@@ -49,7 +49,7 @@ def _fc_norms(raw: Json, parts: int, where: str) -> tuple[str, ...]:
 
 
 def _from_speculators(raw: Json, where: str) -> Json:
-    """config.json of the speculators library as others write it: its layer's settings stand in a part of their own.
+    """Flatten a config.json of the speculators library, which has the layer's settings in a nested section.
 
     Source: https://github.com/vllm-project/speculators (config of eagle3).
     """
@@ -63,7 +63,7 @@ def _from_speculators(raw: Json, where: str) -> Json:
         )
     if "norm_before_residual" not in raw:
         raise ModelError(
-            f"{where}: norm_before_residual is missing, and libraries differ in what that means; write true or false"
+            f"{where}: norm_before_residual is missing, and libraries differ in its default; write true or false"
         )
     return {**layer, **raw, "architectures": [ARCHITECTURE]}
 

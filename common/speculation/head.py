@@ -1,4 +1,4 @@
-"""What config.json says of an EAGLE head: one decoder layer that continues the target's hidden states."""
+"""Reads config.json of an EAGLE head: one decoder layer that continues the target's hidden states."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from common.speculation.algorithm import Json
 
 
 def head_model(raw: Json, file: Path, target: ModelConfig) -> tuple[ModelConfig, int]:
-    """Shapes of the head's own layer, and the width of what it reads of the target.
+    """Return the shapes of the head's layer, and the width of the target state that it reads.
 
-    Raises ModelError where positions, vocabulary or widths are not the target's.
+    Raises ModelError if positions, vocabulary or widths differ from the target's.
     """
     plain, sections = split_sections(dict(raw), str(file))
     model = ModelConfig.parse({**plain, "architectures": [LLAMA]}, file.parent)
@@ -24,7 +24,7 @@ def head_model(raw: Json, file: Path, target: ModelConfig) -> tuple[ModelConfig,
     if sections != target.rope.sections:
         raise ModelError(
             f"{file}: {SECTIONS} is {list(sections) or 'not set'}, the target has "
-            f"{list(target.rope.sections) or 'none'}: a draft reads the positions of its target"
+            f"{list(target.rope.sections) or 'none'}: a draft uses the positions of its target"
         )
     width = positive(raw, "target_hidden_size", str(file), target.hidden_size, MAX_WIDTH)
     check_same(file, "vocab_size", model.vocab_size, target.vocab_size)

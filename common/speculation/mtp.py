@@ -1,4 +1,4 @@
-"""`mtp`: multi-token prediction (others call it NEXTN), one module for each step."""
+"""`mtp`: multi-token prediction (others call it NEXTN), one module per step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 
 
 def _fits(name: str, raw: Json) -> bool:
-    """The checkpoint of a target that holds its modules."""
+    """Return whether this is the checkpoint of a target that contains prediction modules."""
     return has_modules(raw)
 
 
 def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
-    """The number of modules stands in for that of layers: config.json gives the target's."""
+    """Read the config with the number of modules as number of layers, since config.json has the target's layers."""
     name = str(architecture_of(raw))
     modules = positive(raw, MODULES, str(file), most=MAX_MODULES)
     own = {"num_hidden_layers": modules, "layer_types": None}
@@ -36,7 +36,7 @@ def _most_steps(raw: Json, where: str) -> int | None:
 
 
 def _slots(steps: int, topk: int, nodes: int) -> int:
-    """The last module runs over the verified rows and as many before them as there are modules before it."""
+    """The last module runs over the verified rows and as many rows before them as it has predecessors."""
     return max(nodes, 2 * steps)
 
 

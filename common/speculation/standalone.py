@@ -1,4 +1,4 @@
-"""`standalone`: a small language model that reads the same text. It takes nothing of the target."""
+"""`standalone`: a small language model that reads the same text and uses no part of the target."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The table of speculative algorithms.
 
-Adding one: a record (a module here) with a row in this table, what a prefill node runs for it with a row in
-prefill_node/draft_table.py, and a drafter with a row in decode_node/speculative/drafters/table.py.
+To add one, write a record (a module here) with a row in this table, the code that a prefill node runs for it with a
+row in prefill_node/draft_table.py, and a drafter with a row in decode_node/speculative/drafters/table.py.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def algorithm(name: str) -> Algorithm:
 
 
 def algorithms() -> list[Algorithm]:
-    """All of them, in the order of the table."""
+    """Return all records, in the order of the table."""
     return [algorithm(name) for name in ALGORITHMS]

@@ -1,1 +1,1 @@
-"""What a request keeps on the device between steps: KV pages and relay rows."""
+"""The device state of requests between steps: KV pages and relay rows."""

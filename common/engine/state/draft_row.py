@@ -1,4 +1,4 @@
-"""The draft model's part of a request's relay row, on the host: what travels in a handoff record and joins a batch."""
+"""The draft model's part of a request's relay row, on the host, as it is sent in a handoff record and joins a batch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ ITEM_BYTES: dict[HiddenDtype, int] = {"": 0, "float32": 4, "bfloat16": 2, "float
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """What a draft model carries per request; nothing by default."""
+    """The per-request state of a draft model; empty by default."""
 
-    topk: int = 0  # proposals: those of the first step, or of all steps of a multi-layer draft
-    hidden: int = 0  # values: of the newest hidden state, or of one for each later module (models/mtp.py)
+    topk: int = 0  # proposals of the first step, or of all steps of a multi-layer draft
+    hidden: int = 0  # values of the newest hidden state, or of one state per later module (models/mtp.py)
     dtype: HiddenDtype = "float32"  # of the hidden state
-    vocab: int = 0  # ids lie below
+    vocab: int = 0  # ids are below it
 
     @property
     def dtype_name(self) -> HiddenDtype:
-        """The dtype as a handoff record spells it; empty where no hidden state travels."""
+        """The dtype as a handoff record spells it; empty if no hidden state is sent."""
         return self.dtype if self.hidden else ""
 
     @property

@@ -164,7 +164,7 @@ def test_a_break_that_changes_its_form_is_an_error() -> None:
     sizes = [1, 2]
     recording = BreakableGraphs(TapeRecorder()).capture(lambda: fickle(X * 2) + 1)
     sizes.pop()
-    with pytest.raises(CaptureError, match=r"gave \(1, 3\) in replay and \(2, 3\) in capture"):
+    with pytest.raises(CaptureError, match=r"returned \(1, 3\) in replay and \(2, 3\) in capture"):
         recording.replay()
 
 

@@ -188,7 +188,7 @@ def test_a_draft_is_never_captured_piecewise(enforce: bool) -> None:
     assert decide(Phase.PREFILL, PLAIN, switch).backend == "piecewise"
     draft = decide(Phase.DRAFT_PREFILL, PLAIN, switch)
     assert draft.backend == "breakable"
-    assert draft.reasons[-1] == "piecewise: of the target's prompts alone"
+    assert draft.reasons[-1] == "piecewise: only for the target's prompts"
 
 
 @pytest.mark.parametrize("wanted", ["auto", "full", "breakable", "piecewise"])

@@ -236,7 +236,7 @@ def test_pages_in_the_hands_of_a_room_cannot_be_given_again() -> None:
         rig.receiver.open(2, (rig.prefill.incarnation,), [5], 0)
     with pytest.raises(InternalError, match="outside of the pool"):
         rig.receiver.open(2, (rig.prefill.incarnation,), [99], 0)
-    with pytest.raises(InternalError, match="given twice"):
+    with pytest.raises(InternalError, match="listed twice"):
         rig.receiver.open(2, (rig.prefill.incarnation,), [1, 1], 0)
 
 
