@@ -53,7 +53,7 @@ def test_the_causes_name_the_remedy() -> None:
     path = Path("/models/head")
     eagle3 = DraftConfig("eagle3", CONFIG, 64, AuxLayers((2, 4, 7), "boundary", "guessed"), None, False)
     causes = causes_of(path, eagle3)
-    assert "the layers 2, 4, 7 (boundaries, guessed)" in causes
+    assert "layers 2, 4, 7 (boundaries, guessed)" in causes
     assert "aux_layer_convention: boundary or output" in causes
     assert "/models/head/config.json" in causes
     assert "head was trained for another model" in causes

@@ -327,7 +327,7 @@ def test_detach_beside_a_running_cluster(directory: Path) -> None:
     make_table(directory, "http://127.0.0.1:9")
     result = run("up", "--detach", str(directory / "c.yaml"))
     assert result.exit_code == 1
-    assert f"runs already at http://127.0.0.1:9 (pid {os.getpid()})" in flat(result)
+    assert f"already running at http://127.0.0.1:9 (pid {os.getpid()})" in flat(result)
 
 
 # -- a run directory that cannot be written to -----------------------------------------------------------------
@@ -391,7 +391,7 @@ def supervisor(directory: Path, *overrides: str) -> Supervisor:
 
 def test_one_supervisor_per_cluster(directory: Path) -> None:
     first = supervisor(directory)
-    with pytest.raises(AlreadyRunning, match="runs already; stop it with deploy/down"):
+    with pytest.raises(AlreadyRunning, match="already running; stop it with deploy/down"):
         supervisor(directory)
     result = run("up", str(directory / "c.yaml"))
     assert result.exit_code == 1

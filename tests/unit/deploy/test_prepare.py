@@ -138,4 +138,4 @@ def test_a_directory_that_is_no_model_is_one_sentence(place: Path, command: str)
 def test_the_port_is_one_option(place: Path) -> None:
     result = RUNNER.invoke(cli.app, ["up", "mine", "--port", "0"])
     assert result.exit_code == 2
-    assert "router.port: deploy/up has to know the port" in result.stderr
+    assert "router.port: deploy/up needs a fixed port" in result.stderr

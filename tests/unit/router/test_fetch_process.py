@@ -131,5 +131,5 @@ def test_it_ends_with_the_router_whatever_is_on_its_way() -> None:
 
 
 async def test_a_process_that_does_not_start_is_an_error_of_ours() -> None:
-    with pytest.raises(InternalError, match="cannot be started"):
+    with pytest.raises(InternalError, match="cannot start the image"):
         await FetchProcess(["images.example"], 1_000, PATIENCE, ("-c", "")).fetch(f"{HOST}/a.png")

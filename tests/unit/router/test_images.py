@@ -202,7 +202,7 @@ async def test_what_waits_for_the_inspector_is_held_too(loader: ImageLoader) -> 
 
 
 async def test_a_model_of_text_alone_takes_no_images() -> None:
-    with pytest.raises(InvalidRequest, match="takes no images") as error:
+    with pytest.raises(InvalidRequest, match="does not accept images") as error:
         await NoImages().load(asking(url(file())))
     assert error.value.param == "messages[1].content[0].image_url"
     assert await NoImages().load([Message("user", [ContentPart("text", "hi")])]) == ()
@@ -280,7 +280,7 @@ async def test_a_defect_of_ours_is_an_answer_for_the_log_and_not_the_end(
 async def test_a_decoder_that_does_not_start_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     inspector = ImageInspector(max_pixels=1_000)
-    with pytest.raises(InternalError, match="cannot be started"):
+    with pytest.raises(InternalError, match="cannot start the image"):
         await inspector.check(file(), None)
     monkeypatch.undo()
     await inspector.check(file(), None)
