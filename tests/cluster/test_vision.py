@@ -214,4 +214,4 @@ async def test_a_model_of_text_alone_answers_400(cluster: RunningCluster) -> Non
             assert response.status == 400
             error = (await response.json())["error"]
             assert error["param"] == "messages[0].content[0].image_url"
-            assert "takes no images" in error["message"]
+            assert "does not accept images" in error["message"]

@@ -346,7 +346,7 @@ def test_spans_that_do_not_fit_are_refused_by_both_nodes(spans: tuple[ImageSpan,
 
 def test_a_model_of_text_alone_refuses_images() -> None:
     assert NoImages().expect((), ()) == ()
-    with pytest.raises(InvalidRequest, match="takes no images"):
+    with pytest.raises(InvalidRequest, match="does not accept images"):
         NoImages().expect((ImageSpan(0, 1, bytes(32)),), ())
     with NodeCluster() as cluster:
         call = submit(cluster, FIRST, legs="p")
