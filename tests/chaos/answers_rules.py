@@ -1,4 +1,4 @@
-"""I1 to I3 as clients see them: no wrong token, no gap or repeat, one terminal event."""
+"""Invariants I1 to I3 as clients see them: no wrong token, no gap or repetition, one terminal event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.chaos.load import Exchange
 from tests.chaos.violation import Violation
 
 ROUTER_FAULTS = ("kill", "stop", "crash")
-MARGIN = 1.0  # seconds after a router came back in which its old connections may still be found broken
+MARGIN = 1.0  # seconds after a router's return during which its old connections may still turn out broken
 
 
 def check(history: History) -> list[Violation]:
@@ -21,7 +21,7 @@ def check(history: History) -> list[Violation]:
 
 
 def router_outages(history: History) -> list[tuple[float, float]]:
-    """When the router was dead, stopped or starting."""
+    """Intervals in which the router was dead, stopped or starting."""
     begun: dict[str, float] = {}
     outages: list[tuple[float, float]] = []
     for note in history.faults:
@@ -37,7 +37,7 @@ def _wrong_tokens(exchange: Exchange, history: History) -> list[Violation]:
     got, whole = exchange.tokens, expected["tokens"]
     finish_reason, text = expected["finish_reason"], exchange.text
     if 0 < exchange.limit < len(whole):
-        # the last token may be a part of a character
+        # The last token may be part of a character.
         whole, finish_reason, text = whole[: exchange.limit], "length", text.rstrip("\ufffd")
     who = f"{exchange.request_id} ({exchange.case})"
     if got != whole[: len(got)]:

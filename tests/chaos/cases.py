@@ -1,4 +1,4 @@
-"""Requests whose answers are known: each is asked of the undisturbed cluster first, twice."""
+"""Requests with known answers: each is first sent twice to the undisturbed cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGPROB_TOLERANCE = 2e-3  # a continuation computes the same numbers in batches 
 
 @dataclass(frozen=True)
 class Case:
-    """A body without `stream`."""
+    """One request; the body does not contain `stream`."""
 
     name: str
     body: dict[str, Any]
@@ -27,7 +27,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Expected:
-    """The whole answer. `tokens` are texts as logprobs show them; empty where none were asked for."""
+    """The complete answer. `tokens` are texts as logprobs show them; empty if none were requested."""
 
     text: str
     tokens: list[str]
@@ -36,9 +36,9 @@ class Expected:
 
 
 def make_cases(seed: int) -> list[Case]:
-    """Prompts of 1 to 900 tokens, outputs of 1 to 160 and one of 900, which outlasts the restart of a node.
+    """Build requests with prompts of 1 to 900 tokens and outputs of 1 to 160, and one of 900 that outlasts a restart.
 
-    They use every sampling feature that a continuation on another node must keep.
+    They use every sampling feature that a continuation on another node must preserve.
     """
     rng = random.Random(seed)
     features: Sequence[tuple[str, dict[str, Any]]] = (
@@ -78,7 +78,7 @@ def make_cases(seed: int) -> list[Case]:
 
 
 def picture_cases() -> list[Case]:
-    """One and two pictures, greedy and not, as chat requests."""
+    """Chat requests with one and two pictures, greedy and sampled."""
     shown = {len(each.images): each for each in islice(questions(12, "heldout"), 16)}
     listed = {"logprobs": True, "max_tokens": 48, "ignore_eos": True, "skip_special_tokens": False}
     features: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ def picture_cases() -> list[Case]:
 
 
 async def learn_answers(client: Client, cases: Sequence[Case]) -> dict[str, Expected]:
-    """Ask each twice; AssertionError where the undisturbed cluster does not repeat itself."""
+    """Send each request twice. AssertionError if the undisturbed cluster does not repeat itself."""
     answers: dict[str, Expected] = {}
     for case in cases:
         first, second = [await _ask(client, case) for _ in range(2)]
@@ -106,7 +106,7 @@ async def learn_answers(client: Client, cases: Sequence[Case]) -> dict[str, Expe
 
 
 def with_stop_strings(cases: Sequence[Case], answers: dict[str, Expected]) -> list[Case]:
-    """Some of the cases again, ending at a string that their known answer contains."""
+    """Some of the cases again, with a stop string that their known answer contains."""
     made = []
     for case in cases[4:8]:
         tokens = answers[case.name].tokens
@@ -126,7 +126,7 @@ async def _ask(client: Client, case: Case) -> Expected:
 
 
 def said(choice: dict[str, Any]) -> tuple[str, list[str], list[float]]:
-    """(text, tokens, logprobs) of a choice or of an event's: of completions and chat, as a whole and streamed."""
+    """(text, tokens, logprobs) of a choice or a stream event, of completions and chat."""
     listed = choice.get("logprobs") or {}
     if "text" in choice:
         return choice["text"], listed.get("tokens", []), listed.get("token_logprobs", [])

@@ -1,6 +1,6 @@
-"""`python -m tests.chaos.check DIR`: assert the invariants I1 to I8 on what a run recorded.
+"""`python -m tests.chaos.check DIR`: assert the invariants I1 to I8 on the recording of a run.
 
-Exit code 0 if every invariant holds, 1 otherwise, 2 if DIR holds no complete history.
+Exit code 0 if every invariant holds, 1 otherwise, 2 if DIR has no complete history.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from tests.chaos import answers_rules, event_rules, isolation_rules, progress_ru
 from tests.chaos.history import History, read
 from tests.chaos.violation import Violation
 
-SHOWN = 20  # violations of one invariant
+SHOWN = 20  # violations shown per invariant
 
 
 def check(history: History) -> list[Violation]:
-    """Every violation, in the order of the invariants."""
+    """Return every violation, ordered by invariant."""
     found = answers_rules.check(history) + progress_rules.check(history) + event_rules.check(history)
     found += isolation_rules.check(history) + recovery_rules.check(history)
     found += [Violation("I5", text) for text in history.run["leaks"]]

@@ -1,4 +1,4 @@
-"""The cluster under test: real processes on hosts of their own, restarted by the harness like by a supervisor."""
+"""The cluster under test: real processes on virtual hosts, restarted by the harness as by a supervisor."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ MODELS = ROOT / "deploy" / "tiny_models"
 POLL_SECONDS = 0.1
 PEER_PORT = 20_000
 BULK_PORT = 21_000
-UNDO = (
-    Path(__file__).parent / "undo"
-)  # its sitecustomize.py patches the product in every process that it starts
-# The state before R1 and R2 were mended: waits were bounded by time, not by progress.
+UNDO = Path(__file__).parent / "undo"  # its sitecustomize.py patches the product in every started process
+# The bounds before R1 and R2 were fixed: waits were limited by time, not by progress.
 TIME_ONLY = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_timeout": 60.0}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run is asked to serve."""
+    """What a run serves."""
 
     prefill: int = 2
     decode: int = 2
     transport: str = "tcp"
     algorithm: str = "eagle3"
     namespaces: bool = True
-    images: bool = True  # the model takes pictures
-    undo: str | None = None  # a mend to take out of the product: R1 or R2
+    images: bool = True  # whether the model accepts pictures
+    undo: str | None = None  # the fix to remove from the product: R1 or R2
 
 
 def link_name(*ends: str) -> str:
@@ -49,7 +47,7 @@ def link_name(*ends: str) -> str:
 
 
 class ChaosCluster(RunningCluster):
-    """Every node in a network namespace of its own where `setup.namespaces`; the router stays on the machine."""
+    """A running cluster. With `setup.namespaces` every node has its own network namespace; the router has none."""
 
     def __init__(self, directory: Path, setup: Setup, seed: int) -> None:
         self.setup = setup
@@ -59,13 +57,14 @@ class ChaosCluster(RunningCluster):
         self.events = directory / "events"
         self.hosts: dict[str, Host] = {}
         self.links: dict[str, Link] = {}
-        self.proxy_ports: dict[str, int] = {}  # node -> where it reaches the router, without namespaces
+        self.proxy_ports: dict[str, int] = {}  # node -> its port to the router, without namespaces
         self.timeline = Timeline()
-        self.not_recovered: list[str] = []  # what ended without being told to, or did not come back by itself
+        # processes that ended unexpectedly or did not return by themselves
+        self.not_recovered: list[str] = []
         self.launched: set[int] = set()  # pids
         self.listed: dict[str, int] = {}  # name -> pid of the process that the router lists as up
-        self._asked = 0.0  # when the router was asked for `listed`
-        self._expected: set[str] = set()  # processes whose end the harness caused
+        self._asked = 0.0  # when `listed` was requested from the router
+        self._expected: set[str] = set()  # processes that the harness ended
         self._watcher: asyncio.Task[None] | None = None
         self._recoveries: list[asyncio.Task[None]] = []
         self._write_file()
@@ -85,15 +84,15 @@ class ChaosCluster(RunningCluster):
         return sections
 
     def _write_file(self) -> None:
-        """The harness's file, with the product's own bounds of health and fixed ports."""
+        """Write the harness's cluster file, with the product's own health bounds and with fixed ports."""
         config = yaml.safe_load(self.file.read_text())
         del config["health"]
         config["transfer"] = {"transport": self.setup.transport}
         if self.setup.undo is not None:
             config["transfer"] |= TIME_ONLY
-        config["router"]["max_crashes"] = 0  # kills from outside are no crashes that a request caused
+        config["router"]["max_crashes"] = 0  # external kills are not crashes caused by a request
         config["process"]["event_log"] = str(self.events)
-        # in turn on both sides would use two of four pairs only
+        # Round robin on both sides would use only two of four pairs.
         config["router"]["placement"] = {"prefill": "round_robin", "decode": "least_loaded"}
         if self.setup.transport == "tcp":
             self.control_port = int(config["router"]["control_address"].rpartition(":")[2])
@@ -106,7 +105,7 @@ class ChaosCluster(RunningCluster):
     # ---- the network
 
     def make_network(self) -> None:
-        """Namespaces and a proxied link for every pair of processes that talk."""
+        """Create namespaces, and a proxied link for every pair of processes that communicate."""
         prefill = [f"prefill-{i}" for i in range(self.prefill)]
         decode = [f"decode-{i}" for i in range(self.decode)]
         isolated = self.setup.namespaces and self.setup.transport == "tcp"
@@ -139,7 +138,7 @@ class ChaosCluster(RunningCluster):
         self.links[name].start()
 
     def parts_of_pair(self, prefill: str, decode: str) -> list[str]:
-        """Processes and links that a request on this pair needs."""
+        """The processes and links that a request on this pair needs."""
         name = link_name(prefill, decode)
         links = [link_name("router", prefill), link_name("router", decode), f"{name}-peer", f"{name}-bulk"]
         return ["router", prefill, decode, *(link for link in links if link in self.links)]
@@ -172,19 +171,19 @@ class ChaosCluster(RunningCluster):
         return (self.disk.logs / f"{name}.log").read_text(errors="replace")
 
     def end_process(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Its end is expected from now on."""
+        """Signal a process whose end is expected from now on."""
         self._expected.add(name)
         self.processes[name].send_signal(number)
 
     def signal(self, name: str, number: signal.Signals) -> bool:
-        """False if the process has ended."""
+        """Signal a process. Return False if it has ended."""
         if self.processes[name].poll() is not None:
             return False
         self.processes[name].send_signal(number)
         return True
 
     def serving(self) -> dict[str, int]:
-        """Processes that no fault holds -> pid."""
+        """Process name -> pid of all processes that no fault affects."""
         impaired = self.timeline.impaired
         return {name: each.pid for name, each in self.processes.items() if name not in impaired}
 
@@ -216,7 +215,7 @@ class ChaosCluster(RunningCluster):
             self._take_down()
 
     def _take_down(self) -> None:
-        """Whatever there is of network and disk by now."""
+        """Remove the network and disk as far as they exist."""
         for link in self.links.values():
             link.stop()
         for host in self.hosts.values():
@@ -224,19 +223,19 @@ class ChaosCluster(RunningCluster):
         self.disk.remove(self.directory)
 
     async def wait_up(self, name: str) -> None:
-        """Until the router lists the process that runs under this name now."""
+        """Wait until the router lists the current process with this name."""
         since = time.monotonic()
         while self.listed.get(name) != self.processes[name].pid or self._asked < since:
             await asyncio.sleep(POLL_SECONDS / 2)
 
     async def wait_gone(self, name: str, pid: int) -> None:
-        """Until the router no longer lists this process of the node."""
+        """Wait until the router no longer lists this process of the node."""
         since = time.monotonic()
         while self.listed.get(name) == pid or self._asked < since:
             await asyncio.sleep(POLL_SECONDS / 4)
 
     async def _watch(self) -> None:
-        """Keep `incarnations` current, and start again what ends by itself."""
+        """Keep `incarnations` up to date, and restart processes that end by themselves."""
         while True:
             try:
                 async with self.operator() as client:

@@ -1,4 +1,4 @@
-"""A small file system of its own for the run directory and the logs of a cluster, which a fault can fill."""
+"""A small file system for the run directory and the logs of a cluster, which a fault can fill."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
-MIB = 64  # logs of a long run, and room for what a test wants
+MIB = 64  # holds the logs of a long run and the files of a test
 CHUNK = bytes(1 << 16)
 
 
 class Disk:
-    """A tmpfs where it can be mounted, else a plain directory that is never filled."""
+    """A tmpfs if one can be mounted, otherwise a plain directory that is never filled."""
 
     def __init__(self, wanted: bool) -> None:
-        self.path = Path(f"/tmp/tandem-chaos-{secrets.token_hex(4)}")  # short: sockets lie below it
+        # short, because sockets are created in it
+        self.path = Path(f"/tmp/tandem-chaos-{secrets.token_hex(4)}")
         self.run_dir = self.path / "run"
         self.logs = self.path / "logs"
         self.can_be_filled = False
@@ -31,7 +32,7 @@ class Disk:
         self.logs.mkdir()
 
     def fill(self) -> None:
-        """Until nobody can write another byte to a file on it."""
+        """Write until not a single byte more fits into any file."""
         with self._filler.open("ab", buffering=0) as file:
             for size in (len(CHUNK), 1):
                 try:
@@ -44,7 +45,7 @@ class Disk:
         self._filler.unlink(missing_ok=True)
 
     def remove(self, keep: Path) -> None:
-        """Take it down; the logs go to `keep`."""
+        """Unmount it and move the logs to `keep`."""
         if self.logs.is_dir():
             shutil.copytree(self.logs, keep, dirs_exist_ok=True)
         if self.can_be_filled:

@@ -1,4 +1,4 @@
-"""Which fault comes next: drawn from a seed, so that every kind and every station has its share."""
+"""Draws the next fault from a seed, so that every kind and every station gets its share."""
 
 from __future__ import annotations
 
@@ -26,20 +26,18 @@ from tests.chaos.faults import (
 )
 from tests.chaos.stations import STATIONS, Station
 
-TRIES = 20  # targets, until another time is better
+TRIES = 20  # drawn targets before giving up for now
 RESERVE = 1.1  # times the minimum
 ROUTER_SHARE = 0.12  # of process faults
 AIMED_SHARE = 0.6  # of faults that wait for a request at a drawn station
 AIMED_SHARE_OF_PROCESSES = 0.85
-HIT = (
-    2  # a station that was hit counts for so many that were missed, so that rare ones are aimed at more often
-)
+HIT = 2  # weight of a hit station relative to a missed one, so that rare stations are aimed at more often
 LONG_SHARE = 0.25  # of faults that last for seconds
 
 
 @dataclass
 class Drawer:
-    """`faults` in all, of `kinds`; with `links` only links whose names end so are disturbed."""
+    """Draws `faults` in total, of `kinds`. With `links`, only links whose names end with one of them are disturbed."""
 
     cluster: ChaosCluster
     rng: random.Random
@@ -49,11 +47,11 @@ class Drawer:
     drawn: Counter[Kind] = field(default_factory=Counter)
     _aimed: Counter[tuple[Kind, Station]] = field(
         default_factory=Counter
-    )  # where the request was there in time
+    )  # the request was at the station in time
     _total: int = 0
 
     def draw(self, reserved: set[str]) -> Fault | None:
-        """None where nothing that was drawn is allowed now. `reserved`: targets of faults that wait."""
+        """Return the next fault; None if no drawn fault is allowed now. `reserved`: targets of waiting faults."""
         possible = [kind for kind in self.kinds if self._possible(kind)]
         possible = self._owed(possible) or possible
         weights = [WEIGHTS[kind] for kind in possible]
@@ -67,7 +65,7 @@ class Drawer:
         return None
 
     def hit(self, fault: Fault) -> None:
-        """A request was at the fault's station when it began."""
+        """Record that a request was at the fault's station when it began."""
         if fault.station is not None:
             self._aimed[fault.kind, fault.station] += HIT
 
@@ -77,13 +75,13 @@ class Drawer:
         return kind != DISK or self.cluster.disk.can_be_filled
 
     def _owed(self, possible: Sequence[Kind]) -> list[Kind]:
-        """Kinds that all faults to come are needed for; others have to wait until these are allowed."""
+        """Kinds that need all remaining faults; others must wait until these are allowed."""
         least = {**dict.fromkeys(possible, 1), **minimums(self.faults)}
         owed = {kind: least[kind] - self.drawn[kind] for kind in possible if least[kind] > self.drawn[kind]}
         return list(owed) if sum(owed.values()) >= self.faults - self._total else []
 
     def _behind(self, possible: Sequence[Kind]) -> list[Kind]:
-        """Kinds that have had less than their share so far, the furthest behind first."""
+        """Kinds that have had less than their share so far, the most delayed first."""
         shares = {kind: WEIGHTS[kind] / sum(WEIGHTS[each] for each in possible) for kind in possible}
         lacking = {
             kind: max(RESERVE * MINIMUM.get(kind, 0.0), share / 2, 2 / self.faults) * (self._total + 1)
@@ -106,7 +104,7 @@ class Drawer:
         long = self.rng.random() < LONG_SHARE
         seconds = self.rng.uniform(4.0, 6.0) if long else self.rng.uniform(0.2, 2.0)
         if kind in ("kill", "drain"):
-            seconds = self.rng.uniform(0.0, 0.6)  # until it is started again
+            seconds = self.rng.uniform(0.0, 0.6)  # until it is restarted
         return Fault(self._total, kind, target, round(seconds, 2))
 
     def _of_link(self, kind: Kind) -> Fault | None:
@@ -135,7 +133,7 @@ class Drawer:
         return station
 
     def _allowed(self, fault: Fault, reserved: set[str]) -> bool:
-        """Whether it hits no part twice and leaves a healthy pair, where there is more than one."""
+        """Whether it affects no part twice and leaves a healthy pair, if there is more than one."""
         impaired = self.cluster.timeline.impaired | reserved
         if fault.target in impaired or any(part in impaired for part in self._ends(fault.target)):
             return False
@@ -147,5 +145,5 @@ class Drawer:
         return any(after.isdisjoint(self.cluster.parts_of_pair(*pair)) for pair in self.cluster.pairs)
 
     def _ends(self, target: str) -> list[str]:
-        """The processes at the ends of a link: dead ones have nothing to disturb."""
+        """The live processes at the ends of a link; dead ones have nothing to disturb."""
         return [name for name in self.cluster.names if name in target and target in self.cluster.links]

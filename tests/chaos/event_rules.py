@@ -1,4 +1,4 @@
-"""I1, I2, I3, I5 and I8 on the events of router and nodes: what clients cannot see."""
+"""Invariants I1, I2, I3, I5 and I8 on the events of router and nodes, which clients cannot see."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 @dataclass
 class Process:
-    """One incarnation and its events, in the order in which it wrote them."""
+    """One incarnation and its events, in the order of writing."""
 
     node: str
     incarnation: str
@@ -30,7 +30,7 @@ class Process:
 
 def check(history: History) -> list[Violation]:
     processes = by_process(history.events)
-    orderly = set(history.run["orderly"])  # pids of processes that were idle when they were told to end
+    orderly = set(history.run["orderly"])  # pids of processes that were idle when asked to end
     found: list[Violation] = []
     runs = _runs(processes)
     placed = {event["room"]: event for event in history.events if event["event"] == "placed"}
@@ -49,7 +49,7 @@ def check(history: History) -> list[Violation]:
 
 
 def by_process(events: list[Event]) -> list[Process]:
-    """Events carry `source` (the file); its first one says whose they are."""
+    """Group events by process. Events carry `source` (the file); its first event identifies the process."""
     found: dict[str, Process] = {}
     for event in events:
         if event["event"] == "start":
@@ -60,7 +60,7 @@ def by_process(events: list[Event]) -> list[Process]:
 
 
 def _runs(processes: list[Process]) -> dict[int, dict[int, int]]:
-    """room -> offset in the attempt -> token id, as nodes said it."""
+    """room -> offset in the attempt -> token id, as the nodes reported it."""
     said: dict[int, dict[int, int]] = defaultdict(dict)
     for process in processes:
         for event in process.events:
@@ -72,10 +72,11 @@ def _runs(processes: list[Process]) -> dict[int, dict[int, int]]:
 
 
 def _router(process: Process, runs: dict[int, dict[int, int]], ended: bool) -> Iterator[Violation]:
-    """Every request: received once, delivered without gap or repeat what its nodes said, ended once."""
+    """Check every request: received once, delivered exactly what its nodes reported, ended once."""
     prompt: dict[str, int] = {}
     given: dict[str, int] = {}  # request -> tokens delivered
-    attempts: dict[str, list[tuple[int, int]]] = defaultdict(list)  # request -> (tokens before, room)
+    # request -> (tokens before the attempt, room)
+    attempts: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for event in process.events:
         request, kind = event.get("request", ""), event["event"]
         who = f"{process.who} {request}"
@@ -107,7 +108,7 @@ def _router(process: Process, runs: dict[int, dict[int, int]], ended: bool) -> I
 
 
 def _decode_runs(process: Process) -> Iterator[Violation]:
-    """Tokens of a room: after its record, from offset 1, without gap or repeat, none after the last."""
+    """Check the tokens of a room: after its record, from offset 1, no gap or repetition, none after the last."""
     following: dict[int, int] = {}  # room -> next offset; -1: finished
     for event in process.events:
         room, kind = event["room"], event["event"]
@@ -126,7 +127,10 @@ def _decode_runs(process: Process) -> Iterator[Violation]:
 
 
 def _placement(process: Process, placed: dict[int, Event], role: str) -> Iterator[Violation]:
-    """A node works on rooms that the router gave to this incarnation. The router's last events may be lost."""
+    """Check that a node works only on rooms that the router gave to this incarnation.
+
+    Final router events may be lost.
+    """
     for event in process.events:
         if event["event"] == "taken" and event["room"] in placed:
             chosen = placed[event["room"]][role]
@@ -137,7 +141,7 @@ def _placement(process: Process, placed: dict[int, Event], role: str) -> Iterato
 
 
 def _transfers(processes: list[Process]) -> Iterator[Violation]:
-    """Pages are posted under the generation that was opened for the room, and all of them before it is accepted."""
+    """Check that pages are posted under the generation opened for the room, and all before it is accepted."""
     opened: dict[int, list[Event]] = defaultdict(list)
     posted: dict[tuple[int, int], int] = defaultdict(int)
     accepted: set[int] = set()

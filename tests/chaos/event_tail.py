@@ -10,23 +10,21 @@ from typing import BinaryIO
 
 from tests.chaos.stations import Station, Stations
 
-LIST_INTERVAL = 0.2  # seconds between looks for new files
-WATCH_INTERVAL = 0.002  # while somebody waits for a moment
+LIST_INTERVAL = 0.2  # seconds between searches for new files
+WATCH_INTERVAL = 0.002  # seconds between reads while a fault waits
 
 
 class EventTail:
-    """`stations` is as current as the last `read`."""
+    """Follows the logs. `stations` is as current as the last `read`."""
 
     def __init__(self, directory: Path) -> None:
         self.stations = Stations()
         self._directory = directory
-        self._files: dict[
-            Path, tuple[BinaryIO, bytes]
-        ] = {}  # file -> handle, bytes of a line that is not whole
+        self._files: dict[Path, tuple[BinaryIO, bytes]] = {}  # file -> (handle, bytes of an incomplete line)
         self._listed_at = 0.0
 
     def read(self) -> None:
-        """Follow everything that was written since the last call."""
+        """Process everything that was written since the last call."""
         if time.monotonic() - self._listed_at > LIST_INTERVAL:
             self._listed_at = time.monotonic()
             for path in self._directory.glob("*.jsonl"):
@@ -43,7 +41,7 @@ class EventTail:
             self.stations.follow(event)
 
     async def wait(self, target: str, station: Station, seconds: float) -> bool:
-        """Until some request that needs `target` is there; False if none came in time."""
+        """Wait until a request that needs `target` is at the station. Return False if none came in time."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.read()

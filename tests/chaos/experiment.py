@@ -1,4 +1,4 @@
-"""One run: the undisturbed cluster, faults under load, recovery, and what is left at the end."""
+"""One run: the undisturbed cluster, faults under load, recovery, and a check for leaks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from tests.chaos.recovery_rules import SHARE, WITHIN
 from tests.cluster.harness import Client
 
 TAIL = 6.0  # seconds of load after the last fault
-BATCHES = 3  # in the undisturbed cluster
-
-Batch = tuple[float, float, int]  # since, until, tokens
+BATCHES = 3  # measured in the undisturbed cluster
+Batch = tuple[float, float, int]  # (since, until, tokens)
 
 
 class Experiment:
-    """What `history` returns is complete after `run`; after an exception it is what there was until then."""
+    """The run. `history` is complete after `run`; after an exception it covers the time until then."""
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
         reason = "--no-namespaces" if options.no_namespaces else namespaces.missing()
@@ -59,7 +58,7 @@ class Experiment:
         self._not_recovered: list[str] = []
 
     async def run(self) -> None:
-        """Whatever it raises, processes, namespaces and mounts are gone afterwards."""
+        """Run. Whatever it raises, all processes, namespaces and mounts are removed afterwards."""
         async with self._cluster as cluster:
             tail = EventTail(cluster.events)
             watch = asyncio.create_task(starvation.watch(cluster.timeline, cluster.serving))
@@ -79,7 +78,7 @@ class Experiment:
                 tail.close()
 
     async def _undisturbed(self) -> Load:
-        """Learn the answers and how fast they come."""
+        """Learn the answers and the speed of the undisturbed cluster."""
         options = self._options
         async with Client(self._cluster.url) as client:
             cases = make_cases(options.seed)
@@ -93,7 +92,7 @@ class Experiment:
             )
             for _ in range(
                 1 if options.no_batches else BATCHES
-            ):  # one, so that every pair has its connections
+            ):  # a single client, so that every pair has its connections
                 self._before.append(await load.batch())
             await client.wait_idle()
         return load
@@ -116,7 +115,7 @@ class Experiment:
         await load.stop()
 
     async def _recovered(self, load: Load) -> None:
-        """Batches until one is as fast as before, or the time is over."""
+        """Run batches until one is as fast as before, or the time is over."""
         if self._options.no_batches:
             return
         usual = sorted(until - since for since, until, _ in self._before)[len(self._before) // 2]

@@ -1,4 +1,4 @@
-"""What can happen to processes, links and the disk."""
+"""The faults of processes, links and the disk."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DAMAGE: tuple[Kind, ...] = ("flip", "cut", "repeat")
-MOMENTARY: tuple[Kind, ...] = ("reset", *DAMAGE)  # these leave the link in order
+MOMENTARY: tuple[Kind, ...] = ("reset", *DAMAGE)  # the link works again immediately
 PROCESSES: tuple[Kind, ...] = ("kill", "restart", "stop", "drain")
 DISK: Kind = "disk-full"
-DISK_PART = "disk"  # its name in the timeline: no request needs it
+DISK_PART = "disk"  # its name in the timeline; no request needs it
 LINKS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in PROCESSES and kind != DISK)
 WEIGHTS: dict[Kind, float] = {
     "kill": 8,
@@ -49,26 +49,26 @@ WEIGHTS: dict[Kind, float] = {
     "delay": 6,
     "rate": 5,
 }
-# Shares of all faults that a run makes at least. Drawing alone would not: while a node is away most kills and stops
-# would take the last healthy pair, and are not allowed.
+# Minimum shares of all faults of a run. Random drawing would not reach them: while a node is away, most kills and stops
+# would take the last healthy pair and are not allowed.
 MINIMUM: dict[str, float] = {"kill": 0.06, "stop": 0.06, "link": 0.1}
 BOTH: tuple[Direction, ...] = ("up", "down")
-DAMAGE_WAIT = 2.0  # seconds in which the link has to carry the bytes that are to be damaged
-BURST_SECONDS = 12.0  # of short requests after a restart, each BURST_INTERVAL
+DAMAGE_WAIT = 2.0  # seconds in which the link must carry the bytes that are to be damaged
+BURST_SECONDS = 12.0  # of short requests after a restart, one per BURST_INTERVAL
 BURST_INTERVAL = 0.1
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`target` is a process, a link or the disk; `seconds` how long it lasts."""
+    """A fault. `target` is a process, a link or the disk; it lasts `seconds`."""
 
     number: int
     kind: Kind
     target: str
     seconds: float = 0.0
     directions: tuple[Direction, ...] = BOTH
-    amount: float = 0.0  # chunks to damage, seconds of delay, bytes per second
-    station: Station | None = None  # of some request at the target when it begins
+    amount: float = 0.0  # chunks to damage, seconds of delay, or bytes per second
+    station: Station | None = None  # of a request at the target when it begins
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ class Fault:
 
 
 def group(kind: str) -> str:
-    """What `MINIMUM` counts this kind as."""
+    """The group of `MINIMUM` that this kind belongs to."""
     return "link" if kind in LINKS else kind
 
 
@@ -85,7 +85,7 @@ def minimums(faults: int) -> dict[str, int]:
 
 
 def apply(fault: Fault, conditions: Conditions) -> None:
-    """Change what happens to the bytes of one direction of a link."""
+    """Change what happens to the bytes in one direction of a link."""
     if fault.kind == "delay":
         conditions.delay = fault.amount
     elif fault.kind == "rate":

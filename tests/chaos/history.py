@@ -1,4 +1,4 @@
-"""What a run leaves on disk, read back: client exchanges, the fault timeline, and the events of every process."""
+"""Reads the recording of a run: client exchanges, the fault timeline, and the events of every process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVENTS = "events"
 
 @dataclass
 class History:
-    """Everything that the checker looks at."""
+    """Everything that the checker examines."""
 
     exchanges: list[Exchange]
     faults: list[dict[str, Any]]
@@ -37,7 +37,7 @@ def write(directory: Path, history: History) -> None:
 
 
 def read(directory: Path) -> History:
-    """Raises OSError or ValueError where something is missing; a torn last line of a killed process is counted."""
+    """Read a recording. Raises OSError or ValueError if something is missing; torn last lines are counted."""
     history = History(
         [Exchange(**each) for each in _lines(directory / CLIENTS)],
         list(_lines(directory / FAULTS)),

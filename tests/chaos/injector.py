@@ -1,4 +1,4 @@
-"""Carries faults out, several at a time, and waits until what they hit is back."""
+"""Executes faults, several at a time, and waits until their targets have recovered."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tests.chaos.load import Load
 from tests.chaos.proxy import Conditions, Direction, Link
 
 REPORT_EVERY = 100  # faults
-AIM_SECONDS = 1.5  # that a fault waits at most for a request at its station
-DRAIN_SECONDS = 60.0  # that a node may take to end after SIGTERM: health.drain_timeout, and a busy machine
-START_SECONDS = 90.0  # until a process that was started again is listed, on a busy machine
+AIM_SECONDS = 1.5  # longest wait of a fault for a request at its station
+DRAIN_SECONDS = 60.0  # for a node to end after SIGTERM: health.drain_timeout, on a busy machine
+START_SECONDS = 90.0  # until a restarted process is listed, on a busy machine
 RESETS, RESET_INTERVAL = 3, 0.7  # of peer links after a restart
-ABSENT_SECONDS = 20.0  # until one that was only disturbed is listed again
+ABSENT_SECONDS = 20.0  # until a process that was only disturbed is listed again
 
 
 @dataclass
 class Injector:
-    """`run` makes all faults of its drawer, on different parts at the same time."""
+    """Executes faults. `run` executes all faults of its drawer, on different parts at the same time."""
 
     cluster: ChaosCluster
     drawer: Drawer
     tail: EventTail
     load: Load
     done: list[Fault] = field(default_factory=list)
-    detections: list[tuple[str, str, float]] = field(default_factory=list)  # kind, role, seconds
+    detections: list[tuple[str, str, float]] = field(default_factory=list)  # (kind, role, seconds)
     restarts: list[float] = field(default_factory=list)
-    _reserved: set[str] = field(default_factory=set)  # targets of faults that wait for their moment
+    _reserved: set[str] = field(default_factory=set)  # targets of waiting faults
     _running: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self, seconds: float) -> None:
-        """Evenly over `seconds`; later ones come sooner where earlier ones were held up. Raises what a fault raised."""
+        """Spread the faults evenly over `seconds`; delayed ones are followed faster. Raises what a fault raised."""
         begun = time.monotonic()
         faults = self.drawer.faults
         try:
@@ -55,7 +55,7 @@ class Injector:
         except* Exception as errors:
             raise errors.exceptions[0] from errors
 
-    # ---- carrying out
+    # ---- execution
 
     async def _carry_out(self, fault: Fault) -> None:
         cluster, name = self.cluster, fault.target
@@ -89,9 +89,9 @@ class Injector:
         self.done.append(fault)
 
     async def _aim(self, fault: Fault) -> Callable[[], None]:
-        """Wait until a request that needs the target is at the fault's station; returns what ends the holding.
+        """Wait until a request that needs the target is at the fault's station; return a function that ends the hold.
 
-        Stations that last for milliseconds are held: the network withholds what would end them.
+        Stations that last only milliseconds are held: the network withholds what would end them.
         """
         if fault.station is None:
             return lambda: None
@@ -127,7 +127,7 @@ class Injector:
         return []
 
     def _touches(self, link: str, target: str) -> bool:
-        """Whether a link shares a node with the target; all do with the router."""
+        """Whether a link shares a node with the target; every link does if the target is the router."""
         nodes = [name for name in self.cluster.names if name != "router" and name in target]
         return not nodes or any(node in link for node in nodes)
 
@@ -156,12 +156,14 @@ class Injector:
         cluster.timeline.end(fault.name)
 
     async def _restart(self, fault: Fault) -> None:
-        """A prefill node dies while a long answer, which it has begun, runs on a decode node; its successor is started
-        at once, and short requests come each BURST_INTERVAL. Then the links break a few times: the connection that was
-        made for the long answer must not take the route of theirs."""
+        """Kill a prefill node while a long answer that it started runs on a decode node; then break links a few times.
+
+        Its successor starts at once, and short requests follow, one per BURST_INTERVAL. The connection that was made
+        for the long answer must not take over the route of the new ones.
+        """
         cluster, name = self.cluster, fault.target
         async with asyncio.TaskGroup() as group:
-            for _ in range(cluster.prefill):  # placed in turn, so one on this node
+            for _ in range(cluster.prefill):  # placed in turn, so one of them on this node
                 group.create_task(self.load.long_answer())
             await self.tail.wait(name, "streaming", AIM_SECONDS)
             self._begin(fault)
@@ -177,7 +179,7 @@ class Injector:
                 self._reset_peer_links(f"{fault.name} reset {number}", name)
 
     def _reset_peer_links(self, fault: str, name: str) -> None:
-        """All that are connected to the node dial again, for its earlier life as well."""
+        """Reset all peer links of the node: peers reconnect, also those of its earlier incarnation."""
         links = [link for link in self.cluster.links.values() if link.kind == "peer" and name in link.name]
         self.cluster.timeline.begin(fault, [link.name for link in links], kind="hold", target=name)
         for link in links:
@@ -185,16 +187,16 @@ class Injector:
         self.cluster.timeline.end(fault)
 
     async def _fill_disk(self, fault: Fault) -> None:
-        """The disk of the logs and of the run directory is full for a while. Nothing else may be seen of it."""
+        """Fill the disk of the logs and the run directory for a while, which must have no other effect."""
         disk, until = self.cluster.disk, time.monotonic() + fault.seconds
-        while time.monotonic() < until:  # again: what was rotated or removed left room
+        while time.monotonic() < until:  # repeat: rotated or removed files leave space
             await asyncio.to_thread(disk.fill)
             await asyncio.sleep(0.2)
         disk.free()
         self.cluster.timeline.end(fault.name)
 
     async def _after_drain(self, fault: Fault) -> None:
-        """A node that is told to end finishes what it has and exits with 0."""
+        """Check that a node asked to end finishes its requests and exits with 0."""
         cluster, process = self.cluster, self.cluster.processes[fault.target]
         try:
             status = await asyncio.to_thread(process.wait, DRAIN_SECONDS)
@@ -214,14 +216,14 @@ class Injector:
             await self._detected(fault, pid, since)
         await asyncio.sleep(max(0.0, since + fault.seconds - time.monotonic()))
         cluster.signal(name, signal.SIGCONT)
-        await asyncio.sleep(0.3)  # what it last said of itself must not count as recovery
+        await asyncio.sleep(0.3)  # its last report must not count as recovery
         await self._returned(name, ABSENT_SECONDS, fault)
         cluster.timeline.end(fault.name)
 
     async def _returned(self, name: str, seconds: float, fault: Fault) -> None:
-        """Until the router lists the process. One that does not come back by itself is noted and started again.
+        """Wait until the router lists the process. One that does not return by itself is recorded and restarted.
 
-        Neither the time while another fault holds what it needs counts, nor that in which the machine ran others.
+        The time does not count while another fault holds what it needs, or while the machine ran other processes.
         """
         cluster, since = self.cluster, time.monotonic()
         while True:
@@ -246,7 +248,7 @@ class Injector:
             since, seconds = time.monotonic(), START_SECONDS
 
     async def _detected(self, fault: Fault, pid: int, since: float) -> None:
-        """Note how long the router listed the node; longer than any bound is left to the checker."""
+        """Record how long the router listed the node; the checker judges times beyond the bound."""
         try:
             async with asyncio.timeout(10.0):
                 await self.cluster.wait_gone(fault.target, pid)

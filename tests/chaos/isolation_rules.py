@@ -1,4 +1,4 @@
-"""I6: a request that met no fault ends without an error, and its tokens come as in the undisturbed cluster."""
+"""I6: a request unaffected by faults ends without error, with token gaps as in the undisturbed cluster."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.chaos.progress_rules import Starved, impaired_parts, starvation_of
 from tests.chaos.timeline import Interval
 from tests.chaos.violation import Violation
 
-# Seconds: a fault that has ended may be noticed so late (the bound for hangs and partitions is 3 s).
+# Seconds: a fault may be noticed this long after it ended (the bound for hangs and partitions is 3 s).
 BEFORE = 4.0
-FEWEST = 200  # gaps between tokens, for a 99th percentile that says something
-FACTOR, ALLOWANCE = 3.0, 0.1  # times the undisturbed 99th percentile, and seconds
+FEWEST = 200  # gaps between tokens needed for a meaningful 99th percentile
+FACTOR, ALLOWANCE = 3.0, 0.1  # times the undisturbed 99th percentile, plus seconds
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Between two events of a stream, in seconds, less what the machine took: 99th percentile and number."""
+    """Seconds between stream events, less the time the machine took: 99th percentile and count."""
 
     p99: float
     count: int
@@ -50,7 +50,7 @@ def check(history: History) -> list[Violation]:
 
 
 def gaps(history: History) -> tuple[Gaps, Gaps]:
-    """(before the first fault, afterwards while no fault held a part of the request's pairs)."""
+    """(before the first fault, afterwards while no fault affected a part of the request's pairs)."""
     impaired, starved, pairs = impaired_parts(history), starvation_of(history), placements(history)
     begun = history.run.get("begun", float("-inf"))
     undisturbed: list[float] = []
@@ -68,7 +68,7 @@ def gaps(history: History) -> tuple[Gaps, Gaps]:
 
 
 def placements(history: History) -> dict[str, set[str]]:
-    """request -> pairs that it was placed on."""
+    """request -> pairs on which it was placed."""
     names = {each["incarnation"]: each["node"] for each in history.events if each["event"] == "start"}
     pairs: dict[str, set[str]] = defaultdict(set)
     for event in history.events:
@@ -80,7 +80,7 @@ def placements(history: History) -> dict[str, set[str]]:
 
 
 def parts_of(exchange: Exchange, pairs: dict[str, set[str]], history: History) -> set[str]:
-    """Without a placement every pair had to be out of reach, so a fault of any part explains what happened."""
+    """Parts that a request needed. Without a placement every pair was unreachable, so any fault may explain it."""
     used = pairs.get(exchange.request_id) or set(history.run["pairs"])
     return {part for pair in used for part in history.run["pairs"].get(pair, ())}
 
@@ -96,7 +96,7 @@ def _less(since: float, until: float, starved: list[Starved]) -> float:
 
 
 def _near(since: float, until: float, starved: list[Starved]) -> Iterator[Starved]:
-    """Those of `starved`, which are in order and do not overlap, that touch the interval."""
+    """Those of `starved`, which are ordered and disjoint, that touch the interval."""
     at = bisect_left(starved, since, key=lambda each: each.until)
     while at < len(starved) and starved[at].since < until:
         yield starved[at]

@@ -1,4 +1,4 @@
-"""I5: what is still held once nothing runs: pages, descriptors, sockets, shared memory, files."""
+"""I5: what is still held when nothing runs: pages, descriptors, sockets, shared memory, files."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.chaos.cluster import ChaosCluster
 from tests.cluster.harness import Client
 
 UP_AND_IDLE = 60.0  # seconds until all processes are listed and hold nothing
-SETTLED = 30.0  # seconds until the kernel and the processes have noticed what the network did to connections
-SPARE = 2  # descriptors: one may be half made when they are counted
-EPHEMERAL = 32_768  # ports from here on are given by the kernel
+SETTLED = 30.0  # seconds until kernel and processes have noticed broken connections
+SPARE = 2  # descriptors: one may be in the making when they are counted
+EPHEMERAL = 32_768  # first port that the kernel assigns
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class Held:
-    """By one process. Its kernel objects, by kind ("socket", "anon_inode", "file"), and the segments that it maps."""
+    """What one process holds: kernel objects by kind ("socket", "anon_inode", "file") and mapped segments."""
 
     descriptors: dict[str, int]
     segments: int
-    connections: dict[str, int]  # TCP, as "own port -> peer's port", where ephemeral ports are "*"
+    connections: dict[str, int]  # TCP, as "own port -> peer's port", with "*" for ephemeral ports
 
     @property
     def total(self) -> int:
@@ -36,10 +36,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Holdings:
-    """By the whole cluster."""
+    """What the whole cluster holds."""
 
     processes: dict[str, Held]
-    segments: frozenset[str]  # files in /dev/shm, of all processes that it has had
+    segments: frozenset[str]  # files in /dev/shm, of all its past and present processes
     sockets: frozenset[str]  # files in the run directory
 
 
@@ -61,7 +61,7 @@ def owner(segment: str) -> int:
 
 
 def held_by(pid: int) -> Held | None:
-    """None once the process has ended."""
+    """Return what a process holds; None once it has ended."""
     try:
         links = [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
         maps = Path(f"/proc/{pid}/maps").read_text()
@@ -93,7 +93,7 @@ def _connections(table: str, inodes: set[str]) -> dict[str, int]:
 
 
 async def find(cluster: ChaosCluster, before: Holdings) -> list[str]:
-    """What is held now beyond `before`, sentences; waits for what takes a while to go."""
+    """Describe what is held now beyond `before`; waits for what takes a while to be released."""
     leaks = []
     async with Client(cluster.url) as client:
         try:

@@ -1,4 +1,4 @@
-"""Clients with known answers: each request's history, event by event, with its time."""
+"""Clients with known answers: records each request event by event, with times."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.chaos.cases import Case, said
 from tests.cluster.harness import Client
 
 Behaviour = Literal["stays", "leaves", "slow"]
-BATCH_TOKENS = 200  # cases with longer answers are left out of batches
+BATCH_TOKENS = 200  # cases with longer answers are not part of batches
 BURST_TOKENS = 12  # of an answer in a burst
-BURST_OPEN = 12  # requests of a burst that are under way at once: more would measure the machine
-GIVE_UP = 90.0  # default: seconds without anything: the client leaves, the checker calls it a hang
+BURST_OPEN = 12  # open requests of a burst; more would measure the machine
+GIVE_UP = 90.0  # default: after this many silent seconds the client leaves, and the checker calls it a hang
 
 
 @dataclass
@@ -31,20 +31,20 @@ class Exchange:
     streamed: bool
     behaviour: Behaviour
     sent: float
-    limit: int = 0  # max_tokens, where less than the known answer is asked for
-    leaves_after: float = 0.0  # tokens, or seconds where not streamed
-    status: int = 0  # 0: no answer
-    progress: list[float] = field(default_factory=list)  # when something arrived
+    limit: int = 0  # max_tokens, if less than the known answer is requested
+    leaves_after: float = 0.0  # tokens, or seconds if not streamed
+    status: int = 0  # 0: no response
+    progress: list[float] = field(default_factory=list)  # times at which something arrived
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
-    finishes: int = 0  # events that carried a finish_reason
+    finishes: int = 0  # number of events with a finish_reason
     done: bool = False  # [DONE], or a complete body
-    after_done: int = 0  # events after [DONE]
+    after_done: int = 0  # number of events after [DONE]
     error_code: str | None = None  # of an explicit error
     error: str = ""
-    broken: str = ""  # the connection ended without a terminal event
+    broken: str = ""  # why the connection ended without a terminal event
     left: bool = False
     ended: float = 0.0
 
@@ -53,14 +53,14 @@ class Exchange:
 
 
 class Load:
-    """`clients` in a closed loop until `stop`."""
+    """Runs `clients` in a closed loop until `stop`."""
 
     def __init__(
         self, url: str, cases: Sequence[Case], clients: int, seed: int, give_up: float = GIVE_UP
     ) -> None:
         self.exchanges: list[Exchange] = []
         self.open: dict[str, Exchange] = {}
-        self.observe: Callable[[Exchange], None] = lambda exchange: None  # at each progress
+        self.observe: Callable[[Exchange], None] = lambda exchange: None  # called at each progress
         self._give_up = give_up
         self._url = url
         self._cases = cases
@@ -73,9 +73,9 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def batch(self) -> tuple[float, float, int]:
-        """All cases but the longest, once each: a piece of work whose duration can be compared. (since, until, tokens)
+        """Run all cases but the longest once, as a unit of comparable duration. Returns (since, until, tokens).
 
-        The clients take the next case when they are done, so that all are busy but at the very end.
+        A client takes the next case when it is done, so all are busy except at the very end.
         """
         since, first = time.monotonic(), len(self.exchanges)
         waiting = [case for case in self._cases if case.body["max_tokens"] <= BATCH_TOKENS]
@@ -92,7 +92,7 @@ class Load:
         return since, time.monotonic(), tokens
 
     async def burst(self, seconds: float, interval: float) -> None:
-        """A short request each `interval`, unless BURST_OPEN of them are under way."""
+        """Send a short request each `interval`, unless BURST_OPEN of them are open."""
         short = [case for case in self._cases if "stop" not in case.body]
         under_way: set[asyncio.Task[None]] = set()
         until = time.monotonic() + seconds
@@ -109,7 +109,7 @@ class Load:
                 await asyncio.sleep(interval)
 
     async def long_answer(self) -> None:
-        """The case with the longest answer, until its end."""
+        """Run the case with the longest answer to its end."""
         case = max(self._cases, key=lambda each: int(each.body["max_tokens"]))
         self._numbered += 1
         async with Client(self._url) as client:
@@ -119,12 +119,12 @@ class Load:
         self._tasks = [asyncio.create_task(self._client(i)) for i in range(self._clients)]
 
     async def stop(self) -> None:
-        """Let what is in flight end."""
+        """Let requests in flight end."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
     def cancel(self) -> None:
-        """Give up what is in flight: nobody can say how it would have ended."""
+        """Abandon requests in flight, whose outcome remains unknown."""
         for task in self._tasks:
             task.cancel()
         self.exchanges = [each for each in self.exchanges if each.ended]
@@ -138,7 +138,7 @@ class Load:
                 exchange = self._draw(rng, f"chaos-{index}-{number}")
                 await self.run(client, exchange)
                 if exchange.status != 200:
-                    await asyncio.sleep(0.2)  # as a client that obeys Retry-After, but sooner
+                    await asyncio.sleep(0.2)  # like a client that obeys Retry-After, but sooner
 
     def _draw(self, rng: random.Random, request_id: str) -> Exchange:
         case = rng.choice(self._cases)
@@ -147,12 +147,12 @@ class Load:
         leaves_after = 0.0
         if behaviour == "leaves":
             leaves_after = rng.randrange(case.body["max_tokens"]) if streamed else rng.uniform(0.0, 0.5)
-        # many lengths: a prompt that is always the same would be taken for one that crashes its nodes
+        # Vary the length: a prompt that never changes would be suspected of crashing its nodes.
         limit = 0 if "stop" in case.body else rng.randrange(1, case.body["max_tokens"] + 1)
         return Exchange(request_id, case.name, streamed, behaviour, 0.0, limit, leaves_after)
 
     async def run(self, client: Client, exchange: Exchange) -> None:
-        """One request; never raises for what a server can do."""
+        """Run one request; never raises for what a server can do."""
         case = next(case for case in self._cases if case.name == exchange.case)
         exchange.sent = time.monotonic()
         self.exchanges.append(exchange)
@@ -182,7 +182,7 @@ class Load:
         self.observe(exchange)
 
     def _patience(self, exchange: Exchange) -> float:
-        """Seconds until the client leaves: without anything, or in all where it hears of the whole answer only."""
+        """Seconds until the client leaves: of silence, or in total if it only sees the complete answer."""
         if exchange.streamed:
             return self._give_up
         return exchange.leaves_after if exchange.behaviour == "leaves" else 2 * self._give_up

@@ -1,7 +1,7 @@
-"""Network namespaces as hosts: each node has a loopback interface of its own, so every byte crosses the proxy.
+"""Network namespaces as hosts: each node has its own loopback interface, so every byte crosses the proxy.
 
 All addresses in the cluster file are loopback addresses. In the namespace of another node such an address belongs to
-the proxy, which carries the connection over: no process knows that it is watched, and no link can bypass the proxy.
+the proxy, which forwards the connection: no process notices that it is observed, and no link can bypass the proxy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIX = "tandem"  # tandem-PID-NODE, with the process id of the harness
 
 
 def missing() -> str | None:
-    """Why namespaces cannot be used on this machine, or None."""
+    """Why namespaces cannot be used on this machine; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "nsenter"):
@@ -45,7 +45,7 @@ def sweep() -> None:
 
 
 class Host:
-    """Where a process runs. This one is the machine itself."""
+    """A host on which a process runs. This class is the machine itself."""
 
     name = ""
 
@@ -54,15 +54,15 @@ class Host:
         return arguments
 
     def socket(self) -> socket.socket:
-        """A TCP socket of this host's network."""
+        """Create a TCP socket of this host's network."""
         return socket.socket()
 
     def delete(self) -> None:
-        """Nothing to take down."""
+        """Do nothing: the machine itself needs no removal."""
 
 
 class Namespace(Host):
-    """One network namespace with nothing but a loopback interface."""
+    """A network namespace that has only a loopback interface."""
 
     def __init__(self, node: str) -> None:
         self.name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(2)}-{node}"
@@ -73,7 +73,7 @@ class Namespace(Host):
         return f"/run/netns/{self.name}"
 
     def create(self) -> None:
-        """Raises CalledProcessError with the tool's own words."""
+        """Create it. Raises CalledProcessError with the tool's output."""
         for arguments in (
             ["ip", "netns", "add", self.name],
             ["ip", "-n", self.name, "link", "set", "lo", "up"],
@@ -84,7 +84,7 @@ class Namespace(Host):
         return ["nsenter", f"--net={self._path}", "--", *arguments]
 
     def socket(self) -> socket.socket:
-        """A socket keeps the namespace that its thread was in when it was made."""
+        """Create a socket; it stays in the namespace in which its thread was at that moment."""
         return self._thread.submit(socket.socket).result()
 
     def delete(self) -> None:

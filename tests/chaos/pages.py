@@ -1,4 +1,4 @@
-"""I8 and I5 in one process: a page belongs to one room at a time, and to none at the end."""
+"""I8 and I5 within one process: a page belongs to one room at a time, and to none at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Event = dict[str, Any]
 
 
 class Pages:
-    """Who owns which page."""
+    """Tracks the owner of each page."""
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -55,10 +55,10 @@ class PrefillPages(Pages):
 
 
 class DecodePages(Pages):
-    """Leases of a decode node, and in which of its pages a prefill node may write."""
+    """Leases of a decode node, and the pages into which a prefill node may write."""
 
     def check(self, events: list[Event], ended: bool) -> Iterator[Violation]:
-        writable: dict[int, int] = {}  # page -> room whose transfer is open
+        writable: dict[int, int] = {}  # page -> room with an open transfer
         opened: dict[int, list[int]] = {}
         last = 0
         for event in events:

@@ -15,7 +15,7 @@ HANG = 5.0  # seconds without a token or an answer
 
 @dataclass(frozen=True)
 class Starved:
-    """`seconds` of an interval in which the machine did not run what was ready."""
+    """An interval of which the machine spent `seconds` without running what was ready."""
 
     since: float
     until: float
@@ -59,7 +59,7 @@ def check(history: History, bound: float = HANG) -> list[Violation]:
 
 
 def longest_gap(history: History) -> float:
-    """Of all exchanges, faults and starvation included."""
+    """The longest gap of all exchanges, including faults and starvation."""
     told = _deliveries(history)
     return max(
         (
@@ -72,13 +72,13 @@ def longest_gap(history: History) -> float:
 
 
 def _marks(exchange: Exchange, told: list[float]) -> list[float]:
-    """When something moved, as the client or the router saw it."""
+    """Times of progress, as seen by the client or the router."""
     seen = [each for each in (*exchange.progress, *told) if exchange.sent <= each <= exchange.ended]
     return sorted([exchange.sent, *seen, exchange.ended])
 
 
 def _longest(intervals: list[Interval], window: Interval, starved: list[Starved]) -> float:
-    """Seconds of the longest healthy stretch, less what the machine took."""
+    """Seconds of the longest healthy stretch, less the time the machine took."""
     return max(
         (
             until - since - sum(each.within((since, until)) for each in starved)
@@ -93,7 +93,7 @@ def _of_parts(parts: list[str], impaired: dict[str, list[Interval]]) -> list[Int
 
 
 def impaired_parts(history: History) -> dict[str, list[Interval]]:
-    """part (process or link) -> when a fault held it."""
+    """part (process or link) -> intervals in which a fault affected it."""
     begun: dict[str, tuple[float, list[str]]] = {}
     found: dict[str, list[Interval]] = {}
     for note in history.faults:
@@ -110,7 +110,7 @@ def impaired_parts(history: History) -> dict[str, list[Interval]]:
 
 
 def _deliveries(history: History) -> dict[str, list[float]]:
-    """request -> when the router handed its writer something: clients of whole answers cannot see it."""
+    """request -> times at which the router passed data to its writer, which clients of whole answers cannot see."""
     told: dict[str, list[float]] = {}
     for event in history.events:
         if event["event"] == "delivered":

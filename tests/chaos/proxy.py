@@ -1,4 +1,4 @@
-"""The network between the hosts: a TCP proxy for each link that delays, withholds, loses and damages bytes."""
+"""The network between the hosts: a TCP proxy per link that delays, withholds, drops and damages bytes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.chaos.namespaces import Host
 
 CHUNK = 65_536
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close sends RST
-Direction = Literal["up", "down"]  # up: from the side that dials
+Direction = Literal["up", "down"]  # up: from the connecting side
 
 
 @dataclass
 class Conditions:
-    """What happens to bytes of one direction; changed while connections are open."""
+    """What happens to the bytes of one direction; may change while connections are open."""
 
     delay: float = 0.0  # seconds per chunk
     rate: float = 0.0  # bytes per second; 0: unlimited
     withheld: bool = (
-        False  # nothing is forwarded, not even the end; what came leaves afterwards (a partition)
+        False  # nothing is forwarded, not even the end; held bytes are sent afterwards (a partition)
     )
-    swallowed: bool = False  # bytes vanish, the connection stays (a half-open path)
+    swallowed: bool = False  # bytes vanish but the connection stays open (a half-open path)
     flips: int = 0  # chunks still to be damaged in one byte
     repeats: int = 0  # chunks still to be sent twice
     cuts: int = 0  # connections still to be ended in the middle of a chunk
@@ -44,14 +44,14 @@ class Conditions:
 
 
 class Connection:
-    """Two sockets and two pumps."""
+    """Two sockets and the tasks that copy between them."""
 
     def __init__(self, dialled: socket.socket, onward: socket.socket) -> None:
         self.ends = (dialled, onward)
         self.tasks: list[asyncio.Task[None]] = []
 
     def reset(self) -> None:
-        """RST to both ends."""
+        """Send RST to both ends."""
         for end in self.ends:
             with suppress(OSError):  # closed already
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -65,15 +65,15 @@ class Connection:
 
 
 class Link:
-    """Listens at `port` on the loopback of `near` and carries connections to `far_port`, or the same port, on `far`."""
+    """Listens at `port` on `near`'s loopback and forwards connections to `far_port`, or the same port, on `far`."""
 
     def __init__(
         self, name: str, kind: str, near: Host, far: Host, port: int, seed: int, far_port: int = 0
     ) -> None:
         self.name = name
-        self.kind = kind  # control, peer, bulk
+        self.kind = kind  # control, peer or bulk
         self.conditions: dict[Direction, Conditions] = {"up": Conditions(), "down": Conditions()}
-        self.refusing = False  # new connections are closed at once
+        self.refusing = False  # whether new connections are closed at once
         self.bytes: dict[Direction, int] = {"up": 0, "down": 0}
         self._near, self._far, self.port = near, far, port
         self._far_port = far_port or port
@@ -100,7 +100,7 @@ class Link:
             connection.close()
 
     def reset(self) -> int:
-        """RST every connection; how many there were."""
+        """Reset every connection and return their number."""
         for connection in list(self._connections):
             connection.reset()
         return len(self._connections)
@@ -152,7 +152,7 @@ class Link:
             connection.close()
 
     async def _pump(self, source: socket.socket, sink: socket.socket, direction: Direction) -> None:
-        """Raises OSError where an end was reset: both are, then."""
+        """Copy bytes. Raises OSError if an end was reset; then both are."""
         loop = asyncio.get_running_loop()
         conditions = self.conditions[direction]
         while True:

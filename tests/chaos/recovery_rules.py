@@ -1,4 +1,4 @@
-"""I7: the throughput comes back by itself. Compared are batches of the same requests, before the faults and after."""
+"""I7: throughput recovers by itself. Compares batches of the same requests before and after the faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WITHIN = 60.0  # seconds after the last fault was healed
 
 @dataclass(frozen=True)
 class Recovery:
-    """`share`: the best that was reached in time. `seconds`: when SHARE was reached first, None if never."""
+    """`share`: best throughput reached in time. `seconds`: when SHARE was first reached, None if never."""
 
     undisturbed: float  # tokens per second
     share: float
@@ -32,14 +32,14 @@ def check(history: History) -> list[Violation]:
 
 
 def measured(history: History) -> Recovery | None:
-    """None for a run without batches."""
+    """Measure the recovery; None for a run without batches."""
     run = history.run
     if not run.get("batches_before") or not run.get("batches_after"):
         return None
     starved = starvation_of(history)
 
     def rates(since: float, until: float, tokens: int) -> tuple[float, float]:
-        """As the clock says, and less the time in which the machine did not run what was ready."""
+        """Rates by the clock, and less the time in which the machine did not run what was ready."""
         busy = until - since - sum(each.within((since, until)) for each in starved)
         return tokens / (until - since), tokens / max(busy, (until - since) / 10)
 

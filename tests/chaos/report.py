@@ -1,4 +1,4 @@
-"""What a run has done, in numbers: faults by kind and station, what clients saw, how long things took."""
+"""Summarizes a run in numbers: faults by kind and station, what clients saw, durations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.chaos.history import History
 from tests.chaos.stations import STATIONS
 from tests.chaos.violation import Violation
 
-EVERY_STATION = 40  # kills or stops from which on each station has to be among them
+EVERY_STATION = 40  # from this number of kills or stops, each station must be among them
 
 
 def summary(recorded: History, violations: list[Violation]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def summary(recorded: History, violations: list[Violation]) -> dict[str, Any]:
 
 
 def too_few(recorded: History) -> list[str]:
-    """Which faults were made less often than a run of so many has to, and at which stations none hit a request."""
+    """Name the kinds with too few faults for a run of this size, and the stations at which none hit a request."""
     begun = faults_of(recorded)
     made = Counter(group(note["kind"]) for note in begun)
     found = []

@@ -1,6 +1,6 @@
-"""`python -m tests.chaos.run`: a cluster under load, faults from a seed, and the checker's verdict.
+"""`python -m tests.chaos.run`: runs a cluster under load with faults from a seed, and judges the recording.
 
-Exit code 0 if every invariant holds, 1 if one is broken or too few faults of a kind were made, 2 if the run itself
+Exit code 0 if every invariant holds, 1 if one is violated or too few faults of a kind were made, 2 if the run itself
 failed. SIGINT and SIGTERM end it in order; what happened until then is written and judged.
 """
 
@@ -53,7 +53,7 @@ def _kinds(text: str) -> list[str]:
 
 
 async def until_signal(experiment: Experiment) -> None:
-    """Run; the first SIGINT or SIGTERM cancels, later ones do not disturb what is taken down."""
+    """Run. The first SIGINT or SIGTERM cancels; later ones do not interrupt the cleanup."""
     loop, task = asyncio.get_running_loop(), asyncio.create_task(experiment.run())
 
     def end(number: signal.Signals) -> None:

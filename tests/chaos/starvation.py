@@ -1,7 +1,7 @@
-"""How long the cluster's processes were ready to run and got no processor: that is no fault of theirs.
+"""Measures how long the cluster's processes were ready to run but got no processor, which is no fault of theirs.
 
-A machine that is shared, or that is smaller than the cluster, delays everything. The bound of a hang is stated for a
-machine that runs what is ready, so the checker subtracts the time that the slowest process spent in the run queue.
+A machine that is shared, or smaller than the cluster, delays everything. The bound of a hang applies to a machine that
+runs what is ready, so the checker subtracts the time that the slowest process spent in the run queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORTH_NOTING = 0.02  # seconds per interval
 
 
 def waited(pid: int) -> float:
-    """Seconds that the main thread of a process has spent in the run queue; 0 once it is gone."""
+    """Seconds that the main thread of a process has spent in the run queue; 0 once it has ended."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -27,7 +27,7 @@ def waited(pid: int) -> float:
 
 
 async def watch(timeline: Timeline, pids: Callable[[], Mapping[str, int]]) -> None:
-    """Note starved intervals until cancelled. `pids` are the processes that requests depend on now."""
+    """Record starved intervals until cancelled. `pids` returns the processes on which requests depend now."""
     before: dict[int, float] = {}
     since = time.monotonic()
     while True:

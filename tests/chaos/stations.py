@@ -1,4 +1,4 @@
-"""Where each attempt of a request is, from the events of all processes: what a fault can hit it at."""
+"""The station of each attempt of a request, from the events of all processes: where a fault can hit it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 Station = Literal["queued", "computing", "transfer", "accepted", "streaming", "finished"]
 STATIONS: tuple[Station, ...] = ("queued", "computing", "transfer", "accepted", "streaming", "finished")
 
-# What an event says of the room that it names. Only moves forward count: events of two processes may cross.
+# What an event says about the room that it names. Only forward moves count, as events of two processes may cross.
 _MOVES: dict[str, Station] = {
     "placed": "queued",
     "chunk": "computing",
@@ -22,16 +22,16 @@ _MOVES: dict[str, Station] = {
 
 @dataclass
 class Attempt:
-    """One room."""
+    """One attempt of a request, identified by its room."""
 
     room: int
     request: str
-    prefill: str  # names of nodes
+    prefill: str  # node names
     decode: str
     station: Station = "queued"
 
     def touches(self, target: str) -> bool:
-        """Whether it needs this process, this link (whose name contains the names of its ends) or the disk."""
+        """Whether it needs this process, this link (whose name contains those of its ends) or the disk."""
         if target in ("router", "disk", self.prefill, self.decode):
             return True
         ends = [name for name in (self.prefill, self.decode) if f"-{name}-" in f"-{target}-"]
@@ -40,9 +40,9 @@ class Attempt:
 
 @dataclass
 class Stations:
-    """Follows events in their order."""
+    """Follows events in order."""
 
-    attempts: dict[int, Attempt] = field(default_factory=dict)  # room -> attempt under way
+    attempts: dict[int, Attempt] = field(default_factory=dict)  # room -> current attempt
     _names: dict[str, str] = field(default_factory=dict)  # incarnation -> node
 
     def follow(self, event: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class Stations:
 
 
 def hits(events: list[dict[str, Any]], faults: list[tuple[float, str, str]]) -> dict[str, dict[str, int]]:
-    """kind -> station -> requests that were there when a fault (time, kind, target) began; "idle" for none."""
+    """kind -> station -> requests that were there when a fault (time, kind, target) began; "idle" if none."""
     stations, found = Stations(), dict[str, dict[str, int]]()
     waiting = sorted(faults)
     for event in [*events, {"t": float("inf"), "event": "", "room": 0}]:

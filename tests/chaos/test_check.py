@@ -1,4 +1,4 @@
-"""The checker finds every kind of broken history, and nothing in a good one. No process is started here."""
+"""The checker finds every kind of broken history and nothing in a good one. No process is started here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOM = 77
 
 
 def exchange(**fields: Any) -> Exchange:
-    """A whole streamed answer, a token each 0.1 s from t = 10."""
+    """A complete streamed answer, one token each 0.1 s from t = 10."""
     made = Exchange("r", "case", True, "stays", sent=10.0)
     made.status, made.done, made.finishes, made.finish_reason = 200, True, 1, "length"
     made.tokens, made.text, made.logprobs = list(TOKENS), "".join(TOKENS), [-0.5] * 8
@@ -33,7 +33,7 @@ def exchange(**fields: Any) -> Exchange:
 
 
 def events() -> list[dict[str, Any]]:
-    """One request over one pair, as the three processes write it."""
+    """One request over one pair, as the three processes record it."""
 
     def of(source: str, t: float, event: str, room: int = 0, **fields: Any) -> dict[str, Any]:
         return {"source": source, "t": t, "event": event, "room": room, **fields}
@@ -262,7 +262,7 @@ def test_broken_events_are_found(invariant: str, breaks: Callable[[list[dict[str
 
 
 def test_what_a_killed_process_did_not_write_is_no_violation() -> None:
-    """SIGKILL takes the last events, and whatever the process held."""
+    """SIGKILL loses the last events, and what the process held."""
     recorded = good()
     recorded.run["orderly"] = []
     for event in ("released", "freed", "ended"):

@@ -1,4 +1,4 @@
-"""What is drawn: the same from one seed, enough of every kind, and always with a healthy pair left."""
+"""Drawn faults: the same for one seed, enough of every kind, and always with a healthy pair left."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cluster(disk: bool = True) -> ChaosCluster:
 
 
 def drawn(faults: int, seed: int = 1, made: ChaosCluster | None = None, **fields: Any) -> list[Fault]:
-    """All of a run in which each fault is over before the next one."""
+    """All faults of a run in which each one ends before the next."""
     drawer = Drawer(made or cluster(), random.Random(seed), faults, **fields)
     found = [drawer.draw(set()) for _ in range(faults)]
     assert None not in found
@@ -64,7 +64,7 @@ def test_every_kind_is_drawn_and_none_too_rarely() -> None:
 
 
 def test_kills_that_were_not_possible_are_made_up_for() -> None:
-    """While both prefill nodes are away nothing may be killed; the last faults are kept for that."""
+    """While both prefill nodes are away nothing may be killed; the last faults are reserved for that."""
     made = cluster()
     drawer = Drawer(made, random.Random(1), 100, kinds=("kill", "stop", "disk-full"))
     made.timeline.begin("0", ["prefill-0", "prefill-1"], kind="kill", target="prefill-0")

@@ -1,4 +1,4 @@
-"""What a process holds is counted, and what it holds beyond its beginning is named."""
+"""What a process holds is counted, and what it holds beyond its start is named."""
 
 from __future__ import annotations
 

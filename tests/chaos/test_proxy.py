@@ -20,13 +20,13 @@ SENT = bytes(range(256)) * 4
 
 @dataclass
 class Rig:
-    """A server behind a link, and one connection to it."""
+    """A server on the far side of a link, and one connection to it."""
 
     link: Link
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     received: bytearray  # by the server
-    ended: asyncio.Event  # the server saw the end of the stream
+    ended: asyncio.Event  # set when the server sees the end of the stream
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)

@@ -1,7 +1,7 @@
 """Three minutes of the chaos harness: every invariant holds on 2p2d over TCP with EAGLE-3 and pictures.
 
-The seed is fixed, the moments are not: a violation is a defect even if it does not come again. `tests/chaos/run
---minutes 10 --faults 1000` is the long one.
+The seed is fixed but the timing is not: a violation is a defect even if it does not recur. `tests/chaos/run --minutes
+10 --faults 1000` is the long version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stations of attempts, and which faults hit whom."""
+"""Stations of attempts, and which faults hit which requests."""
 
 from __future__ import annotations
 

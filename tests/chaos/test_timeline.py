@@ -1,4 +1,4 @@
-"""Which stretches of time were free of faults."""
+"""Intervals that were free of faults."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The harness finds what it was built for: without the mends of R1 and R2 requests hang.
+"""The harness finds what it was built for: without the fixes of R1 and R2, requests hang.
 
-That none does with them is what test_run.py shows: its faults are of these kinds, too.
-
-R1: a prefill node is restarted while a decode node answers one of its requests. R2: frames between nodes are lost.
-`tests/chaos/undo` takes the mends out of the processes that the run starts.
+test_run.py shows that none hangs with them: its faults include these kinds. R1: a prefill node is restarted while a
+decode node answers one of its requests. R2: frames between nodes are lost. `tests/chaos/undo` removes the fixes from
+the processes that the run starts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def run(directory: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """(exit code, result, everything that was printed)"""
+    """(exit code, result, all printed output)"""
     reason = namespaces.missing()
     if reason is not None:
         pytest.skip(f"the links between prefill and decode nodes cannot be disturbed: {reason}")
@@ -47,5 +46,5 @@ def run(directory: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
 def test_without_a_mend_requests_hang(mend: str, tmp_path: Path) -> None:
     status, result, said = run(tmp_path, *DIRECTED[mend], "--undo", mend, "--give-up", "20")
     assert status == 1, said
-    # a hang, or an answer that had not ended when its client left: a busy machine's delays are no hangs
+    # A hang, or an answer that had not ended when its client left: delays of a busy machine are not hangs.
     assert {"I3", "I4"} & set(result["violations"]), said

@@ -12,10 +12,10 @@ Interval = tuple[float, float]
 
 @dataclass
 class Timeline:
-    """Notes of the run, with the beginning and end of each fault and the parts (processes, links) that it holds."""
+    """Notes of the run: the beginning and end of each fault, and the parts (processes, links) that it affects."""
 
     notes: list[dict[str, Any]] = field(default_factory=list)
-    _open: dict[str, Sequence[str]] = field(default_factory=dict)  # fault -> parts
+    _open: dict[str, Sequence[str]] = field(default_factory=dict)  # fault -> its parts
 
     def note(self, event: str, **fields: Any) -> None:
         self.notes.append({"t": time.monotonic(), "event": event, **fields})
@@ -29,17 +29,17 @@ class Timeline:
         self.note("end", fault=fault, **fields)
 
     def held_by_others(self, fault: str) -> set[str]:
-        """Parts that some other fault holds now."""
+        """Parts that another fault affects now."""
         return {part for name, parts in self._open.items() if name != fault for part in parts}
 
     def starved_since(self, since: float) -> float:
-        """Seconds from then on in which the machine did not run what was ready."""
+        """Seconds since then in which the machine did not run what was ready."""
         notes = [note for note in self.notes if note["event"] == "starved" and note["since"] >= since]
         return float(sum(note["seconds"] for note in notes))
 
     @property
     def impaired(self) -> set[str]:
-        """Parts that some fault holds now."""
+        """Parts that some fault affects now."""
         return {part for parts in self._open.values() for part in parts}
 
 

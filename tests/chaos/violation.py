@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Violation:
-    """`invariant` is I1 to I8 of RELIABILITY.md, `text` names the request and what is wrong."""
+    """A violation. `invariant` is one of I1 to I8 (docs/faults.md); `text` names the request and the fault."""
 
     invariant: str
     text: str

@@ -1,4 +1,4 @@
-"""API keys as their file has them, and the secrets that they are of."""
+"""API keys as a key file contains them, with their secrets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A node whose forwards block while a file exists: its process lives and beats, its main loop does not come round.
+"""A node whose forwards block while a file exists: its process lives and sends heartbeats, but its main loop hangs.
 
-`python -m tests.fakes.blocking_node FILE prefill --cluster CLUSTER --name NAME`. FILE says how many forwards
-pass before the one that blocks; that one makes FILE.reached.
+`python -m tests.fakes.blocking_node FILE prefill --cluster CLUSTER --name NAME`. FILE contains the number of forwards
+that run before the one that blocks, which creates FILE.reached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHECK_INTERVAL = 0.02  # seconds
 
 
 def block_while(file: Path) -> None:
-    """Every loop of this process, before each launch."""
+    """Make every loop of this process block before a launch."""
     make = OverlapLoop.__init__
     reached = file.with_name(file.name + ".reached")
     passed = 0

@@ -1,11 +1,12 @@
-"""Compiles what launchers would launch on other GPUs, on a machine without one. A program of its own process:
+"""Compiles what launchers would launch on other GPUs, on a machine without one. It runs as a process of its own:
 
-    python -m tests.fakes.compile_for 90 80     a line of JSON for each launch, then the names of all kernels
+    python -m tests.fakes.compile_for 90 80     prints a line of JSON per launch, then the names of all kernels
 
-The arguments are compute capabilities (`GPUS`): all kernels for the first, for the others those whose tiles are cut
-until they fit into shared memory.
-The interpreter runs what the compiler refuses: tiles of odd sizes, types that do not fit, more shared memory than a
-multiprocessor has. TRITON_INTERPRET must not be set.
+The arguments are compute capabilities (`GPUS`). All kernels are compiled for the first one, and for the others those
+whose tiles are reduced to fit into shared memory.
+
+The Triton interpreter accepts what the compiler refuses: tiles of odd sizes, mismatched types, more shared memory than
+a multiprocessor has. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ BF16 = torch.bfloat16
 
 
 class Gpu(NamedTuple):
-    """Shared memory: CUDA C++ programming guide, technical specifications per compute capability."""
+    """A GPU. Shared memory is from the CUDA C++ programming guide, technical specifications per compute capability."""
 
     processors: int
     room: Room
@@ -68,7 +69,7 @@ GPUS = {
 
 
 class NoGpu:
-    """What Triton asks its driver before it compiles. The capability is the number of the device."""
+    """A driver that answers Triton's queries before compilation. The compute capability is the device number."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -84,8 +85,10 @@ class NoGpu:
 
 
 def install(compiled: Callable[[JITFunction, dict[str, Any], int, Any], None]) -> None:
-    """From now on a launch compiles and ends there: called with the kernel, its options, the bytes of an element of its
-    first tensor, and the result."""
+    """Make every launch compile and stop there, and then call `compiled`.
+
+    It is called with the kernel, its options, the element size of its first tensor in bytes, and the result.
+    """
     run = JITFunction.run
 
     def compile_alone(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -96,7 +99,7 @@ def install(compiled: Callable[[JITFunction, dict[str, Any], int, Any], None]) -
 
 
 def become(capability: int) -> None:
-    """From now on launchers find this GPU."""
+    """Make launchers find this GPU."""
     gpu = GPUS[capability]
     answers = {
         "chained": {"CHAINED": True, "launch_pdl": True} if capability >= 90 else {"CHAINED": False},
@@ -112,7 +115,7 @@ def become(capability: int) -> None:
 
 
 def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Room) -> int | None:
-    """What a choice of tiles reckons with, where it does."""
+    """The shared memory that the choice of tiles assumes, if it assumes any."""
     if kernel == "_linear_kernel":
         sizes = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
         return Tiles(*sizes).shared_bytes(matrices=2 if options["GATED"] else 1)
@@ -132,7 +135,7 @@ def kernel_modules() -> list[Any]:
 
 
 def kernels() -> set[str]:
-    """Everything that is launched; other functions of Triton are called by these."""
+    """Names of all launched kernels, without the Triton functions that they call."""
     return {
         f"{module.__name__}.{name}"
         for module in kernel_modules()
@@ -142,7 +145,7 @@ def kernels() -> set[str]:
 
 
 def attention(dim: int, dtype: torch.dtype, window: int | None, tokens: int, requests: int) -> None:
-    """A prompt, a plain step and a verification over one pool."""
+    """Launch a prompt, a plain step and a verification over one pool."""
     plane = torch.zeros(70, PAGE, KV_HEADS, dim, dtype=dtype)
     lens, table = torch.zeros(requests, dtype=torch.int32), torch.zeros(requests, 70, dtype=torch.int32)
     starts = torch.zeros(requests + 1, dtype=torch.int32)
@@ -154,17 +157,17 @@ def attention(dim: int, dtype: torch.dtype, window: int | None, tokens: int, req
 
 
 def tight(gpu: Gpu) -> None:
-    """What takes most shared memory: tiles of 64 rows and more, and two weights at once. Keys are in one part."""
+    """Launch what needs the most shared memory: tiles of at least 64 rows, and two weights at once."""
     requests, tokens = PROGRAMS_PER_PROCESSOR * gpu.processors // KV_HEADS, 24 * gpu.processors
     lens, table = torch.zeros(requests, dtype=torch.int32), torch.zeros(requests, 70, dtype=torch.int32)
     plane = torch.empty(70, PAGE, KV_HEADS, 256, dtype=BF16)
     query = torch.empty(16 * requests, HEADS, 256, dtype=BF16)
-    mask = torch.ones(requests, 16, 80, dtype=torch.bool)  # of more slots than there are bits
+    mask = torch.ones(requests, 16, 80, dtype=torch.bool)  # more slots than a word has bits
     verify_triton(query, plane, plane, table, lens, mask, 1024, None, 0.1)
     query, planes = torch.empty(tokens, HEADS, 64, dtype=BF16), plane.view(280, PAGE, KV_HEADS, 64)
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     extend_triton(query, planes, planes, table, starts, lens, None, 0.1)
-    size = 32 * gpu.processors  # in two parts a program for each
+    size = 32 * gpu.processors  # one program per processor for each of two parts
     stream, down = torch.zeros(64, size, dtype=BF16), torch.empty(size, INNER, dtype=BF16)
     linear_norm._cuda(torch.zeros(64, INNER, dtype=BF16), down, None, stream, stream[0], 1e-5)
     x, weights = torch.zeros(128, HIDDEN, dtype=BF16), torch.empty(4 * size, HIDDEN, dtype=BF16)
@@ -173,7 +176,7 @@ def tight(gpu: Gpu) -> None:
 
 
 def body(dtype: torch.dtype) -> None:
-    """What stands between attention and matrix products, and those of few rows."""
+    """Launch the kernels between attention and matrix products, and products of few rows."""
     x, weight = torch.zeros(4, HIDDEN, dtype=dtype), torch.zeros(HIDDEN, dtype=dtype)
     rms_norm_triton(x, weight, 1e-5)
     add_rms_norm_triton(x, x, weight, 1e-5)
@@ -184,7 +187,7 @@ def body(dtype: torch.dtype) -> None:
         slots = torch.zeros(4, dtype=torch.int64)
         rotary_kv_write_triton(qkv, angles, angles, norm, norm, 1e-5, plane, plane, slots)
     wide = torch.zeros(4, 1, 80)
-    rotary_qk_triton(torch.zeros(4, 3, 16, 80, dtype=dtype), wide, wide)  # Qwen2.5-VL's tower
+    rotary_qk_triton(torch.zeros(4, 3, 16, 80, dtype=dtype), wide, wide)  # shape of Qwen2.5-VL's tower
     frequencies = torch.zeros(64)
     rotary_angles_triton(torch.zeros(4, dtype=torch.int64), frequencies, 1.0, dtype)
     places, axes = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
@@ -194,12 +197,12 @@ def body(dtype: torch.dtype) -> None:
 
 
 def products(dtype: torch.dtype) -> None:
-    """Of few rows, as many as each tile holds."""
+    """Launch products of few rows, as many as each tile holds."""
     gain = torch.zeros(HIDDEN, dtype=dtype)
     for rows, sizes in ((4, (VOCAB, 6144)), (128, (6144,))):
         x = torch.zeros(rows, HIDDEN, dtype=dtype)
         for size in sizes:
-            weights = torch.empty(size, HIDDEN, dtype=dtype)  # never touched: no memory behind it
+            weights = torch.empty(size, HIDDEN, dtype=dtype)  # never touched, so no memory is committed
             linear._linear_cuda(x, weights, None)
         linear._linear_cuda(x, weights, weights[:, 0].contiguous())
         linear._gated_linear_cuda(x, torch.empty(2 * INNER, HIDDEN, dtype=dtype), None)
@@ -209,7 +212,7 @@ def products(dtype: torch.dtype) -> None:
 
 
 def drawing() -> None:
-    """From logits to tokens, and the state of speculation."""
+    """Launch sampling and the state updates of speculation."""
     rows, logits = 4, torch.empty(4, VOCAB)
     values, ids = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
     sample_tokens_triton(logits, values, ids, ids, None, True)
@@ -236,7 +239,7 @@ def drawing() -> None:
 
 
 def pages() -> None:
-    """The write into another process's pool, with and without sums."""
+    """Launch the copy into another process's pool, with and without checksums."""
     layout = layers_layout("m", "bfloat16", PAGE, 3, [(KV_HEADS, 128)] * 2)
     memory = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     cpu = torch.device("cpu")

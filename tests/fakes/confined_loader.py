@@ -1,10 +1,10 @@
-"""Loads model directories in children with little memory and CPU time, and says what came of it.
+"""Loads model directories in children with limited memory and CPU time, and reports the results.
 
     python -m tests.fakes.confined_loader
 
-Reads one JSON line per directory from stdin and answers with one on stdout. Imports are paid once: each directory is
-loaded in a fork of this process, which may take MEMORY more address space and CPU_SECONDS. A loader that runs away dies
-there, and neither the test run nor the machine with it.
+Reads one JSON line per directory from stdin and answers with one on stdout. Imports happen once: each directory is
+loaded in a fork of this process, which may use MEMORY more address space and CPU_SECONDS. A loader that runs away dies
+there, without harm to the test run or the machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from router.tokenizer import Tokenizer
 
 MEMORY = 512 << 20
 CPU_SECONDS = 3
-IMPORTED = (CLIPVisionModel, AutoImageProcessor)  # seconds of CPU time, which must not count
+IMPORTED = (CLIPVisionModel, AutoImageProcessor)  # imported early, because they take seconds of CPU time
 CPU = Placement(torch.float32, torch.device("cpu"))
 
 

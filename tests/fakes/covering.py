@@ -1,4 +1,4 @@
-"""Fewer cases than all combinations, and still every pair: what breaks on two values together is found."""
+"""Pairwise covering: fewer cases than all combinations, but every pair of values occurs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combinations, one value of each axis, in which any two values of two axes stand together at least once. The same
-    ones in every run: again and again the first that brings the most new pairs.
+    """Combinations with one value of each axis, in which any two values of two axes occur together at least once.
+
+    They are the same in every run: the first combination that adds the most new pairs is taken repeatedly.
     """
     rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
     missing = {pair for row in rows for pair in _pairs(row)}

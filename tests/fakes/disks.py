@@ -1,4 +1,4 @@
-"""Disks that are full or read-only: a tiny tmpfs where this user may mount one, else the tests are skipped."""
+"""Full or read-only disks: a tiny tmpfs if this user may mount one; otherwise the tests are skipped."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SIZE = "256k"
 
 @dataclass(frozen=True)
 class FullDisk:
-    """A tmpfs of 256 KiB; its path is short enough for sockets."""
+    """A tmpfs of 256 KiB. Its path is short enough for sockets."""
 
     path: Path
 
     def fill(self) -> None:
-        """Until not one byte more can be written."""
+        """Write until not a single byte more fits."""
         with (self.path / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))

@@ -1,4 +1,4 @@
-"""Random draft models for the tiny target, in nodes and as a plain recompute of what they must draft."""
+"""Random draft models for the tiny target, as used in nodes, and a plain recomputation of their drafts."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ DRAFTS = {
     ),
     "eagle": DraftConfig("eagle", CONFIG, CONFIG.hidden_size, AuxLayers(), None, False),
 }
-OWN = {"eagle3-narrow": (EMBEDDING,), "eagle3-no-aux": (EMBEDDING, LM_HEAD)}  # what is not the target's
-ON_AXES = {  # for a target of AXES
+# weights not shared with the target
+OWN = {"eagle3-narrow": (EMBEDDING,), "eagle3-no-aux": (EMBEDDING, LM_HEAD)}
+ON_AXES = {  # for a target with the config AXES
     "eagle3-axes": DraftConfig(
         "eagle3",
         replace_fields(AXES, num_layers=1, sliding_windows=(None,)),
@@ -102,7 +103,7 @@ def tiny_draft(name: str) -> Eagle3Head | EagleHead:
 
 
 class DraftModel(NoDraftModel):
-    """As the nodes' build.py composes it."""
+    """A draft model, composed as in the nodes' build.py."""
 
     def __init__(self, name: str, topk: int = 1) -> None:
         self.name = name
@@ -135,7 +136,7 @@ class DraftModel(NoDraftModel):
 
 
 class StandaloneModel(NoDraftModel):
-    """A model of its own, which is the target with some noise: often right."""
+    """A separate language model: the target with some noise, so it is often right."""
 
     config = CONFIG
     model = config
@@ -169,7 +170,7 @@ MODELS: dict[str, Callable[[], DraftModel | StandaloneModel]] = {
 
 
 def drafting(name: str, steps: int, buckets: Sequence[int] = ()) -> tuple[NoDraftModel, MakeStep]:
-    """A cluster's draft model and its decode step."""
+    """Return a cluster's draft model and its decode step."""
     model = MODELS[name]()
     return model, speculative(lambda bench: drafter(model, bench, steps), buckets=buckets)
 
@@ -177,9 +178,11 @@ def drafting(name: str, steps: int, buckets: Sequence[int] = ()) -> tuple[NoDraf
 def observed(
     name: str, steps: int, hit: float, seen: list[tuple[list[int], list[int]]], buckets: Sequence[int] = ()
 ) -> tuple[NoDraftModel, MakeStep]:
-    """The same, and every draft is noted in `seen` (text, drafts). Then the right one takes its place with probability
-    `hit`, since a random head is seldom right and most of what there is to get wrong follows accepted drafts. A
-    standalone model keeps KV of its own drafts: nothing may take their place."""
+    """Like `drafting`, but every draft is recorded in `seen` (text, drafts).
+
+    Then the right draft replaces it with probability `hit`: a random head is seldom right, and most possible errors
+    follow accepted drafts. A standalone model keeps KV of its own drafts, so these are not replaced.
+    """
     model = MODELS[name]()
     hit = 0.0 if isinstance(model, StandaloneModel) else hit
     return model, speculative(
@@ -188,7 +191,7 @@ def observed(
 
 
 def drafter(model: DraftModel | StandaloneModel, bench: Bench, steps: int) -> Drafter:
-    """A chain of `steps`."""
+    """Build a drafter of chains of `steps` drafts."""
     assert bench.parts.draft_pool is not None
     if isinstance(model, StandaloneModel):
         return StandaloneDrafter(model.runner(bench.parts.draft_pool), bench.rounds, steps)
@@ -197,7 +200,7 @@ def drafter(model: DraftModel | StandaloneModel, bench: Bench, steps: int) -> Dr
 
 
 class Watched:
-    """A drafter, with a look at every tree that it proposes."""
+    """A drafter that observes every tree that it proposes."""
 
     def __init__(self, inner: Drafter, bench: Bench) -> None:
         self._inner = inner
@@ -216,11 +219,11 @@ class Watched:
             self.watch(index, request.prompt + answer[:told], answer[told:])
 
     def answer(self, request: DecodeRequest) -> list[int]:
-        """What plain decoding says."""
+        """Return the tokens of plain decoding."""
         return reference(tuple(request.prompt), request.sampling, request.emitted)[0]
 
     def draft_kv(self, index: int, count: int) -> torch.Tensor:
-        """[planes, count, heads, D]: of the first positions of request `index` of the batch."""
+        """[planes, count, heads, D]: KV of the first positions of request `index` of the batch."""
         request = self.told.requests[index]
         assert request.lease is not None
         assert self._draft_pool is not None
@@ -233,7 +236,7 @@ class Watched:
         return torch.stack(planes)
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
-        """Tree `index` of the batch continues `text`; plain decoding would say `rest`."""
+        """Observe tree `index` of the batch, which continues `text`; plain decoding would continue with `rest`."""
         raise NotImplementedError
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
@@ -244,7 +247,7 @@ class Watched:
 
 
 class Observed(Watched):
-    """See `observed`."""
+    """The drafter of `observed`."""
 
     def __init__(
         self, inner: Drafter, bench: Bench, hit: float, seen: list[tuple[list[int], list[int]]]
@@ -256,7 +259,7 @@ class Observed(Watched):
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
         tokens = self.state.tree.tokens[index]
-        if rest:  # behind the end there are no pages, and no draft that could be emitted
+        if rest:  # past the end there are no pages and no draft that could be emitted
             self._seen.append((text, tokens[1:].tolist()[: len(rest)]))
         for step, right in enumerate(rest[: self.nodes - 1]):
             if self._random.random() < self._hit:
@@ -269,7 +272,7 @@ Trees = list[tuple[list[int], set[tuple[int, ...]]]]
 def branching(
     name: str, steps: int, topk: int, nodes: int, seen: Trees | None = None, buckets: Sequence[int] = ()
 ) -> tuple[NoDraftModel, MakeStep]:
-    """A cluster whose heads draft trees; every tree is noted in `seen` (text, paths)."""
+    """Build a cluster whose heads draft trees; every tree is recorded in `seen` (text, paths)."""
     model = DraftModel(name, topk)
 
     def make(bench: Bench) -> Drafter:
@@ -285,7 +288,7 @@ def branching(
 
 
 class ObservedTrees(Watched):
-    """See `branching`."""
+    """The drafter of `branching`."""
 
     def __init__(self, inner: Drafter, bench: Bench, seen: Trees) -> None:
         super().__init__(inner, bench)
@@ -302,14 +305,14 @@ class ObservedTrees(Watched):
 
 @torch.inference_mode()
 def eager_model_drafts(text: Sequence[int], steps: int) -> list[int]:
-    """What the standalone model says behind `text`."""
+    """The drafts of the standalone model after `text`."""
     ids = tuple(text)
     for _ in range(steps):
         ids = (*ids, _model_next(ids))
     return list(ids[len(text) :])
 
 
-@functools.lru_cache(maxsize=8192)  # many tests ask for what follows the same texts
+@functools.lru_cache(maxsize=8192)  # many tests ask for continuations of the same texts
 def _model_next(ids: tuple[int, ...]) -> int:
     pool = model_pool(StandaloneModel.config, MAX_LEN, 2, PLACEMENT)
     return int(StandaloneModel().runner(pool)(_one(list(ids))).logits[-1].argmax())
@@ -317,7 +320,7 @@ def _model_next(ids: tuple[int, ...]) -> int:
 
 @torch.inference_mode()
 def eager_drafts(name: str, text: Sequence[int], steps: int) -> list[int]:
-    """What the head drafts behind `text`, whose last token the target has not read: everything again for each draft."""
+    """The head's drafts after `text`, whose last token the target has not read; recomputed for each draft."""
     if name == "standalone":
         return eager_model_drafts(text, steps)
     drafts: list[int] = []
@@ -328,7 +331,7 @@ def eager_drafts(name: str, text: Sequence[int], steps: int) -> list[int]:
 
 @torch.inference_mode()
 def eager_branches(name: str, text: Sequence[int], path: Sequence[int], topk: int) -> list[tuple[float, int]]:
-    """(probability, token) of the head's likeliest tokens behind `text` and the drafts `path`."""
+    """(probability, token) of the head's most likely tokens after `text` and the drafts `path`."""
     head = tiny_draft(name)
     last = _head_reads(name, tuple(text), tuple(path))[1]
     probs, ids = head.compute_logits(last)[0].softmax(-1).topk(topk)
@@ -337,8 +340,11 @@ def eager_branches(name: str, text: Sequence[int], path: Sequence[int], topk: in
 
 @functools.lru_cache(maxsize=8192)
 def _head_reads(name: str, text: tuple[int, ...], path: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows of `text` and `path` at once, over a pool of their own: (hidden states that the head reads with them,
-    [n, H]; what it has made of the last one, [1, H], for its LM head)."""
+    """Run all rows of `text` and `path` at once, over a pool of their own.
+
+    Returns the hidden states [n, H] that the head reads with them, and its output [1, H] for the last one, for its LM
+    head.
+    """
     hidden = _head_reads(name, text, path[:-1])[0] if path else _projected(name, text[:-1])
     layers = DraftModel(name).layers
     pool = plain_pool(
@@ -353,7 +359,7 @@ def _head_reads(name: str, text: tuple[int, ...], path: tuple[int, ...]) -> tupl
 
 @functools.lru_cache(maxsize=8192)
 def _projected(name: str, ids: tuple[int, ...]) -> torch.Tensor:
-    """[n, H], of the target's hidden states."""
+    """[n, H] projected from the target's hidden states."""
     config = DRAFTS[name]
     pool = model_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
     model = tiny_model(aux=config.aux_layers)

@@ -1,4 +1,4 @@
-"""Speculative steps over the tiny model, for node tests: the real drafters, and one that is told what to draft."""
+"""Speculative steps over the tiny model for node tests: the real drafters, and one with scripted drafts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference
 
 @dataclass(frozen=True)
 class Bench:
-    """What a drafter is made of."""
+    """The parts from which a drafter is made."""
 
     parts: Parts
     rounds: Rounds
@@ -44,7 +44,7 @@ MakeDrafter = Callable[[Bench], Drafter]
 
 
 def plans(buckets: Sequence[int], device: torch.device = PLACEMENT.device) -> Callable[[Phase], PhasePlan]:
-    """Full graphs (on a CPU the tape) of so many requests, their padding poisoned; none: eager."""
+    """Full graphs (on a CPU the tape) for these numbers of requests, with poisoned padding; without buckets, eager."""
     backend = FULL if buckets else NONE
     return lambda phase: PhasePlan(Decision(phase, backend), tuple(buckets), device, poisoned=True)
 
@@ -55,7 +55,10 @@ def speculative(
     buckets: Sequence[int] = (),
     texts: Callable[[], TextDrafts] = NoTextDrafts,
 ) -> MakeStep:
-    """As build.py composes it; graphs, captured, for `buckets` requests. A drafter's `told` is told of the batch."""
+    """Compose a step as build.py does, with captured graphs for `buckets` requests.
+
+    A drafter's `told` gets the batch.
+    """
 
     def make(parts: Parts) -> DecodeSteps:
         rounds = Rounds(parts.relay, parts.table, parts.page_size, parts.max_len, REACH, plans(buckets))
@@ -76,7 +79,7 @@ def speculative(
 
 
 class Told:
-    """Proposes nothing from texts and remembers the batch, for drafters of tests that look at requests."""
+    """Proposes nothing from texts but remembers the batch, for test drafters that inspect requests."""
 
     needs_results = False
 
@@ -97,7 +100,7 @@ def ngram(steps: int, buckets: Sequence[int] = ()) -> MakeStep:
 
 
 def foresight(hit: float, nodes: int, branch: int, buckets: Sequence[int] = ()) -> MakeStep:
-    """Drafts that are right with probability `hit` each: chains (branch 1), or trees of `branch` siblings a level."""
+    """Drafts that are right with probability `hit`: chains (branch 1), or trees with `branch` siblings per level."""
     if branch == 1:
         return speculative(lambda bench: Foresight(bench, hit, nodes, nodes - 1, 1), buckets=buckets)
     depth = (nodes - 1) // branch
@@ -109,7 +112,7 @@ def foresight(hit: float, nodes: int, branch: int, buckets: Sequence[int] = ()) 
 
 
 class Foresight:
-    """Knows what plain decoding would say, whatever the device has drawn that the host has not read yet."""
+    """Knows the tokens of plain decoding, even those that the device has drawn and the host has not read."""
 
     hidden_mode = CaptureHiddenMode.NULL
     phases: Sequence[RoundPhase[Any]] = ()
@@ -127,7 +130,7 @@ class Foresight:
 
     def propose(self, call: RoundCall) -> None:
         for index, request in enumerate(self.told.requests):
-            length = int(self._relay.seq_len[call.placed[index, 0]])  # a test may look at the device
+            length = int(self._relay.seq_len[call.placed[index, 0]])  # a test may synchronize with the device
             tokens, parents = self._grow(request, length)
             grown = tree(torch.tensor([[0, *tokens]]), torch.tensor([parents]), self._depth)
             for field in ("tokens", "parents", "depth", "mask"):
@@ -140,7 +143,7 @@ class Foresight:
         pass
 
     def _grow(self, request: DecodeRequest, length: int) -> tuple[list[int], list[int]]:
-        told = length + 1 - len(request.prompt)  # tokens drawn so far, the last one without KV
+        told = length + 1 - len(request.prompt)  # tokens drawn so far, of which the last has no KV
         text = reference(tuple(request.prompt), request.sampling, request.emitted)[0][told:]
         tokens: list[int] = []
         parents = [-1]

@@ -1,4 +1,4 @@
-"""A CUDA runtime of host memory: what `CudaRuntime` offers, with lanes that run when the test says so."""
+"""A CUDA runtime over host memory: the interface of `CudaRuntime`, with streams that run when the test says so."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FakeLane:
 
 
 class FakeHost:
-    """What processes of one host share: allocations by handle, GPUs by UUID."""
+    """State shared by the processes of one host: allocations by handle, GPUs by UUID."""
 
     def __init__(self, gpus: int = 2) -> None:
         self.uuids = [f"GPU-{n}" for n in range(gpus)]
@@ -63,13 +63,13 @@ class FakeHost:
 
 
 class FakeCuda:
-    """One process's view: `visible` are the host's GPUs in the order of its ordinals."""
+    """The view of one process: `visible` are the host's GPUs in the order of its ordinals."""
 
     def __init__(self, host: FakeHost, visible: tuple[int, ...] = (0, 1)) -> None:
         self.host = host
         self.visible = visible
         self.lanes: list[FakeLane] = []
-        self.opened: list[tuple[int, int]] = []  # device, address
+        self.opened: list[tuple[int, int]] = []  # (device, address)
         self.copies = 0
         self.full = False
         self.ordered, self.flushes = False, True  # what a network card wrote is visible; can be made visible
@@ -127,7 +127,7 @@ class FakeCuda:
         return device == other or self.host.peer_access
 
     def now(self, device: int) -> int:
-        """Events are counted from 1."""
+        """The number of the current event, counted from 1."""
         self.events += 1
         return self.events
 

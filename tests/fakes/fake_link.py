@@ -1,4 +1,4 @@
-"""A node's link to the router without a router: RouterLink's methods, real messages through the real codecs."""
+"""A node's link to the router without a router: the methods of RouterLink, with real messages and codecs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from common.node.router_link import control_first
 
 
 class FakeLink:
-    """`deliver` puts messages in front of the node, `taken` returns what it said since the last call."""
+    """A fake RouterLink: `deliver` queues messages for the node, `taken` returns what it sent since the last call."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], codec: InboxCodec[AnyNodeMessage]) -> None:
-        self.socket = context.socket(zmq.PULL)  # never readable: for the node's poller
+        self.socket = context.socket(zmq.PULL)  # never readable; the node's poller needs it
         self.refused_messages = 0
-        self.router_lost = False  # what `lost` answers next, once
+        self.router_lost = False  # the next return value of `lost`, used once
         self.state: NodeState = "loading"
         self.load = NodeLoad()
         self.counters = NodeCounters()
@@ -35,7 +35,7 @@ class FakeLink:
         said, self._said = self._said, []
         return [router_inbox.codec.decode(frame) for frame in said]
 
-    # -- as RouterLink
+    # -- the interface of RouterLink
 
     def send(self, message: RouterMessage) -> None:
         self._said.append(encode(message))

@@ -1,8 +1,8 @@
-"""A NIXL of one process: what the nixl transport uses of `nixl_cu13`, with transfers that end as the test says.
+"""A NIXL in one process: the part of `nixl_cu13` that the transport uses, with transfers that end as the test says.
 
-Like the real one: a prepared list must lie in registered memory of that agent, its pieces must be as long as those
-that they are written to, metadata names its agent, errors are raised, and a transfer that is under way cannot be
-stopped. Bytes land at the moment when it ends.
+As in the real library, a prepared list must lie in registered memory of its agent, its pieces must match the lengths of
+the pieces they are written to, metadata names its agent, errors are raised, and a transfer in progress cannot be
+stopped. Bytes arrive at the moment at which it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 
 class NixlRefusal(Exception):
-    """As nixlNotFoundError and its kind."""
+    """Corresponds to nixlNotFoundError and its siblings."""
 
 
 class nixl_thread_sync_t(enum.Enum):
@@ -31,7 +31,7 @@ class Config:
 
 class Transfer:
     def __init__(self, pieces: list[tuple[int, int, int]], peer: str) -> None:
-        self.pieces = pieces  # from, to, bytes
+        self.pieces = pieces  # (from, to, bytes)
         self.peer = peer
         self.posted = self.landed = self.released = False
 
@@ -45,7 +45,7 @@ class Transfer:
 class Prepared:
     def __init__(self, agent: str, pieces: list[tuple[int, int]]) -> None:
         self.agent = agent
-        self.pieces = pieces  # address, bytes
+        self.pieces = pieces  # (address, bytes)
         self.released = False
 
 
@@ -57,9 +57,9 @@ class FakeNixl:
 
     def __init__(self) -> None:
         self.agents: dict[str, Agent] = {}
-        self.held = False  # transfers stay under way
-        self.fault = ""  # what a transfer that is looked at raises
-        self.refuse = ""  # what preparing a transfer raises
+        self.held = False  # transfers stay in progress
+        self.fault = ""  # the error that checking a transfer raises
+        self.refuse = ""  # the error that preparing a transfer raises
         self.transfers: list[Transfer] = []
         self.lists: list[Prepared] = []
         self.plugins = ["UCX"]

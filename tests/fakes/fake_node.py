@@ -1,4 +1,4 @@
-"""A node as the router sees it: the real messages over a real socket, and the test decides what it says."""
+"""A node as the router sees it: real messages over a real socket, scripted by the test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from common.messages.wire import encode
 from tests.fakes.waiting import PATIENCE
 
 M = TypeVar("M", bound=msgspec.Struct)
-PEER_ADDRESS = "ipc:///nowhere"  # of every prefill node: nobody connects to it
+PEER_ADDRESS = "ipc:///nowhere"  # address of every prefill node, to which nothing connects
 
 
 def registration(
@@ -35,7 +35,7 @@ def registration(
     total_pages: int = 100,
     link_secret: str = "",
 ) -> Register:
-    """What a node of this name says first. Its incarnation names its socket: two sockets must never share it."""
+    """The first message of a node. Its incarnation names its socket, so two sockets must never share one."""
     return Register(
         node=NodeRef(
             name=name,
@@ -55,12 +55,12 @@ def registration(
 
 
 class FakeNode:
-    """`expect` waits for the next message of a type and keeps the others for later."""
+    """A scripted node. `expect` waits for the next message of a type and keeps the others for later."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, role: Role, name: str, **options: Any
     ) -> None:
-        """`options`: of `registration`."""
+        """`options`: arguments of `registration`."""
         self._register = registration(role, name, **options)
         self.ref = self._register.node
         self.link_id = self._register.link_id()
@@ -82,7 +82,7 @@ class FakeNode:
         self.say(self._register)
 
     async def register(self) -> Registered | Rejected:
-        """As a node does it: again until the router answers."""
+        """Register as a node does: repeat until the router answers."""
         answer: msgspec.Struct | None = None
         while answer is None:
             self.ask()
@@ -129,19 +129,19 @@ class FakeNode:
                 await asyncio.sleep(0.001)
 
     async def echo(self, timeout: float = PATIENCE) -> msgspec.Struct:
-        """The router's answer to a heartbeat."""
+        """Send a heartbeat and return the router's answer."""
         async with asyncio.timeout(timeout):
             while not (frames := self._beats.drain()):
                 await asyncio.sleep(0.001)
         return self._codec.decode(frames[-1])
 
     def received(self) -> list[msgspec.Struct]:
-        """Everything that came and was not expected yet."""
+        """Return all messages that have arrived and were not expected yet."""
         self._got.extend(self._codec.decode(frame) for frame in self._dealer.drain())
         return list(self._got)
 
     async def silence(self, kind: type[msgspec.Struct], seconds: float = 0.03) -> bool:
-        """True if no message of this type comes."""
+        """Return True if no message of this type arrives within `seconds`."""
         await asyncio.sleep(seconds)
         return not any(isinstance(message, kind) for message in self.received())
 

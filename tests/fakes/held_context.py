@@ -1,4 +1,4 @@
-"""A ZMQ context that closes the sockets which a test has forgotten."""
+"""A ZMQ context that closes sockets which a test has forgotten."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zmq
 
 
 class Context(zmq.Context[zmq.Socket[bytes]]):
-    """Holds on to its sockets until it is destroyed: one that is only forgotten is a ResourceWarning."""
+    """Keeps its sockets until it is destroyed, because a forgotten socket raises a ResourceWarning."""
 
     @property
     def made(self) -> list[zmq.Socket[bytes]]:

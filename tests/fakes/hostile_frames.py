@@ -1,4 +1,4 @@
-"""What nobody who keeps a protocol sends: bytes for TCP ports, parts for ZMQ sockets, payloads for sessions."""
+"""Input that violates protocols: bytes for TCP ports, message parts for ZMQ sockets, payloads for sessions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from kv_transfer.transport.tcp import frames as tcp_frames
 
 INCARNATION = "ab" * 16
 HUGE = 0xFFFFFFFF
-GREETING = b"\xff" + bytes(8) + b"\x7f"  # of ZMTP: signature, then version, mechanism, as-server, filler
+# of ZMTP: signature; then follow version, mechanism, as-server, filler
+GREETING = b"\xff" + bytes(8) + b"\x7f"
 DEEP = 100_000
 
 
@@ -31,7 +32,7 @@ def _command(name: bytes, body: bytes, size: int | None = None) -> bytes:
 
 
 def byte_streams(rng: random.Random) -> Iterator[bytes]:
-    """Yield what is sent on a fresh connection to any TCP port of a cluster."""
+    """Yield bytes to send on a new connection to any TCP port of a cluster."""
     for size in (0, 1, 9, 63, 64, 65, 84, 300, 70_000, 1 << 20):
         yield rng.randbytes(size)
     yield b"GET / HTTP/1.1\r\nHost: cluster\r\n\r\n"
@@ -56,7 +57,7 @@ def byte_streams(rng: random.Random) -> Iterator[bytes]:
 
 
 def zmq_messages(rng: random.Random) -> Iterator[list[bytes]]:
-    """Yield messages of a ZMQ socket that are no frames of a session."""
+    """Yield ZMQ messages that are not frames of a session."""
     yield [b""]
     yield [b"", b""]
     yield [b"x"] * 3
@@ -76,7 +77,7 @@ def zmq_messages(rng: random.Random) -> Iterator[list[bytes]]:
 
 
 def session_frames(rng: random.Random) -> Iterator[list[bytes]]:
-    """Yield frames whose digest is right and whose session does not exist, or that jump."""
+    """Yield frames with a correct digest whose session does not exist or whose sequence number jumps."""
     for kind in Kind:
         for number in (0, 1, 1 << 40, (1 << 64) - 1):
             for acknowledged in (0, (1 << 64) - 1):
@@ -84,7 +85,7 @@ def session_frames(rng: random.Random) -> Iterator[list[bytes]]:
 
 
 def packed(rng: random.Random) -> Iterator[bytes]:
-    """Yield msgpack that is none, or whose sizes and depths lie."""
+    """Yield invalid msgpack, and msgpack with false sizes and depths."""
     size = struct.pack(">I", HUGE)
     yield b""
     yield rng.randbytes(500)
@@ -113,7 +114,7 @@ def packed(rng: random.Random) -> Iterator[bytes]:
 
 
 def peer_messages(rng: random.Random) -> Iterator[bytes]:
-    """Yield what a decode node may not say to a prefill node: bad envelopes, and good ones around bad bodies."""
+    """Yield messages that no decode node may send: bad envelopes, and valid ones with bad bodies."""
     good = messages.encode(messages.Abort(room=1, generation=2, code="x", reason="r"), INCARNATION)
     envelope = good[: messages._ENVELOPE.size]
     for cut in range(0, len(envelope), 7):

@@ -18,7 +18,7 @@ def file(kind: str = "PNG", size: tuple[int, int] = (8, 6), **options: object) -
 
 
 def huge() -> bytes:
-    """Return a few bytes that say they are 900 million pixels."""
+    """Return a few bytes that claim to be 900 million pixels."""
     head = bytearray(file())
     head[16:24] = (30_000).to_bytes(4, "big") * 2
     head[29:33] = zlib.crc32(head[12:29]).to_bytes(4, "big")
@@ -26,7 +26,7 @@ def huge() -> bytes:
 
 
 def progressive(more: int, **options: object) -> bytes:
-    """Return a JPEG whose last scan comes so many times again."""
+    """Return a JPEG whose last scan is repeated `more` times."""
     data = file("JPEG", progressive=True, **options)
     last, end = data.rindex(b"\xff\xda"), len(data) - 2
     return data[:end] + data[last:end] * more + data[end:]

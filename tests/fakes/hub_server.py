@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one model on loopback: the routes that huggingface_hub asks for a snapshot."""
+"""A Hugging Face hub with one model on loopback: the routes that huggingface_hub uses for a snapshot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLDER = "f" * 40
 
 @dataclass
 class HubServer:
-    """Serves `files` under `name`. `asked` lists the paths of all requests, `tokens` what they authorised with."""
+    """Serves `files` under `name`. `asked` lists the paths of all requests, `tokens` their authorization."""
 
     name: str
     files: Mapping[str, bytes]
@@ -74,7 +74,7 @@ class HubServer:
 
 @asynccontextmanager
 async def running(hub: HubServer) -> AsyncIterator[HubServer]:
-    """Serve on a free port; `hub.url` is what HF_ENDPOINT takes."""
+    """Serve on a free port; `hub.url` is the value for HF_ENDPOINT."""
     runner = web.AppRunner(hub.application())
     await runner.setup()
     try:

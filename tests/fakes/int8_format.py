@@ -1,7 +1,7 @@
-"""A second weight format, added by its record: 8-bit integers with a scale per row, activations alike.
+"""A second weight format, added by its record: 8-bit integers with one scale per row, for weights and activations.
 
 Its checkpoints have `NAME.weight` as I8 [out, in] and `NAME.weight_scale` as F32 [out, 1]. Sums of products of such
-integers are exact in float32 up to a depth of 1,040, whatever order they are added in.
+integers are exact in float32 up to a depth of 1,040, in any order of addition.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_forms(values: Tensor, reads: Reads) -> Activations:
-    """The forms that a reader takes, and no other."""
+    """Quantize activations into the forms that a reader needs, and no others."""
     quantised = Quantised(FORM, *quantise(values)) if reads.form == FORM else None
     return Activations(values if reads.dense or quantised is None else None, quantised)
 
@@ -101,7 +101,7 @@ class Int8Format(WeightFormat):
 
 
 def write_checkpoint(source: Path, target: Path, ignored: tuple[str, ...]) -> None:
-    """Quantise the dense model of `source`, but for its embedding and `ignored` products."""
+    """Quantize the dense model of `source`, except its embedding and the `ignored` products."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     tensors: dict[str, Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):

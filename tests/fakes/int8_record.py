@@ -1,4 +1,4 @@
-"""The record of tests/fakes/int8_format.py: what its checkpoints' config.json says."""
+"""The record of tests/fakes/int8_format.py, which parses the config.json of its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROW = "tests.fakes.int8_record:RECORD"
 
 @dataclass(frozen=True, slots=True)
 class Int8Weights(StoredWeights):
-    """What quantization_config says."""
+    """The quantization_config of a checkpoint."""
 
-    ignored: tuple[str, ...] = ()  # names of products that stay dense
+    ignored: tuple[str, ...] = ()  # names of products that remain dense
 
 
 def parse(raw: Mapping[str, Any], where: str) -> Int8Weights:

@@ -1,4 +1,4 @@
-"""Sockets over TCP without keys, for tests of what is not security: no process is built like that."""
+"""TCP sockets without keys, for tests that are not about security. Real processes are never built like this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.ipc.gate import Gate
 
 
 class Keyless(Plain):
-    """Binds and connects anywhere, and believes everybody."""
+    """Binds and connects anywhere, and trusts everybody."""
 
     open_binds = True
 

@@ -1,7 +1,7 @@
-"""Graphs that are captured when a batch first wants them: a test of ten turns needs few of a node's many.
+"""Graphs that are captured when a batch first needs them, because a test of ten turns needs few of a node's graphs.
 
-What a node captures at its start, all of it, is tested in tests/unit/cuda_graph, in tests/unit/speculative where graphs
-are what is tested, and by the clusters of real processes.
+Capture at start-up is tested in tests/unit/cuda_graph, in tests/unit/speculative for its graphs, and by clusters of
+real processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from common.engine.graphs.spec import GraphKey
 
 
 def capture_late(graphs: GraphRunner[Any, Any]) -> None:
-    """The same choice as if everything had been captured: the first variant that serves the batch."""
+    """Choose graphs as if all had been captured: the first variant that serves the batch."""
     choose, made = graphs._choose, set[GraphKey]()
 
     def capture_and_choose(facts: BatchFacts) -> Any:

@@ -1,4 +1,4 @@
-"""A slow sender that notices every write to a page that it was given: its writes settle when the test says so."""
+"""A slow sender that detects writes to pages it was given; its transfers settle when the test says so."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.fakes.node_cluster import NodeCluster, Shape
 
 
 class MarkingSender(LoopbackSender):
-    """Flips the lowest bit of every number in the pages that it is given, and looks for the marks again later.
+    """Flips the lowest bit of every number in the pages that it is given, and checks the marks later.
 
-    A forward that computes such a page again removes the marks, even where it computes the same values. The change is
-    the smallest that a float32 can have, so drafts and tokens stay what they are.
+    A forward that recomputes such a page removes the marks, even if it computes the same values. The change is the
+    smallest that a float32 can have, so drafts and tokens are not affected.
     """
 
     def __init__(self, fabric: Fabric, incarnation: str) -> None:
         super().__init__(fabric, incarnation)
-        self._marked: dict[tuple[int, int], bytes] = {}  # plane, page -> what it holds
-        self._given: dict[tuple[int, int], set[Ticket]] = {}  # writes that are not settled
+        self._marked: dict[tuple[int, int], bytes] = {}  # (plane, page) -> its marked content
+        self._given: dict[tuple[int, int], set[Ticket]] = {}  # (plane, page) -> unsettled writes
 
     def write_pages(
         self,
@@ -59,7 +59,7 @@ class MarkingSender(LoopbackSender):
         return state
 
     def check(self) -> None:
-        """AssertionError: a page was written after it was given to this sender."""
+        """Raise AssertionError if a page was written after it was given to this sender."""
         for (plane, page), tickets in self._given.items():
             assert not tickets or self._bytes(plane, page) == self._marked[plane, page], (
                 f"page {page} of plane {plane} was written after it was given to the sender"
@@ -67,7 +67,7 @@ class MarkingSender(LoopbackSender):
 
     @property
     def pages_held(self) -> int:
-        """Pages that writes of this sender still read."""
+        """Number of pages that writes of this sender still read."""
         return len({page for (_, page), tickets in self._given.items() if tickets})
 
     def _pages(self, copy: Copy) -> Iterator[tuple[int, range]]:
@@ -93,7 +93,7 @@ class MarkingSender(LoopbackSender):
 
 
 class SlowCluster(NodeCluster):
-    """Nothing that the prefill node sends lands before `land`, nor after `hold`."""
+    """Nothing that the prefill node sends arrives before `land`, or after `hold`."""
 
     def __init__(self, shape: Shape) -> None:
         with mock.patch.object(loopback, "LoopbackSender", MarkingSender):
@@ -101,7 +101,7 @@ class SlowCluster(NodeCluster):
         self.hold()
 
     def hold(self) -> None:
-        """Nothing that is posted from now on lands."""
+        """Stop everything that is posted from now on from arriving."""
         self.fabric.plan = lambda n: Fault(damage="stick")
 
     @property
@@ -111,7 +111,7 @@ class SlowCluster(NodeCluster):
         return endpoint
 
     def land(self) -> None:
-        """Everything lands from now on."""
+        """Let everything arrive from now on."""
         self.endpoint.check()
         self.fabric.plan = lambda n: Fault()
         self.fabric.unstick()

@@ -1,4 +1,4 @@
-"""Random MTP modules for the tiny target, in nodes and as a plain recompute of what they must draft."""
+"""Random MTP modules for the tiny target, as used in nodes, and a plain recomputation of their drafts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def mtp_config(name: str, steps: int) -> DraftConfig:
 
 @functools.cache
 def mtp_modules(name: str, steps: int) -> MtpModules:
-    """The first modules are the same for every number of steps."""
+    """Build modules. The first ones are the same for every number of steps."""
     target = tiny_model()
     model = build_mtp(mtp_config(name, steps), target, PLACEMENT).eval()
     generator = torch.Generator().manual_seed(11)
@@ -69,7 +69,7 @@ def mtp_modules(name: str, steps: int) -> MtpModules:
 
 
 class MtpModel(NoDraftModel):
-    """As the nodes' build.py composes it."""
+    """A draft model of MTP modules, composed as in the nodes' build.py."""
 
     def __init__(self, name: str, steps: int) -> None:
         self.name, self.steps = name, steps
@@ -85,7 +85,7 @@ class MtpModel(NoDraftModel):
         return MultiLayerRunner(mtp_modules(self.name, self.steps).heads, attention)
 
     def prefill(self, pool: KvPool | None) -> PrefillDraft:
-        """By graphs up to 32 tokens, as the target's."""
+        """Build the prefill part, with graphs up to 32 tokens, as for the target."""
         assert pool is not None
         modules = []
         for runner in self.runner(pool).modules:
@@ -98,8 +98,9 @@ class MtpModel(NoDraftModel):
 @functools.lru_cache(maxsize=1024)
 @torch.inference_mode()
 def eager_rows(name: str, steps: int, text: tuple[int, ...]) -> tuple[list[int], list[torch.Tensor]]:
-    """(drafts behind `text`, whose last token the target has not read; keys and values of each module): all rows at
-    once, module after module. Rows that read a draft mean nothing.
+    """Compute drafts after `text`, whose last token the target has not read, and the KV of each module.
+
+    All rows are computed at once, module by module. Rows that read a draft are meaningless.
     """
     rest = (CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device)
     pool = plain_pool(steps, CONFIG.num_kv_heads, *rest)
@@ -116,8 +117,9 @@ def eager_rows(name: str, steps: int, text: tuple[int, ...]) -> tuple[list[int],
 def observed(
     name: str, steps: int, hit: float, seen: list[Seen], buckets: Sequence[int] = ()
 ) -> tuple[NoDraftModel, MakeStep]:
-    """A cluster's draft model and its decode step; what every round begins with is noted in `seen`. Then the right
-    draft takes a wrong one's place with probability `hit`, as in `draft_models.observed`.
+    """Build a cluster's draft model and its decode step; the state at the start of every round is recorded in `seen`.
+
+    Then the right draft replaces a wrong one with probability `hit`, as in `draft_models.observed`.
     """
     model = MtpModel(name, steps)
     return model, speculative(
@@ -131,7 +133,7 @@ def drafting(name: str, steps: int, buckets: Sequence[int] = ()) -> tuple[NoDraf
 
 
 def whole_prompt(ids: Sequence[int]) -> Chunk:
-    """A prompt in one piece, nothing of it cached, for a prefill step without a node."""
+    """A prompt in one chunk, without cached tokens, for a prefill step without a node."""
     space = PageSpace(MAX_LEN, 2, NoPrefixCache())
     lease = space.lease(space.keys(ids), 1, 0)
     request = PrefillRequest(
@@ -164,7 +166,7 @@ class Seen:
 
 
 class ObservedModules(Watched):
-    """See `observed`. The proposal is in the relay row until verify reads it."""
+    """The drafter of `observed`. The proposal stays in the relay row until verify reads it."""
 
     def __init__(self, inner: MultiLayerDrafter, bench: Bench, hit: float, seen: list[Seen]) -> None:
         super().__init__(inner, bench)
@@ -176,7 +178,7 @@ class ObservedModules(Watched):
         request = self.told.requests[index]
         drafts = self._relay.draft_ids[request.row]
         assert not self._relay.draft_hidden[0].any(), "padding has put something aside"
-        if rest:  # behind the end there are no pages, and no draft that could be emitted
+        if rest:  # past the end there are no pages and no draft that could be emitted
             planes = self.draft_kv(index, len(text) - 1)
             self._seen.append(Seen(text, drafts.tolist()[: len(rest)], planes))
         for step, right in enumerate(rest[: self.nodes - 1]):
@@ -185,7 +187,7 @@ class ObservedModules(Watched):
 
 
 def expect_eager(name: str, steps: int, seen: Seen) -> None:
-    """The same drafts, and for each module the same KV of all positions but those that have read a draft."""
+    """Expect the reference drafts, and the reference KV of each module at all positions that have not read a draft."""
     drafts, planes = eager_rows(name, steps, tuple(seen.text))
     known = len(seen.text) - 1
     assert seen.drafts == drafts[: len(seen.drafts)], f"after {known} tokens"

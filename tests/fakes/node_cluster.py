@@ -1,7 +1,7 @@
 """Real prefill and decode nodes in one process, joined by kv_transfer's loopback transport and inproc sockets.
 
-The test plays the router: `submit` places a request, `turn` gives every node one round of its loop and takes in what
-the nodes say. Tokens are merged by offset; a gap or a repeat that differs is an error at once.
+The test plays the router: `submit` places a request; `turn` gives every node one turn of its loop and processes its
+messages. Tokens are merged by offset; a gap or a differing repetition is an error at once.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ REACH = 64  # of the widest drafts of any test
 
 @dataclass(frozen=True)
 class Parts:
-    """What a decode step is made of."""
+    """The parts from which a decode step is made."""
 
     runner: ModelRunner
     draft_pool: KvPool | None
@@ -100,7 +100,7 @@ MakeSeeing = Callable[[zmq.Context[zmq.Socket[bytes]], ModelRunner], Seeing]
 
 
 class NoDraftModel:
-    """What a cluster has beside the target: nothing. tests/fakes/drafters.py has one with a draft model."""
+    """A cluster without a draft model. tests/fakes/drafters.py has one with a draft model."""
 
     aux_layers: tuple[int, ...] = ()
     model: ModelConfig | None = None
@@ -118,12 +118,12 @@ class NoDraftModel:
 
 
 WANTED = PhaseSwitch("full", poisoned=True)
-BODIES = CompiledBodies()  # of the models that all tests share
+BODIES = CompiledBodies()  # for the models that all tests share
 RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted")
 
 
 def autoregressive(parts: Parts) -> DecodeSteps:
-    """Under tape graphs for up to three requests; more run eagerly."""
+    """Plain decoding, with tape graphs for up to three requests; larger batches run eagerly."""
     graphs = step_graphs.decode_graphs(parts.runner, parts.relay, parts.table, WANTED, 3, MAX_LEN)
     capture_late(graphs.forward.graphs)
     step = AutoregressiveStep(graphs.forward, PLACEMENT.device, parts.completion)
@@ -132,7 +132,7 @@ def autoregressive(parts: Parts) -> DecodeSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How big everything is; pools are in tokens, without the padding page."""
+    """Sizes of everything; pools are in tokens, without the padding page."""
 
     page_size: int = 16
     prefill_pool: int = 1024
@@ -151,7 +151,7 @@ class Shape:
     step: MakeStep = autoregressive
     watch: DraftWatch = field(default_factory=NoWatch)
     prompt_graphs: str = "breakable"
-    layers: bool = False  # pages leave layer by layer
+    layers: bool = False  # whether pages are sent layer by layer
     draft: NoDraftModel = field(default_factory=NoDraftModel)
     seeing: MakeSeeing = lambda context, runner: Seeing(NoImages(), TextEmbeds())
     prefills: int = 1
@@ -168,7 +168,7 @@ ONE_BEHIND = Deferred
 
 
 class Watched(Deferred):
-    """As Deferred, and while the node waits for it transfers go on: a GPU's forward takes that long."""
+    """A Deferred completion during whose wait transfers continue, as during a forward on a GPU."""
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         assert meanwhile is not None, "the node looks after nothing while a forward runs"
@@ -178,7 +178,7 @@ class Watched(Deferred):
 
 @dataclass(slots=True)
 class Side:
-    """What both kinds of node have."""
+    """The parts that both kinds of node have."""
 
     ref: NodeRef
     link: FakeLink
@@ -207,7 +207,7 @@ class DecodeSide(Side):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request as its client sees it; `room` is of the present attempt."""
+    """One request as its client sees it; `room` belongs to the current attempt."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -239,11 +239,11 @@ class Call:
 
 
 class NodeCluster:
-    """See the module's text. `close` at the end, or use it as a context."""
+    """The cluster (see the module docstring). Call `close` at the end, or use it as a context manager."""
 
     def __init__(self, shape: Shape = Shape(), resubmit: bool = True) -> None:
         self._patches = [
-            mock.patch.object(module, name, 0)  # idle turns must not wait: time is the test's
+            mock.patch.object(module, name, 0)  # idle turns must not wait: the test controls time
             for module, name in (
                 (prefill_node.node, "IDLE_WAIT_MS"),
                 (prefill_node.node, "BUSY_WAIT_MS"),
@@ -306,7 +306,7 @@ class NodeCluster:
         salt: bytes = b"",
         **sampling: object,
     ) -> Call:
-        """`legs`: which halves are sent, in order: d for the reservation, p for the prompt."""
+        """Submit a request. `legs`: the messages to send, in order: d for the reservation, p for the prompt."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
         call = Call(list(prompt), params, images, salt)
         self.calls.append(call)
@@ -316,7 +316,7 @@ class NodeCluster:
     def place(
         self, call: Call, prefill: int = 0, decode: int = 0, deadline: float = 1e6, legs: str = "dp"
     ) -> None:
-        """A new attempt, with what the call has said so far."""
+        """Start a new attempt with the tokens of the call so far."""
         call.room = next(self._rooms)
         call.prefill, call.decode = self.prefills[prefill], self.decodes[decode]
         call.base, call.early, call.error = len(call.output), {}, None
@@ -346,7 +346,7 @@ class NodeCluster:
         self._end_attempt(call, reason)
 
     def lose(self, side: Side) -> None:
-        """The router declares a node lost: the other role hears of it, its requests are placed again or fail."""
+        """Act as a router that declares a node lost: tell the other role, and place its requests again or fail them."""
         for other in (*self.prefills, *self.decodes):
             if other.alive and other.ref.role != side.ref.role:
                 other.link.deliver(PeerLost(incarnation=side.ref.incarnation))
@@ -355,7 +355,7 @@ class NodeCluster:
                 self._failed(call, Failed(room=call.room, code="node_lost", message="the node is gone"))
 
     def kill(self, side: Side) -> None:
-        """The node's process ends, nobody has noticed yet."""
+        """End the node's process without anybody noticing."""
         side.alive = False
         if isinstance(side, PrefillSide):
             self.fabric.kill(side.ref.incarnation)
@@ -372,13 +372,13 @@ class NodeCluster:
                     self._listen(side)
 
     def turn_one(self, side: PrefillSide | DecodeSide) -> None:
-        """One round of one node alone."""
+        """Run one turn of one node only."""
         self.clock.now += 0.001
         side.node.loop.turn()
         self._listen(side)
 
     def run(self, until: Callable[[], bool] | None = None, limit: int = 3000, dt: float = 0.001) -> None:
-        """Turn until every call is over (or `until`); more than `limit` turns is a hang."""
+        """Run turns until every call is over (or `until`). More than `limit` turns count as a hang."""
         done = until or (lambda: all(call.over for call in self.calls))
         for _ in range(limit):
             if done():
@@ -387,7 +387,7 @@ class NodeCluster:
         raise AssertionError(f"nothing ends after {limit} turns: {self.describe()}")
 
     def settle(self, limit: int = 200) -> None:
-        """Turn until all nodes are idle, then check that nothing leaked."""
+        """Run turns until all nodes are idle, then check that nothing leaked."""
 
         def idle() -> bool:
             live = [side for side in (*self.prefills, *self.decodes) if side.alive]
@@ -417,7 +417,7 @@ class NodeCluster:
         assert space.leased_pages == 0, f"{space.leased_pages} pages are leased"
         assert space.free_pages + space.cache.cached_pages == space.total_pages
         assert space.cache.evictable_pages == space.cache.cached_pages, "a lock is held"
-        told = side.link.load  # as /server_info shows it
+        told = side.link.load  # the load that /server_info would show
         assert (told.running, told.queued, told.transferring) == (0, 0, 0)
         assert told.free_pages + told.cached_pages == told.total_pages == space.total_pages
 
@@ -433,7 +433,7 @@ class NodeCluster:
         spaces = [(s.space.free_pages, s.space.cache.cached_pages) for s in (*self.prefills, *self.decodes)]
         return f"queues {queues}, (free, cached) {spaces}, failures {self.failures}"
 
-    # -- what nodes say
+    # -- messages of nodes
 
     def _listen(self, side: PrefillSide | DecodeSide) -> None:
         for message in side.link.taken():
@@ -486,7 +486,7 @@ class NodeCluster:
             if side.alive:
                 side.link.deliver(Abort(room=call.room, reason=reason))
 
-    # -- composition, as the nodes' build.py
+    # -- composition, as in the nodes' build.py
 
     def _layout(self, pool_tokens: int) -> PoolLayout:
         pages = pool_tokens // self.shape.page_size + 1
@@ -513,7 +513,7 @@ class NodeCluster:
         draft = shape.draft.prefill(shape.draft.pool(layout, storage))
         wanted = PhaseSwitch(shape.prompt_graphs, poisoned=True)
         graphs = prompt_graphs.prefill_graphs(runner, wanted, 32, 8, draft.hidden_mode, BODIES)
-        if shape.layers:  # a listener would hear the layers of a capture
+        if shape.layers:  # a listener would also be called during capture
             graphs.forward.graphs.capture()
             assert not [row for row in graphs.forward.graphs.rows if row.error]
         else:
@@ -567,7 +567,7 @@ class NodeCluster:
         cache = RadixCache(shape.page_size) if shape.decode_cache else NoPrefixCache()
         space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
         max_len = min(shape.max_len, space.total_pages * shape.page_size)
-        # drafts reach behind the last token, as build.py allows for
+        # Drafts extend past the last token, for which build.py reserves pages too.
         pages = space.total_pages + space.pages_for(2 * REACH)
         table = PageTable(shape.max_running, pages, PLACEMENT.device)
         relay = RelayState.allocate(shape.max_running, VOCAB, PLACEMENT.device, shape.draft.shape)

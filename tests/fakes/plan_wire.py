@@ -1,4 +1,4 @@
-"""A worker that gets its plans as bytes, as ranks in other processes do."""
+"""A worker that receives its plans as bytes, as ranks in other processes would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decode_node.step_result import Launched, Worker
 
 
 class WireWorker:
-    """Encodes and decodes every plan: one that holds anything but data fails."""
+    """Encodes and decodes every plan, so a plan that holds anything but data fails."""
 
     def __init__(self, inner: Worker) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Pools and layouts of a size that a test wants, by the same spec as a node's."""
+"""Pools and layouts of a given size, from the same spec as a node's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_pool(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> KvPool:
-    """A pool of attention layers that are all alike."""
+    """A pool of identical attention layers."""
     spec = PoolSpec(page_size, attention_planes("target", layers, kv_heads, head_dim, name_of(dtype)))
     return empty_pool(spec, num_pages, torch.device(device))
 
@@ -39,7 +39,7 @@ def model_pool(config: ModelConfig, page_size: int, num_pages: int, placement: P
 
 
 def empty_pool(spec: PoolSpec, num_pages: int, device: torch.device) -> KvPool:
-    """A target's pool of zeros."""
+    """A target's pool filled with zeros."""
     layout = PoolLayout(fingerprint="pool", spec=spec, num_pages=num_pages)
     return KvPool(layout, "target", torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device))
 
@@ -53,7 +53,7 @@ def layers_layout(
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> PoolLayout:
-    """Attention layers of the given (KV heads, head_dim)."""
+    """A layout of attention layers with the given (KV heads, head_dim)."""
     planes = tuple(
         Plane("target", layer, name, Kept.PAGED, (heads, dim), dtype, 0, (HeadGroup(heads, 1),))
         for layer, (heads, dim) in enumerate(layers)

@@ -1,4 +1,4 @@
-"""A random tiny Qwen2.5-VL, as transformers builds and saves it, with its image processor."""
+"""A random tiny Qwen2.5-VL, built and saved by transformers, with its image processor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 IMAGE, VIDEO = 90, 91
-PATCH, MERGE, WINDOW = 4, 2, 16  # pixels, patches, pixels: a token is 8 x 8 pixels, a window 2 x 2 tokens
+PATCH, MERGE, WINDOW = 4, 2, 16  # in pixels, patches, pixels: a token is 8 x 8 pixels, a window 2 x 2 tokens
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": PATCH,
@@ -60,7 +60,7 @@ OUTER = {
 
 
 def build(seed: int = 3, tie: bool = False, outer: dict[str, Any] | None = None, **text: Any) -> Any:
-    """Every parameter random, so that each counts."""
+    """Build a model whose parameters are all random, so that each affects the output."""
     config = Qwen2_5_VLConfig(
         text_config={**TEXT, **text}, vision_config=TOWER, tie_word_embeddings=tie, **(OUTER | (outer or {}))
     )
@@ -82,7 +82,7 @@ def save(model: Any, path: Path) -> Path:
 
 
 def flatten(path: Path) -> None:
-    """config.json as published ones are: text fields outside, "type": "mrope"."""
+    """Rewrite config.json to the published form: text fields at the top level, "type": "mrope"."""
     file = path / "config.json"
     raw = json.loads(file.read_text())
     text = raw.pop("text_config")
@@ -97,7 +97,7 @@ def flatten(path: Path) -> None:
 
 
 def rename(path: Path, published: bool) -> None:
-    """Tensors by the names of published checkpoints, or of the state dict of transformers 5."""
+    """Rename tensors to the names of published checkpoints, or of the state dict of transformers 5."""
     pairs = (("model.language_model.", "model."), ("model.visual.", "visual."))
     renamed = {}
     for name, value in load_file(path / "model.safetensors").items():
@@ -125,7 +125,7 @@ def as_png(made: Image.Image) -> bytes:
 
 
 def processed(pictures: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' own: (patches [N, C], grids [I, 3])."""
+    """Process pictures with transformers: (patches [N, C], grids [I, 3])."""
     made = Qwen2VLImageProcessorPil(
         **{key: value for key, value in PROCESSOR.items() if key != "image_processor_type"}
     )(images=list(pictures), return_tensors="pt")
@@ -135,7 +135,7 @@ def processed(pictures: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tens
 def inputs_of(
     ids: Sequence[int], pictures: Sequence[Image.Image], placeholder: int = IMAGE
 ) -> dict[str, torch.Tensor]:
-    """For a forward or generate of transformers; placeholders are expanded already."""
+    """Inputs for a forward or generate of transformers; placeholders are already expanded."""
     tokens = torch.tensor([list(ids)])
     inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == placeholder).int()}
     if pictures:
@@ -145,7 +145,7 @@ def inputs_of(
 
 @torch.inference_mode()
 def reference_logits(model: Any, ids: Sequence[int], pictures: Sequence[Image.Image]) -> torch.Tensor:
-    """[T, V], in one forward without a cache."""
+    """[T, V] logits of one forward without a cache."""
     model.model.rope_deltas = None
     logits: torch.Tensor = model(**inputs_of(ids, pictures), use_cache=False).logits[0]
     return logits

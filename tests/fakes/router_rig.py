@@ -1,4 +1,4 @@
-"""The router's core without HTTP, composed as in router/app.py, and fake nodes on a real ipc socket."""
+"""The router's core without HTTP, composed as in router/app.py, with fake nodes on a real ipc socket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VOCAB_SIZE = 50_000
 
 
 class RouterRig:
-    """Made by `router_rig`."""
+    """The router's core; created by `router_rig`."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], clock: Callable[[], float], **limits: Any
@@ -45,7 +45,8 @@ class RouterRig:
         self.context = context
         self.log = Log("router")
         self.directory = tempfile.mkdtemp(prefix="tandem-test-")
-        self.expected: dict[str, ExpectedNode] = {}  # the cluster file: grows with the nodes of the test
+        # the cluster file, which grows with the nodes of the test
+        self.expected: dict[str, ExpectedNode] = {}
         self.control = ControlPlane(
             context,
             f"ipc://{self.directory}/control",
@@ -66,7 +67,7 @@ class RouterRig:
             ReturnWatch(limits.pop("configured", {}), limits.pop("return_window", 60.0), clock),
         )
         sweep = self.registry.sweep
-        # real seconds in which this process stalls are none of the registry's clock, which is the test's
+        # Real stalls of this process must not count: the registry uses the test's clock.
         self.registry.sweep = lambda stalled=0.0: sweep()  # type: ignore[method-assign]
         health = NodeHealth(limits.pop("slow_start", 0.0), clock)
         self.metrics = RouterMetrics(
@@ -77,7 +78,7 @@ class RouterRig:
             "max_requests": 100,
             "request_timeout": 600.0,
             "placement_wait": 0.5,
-            "reserved_tokens": 0,  # its nodes are small
+            "reserved_tokens": 0,  # because its nodes are small
             **limits,
         }
         self.dispatcher = Dispatcher(
@@ -103,11 +104,11 @@ class RouterRig:
         shutil.rmtree(self.directory)
 
     def expect(self, role: Role, name: str) -> None:
-        """The cluster file has this node."""
+        """Add a node to the cluster file."""
         self.expected[name] = ExpectedNode(role, PEER_ADDRESS if role == "prefill" else "", 1, None)
 
     def fake(self, role: Role, name: str, **options: Any) -> FakeNode:
-        """Not registered yet."""
+        """Create a fake node that is not registered yet."""
         self.expect(role, name)
         node = FakeNode(self.context, self.control.address, role, name, **options)
         self.nodes.append(node)
@@ -160,7 +161,7 @@ class Client:
         return self
 
     async def until(self, count: int, timeout: float = PATIENCE) -> None:
-        """Until so many tokens have come."""
+        """Wait until `count` tokens have arrived."""
         async with asyncio.timeout(timeout):
             while len(self.ids) < count:
                 await asyncio.sleep(0.001)
@@ -183,7 +184,7 @@ class Client:
 async def router_rig(
     clock: Callable[[], float] | None = None, **limits: Any
 ) -> AsyncGenerator[RouterRig, None]:
-    """`clock` is the registry's; by default it stands still, so that nobody has to beat."""
+    """Build a rig. `clock` is the registry's; by default it stands still, so that no heartbeats are needed."""
     context = zmq.Context[zmq.Socket[bytes]]()
     rig = RouterRig(context, clock or Clock(), **limits)
     try:
@@ -195,7 +196,7 @@ async def router_rig(
 
 
 async def legs(prefill: FakeNode, decode: FakeNode) -> tuple[Reserve, Prefill]:
-    """The two halves of the next request; they agree."""
+    """Receive the two halves of the next request and check that they agree."""
     reserve, prompt = await decode.expect(Reserve), await prefill.expect(Prefill)
     assert (reserve.room, reserve.token_ids, reserve.emitted) == (
         prompt.room,

@@ -1,4 +1,4 @@
-"""Requests with every sampling parameter, alone and together, whose texts differ from those without it."""
+"""Requests with every sampling parameter, one at a time and combined, whose texts differ from those without it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def submit(cluster: NodeCluster, name: str, length: int, max_tokens: int, **more
 
 
 def without(sampling: dict[str, Any]) -> SamplingParams:
-    """The same request with none of what this file is about."""
+    """The same request without any of the parameters of this file."""
     kept = {name: sampling[name] for name in ("temperature", "seed", "stop_token_ids") if name in sampling}
     return SamplingParams(max_tokens=16, **{"temperature": 0.0, **kept})

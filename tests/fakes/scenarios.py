@@ -1,4 +1,4 @@
-"""What many tests ask of a NodeCluster, and what they expect: plain decoding's tokens, whatever happens between."""
+"""Scenarios for a NodeCluster and their expectation: the tokens of plain decoding, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def expect_reference(*calls: Call) -> None:
 
 
 def expect_retraction(shape: Shape, greedy: int = 3) -> None:
-    """Three sampled requests and some greedy ones that do not fit side by side: they all end as if they did."""
+    """Run three sampled and some greedy requests that do not fit together: all end as if they did."""
     with NodeCluster(shape) as cluster:
         calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
         calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(greedy)]
@@ -34,7 +34,7 @@ def expect_retraction(shape: Shape, greedy: int = 3) -> None:
 
 
 def lose_decode(cluster: NodeCluster, call: Call) -> None:
-    """The request's decode node dies, and another one goes on with the same text."""
+    """Lose the request's decode node, so that another one continues the same text."""
     lost = call.decode
     cluster.kill(lost)
     cluster.lose(lost)
@@ -45,7 +45,7 @@ def lose_decode(cluster: NodeCluster, call: Call) -> None:
 
 
 def expect_migration(shape: Shape, said: int) -> None:
-    """The decode node is lost once so many tokens are out; another one of the `shape` goes on."""
+    """Lose the decode node after `said` tokens; another one of the `shape` continues."""
     with NodeCluster(shape) as cluster:
         call = cluster.submit(prompt_of(18), 20, seed=5, **SAMPLED)
         cluster.run(until=lambda: len(call.output) >= said)
@@ -53,7 +53,7 @@ def expect_migration(shape: Shape, said: int) -> None:
 
 
 def expect_accept_length(shape: Shape, steps: int, drafts: Callable[[list[int]], Sequence[int]]) -> None:
-    """As many rounds and accepted drafts as a walk over the finished text counts, with `drafts` behind each part."""
+    """Expect the rounds and accepted drafts of a walk over the finished text, with `drafts` after each prefix."""
     with NodeCluster(shape) as cluster:
         calls = [cluster.submit(prompt_of(n), 40) for n in (5, 19, 33)]
         cluster.run()

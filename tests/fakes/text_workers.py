@@ -9,11 +9,11 @@ from router.text_work import Payload, TextWork
 
 
 class InProcess:
-    """Does each job at once, in the caller's process; keeps the jobs. Heads cross msgpack, as they do for real."""
+    """Runs each job at once in this process and records it. Heads are encoded as msgpack, as in real workers."""
 
     def __init__(self, work: TextWork) -> None:
         self._work = work
-        self.jobs: list[tuple[Job, int]] = []  # with the bytes of the payload
+        self.jobs: list[tuple[Job, int]] = []  # (job, bytes of its payload)
 
     async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]:
         self.jobs.append((job, len(payload)))

@@ -1,4 +1,4 @@
-"""A tiny random Llama in float32 and the plainest way to generate with it: everything again for each token."""
+"""A tiny random Llama in float32, and the plainest way to generate with it: recompute everything for each token."""
 
 from __future__ import annotations
 
@@ -49,17 +49,18 @@ CONFIG = ModelConfig(
 )
 
 
-AXES = replace_fields(CONFIG, rope=RopeConfig(theta=50.0, sections=(1, 2, 1)))  # positions on three axes
+# rotary positions on three axes
+AXES = replace_fields(CONFIG, rope=RopeConfig(theta=50.0, sections=(1, 2, 1)))
 
 
 def drawn(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters in the order in which tests draw them: the LM head first, since drafts that fit hang on the draw."""
+    """Parameters in a fixed order of random initialization, LM head first: the fixed drafts depend on it."""
     return sorted(model.named_parameters(), key=lambda named: not named[0].startswith("lm_head"))
 
 
 @functools.cache
 def tiny_model(seed: int = 0, aux: tuple[int, ...] = (), config: ModelConfig = CONFIG) -> CausalLM:
-    """Every weight random, so that the text wanders; one instance for all tests of a process."""
+    """A model with random weights, so that texts vary; one instance is shared by all tests of a process."""
     model = build_model(config, PLACEMENT, aux).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -72,7 +73,7 @@ def tiny_model(seed: int = 0, aux: tuple[int, ...] = (), config: ModelConfig = C
 
 @functools.lru_cache(maxsize=4096)
 def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 0) -> tuple[list[int], str]:
-    """(output token ids, finish reason) of one request alone, without a cache, chunks or pages that grow."""
+    """(output token ids, finish reason) of one request by itself, without cache, chunks or growing pages."""
     ids = list(prompt)
     output: list[int] = []
     while True:
@@ -102,7 +103,7 @@ def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 
 def adjusted(
     logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams
 ) -> torch.Tensor:
-    """What SamplingParams says of the logits [1, V] behind prompt and output, token by token."""
+    """Apply SamplingParams to the logits [1, V] after prompt and output, token by token."""
     out, times = logits[0].clone(), Counter(output)
     for token in {*prompt, *output} if sampling.repetition_penalty != 1.0 else ():
         value = out[token] / sampling.repetition_penalty
@@ -117,21 +118,21 @@ def adjusted(
     return out[None]
 
 
-@functools.lru_cache(maxsize=1 << 15)  # other parameters, the same beginning
+@functools.lru_cache(maxsize=1 << 15)  # different parameters share prefixes
 def _logits(ids: tuple[int, ...]) -> torch.Tensor:
-    """[1, V] after the last of `ids`."""
+    """[1, V] logits after the last of `ids`."""
     return _runner()(one_page(list(ids))).logits
 
 
 def hidden_states(ids: list[int]) -> torch.Tensor:
-    """[n, H] behind the final norm."""
+    """[n, H] hidden states after the final norm."""
     hidden = _runner()(one_page(ids)).hidden
     assert hidden is not None
     return hidden
 
 
 def one_page(ids: list[int]) -> ForwardBatch:
-    """One forward over all of a text in page 1."""
+    """A forward over all of a text in page 1."""
     count = len(ids)
     arange = torch.arange(count)
     return ForwardBatch(

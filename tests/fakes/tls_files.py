@@ -1,4 +1,4 @@
-"""Certificates for tests: one authority, a server (localhost, 127.0.0.1, ::1) and a client, valid for a century."""
+"""Certificates for tests, valid for a century: one authority, a server (localhost, 127.0.0.1, ::1) and a client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ AUTHORITY = PLACE / "ca.pem"
 
 
 def copy_certificates(directory: Path, name: str = "server") -> tuple[Path, Path]:
-    """Certificate and private key, the key readable by its owner only: git does not keep that."""
+    """Copy certificate and private key; make the key readable only by its owner, because git does not keep that."""
     cert, key = directory / f"{name}.pem", directory / f"{name}.key"
     shutil.copyfile(PLACE / cert.name, cert)
     shutil.copyfile(PLACE / key.name, key)

@@ -1,4 +1,4 @@
-"""A mixer that keeps nothing for requests, and a feed-forward of experts: blocks that tests add by a row each."""
+"""A mixer without request state, and a feed-forward of experts: blocks that tests add by one table row each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPERTS, CHOSEN = 3, 2
 
 
 class LocalMixer(Mixer):
-    """out(silu(in(x))): every token by itself."""
+    """out(silu(in(x))): treats every token by itself."""
 
     def __init__(self, name: str, config: ModelConfig, layer: int, weights: WeightFormat) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LocalMixer(Mixer):
 
 
 class Experts(FeedForward):
-    """The sum of the likeliest experts. In the checkpoint all of them are one tensor [experts, 2 H, H]."""
+    """The sum of the most likely experts. The checkpoint stores all of them as one tensor [experts, 2 H, H]."""
 
     reads = DENSE
 

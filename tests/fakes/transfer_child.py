@@ -1,7 +1,7 @@
 """One end of a transfer as a process of its own: `python -m tests.fakes.transfer_child CONFIG_JSON`.
 
-A sender serves commands (JSON on a ZMQ pair socket) and frames (another one); a receiver prints its description
-and sleeps. `transfer_rig` is what starts it.
+A sender serves commands (JSON on a ZMQ pair socket) and frames (on another one); a receiver prints its description and
+sleeps. `transfer_rig` starts it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Layers = list[tuple[int, int]]
 
 
 def pattern(nbytes: int, seed: int, device: torch.device | str) -> torch.Tensor:
-    """[nbytes] uint8, the same on every device; no two pages alike."""
+    """[nbytes] uint8, the same on every device; no two pages are equal."""
     words = torch.arange(nbytes // 8, dtype=torch.int64, device=device)
     return ((words + seed) * 0x1E3779B97F4A7C15).view(torch.uint8)
 
@@ -60,7 +60,7 @@ def _sends(write: LayerWrite) -> Callable[[int], None]:
 
 
 class Forward:
-    """As much work per layer as the 8B shape has on a GPU (218 M weights); next to nothing on a CPU."""
+    """As much work per layer as the 8B shape takes on a GPU (218 M weights); almost none on a CPU."""
 
     def __init__(self, device: torch.device, layers: int, tokens: int) -> None:
         cuda = device.type == "cuda"
@@ -114,7 +114,7 @@ class SenderChild:
         return True
 
     def run(self) -> None:
-        """Until it is told to end, or its parent is gone."""
+        """Serve until the end command, or until the parent is gone."""
         parent = os.getppid()
         self._reply({"up": True})
         poller = zmq.Poller()
@@ -153,14 +153,14 @@ class SenderChild:
         self._reply(command)
 
     def _compute(self, room: int, src: list[int], told: int) -> None:
-        """A forward that stores the pool's bytes layer by layer, slowly, and tells of the first `told` layers."""
+        """Run a forward that stores the pool's bytes layer by layer, slowly, and announces the first `told` layers."""
         final, cuda = self.storage.clone(), self.storage.is_cuda
         self.storage.zero_()
         send = self.sender.follow()
         send.add([RoomPages(room, src, 0)])
         for layer in range(len(self.endpoint.layout.planes) // 2):
             if cuda:
-                torch.cuda._sleep(20_000_000)  # 10 ms: a copy that did not wait would send zeros
+                torch.cuda._sleep(20_000_000)  # 10 ms: without a wait, the copy would send zeros
             for plane in self.endpoint.layout.planes[2 * layer : 2 * layer + 2]:
                 span = slice(plane.offset, plane.offset + plane.nbytes)
                 self.storage[span] = final[span]
@@ -172,7 +172,7 @@ class SenderChild:
         self.sender.complete(room, len(src))
 
     def forward(self, command: dict[str, Any]) -> None:
-        """Times of a forward whose pages leave by layer or behind it: seconds, for each list of pages."""
+        """Measure a forward whose pages are sent by layer or after it: seconds, for each list of pages."""
         forward = Forward(self.storage.device, len(self.endpoint.layout.planes) // 2, command["tokens"])
         (peer,) = self.sender.peers.all()
         took, launched, behind = [], [], []
@@ -195,7 +195,7 @@ class SenderChild:
         self._reply({"forward": took, "launch": launched, "behind": behind})
 
     def burst(self, command: dict[str, Any]) -> None:
-        """Raw writes: one at a time ("single") and then back to back ("many"); seconds."""
+        """Measure raw writes: one at a time ("single") and then back to back ("many"), in seconds."""
         (peer,) = self.sender.peers.all()
         lists, sums = command["lists"], command["checksums"]
         single, host = [], []
@@ -204,7 +204,7 @@ class SenderChild:
             write = self.endpoint.write_pages(peer.memory, peer.plan, src, dst, 0, sums)
             host.append(time.perf_counter() - began)
             while self.endpoint.poll(write.ticket) is WriteState.PENDING:
-                time.sleep(0)  # tcp has a thread of its own
+                time.sleep(0)  # lets the thread of the tcp transport run
             single.append(time.perf_counter() - began)
         began, tickets = time.perf_counter(), []
         for src, dst in lists:
@@ -222,7 +222,7 @@ class SenderChild:
         self._reply({})
 
     def flood(self, command: dict[str, Any]) -> None:
-        """Post writes until killed, far more than the GPU can carry out at once."""
+        """Post writes until killed, far more than the GPU can execute at once."""
         (peer,) = self.sender.peers.all()
         parent = os.getppid()
         self._reply({"flooding": True})
@@ -234,7 +234,7 @@ class SenderChild:
 
 
 def receive(config: dict[str, Any]) -> None:
-    """A decode node's memory, to be written to by the parent."""
+    """Provide a decode node's memory, into which the parent writes."""
     torch.cuda.set_device(config["device"])
     layout = build_layout(config, config["dst_pages"], "dst")
     endpoint = CudaIpcReceiver(config["receiver"], torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""A Receiver in this process and a Sender in another, over any transport: for GPU tests and the transfer bench."""
+"""A Receiver in this process and a Sender in another, over any transport, for GPU tests and the transfer benchmark."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def start_child(config: dict[str, Any], **options: Any) -> subprocess.Popen[str]
 
 
 class Rig:
-    """`devices` and tensor-parallel `ranks` (rank, size): of the sender and of the receiver.
+    """The two ends. `devices` and tensor-parallel `ranks` (rank, size) are those of sender and receiver.
 
-    `arrived` has the moment at which each room arrived.
+    `arrived` holds the time at which each room arrived.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rig:
     def _send(self, frame: bytes) -> bool:
         try:
             self.frames.send(frame, zmq.NOBLOCK)
-        except zmq.Again:  # the sending process is gone
+        except zmq.Again:  # the sending process has ended
             return False
         return True
 
@@ -120,7 +120,7 @@ class Rig:
         return TcpReceiver("127.0.0.1", 0, limits)
 
     def turn(self) -> None:
-        """What a decode node's loop does: sleep until something comes, frames in, events out."""
+        """Run one turn of a decode node's loop: wait for input, process frames and events."""
         self.poller.poll(1)
         while self.frames.poll(0):
             self.receiver.handle(self.config["sender"], self.frames.recv())
@@ -132,7 +132,7 @@ class Rig:
             self.replies.append(json.loads(self.commands.recv()))
 
     def reply(self, timeout: float = PATIENCE) -> dict[str, Any]:
-        """The child's next answer; the receiver goes round meanwhile."""
+        """Return the child's next answer; the receiver keeps running while waiting."""
         until = time.monotonic() + timeout
         while not self.replies:
             self.turn()
@@ -150,9 +150,9 @@ class Rig:
         return self.reply()
 
     def send_room(self, src: Sequence[int], dst: Sequence[int], **how: Any) -> dict[str, Any]:
-        """One room from slots to Arrived (or its failure); the child's times, and "arrived" beside them.
+        """Transfer one room until Arrived or failure. Returns the child's times, plus "arrived".
 
-        `told`: layers of which the child tells while it computes these pages.
+        `told`: number of layers that the child announces while it computes these pages.
         """
         room, self.next_room = self.next_room, self.next_room + 1
         self.receiver.open(room, (self.config["sender"],), dst, 0)

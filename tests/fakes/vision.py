@@ -1,4 +1,4 @@
-"""A scripted vision part for the tiny target: images are numbers, their pixels and rows follow from them."""
+"""A scripted vision part for the tiny target: images are numbers that determine their pixels and rows."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tests.fakes.pools import model_pool, plain_pool
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
 from tests.fakes.waiting import until
 
-TOKENS = 5  # rows of an image with a number below 100, all in a line
-GRIDS = ((2, 3), (4, 1), (3, 3), (1, 6))  # of those with larger ones, in turn
-MOST = 9  # tokens of any
+TOKENS = 5  # rows of an image with a number below 100, in one line
+GRIDS = ((2, 3), (4, 1), (3, 3), (1, 6))  # of images with larger numbers, in turn
+MOST = 9  # largest number of tokens of an image
 PIXELS = (3, 2, 2)
 
 
 def file_of(number: int) -> bytes:
-    """What a client sends for image `number`."""
+    """The file of image `number`."""
     return f"image {number}".encode()
 
 
@@ -55,7 +55,7 @@ def grid_of(number: int) -> tuple[int, int]:
 
 
 def read(data: bytes) -> Pixels:
-    """As a PixelReader: pixels of a file. An image with a negative number is broken."""
+    """Read the pixels of a file, as a PixelReader does. An image with a negative number is invalid."""
     number = int(data.removeprefix(b"image "))
     if number < 0:
         raise InvalidRequest("the image is broken")
@@ -73,7 +73,7 @@ class TinyPart:
     """A VisionPart that counts its forwards."""
 
     def __init__(self) -> None:
-        self.forwards: list[int] = []  # images of each
+        self.forwards: list[int] = []  # number of images in each
 
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
         self.forwards.append(len(images))
@@ -92,7 +92,7 @@ def rows_of(number: int) -> Tensor:
 
 
 class TinyVision:
-    """Makes the `seeing` of every prefill node of a NodeCluster, and sends images to all of them."""
+    """Makes the vision stage of every prefill node of a NodeCluster, and sends images to all of them."""
 
     def __init__(self, cache_bytes: int = 1 << 20) -> None:
         self.cache_bytes = cache_bytes
@@ -130,11 +130,11 @@ class TinyVision:
 
 
 Part = int | tuple[int]  # a token id, or an image
-Seen = list[tuple[tuple[Part, ...], list[int], list[int]]]  # prompt, what it was told, drafts behind that
+Seen = list[tuple[tuple[Part, ...], list[int], list[int]]]  # (prompt, its answer so far, drafts after that)
 
 
 def prompt_of(parts: Sequence[Part], filler: int = 0) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """Token ids with `filler` where images stand, and where that is."""
+    """Token ids with `filler` at the positions of images, and the spans of the images."""
     ids: list[int] = []
     spans: list[ImageSpan] = []
     for part in parts:
@@ -167,7 +167,7 @@ def places_of(parts: Sequence[Part], config: ModelConfig) -> Tensor | None:
 
 
 def embeddings(parts: Sequence[Part], answer: Sequence[int] = ()) -> Tensor:
-    """[T, H]: what the target reads, put together one by one."""
+    """[T, H]: the target's input, assembled one row at a time."""
     model = tiny_model()
     rows = [
         rows_of(part[0]) if isinstance(part, tuple) else model.embed(torch.tensor([part]))
@@ -179,7 +179,7 @@ def embeddings(parts: Sequence[Part], answer: Sequence[int] = ()) -> Tensor:
 @functools.cache
 @torch.inference_mode()
 def greedy(parts: tuple[Part, ...], count: int, config: ModelConfig = CONFIG) -> list[int]:
-    """The eager reference: everything again for each token, no cache, no chunks, no graphs."""
+    """The eager reference: recompute everything for each token, without cache, chunks or graphs."""
     answer: list[int] = []
     for _ in range(count):
         embeds = embeddings(parts, answer)
@@ -192,7 +192,7 @@ def greedy(parts: tuple[Part, ...], count: int, config: ModelConfig = CONFIG) ->
 
 @torch.inference_mode()
 def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: int) -> list[int]:
-    """What the head drafts behind the prompt and `told`, whose last token the target has not read."""
+    """The head's drafts after the prompt and `told`, whose last token the target has not read."""
     config, head = CONFIGS[name], tiny_draft(name)
     embeds = embeddings(parts, told)
     pool = model_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
@@ -225,7 +225,7 @@ def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: i
 
 
 class Prompts:
-    """The prompts of a test by what nodes see of them."""
+    """Maps what nodes see of prompts back to the prompts of a test."""
 
     def __init__(self, *prompts: tuple[Part, ...], filler: int = 0) -> None:
         self._known = {
@@ -237,7 +237,7 @@ class Prompts:
 
 
 class ObservedVision(Observed):
-    """As `observed`, for prompts with images."""
+    """The drafter of `observed` for prompts with images."""
 
     def __init__(self, inner: Drafter, bench: Bench, hit: float, prompts: Prompts, noted: Seen) -> None:
         super().__init__(inner, bench, hit, [])
@@ -260,7 +260,7 @@ class ObservedVision(Observed):
 def observed_vision(
     name: str, steps: int, hit: float, prompts: Prompts, noted: Seen, buckets: Sequence[int] = ()
 ) -> tuple[NoDraftModel, MakeStep]:
-    """A cluster's draft model and its decode step."""
+    """Return a cluster's draft model and its decode step."""
     model = DraftModel(name)
     make = lambda bench: ObservedVision(drafter(model, bench, steps), bench, hit, prompts, noted)  # noqa: E731
     return model, speculative(make, buckets=buckets)

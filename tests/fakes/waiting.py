@@ -1,6 +1,6 @@
-"""How tests wait for what other threads and processes do: long enough for a machine that stalls for seconds.
+"""Waiting for other threads and processes, long enough for a machine that stalls for seconds.
 
-A test that passes does not wait so long, and no test is decided by how fast something was.
+A passing test never waits that long, and no test outcome depends on how fast something was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PATIENCE = 60.0  # seconds
 
 
 def until(condition: Callable[[], T], seconds: float = PATIENCE) -> T:
-    """Poll; the value once it is true."""
+    """Poll until the condition is true and return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "did not happen"
@@ -24,7 +24,7 @@ def until(condition: Callable[[], T], seconds: float = PATIENCE) -> T:
 
 
 async def eventually(condition: Callable[[], T], seconds: float = PATIENCE) -> T:
-    """As `until`, on the event loop."""
+    """Like `until`, on the event loop."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "did not happen"

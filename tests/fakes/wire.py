@@ -1,4 +1,4 @@
-"""A TCP relay in front of a port: tests cut, reset and falsify the connections that pass it."""
+"""A TCP relay in front of a port: tests cut, reset and corrupt the connections through it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 
 class Wire:
-    """What passes a connection that has been cut is swallowed; new connections work."""
+    """The relay. Bytes on a connection that was cut are swallowed; new connections work."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -17,33 +17,33 @@ class Wire:
         self._ends: list[socket.socket] = [self._listener]
         self._cuts: list[threading.Event] = []
         self._wanted, self._instead = b"", b""
-        self.recorded = bytearray()  # what came from connecting sides, up to a MiB
+        self.recorded = bytearray()  # bytes from connecting sides, up to a MiB
         self._flows: list[threading.Event] = []
-        self.ended_by_target = 0  # connections whose target has closed its end
+        self.ended_by_target = 0  # connections that the target closed
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
     def connections(self) -> int:
-        """Made so far."""
+        """Number of connections made so far."""
         return len(self._cuts)
 
     def cut(self) -> None:
-        """Swallow what passes the connections of now, and tell nobody."""
+        """Swallow all bytes on the current connections without telling either end."""
         for each in self._cuts:
             each.set()
 
     def withhold(self) -> None:
-        """Keep what passes the connections of now, their ends included, until `deliver`; new connections work."""
+        """Hold back the bytes and ends of the current connections until `deliver`; new connections work."""
         for each in self._flows:
             each.clear()
 
     def deliver(self) -> None:
-        """Pass on what was withheld, in its order."""
+        """Pass on what was held back, in order."""
         for each in self._flows:
             each.set()
 
     def reset(self) -> None:
-        """End the connections of now with RST."""
+        """End the current connections with RST."""
         for end in self._ends[1:]:
             try:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -53,7 +53,7 @@ class Wire:
         del self._ends[1:]
 
     def replace(self, wanted: bytes, instead: bytes) -> None:
-        """Falsify what comes from the connecting side from now on; both of one length."""
+        """Replace bytes from the connecting side; both must have the same length."""
         self._wanted, self._instead = wanted, instead
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Wire:
                     try:
                         sink.sendall(data)
                     except OSError:
-                        if there:  # else the target is read until it ends, too
+                        if there:  # otherwise the target is still read until it ends
                             raise
             flows.wait()
             if not there:

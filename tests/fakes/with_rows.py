@@ -1,7 +1,7 @@
-"""A process of the cluster with further rows in its tables: for what a test adds by its record alone.
+"""Runs a process of the cluster with additional table rows, for things that tests add only by a record.
 
 `python -m tests.fakes.with_rows common.config.transports:TRANSPORTS files=tests.fakes.file_transport.kind:KIND --
-decode_node --cluster CLUSTER --name NAME`: tables and rows by turns.
+decode_node --cluster CLUSTER --name NAME`: tables and rows alternate.
 """
 
 from __future__ import annotations

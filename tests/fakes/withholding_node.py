@@ -1,8 +1,8 @@
-"""A decode node that lets the router hear only the first tokens of some requests.
+"""A decode node that withholds from the router all but the first tokens of some requests.
 
-`python -m tests.fakes.withholding_node FILE --cluster CLUSTER --name NAME`. Of a request with the id hold-K-... the
-router hears the first K tokens and no end, while the node computes all of it. FILE gets a line with the id once there
-is more to say. Killed then, the node has died after exactly K tokens, whatever the batches and the drafts were.
+`python -m tests.fakes.withholding_node FILE --cluster CLUSTER --name NAME`. For a request with the id hold-K-... the
+router receives the first K tokens and no end, while the node computes all of it. The id is appended to FILE once more
+tokens exist. A node that is killed then has died after exactly K tokens, whatever the batches and drafts were.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELD = re.compile(r"hold-(\d+)-")
 
 
 class Withheld:
-    """Which rooms are held, and at how many tokens. The first token of a room is the prefill node's."""
+    """The rooms that are held, and the number of tokens for each. The first token of a room is the prefill node's."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -33,7 +33,7 @@ class Withheld:
             self._rooms[room] = int(held[1]), request_id
 
     def let_through(self, run: TokenRun) -> TokenRun | None:
-        """What of it may be said."""
+        """Return the part of the run that may be sent."""
         if run.room not in self._rooms:
             return run
         most, request_id = self._rooms[run.room]
@@ -45,7 +45,7 @@ class Withheld:
 
 
 def withhold(file: Path) -> None:
-    """From the router, in every decode node of this process."""
+    """Withhold tokens from the router in every decode node of this process."""
     withheld = Withheld(file)
     take, send = DecodeNode.take, RouterLink.send
 

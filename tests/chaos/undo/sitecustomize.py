@@ -1,11 +1,13 @@
-"""Takes one mend out of the product, in every process that is started with this directory on PYTHONPATH.
+"""Removes one fix from the product, in every process that is started with this directory on PYTHONPATH.
 
-`tests/chaos/run --undo R1|R2` does that, to show that the checker would find the defect. TANDEM_CHAOS_UNDO says which:
+`tests/chaos/run --undo R1|R2` uses it to show that the checker would find the defect. TANDEM_CHAOS_UNDO selects it:
 
-R1  Connections between nodes have the routing id of their node alone, not of the incarnation and the dial that they
-    were made for, and no sessions: a connection to a node's earlier life takes the route of the one to its successor.
-R2  A lost frame is never sent again, and what follows it is passed on. (The harness also sets transfer timeouts of
-    minutes, as they were.)
+R1  Connections between nodes have only the routing id of their node, without the incarnation and the dial for which
+they
+    were made, and no sessions: a connection to a node's earlier incarnation takes over the route of its successor.
+R2  A lost frame is never sent again, and later frames are delivered. (The harness also sets transfer timeouts of
+minutes,
+    as they were.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a decode node runs for it: the drafts are written inside the verify graph."""
+"""The decode node's part of the echo algorithm: drafts are written inside the verify graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EchoDrafter:
         self.state.tree.first(batch.count).tokens[:, 1:] = batch.last_token[:, None]
 
     def absorb(self, call: RoundCall) -> None:
-        """No-op: the next round needs nothing of this one."""
+        """No-op: the next round needs no state of this one."""
 
 
 def make_drafter(setup: DrafterSetup) -> EchoDrafter:

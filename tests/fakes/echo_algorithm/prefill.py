@@ -1,4 +1,4 @@
-"""What a prefill node runs for it: nothing, since the drafts need no state."""
+"""The prefill node's part of the echo algorithm: none, because the drafts need no state."""
 
 from __future__ import annotations
 

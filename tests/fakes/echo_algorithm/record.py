@@ -1,4 +1,4 @@
-"""A speculative algorithm that only tests have, added by three files and three rows: every draft is the last token."""
+"""A speculative algorithm for tests, added by three files and three table rows: every draft repeats the last token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = (
 
 
 def echo_rounds(answer: list[int], length: int, steps: int) -> int:
-    """Rounds in which the drafts of this algorithm make `length` tokens of `answer`, the first of them drawn before."""
+    """Number of rounds in which this algorithm emits `length` tokens of `answer`, whose first is drawn before."""
     at = rounds = 0
     while at < length - 1:
         accepted = 0

@@ -1,4 +1,4 @@
-"""A transport that only tests have, added by this record alone: pools are plain files, and a write is a pwrite."""
+"""A transport for tests, added by this record only: pools are plain files, and a write is a pwrite."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class FileDescription(Description, frozen=True, tag="files"):
 
 
 class FileOptions(TransportOptions, frozen=True, kw_only=True):
-    """Keys of `transfer` that it reads."""
+    """The keys of `transfer` that this transport reads."""
 
-    file_directory: str = "/tmp"  # where decode nodes make their files
+    file_directory: str = "/tmp"  # where decode nodes create their files
 
 
 def _refusal(topology: Topology) -> str:

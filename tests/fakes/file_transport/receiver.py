@@ -36,7 +36,7 @@ class FileReceiver(ReceiverEndpoint):
         self._watches.admit(incarnation, process)
 
     def announce(self, window: Window) -> None:
-        """The files are open to the sender anyway."""
+        """No-op: the sender can open the files anyway."""
 
     def revoke(self, generation: int) -> bool:
         return False
