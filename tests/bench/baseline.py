@@ -1,8 +1,8 @@
-"""What every cluster file of `deploy/clusters` answers on this machine's CPU, as JSON: the net of a redesign.
+"""Records the answers of every file of `deploy/clusters` on this machine's CPU as JSON, to guard a redesign.
 
 `python -m tests.bench.baseline before.json` records token texts, log-probabilities, accept counters and graph tables of
-each file, as it is and with graphs on the tape. `--compare before.json` records again and exits with 1, naming every
-value that differs. Requests are sent one at a time, so that each batch, and with it each float, is the same again.
+each file, unchanged and with graphs on the tape. `--compare before.json` records again, names every value that differs
+and then exits with 1. Requests are sent one at a time, so that each batch, and with it each float, is reproducible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.cluster.harness import ROOT, Client, RunningCluster
 CLUSTERS = ROOT / "deploy" / "clusters"
 GRAPHS: dict[str, dict[str, Any]] = {"prefill": {"enforce_graphs": True}, "decode": {"graphs": "full"}}
 PATHS = {"model": ("path",), "speculation": ("draft_model_path",)}
-TIMED = {"seconds", "mib", "compile_seconds"}  # of a graph report: never equal twice
+TIMED = {"seconds", "mib", "compile_seconds"}  # values of a graph report that vary between runs
 COUNTERS = (
     *("prompt_tokens", "cached_tokens", "generated_tokens", "transfers", "transferred_pages"),
     *("spec_drafts", "spec_draft_tokens", "spec_accepted_tokens", "spec_accepted_at"),
@@ -76,7 +76,7 @@ def picture() -> str:
 
 
 async def answers(client: Client, vision: bool) -> dict[str, Any]:
-    """One request at a time: greedy, seeded, and about a picture where the model sees."""
+    """Answers to one request at a time: greedy, seeded, and about a picture if the model has vision."""
     found: dict[str, Any] = {}
     for index, prompt in enumerate(prompts()):
         for name, fields in (("greedy", {}), ("seeded", SEEDED)):
@@ -107,7 +107,7 @@ async def answers(client: Client, vision: bool) -> dict[str, Any]:
 
 
 def node_facts(node: dict[str, Any]) -> dict[str, Any]:
-    """Graph table and counters of a node, without what is measured in seconds."""
+    """Graph table and counters of a node, without values measured in seconds."""
     graphs = [
         {key: value for key, value in report.items() if key not in TIMED} for report in node.get("graphs", [])
     ]
@@ -116,7 +116,7 @@ def node_facts(node: dict[str, Any]) -> dict[str, Any]:
 
 
 async def record(sections: dict[str, Any]) -> dict[str, Any]:
-    """Start the cluster, ask, stop it."""
+    """Start the cluster, record its answers, stop it."""
     prefill, decode = (len(sections.get(role, {}).get("nodes", [1])) for role in ("prefill", "decode"))
     rest = {name: dict(values) for name, values in sections.items() if name != "router"}
     for role in ("prefill", "decode"):
@@ -150,7 +150,7 @@ async def record_all(only: list[str]) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """A line for each value that is not equal."""
+    """A line for each value that differs."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in {**before, **after}:
             yield from differences(before.get(key), after.get(key), f"{path} > {key}" if path else str(key))

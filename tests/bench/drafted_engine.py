@@ -1,6 +1,6 @@
-"""An engine without processes: a target, its draft head, their pools, a prefill step and a decode step, as nodes have.
+"""An engine without processes: a target, its draft head, their pools, a prefill step and a decode step, as in nodes.
 
-Prompts are prefilled and decoded in one KV pool; nothing is transferred. A model comes from directories, or is
+Prompts are prefilled and decoded in one KV pool; nothing is transferred. A model is loaded from directories, or
 constructed on the device (deploy/tiny_models/constructed.py), which takes seconds where reading 16 GB takes a minute.
 """
 
@@ -76,7 +76,7 @@ class Pair:
     model: CausalLM
     head: Eagle3Head
     draft: DraftConfig
-    first_id: int  # prompts are drawn from ids that are not below this
+    first_id: int  # the smallest id that occurs in prompts
 
     @property
     def placement(self) -> Placement:
@@ -84,7 +84,7 @@ class Pair:
 
 
 def constructed(shape: Shape, drafting: Drafting, seed: int, device: torch.device) -> Pair:
-    """Built where it is used: nothing is stored but two config files."""
+    """Construct a pair in memory; only two config files are written."""
     placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     with tempfile.TemporaryDirectory() as folder:
         for name, content in (("target", shape.config()), ("draft", head_config(shape))):
@@ -109,7 +109,7 @@ def _fill(pieces: Iterable[Piece], weights: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def loaded(target: Path, draft: Path, device: torch.device) -> Pair:
-    """From Hugging Face directories."""
+    """Load a pair from Hugging Face directories."""
     described = load_draft_config(draft, "eagle3", ModelConfig.load(target))
     model, _ = load_model(target, "auto", device, aux_layers=described.aux_layers)
     head = load_eagle3(draft, described, model, model.placement)
@@ -159,7 +159,7 @@ class Engine:
         self.relay = RelayState.allocate(rows, model.config.vocab_size, self.device, topk)
 
     def step(self, algorithm: str) -> DecodeSteps:
-        """The decode node's own steps, "eagle3" or "none", their graphs captured."""
+        """The decode node's own steps for "eagle3" or "none", with captured graphs."""
         cluster = Cluster(
             model=Model(path="bench"),
             kv=Kv(page_size=PAGE),
@@ -176,7 +176,7 @@ class Engine:
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[list[int]], max_tokens: int, drafting: bool) -> list[DecodeRequest]:
-        """Prefill, first tokens drawn: requests as they enter a decode node's batch, greedy, with pages for all."""
+        """Prefill and draw first tokens. Returns greedy requests as they enter a decode batch, with pages for all."""
         draft: PrefillDraft = EaglePrefill(self._draft_prefill) if drafting else NoDraft()
         adjustments = AdjustmentRows.allocate(len(prompts), self.runner.model.config.vocab_size, self.device)
         completion = completion_for(self.device, False)
@@ -231,7 +231,7 @@ class Engine:
         return request
 
     def end(self, requests: Sequence[DecodeRequest]) -> None:
-        """Give back rows and pages; nothing may be in flight."""
+        """Release rows and pages; nothing may be in flight."""
         for request in requests:
             assert request.lease is not None
             request.lease.release()
@@ -239,7 +239,7 @@ class Engine:
 
 
 def random_prompts(pair: Pair, count: int, length: int, seed: int) -> list[list[int]]:
-    """Every one ends in another token: a constructed target's text depends on nothing else."""
+    """Prompts that all end in different tokens, on which alone a constructed target's text depends."""
     draw = random.Random(seed)
     last = draw.sample(range(pair.first_id, pair.model.config.vocab_size), count)
     ids = range(pair.first_id, pair.model.config.vocab_size)

@@ -3,10 +3,10 @@
     python -m tests.bench.engine [--json FILE] [--prompts 64 ... 8192] [--batches 1 4 ...] [--context 1024]
         [--prompt-graphs breakable piecewise-eager piecewise-inductor none]
 
-Model: the constructed 8B shape, made on the device. Times are of the host's clock, from the call to tokens that Python
-can read; `device` is from the first to the last kernel of a step: what is missing to the whole is the host's. Floors,
-of the same run: prefill, the matrix products of the layers alone in one graph; decode, weights and KV over the copy
-bandwidth.
+The model is the constructed 8B shape, made on the device. Times are host time, from the call to tokens that Python can
+read; `device` is from the first to the last kernel of a step, and the difference is host overhead. Floors are measured
+in the same run: for prefill, only the matrix products of the layers in one graph; for decode, weights and KV divided by
+the copy bandwidth.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ PROMPT_GRAPHS = ["breakable", "piecewise-eager", "piecewise-inductor", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `size`: prompt tokens, or requests of a step."""
+    """One measurement. `size`: prompt tokens, or requests of a step."""
 
     what: str
     graphs: str
@@ -88,7 +88,7 @@ class Row:
 
 
 def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chunk: int) -> ModelRunner:
-    """The model filled on its device: nothing is written to disk but its config."""
+    """Build the model on its device; only its config is written to disk."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(shape.config()))
         config = ModelConfig.load(directory)
@@ -100,17 +100,15 @@ def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chu
             views[name].copy_(tensor)
     pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement)
     buckets = prefill_token_buckets(chunk)
-    pool.storage.view(
-        placement.dtype
-    ).normal_()  # a cache of zeros would be read like any other, but draws no power
+    pool.storage.view(placement.dtype).normal_()  # reading zeros takes as long but draws less power
     return ModelRunner(model, pool, PagedAttention(pool, config.sliding_windows, buckets))
 
 
-Figures = tuple[float, float, float]  # median, 90th percentile, the device's median: ms
+Figures = tuple[float, float, float]  # (median, 90th percentile, the device's median) in ms
 
 
 class Clock:
-    """Seconds of steps by the host's clock, and what the device needed for each."""
+    """Measures steps: host time and device time."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -129,7 +127,7 @@ class Clock:
         self._spans.append((start, stop))
 
     def result(self, warmup: int) -> Figures:
-        """Median, 90th percentile and the device's median, in ms."""
+        """(median, 90th percentile, the device's median) in ms."""
         times = sorted(self.times[warmup:])
         device = [1e-3 * start.elapsed_time(stop) for start, stop in self._spans[warmup:]] or [0.0]
         return (
@@ -140,12 +138,12 @@ class Clock:
 
 
 class PrefillSteps:
-    """Prompts one at a time, their first tokens drawn."""
+    """Prompts one at a time, including the draw of their first tokens."""
 
     def __init__(
         self, runner: ModelRunner, wanted: str, chunk: int, embeds: PromptEmbeds | None = None
     ) -> None:
-        """`wanted`: `prefill.graphs`, and behind a hyphen the compiler of piecewise ones."""
+        """`wanted`: the value of `prefill.graphs`, and after a hyphen the compiler of piecewise graphs."""
         backend, _, compiler = wanted.partition("-")
         bodies = CompiledBodies(compiler or "eager")
         graphs = prompt_graphs.prefill_graphs(
@@ -163,7 +161,7 @@ class PrefillSteps:
     def measure(
         self, tokens: int, repeats: int, images: Callable[[], tuple[PromptImage, ...]] = tuple
     ) -> Figures:
-        """Prompts of so many tokens, `images` in each."""
+        """Measure prompts of so many tokens with `images` images each."""
         clock = Clock(self._device)
         for _ in range(repeats + WARM_UP):
             keys = self._rng.integers(20, 90, tokens).astype(np.int64)
@@ -182,7 +180,7 @@ class PrefillSteps:
 
 
 def products_ms(runner: ModelRunner, tokens: int) -> float:
-    """The layers' matrix products on `tokens` rows."""
+    """Time of the layers' matrix products on `tokens` rows."""
     weights = [
         weight
         for name, weight in runner.model.named_parameters()
@@ -201,7 +199,7 @@ def products_ms(runner: ModelRunner, tokens: int) -> float:
 
 
 class DecodeSteps:
-    """Batches of up to `most` requests, each step launched one ahead of its reading as the node does."""
+    """Batches of up to `most` requests; each step is launched before the previous one is read, as in the node."""
 
     def __init__(self, runner: ModelRunner, wanted: str, most: int, context: int, steps: int) -> None:
         self._device = device = runner.pool.device
@@ -224,7 +222,7 @@ class DecodeSteps:
             self._requests.append(request)
 
     def measure(self, count: int, repeats: int) -> Figures:
-        """Steps of so many requests."""
+        """Measure steps of `count` requests."""
         requests = self._requests[:count]
         for index, request in enumerate(requests):
             self._relay.write_row(request.row, [*request.prompt, 100 + index], 1, GREEDY)
@@ -247,7 +245,7 @@ class DecodeSteps:
 
 
 def driver_mib() -> float:
-    """What the GPU holds and torch does not: contexts, modules, graphs that can be launched."""
+    """GPU memory that torch does not account for: contexts, modules, instantiated graphs."""
     free, total = torch.cuda.mem_get_info()
     return (total - free - torch.cuda.memory_reserved()) / (1 << 20)
 
@@ -257,7 +255,7 @@ class Steps(Protocol):
 
 
 def kernels(steps: Steps, size: int) -> list[tuple[str, float, float]]:
-    """(kernel, launches per step, microseconds per step), the dearest first."""
+    """(kernel, launches per step, microseconds per step), the most expensive first."""
     repeats = 9
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         steps.measure(size, repeats)
@@ -325,7 +323,7 @@ def main() -> None:
             )
             if size in options.kernels and wanted != "none":
                 slowest[f"{what} {wanted} {size}"] = kernels(steps, size)
-        del steps  # graphs and their memory
+        del steps  # frees graphs and their memory
         gc.collect()
     for name, table in slowest.items():
         print(

@@ -1,4 +1,4 @@
-"""What stands in every result file: date, machine, versions, commit."""
+"""Facts for every result file: date, machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, Any]:
-    """Facts that a figure is worthless without."""
+    """Collect the facts that are needed to interpret a measurement."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": f"{_cpu()}, {os.cpu_count()} cores",

@@ -1,4 +1,4 @@
-"""Bodies of requests that cost a careless server much: name -> (path, body)."""
+"""Request bodies that are expensive for a careless server: name -> (path, body)."""
 
 from __future__ import annotations
 

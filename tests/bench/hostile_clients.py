@@ -1,4 +1,4 @@
-"""Connections and crowds that a router has to bear: each is sent to its port, and returns the statuses that came."""
+"""Hostile connections and crowds of clients: each function attacks a port and returns the statuses received."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from tests.bench.scripted_pair import ScriptedPair
 
 PATIENCE = 60.0
 CROWD = 1000
-CROWD_STEP_SECONDS = (
-    0.5  # two tokens a second each: what is measured is a step, not whether the machine keeps up
-)
+CROWD_STEP_SECONDS = 0.5  # two tokens per second each: measures one step, not whether the machine keeps up
 MIB = 1 << 20
 HEAD = "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{fields}\r\n"
 Attack = Callable[[int, ScriptedPair], Awaitable[list[int]]]
 
 
 async def _exchange(port: int, pieces: list[bytes], read: bool = True) -> int:
-    """The first status that comes; 0 where the connection is cut instead."""
+    """Return the first status received; 0 if the connection is closed instead."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MIB)
 
     async def write() -> None:
@@ -52,7 +50,7 @@ def _post(path: str, fields: str) -> bytes:
 
 
 async def small_chunks(port: int, pair: ScriptedPair) -> list[int]:
-    """A body in chunks of one byte."""
+    """Send a body in chunks of one byte."""
     body = b'{"prompt":"' + b"x" * (2 * MIB)
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     head = _post("/v1/completions", "Transfer-Encoding: chunked\r\nConnection: close\r\n")
@@ -60,13 +58,13 @@ async def small_chunks(port: int, pair: ScriptedPair) -> list[int]:
 
 
 async def pipelined(port: int, pair: ScriptedPair) -> list[int]:
-    """Requests without a pause, whose answers nobody waits for."""
+    """Send requests without a pause and without reading their answers."""
     many = b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 40_000
     return [await _exchange(port, [many + b"GET /live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"])]
 
 
 async def many_headers(port: int, pair: ScriptedPair) -> list[int]:
-    """As many and as long headers as are taken, and more."""
+    """Send as many and as long headers as are accepted, and more."""
     found = []
     for count in (90, 100_000):
         fields = "".join(f"X-{n}: {'x' * 150}\r\n" for n in range(count))
@@ -76,26 +74,26 @@ async def many_headers(port: int, pair: ScriptedPair) -> list[int]:
 
 
 async def garbage(port: int, pair: ScriptedPair) -> list[int]:
-    """Bytes that are no HTTP."""
+    """Send bytes that are not HTTP."""
     return list(await asyncio.gather(*(_exchange(port, [os.urandom(64 << 10)]) for _ in range(500))))
 
 
 async def multipart(port: int, pair: ScriptedPair) -> list[int]:
-    """A form of a gibibyte."""
+    """Send a form of a gibibyte."""
     fields = f"Content-Length: {1 << 30}\r\n"
     head = _post("/v1/completions", fields).replace(b"application/json", b"multipart/form-data; boundary=b")
     return [await _exchange(port, [head] + [bytes(MIB)] * 1024)]
 
 
 async def uploads_cut_off(port: int, pair: ScriptedPair) -> list[int]:
-    """Bodies of 9 MiB that break off before their end."""
+    """Send bodies of 9 MiB that end early."""
     head = _post("/v1/completions", f"Content-Length: {10 * MIB - 64}\r\n")
     body = [head] + [b"[" * MIB] * 9
     return list(await asyncio.gather(*(_exchange(port, body, read=False) for _ in range(20))))
 
 
 async def _streams(port: int, count: int) -> list[asyncio.StreamWriter]:
-    """So many streams that have begun, each of another prompt."""
+    """Open `count` streams, each with another prompt."""
     pairs = await asyncio.gather(
         *(asyncio.open_connection("127.0.0.1", port, limit=MIB) for _ in range(count))
     )
@@ -121,7 +119,7 @@ async def _discard(reader: asyncio.StreamReader) -> None:
 
 @contextlib.asynccontextmanager
 async def _crowd(port: int, pair: ScriptedPair) -> AsyncIterator[None]:
-    """Streams of one token per step that all begin at once, and are all cut at once."""
+    """Run streams of one token per step that all start at once and are all cut at once."""
     before = pair.tokens_per_step, pair.step_seconds
     pair.tokens_per_step, pair.step_seconds = 1, CROWD_STEP_SECONDS
     try:
@@ -135,14 +133,14 @@ async def _crowd(port: int, pair: ScriptedPair) -> AsyncIterator[None]:
 
 
 async def crowd(port: int, pair: ScriptedPair) -> list[int]:
-    """Three seconds of many streams."""
+    """Run many streams for three seconds."""
     async with _crowd(port, pair):
         await asyncio.sleep(3)
     return []
 
 
 async def crowd_that_loses_a_node(port: int, pair: ScriptedPair) -> list[int]:
-    """The decode node of all streams dies, and its successor takes them."""
+    """Kill the decode node of all streams; its successor takes them over."""
     async with _crowd(port, pair):
         await pair.replace_decode()
         await _until(lambda: pair.running == CROWD)
@@ -150,7 +148,7 @@ async def crowd_that_loses_a_node(port: int, pair: ScriptedPair) -> list[int]:
 
 
 async def cut_requests(port: int, pair: ScriptedPair) -> list[int]:
-    """Chats whose clients leave at once."""
+    """Send chats whose clients disconnect at once."""
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 3000}).encode()
     request = _post("/v1/chat/completions", f"Content-Length: {len(body)}\r\n") + body
     for _ in range(10):

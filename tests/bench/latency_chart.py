@@ -1,10 +1,10 @@
-"""Draw the chart of the README: measured latency of tandem and vLLM at the same loads.
+"""Draws the chart of the README: measured latency of tandem and vLLM at the same loads.
 
     python -m tests.bench.latency_chart
 
 Reads tests/bench/results/independent-h200.json and writes docs/images/latency.svg and latency-dark.svg. Only drawing
-needs matplotlib (`pip install -e '.[bench]'` in the checkout); each picture carries a digest of the values it shows, so
-`tests/architecture/test_chart.py` tells an outdated picture without it.
+needs matplotlib (`pip install -e '.[bench]'` in the checkout). Each picture contains a digest of the values it shows,
+so `tests/architecture/test_chart.py` can detect an outdated picture without matplotlib.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMAGES = ROOT / "docs/images"
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours of one picture."""
+    """The colours of one picture."""
 
     file: str
     background: str
@@ -69,7 +69,7 @@ def loads() -> dict[str, list[dict[str, Any]]]:
 
 
 def system(row: dict[str, Any]) -> str:
-    """What a bar is called."""
+    """The label of a bar's system."""
     return "tandem" if row["system"] == "tandem" else f"vLLM x 2, chunks of {row['chunk']:,}"
 
 
@@ -83,13 +83,13 @@ def bar(row: dict[str, Any], panel: Panel) -> tuple[float, str]:
 
 
 def shown() -> list[list[Any]]:
-    """All that the pictures say of the measurement: load, system, labels of the bars."""
+    """Everything the pictures show of the measurement: load, system, labels of the bars."""
     rows = [(load, row) for load, rows in loads().items() for row in rows]
     return [[load, system(row), *(bar(row, panel)[1] for panel in PANELS)] for load, row in rows]
 
 
 def digest() -> str:
-    """Stands in each picture."""
+    """The digest that each picture contains."""
     return hashlib.sha256(json.dumps(shown()).encode()).hexdigest()
 
 
@@ -140,7 +140,7 @@ def draw(theme: Theme) -> None:
 
 
 def _bars(axes: Axes, rows: list[dict[str, Any]], panel: Panel, theme: Theme) -> None:
-    """Bars of one load and one column; all loads of a column have one scale."""
+    """Draw the bars of one load and one column; all loads of a column share one scale."""
     drawn = [bar(row, panel) for row in rows]
     most = max(bar(row, panel)[0] for each in loads().values() for row in each)
     others = iter(theme.others)

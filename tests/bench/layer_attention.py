@@ -1,10 +1,10 @@
-"""Decode and verify attention as a layer launches them, between the rotary kernel and a norm, in other divisions.
+"""Decode and verify attention as launched in a layer, between the rotary kernel and a norm, with other divisions.
 
     python -m tests.bench.layer_attention [--batches 1 4 16 32 64] [--keys 1152] [--json FILE]
 
-Calls of one attention kernel after another overlap as they never do in a step, so a layer's neighbours are measured
-with it and, by themselves, taken off. A part's keys and outputs lie in the L2 as little as in a step: every call has
-planes of its own.
+Consecutive calls of one attention kernel overlap as they never do in a step. So a layer's neighbouring kernels are
+measured with it, then by themselves, and subtracted. As in a step, keys and outputs are not in the L2 cache: every call
+has its own planes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tests.bench.ops import DIM, HEADS, HIDDEN, KV_HEADS, PAGE, SCALE, Pages, bf
 from tests.bench.timing import copy_bandwidth, graph_us, wake
 
 LAYERS = 32
-BOUND = 8192  # of a request's length, as a node knows it
-Attend = Callable[[Tensor, Tensor, Pages], Tensor]  # query, planes -> [rows, heads, D]
+BOUND = 8192  # of a request's length, as known to a node
+Attend = Callable[[Tensor, Tensor, Pages], Tensor]  # (query, planes, pages) -> [rows, heads, D]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Row:
 
 
 def layer_us(batch: int, new: int, pages: Pages, attend: Attend | None) -> float:
-    """Of rotary, attention (or none) and norm, for `new` tokens a request."""
+    """Microseconds of rotary, attention (or none) and norm, for `new` tokens per request."""
     length = int(pages.lengths[0])
     places = torch.arange(length - new, length, device="cuda")
     slots = (pages.table[:, places // PAGE].long() * PAGE + places % PAGE).view(-1)
@@ -69,7 +69,7 @@ def verify(query: Tensor, planes: Tensor, pages: Pages, mask: Tensor, division: 
 
 
 def variants(batch: int) -> Iterator[tuple[str, int, Attend | None]]:
-    """(name, new tokens, attention)."""
+    """Yield (name, new tokens, attention)."""
     heads = batch * KV_HEADS
     parts = sorted({max(1, min(n * 132 // heads, 32)) for n in (1, 2, 3, 4)})
     yield "decode, without attention", 1, None

@@ -1,10 +1,11 @@
-"""The matrix products of a step and the norms behind them, as launched in a step, in other divisions.
+"""The matrix products of a step and the norms that follow them, as launched in a step, with other divisions.
 
     python -m tests.bench.layer_products [--rows 1 4 16] [--layers 32] [--shape 8b] [--others] [--json FILE]
 
-Every variant runs all layers' weights once, in one graph, so that what overlaps in a step overlaps here; attention is
-left out. One matrix after another is varied while the others are as served; without `--others` only what is served and
-the library are compared. LM heads stand alone. The floor: bytes of the weights over the copy bandwidth of the same run.
+Every variant uses all layers' weights once, in one graph, so that the same kernels overlap as in a step; attention is
+left out. One matrix at a time is varied while the others stay as served; without `--others` only the served variant and
+the library are compared. LM heads are measured by themselves. The floor is the bytes of the weights divided by the copy
+bandwidth of the same run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.bench.timing import copy_bandwidth, graph_us, sets_for, wake
 EPS = 1e-5
 HEADS = (128256, 32000)  # rows of LM heads: the target's, EAGLE-3's
 SHARED = 225 << 10
-KINDS = [  # columns, depth, warps, stages
+KINDS = [  # (columns, depth, warps, stages)
     (64, 128, 4, 3),
     (64, 128, 4, 4),
     (64, 128, 4, 6),
@@ -52,12 +53,12 @@ Ways = dict[str, Way]
 class Shape:
     hidden: int
     inter: int
-    heads: int  # queries of a token, all heads'
+    heads: int  # total query width of a token
     qkv: int
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """(size, depth) by name, in the order of a layer."""
+        """Name -> (size, depth), in the order of a layer."""
         return {
             "qkv": (self.qkv, self.hidden),
             "o": (self.hidden, self.heads),
@@ -104,7 +105,7 @@ def normed(x: Tensor, weight: Tensor, stream: Tensor, gain: Tensor, way: Way) ->
 
 
 class Stack:
-    """Weights of all layers."""
+    """The weights of all layers."""
 
     def __init__(self, shape: Shape, layers: int) -> None:
         self.shape = shape
@@ -123,7 +124,7 @@ class Stack:
 
 
 def other_tiles(rows: int, size: int, gated: bool, processors: int, most_parts: int) -> Iterator[Tiles]:
-    """Those that fit, and of which there are neither too few nor too many."""
+    """Tiles that fit and whose number is neither too small nor too large."""
     room = max(16, next_power_of_2(rows))
     for columns, depth, warps, stages in KINDS:
         width = columns * (2 if gated else 1)

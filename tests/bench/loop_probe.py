@@ -1,10 +1,10 @@
-"""The router process with a probe of its event loop: what other clients wait for, without what the machine adds.
+"""The router process with a probe of its event loop: measures how long clients wait, without delays by the machine.
 
     python -m tests.bench.loop_probe FILE --cluster CLUSTER.yaml
 
 A callback is due every TICK seconds. How late it runs, minus the time in which the loop's thread was ready and another
-process had the processor (/proc/self/schedstat), is a stall of the loop. Each one of at least NOTED seconds is appended
-to FILE as a line of JSON, with the stack of the loop's thread if the stall lasted long enough to be sampled.
+process had the processor (/proc/self/schedstat), is a stall of the loop. Each stall of at least NOTED seconds is
+appended to FILE as a line of JSON, with the stack of the loop's thread if the stall lasted long enough to be sampled.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from router.app import RouterApp
 
 TICK = 0.002  # seconds
 NOTED = 0.005
-SAMPLED = 0.02  # after so long the watcher looks at the stack
+SAMPLED = 0.02  # after this time the watcher samples the stack
 FRAMES_SHOWN = 6
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """Times are of CLOCK_MONOTONIC, which all processes of a host share."""
+    """A stall. Times are of CLOCK_MONOTONIC, which all processes of a host share."""
 
     since: float
     until: float
-    seconds: float  # without the time that other processes took
-    late: float  # with it
-    cpu: float  # seconds that the loop's thread computed
-    stack: list[str]  # innermost call last; empty: not sampled
+    seconds: float  # without the time of other processes
+    late: float  # including it
+    cpu: float  # seconds of computation in the loop's thread
+    stack: list[str]  # innermost call last; empty if not sampled
 
 
 class LoopProbe:
-    """Started on the running event loop."""
+    """The probe; it is started on the running event loop."""
 
     def __init__(self, file: Path) -> None:
         self._file = file.open("ab", buffering=0)
@@ -60,7 +60,7 @@ class LoopProbe:
         self._loop.call_later(TICK, self._tick)
 
     def _run_queue_seconds(self) -> float:
-        """How long the main thread has been ready without a processor."""
+        """Seconds that the main thread has been ready without a processor."""
         return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
 
     def _tick(self) -> None:
@@ -88,7 +88,7 @@ def _described(frame: FrameType | None) -> list[str]:
 
 
 def stalls(file: Path, since: float, until: float) -> list[Stall]:
-    """Stalls that overlap an interval, the longest first."""
+    """Stalls that overlap an interval, longest first."""
     decoder = msgspec.json.Decoder(Stall)
     found = [decoder.decode(line) for line in file.read_bytes().splitlines()]
     return sorted(

@@ -2,8 +2,8 @@
 
     python -m tests.bench.ops [--json FILE] [--only NAME ...]
 
-`--only tune` tries other tile shapes of extend attention; those of decode attention and of products of few rows:
-layer_attention.py, layer_products.py.
+`--only tune` tries other tile shapes of extend attention. Those of decode attention and of products of few rows are in
+layer_attention.py and layer_products.py.
 
 The floor is the larger of bytes over the copy bandwidth and operations over the matrix rate, both measured first.
 """
@@ -49,7 +49,7 @@ class Result:
     op: str
     shape: str
     us: float
-    gbytes: float  # moved at least
+    gbytes: float  # minimum traffic
     gflop: float  # matrix operations
     floor_us: float = 0.0
 
@@ -88,7 +88,7 @@ def elementwise() -> Iterator[Result]:
 
 
 class Pages:
-    """B requests of `length` tokens over shuffled pages, as many copies of the planes as defeat the L2."""
+    """B requests of `length` tokens over shuffled pages, with enough copies of the planes to defeat the L2 cache."""
 
     def __init__(self, batch: int, length: int, most: int = 8) -> None:
         per_request = -(-length // PAGE)
@@ -116,7 +116,7 @@ def decode() -> Iterator[Result]:
 
 
 def verify_calls(batch: int, length: int, new: int) -> tuple[list[Callable[[], object]], Pages]:
-    """A chain of `new` tokens at the end of each request."""
+    """Calls that verify a chain of `new` tokens at the end of each request."""
     pages, query = Pages(batch, length), bf16(batch * new, HEADS, DIM)
     mask = torch.ones(new, new, dtype=torch.bool, device="cuda").tril().expand(batch, -1, -1)
     tail = pages.table, pages.lengths, mask, 8192, None, SCALE
@@ -182,7 +182,7 @@ def draft_top() -> Iterator[Result]:
 
 
 def extend_args(new: int, cached: int, batch: int = 1) -> tuple[Pages, Tensor, Tensor, float, float]:
-    """pages, starts, queries, bytes, matrix operations."""
+    """Return (pages, starts, queries, bytes, matrix operations)."""
     pages = Pages(batch, new + cached)
     starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * new
     flop = 4 * HEADS * DIM * batch * (new * cached + new * (new + 1) / 2)
@@ -217,7 +217,7 @@ def whole_prompt() -> Iterator[Result]:
 
 
 def first_calls() -> Iterator[Result]:
-    """What a length that cuDNN has not seen costs: host milliseconds of its first call, as us."""
+    """The cost of a length that cuDNN has not seen: host milliseconds of its first call, as us."""
     for new in (777, 1333, 3001, 5003):
         x = bf16(new, HEADS + 2 * KV_HEADS, DIM)
         run = partial(
@@ -252,7 +252,7 @@ def sampling() -> Iterator[Result]:
 
 
 def host() -> Iterator[Result]:
-    """Microseconds of CPU per eager call: what a break of a prefill graph pays per layer."""
+    """Microseconds of CPU per eager call: the cost per layer of a break in a prefill graph."""
     pages, starts, query, _, _ = extend_args(128, 0)
     planes = pages.planes[0]
     op = torch.ops.tandem.extend_attention.default

@@ -1,9 +1,9 @@
-"""What the choice of a pair of nodes costs the router, in microseconds per request, and nothing else of a request.
+"""The router's cost of choosing a pair of nodes, in microseconds per request, without any other part of a request.
 
     python -m tests.bench.placement [--nodes 1 8 32] [--requests 0 16]
 
-Per number of nodes of each role and of requests in flight on each: both policies, with every node healthy; then with
-a bad pair, a node in its slow start and an outlier, which is what the choice looks at most.
+For each number of nodes per role and of requests in flight per node: both policies with healthy nodes; then with a bad
+pair, a node in slow start and an outlier, which is the most expensive case.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def disturb(registry: NodeRegistry, health: NodeHealth) -> None:
 
 
 def microseconds(registry: NodeRegistry, health: NodeHealth, policy: str) -> float:
-    """CPU time of one choice, the least of all rounds: other processes share this machine."""
+    """CPU time of one choice, the minimum of all rounds, because other processes share this machine."""
     costs = {"prefill": prefill_cost, "decode": decode_cost}
     placer = Placer(registry, {role: POLICIES[policy](costs[role]) for role in ROLES}, health)
     times = []

@@ -1,4 +1,4 @@
-"""A client of HTTP/1.1 that costs little: one connection, one request at a time, any address of this host."""
+"""A cheap HTTP/1.1 client: one connection, one request at a time, from any address of this host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END_OF_CHUNKS = b"\r\n0\r\n\r\n"
 
 
 class RawClient:
-    """Use as an async context. `address` is the client's own: any of 127.0.0.0/8."""
+    """The client; use it as an async context. `address` is the client's own: any of 127.0.0.0/8."""
 
     def __init__(self, port: int, address: str = "127.0.0.1") -> None:
         self._port = port
@@ -43,7 +43,7 @@ class RawClient:
         return await self._ask(head.encode() + data)
 
     async def _ask(self, request: bytes) -> int:
-        """The answer's status, once the whole answer has come."""
+        """Return the status after the whole answer has arrived."""
         self._writer.write(request)
         head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         status, fields = int(head[9:12]), dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2])

@@ -3,9 +3,9 @@
     python -m tests.bench.rounds [--acceptance 0.7] [--batch 1 4 16 32 64] [--length 1024] [--json FILE]
     python -m tests.bench.rounds --model DIR --draft DIR --device cpu --length 64
 
-Milliseconds are wall-clock per round with one round in flight, as a node runs them; the phases are device time between
-events. The floor is the larger of bytes (weights of every forward, KV that its attention reads) over the copy
-bandwidth and matrix operations over the matrix rate, phase by phase, both measured in the same run.
+Milliseconds are wall-clock time per round with one round in flight, as in a node; phases are device time between
+events. The floor is, phase by phase, the larger of bytes (weights of every forward, KV that its attention reads) over
+the copy bandwidth and matrix operations over the matrix rate, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One batch size."""
+    """The result for one batch size."""
 
     batch: int
-    length: int  # tokens of a prompt
+    length: int  # prompt tokens
     round_ms: float
     draft_ms: float
     verify_ms: float
@@ -51,7 +51,7 @@ class Row:
     tokens_per_s: float
     plain_ms: float
     plain_floor_ms: float
-    same_text: float  # share of requests whose two texts agree; below 1 only where logits nearly tie
+    same_text: float  # share of requests whose two texts agree; below 1 only if logits almost tie
 
 
 class Marks:
@@ -76,13 +76,13 @@ class Marks:
         return timed
 
     def median_ms(self, name: str) -> float:
-        """Of the rounds since the last time."""
+        """Median of the rounds since the last call."""
         times = [start.elapsed_time(stop) for start, stop in self._pairs.pop(name, [])]
         return statistics.median(times) if times else 0.0
 
 
 class TimedVerify:
-    """A verify phase between events."""
+    """A verify phase between two events."""
 
     def __init__(self, verify: Any, marks: Marks) -> None:
         self._verify = verify
@@ -96,7 +96,7 @@ class TimedVerify:
 
 
 def watch(step: SpeculativeStep) -> Marks:
-    """Put events around the phases of `step`."""
+    """Add events around the phases of `step`."""
     marks, drafter = Marks(step._device), step._drafter
     drafter.propose = marks.around("draft", drafter.propose)  # type: ignore[method-assign]
     drafter.absorb = marks.around("extend", drafter.absorb)  # type: ignore[method-assign]
@@ -105,7 +105,7 @@ def watch(step: SpeculativeStep) -> Marks:
 
 
 def run(steps: DecodeSteps, requests: Sequence[DecodeRequest], rounds: int) -> tuple[float, float]:
-    """(wall-clock ms per step, tokens per step and request) with the next step launched before one is read."""
+    """(wall-clock ms per step, tokens per step and request), launching the next step before one is read."""
     device = torch.cuda.is_available()
     unread: list[tuple[StepPlan, Launched]] = []
     most = steps.rules.tokens_per_step
@@ -145,7 +145,7 @@ def run(steps: DecodeSteps, requests: Sequence[DecodeRequest], rounds: int) -> t
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of the device, measured."""
+    """The measured limits of the device."""
 
     bytes_per_s: float
     flop_per_s: float
@@ -155,7 +155,7 @@ class Ceilings:
         return cls(copy_bandwidth(), matmul_rate()) if device.type == "cuda" else None
 
     def ms(self, weights: float, kv_bytes: float, rows: int, itemsize: int) -> float:
-        """One forward of `rows` rows through `weights` bytes of matrices."""
+        """Time of one forward of `rows` rows through `weights` bytes of matrices."""
         moved = (weights + kv_bytes) / self.bytes_per_s
         return 1e3 * max(moved, 2 * rows * weights / itemsize / self.flop_per_s)
 
@@ -190,7 +190,7 @@ class Comparison:
         self._marks = watch(round_step)
 
     def measure(self, batch: int, length: int, rounds: int) -> Row:
-        """Both steps over the same prompts."""
+        """Run both steps over the same prompts."""
         engine, prompts = self._engine, random_prompts(self._engine.pair, batch, length, seed=batch)
         most = (WARM_UP + rounds + 1) * self._speculative.rules.tokens_per_step + 1
         texts, times = [], []
@@ -235,7 +235,7 @@ def table(rows: Sequence[Row]) -> str:
 def bench(
     pair: Pair, batches: Sequence[int], length: int, steps: int, rounds: int, graphs: str = "auto"
 ) -> list[Row]:
-    """One row per batch size."""
+    """Yield one row per batch size."""
     most = length + (WARM_UP + rounds + 2) * (steps + 1) + 1
     comparison = Comparison(Engine(pair, max(batches), most, steps, graphs))
     return [comparison.measure(batch, length, rounds) for batch in batches]

@@ -1,10 +1,10 @@
-"""What the router costs: microseconds of its processes' CPU time per request and per token, over real HTTP.
+"""The cost of the router: microseconds of its processes' CPU time per request and per token, over real HTTP.
 
     python -m tests.bench.router_cost http://127.0.0.1:8000 --pid PID --json FILE
 
-PID is the router's; its child processes count, too. Loads of equal requests run with one answer token and with
-`--output` tokens, as streams and not; the difference is the cost of a token. CPU time is read from /proc, so that other
-work on the machine changes little. Run it against two builds, one after the other, to compare them.
+PID is the router's; its child processes are included. Loads of equal requests run with one answer token and with
+`--output` tokens, streamed and not; the difference is the cost of a token. CPU time is read from /proc, so that other
+work on the machine has little effect. To compare two builds, run it against one after the other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import aiohttp
 
 from tests.bench.environment import describe
 
-IDLE_SECONDS = 0.02  # of CPU time within a second
+IDLE_SECONDS = 0.02  # CPU time within a second below which a process counts as idle
 IDLE_LOOKS = 120
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process and of its children, to the nanosecond. Ended ones do not count."""
+    """CPU time of all threads of a process and its children, in nanosecond resolution. Ended ones do not count."""
     total, waiting = 0, [pid]
     while waiting:
         try:
@@ -46,7 +46,7 @@ async def load(
     chat: bool,
     seed: int,
 ) -> None:
-    """So many requests by so many clients that always wait for an answer. Raises for any that is not 200."""
+    """Send `count` requests from clients that always wait for an answer. Raises for any status but 200."""
     rng = random.Random(seed)
     gate = asyncio.Semaphore(clients)
 
@@ -67,7 +67,7 @@ async def load(
 
 
 async def idle(pid: int) -> None:
-    """Return once the router and its children compute next to nothing."""
+    """Return once the router and its children are almost idle."""
     before = cpu_seconds(pid)
     for _ in range(IDLE_LOOKS):
         await asyncio.sleep(1)
@@ -82,7 +82,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(arguments.url, connector=connector) as session:
-        await load(session, 50, arguments.clients, 4, True, True, 0)  # warms everything up
+        await load(session, 50, arguments.clients, 4, True, True, 0)  # warm-up
         await idle(arguments.pid)  # workers may still be starting
         for kind, stream, chat in (
             ("completions", False, False),

@@ -1,12 +1,12 @@
-"""What hostile clients do to the router: stalls of its event loop, memory, and what a normal chat costs it.
+"""The effect of hostile clients on the router: stalls of its event loop, memory, and the cost of a normal chat.
 
     python -m tests.bench.router_hostile [--json FILE] [--repeat 3]
 
 A real router process serves scripted nodes (tests/bench/scripted_pair.py). Every body of hostile_bodies.py is sent
 `--repeat` times at once, then every attack of hostile_clients.py runs once. `stall_ms` is the longest stall of the
-router's event loop as its probe saw it (loop_probe.py), without the time in which other processes had the processor;
-`late_ms` is the longest delay with that time. `grown_mib` is by how much the router's resident memory peaked over what
-it was before. The chat lines give CPU time per request, of the router and of its other processes.
+router's event loop measured by its probe (loop_probe.py), without the time in which other processes had the processor;
+`late_ms` is the longest delay including that time. `grown_mib` is the peak of the router's resident memory over its
+previous value. The chat lines give CPU time per request, of the router and of its other processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HEADERS = {"Content-Type": "application/json"}
 
 
 def _memory(pid: int, field: str) -> float:
-    """MiB of VmRSS, or of VmHWM: the most since `_reset_peak`."""
+    """MiB of VmRSS, or of VmHWM, the maximum since `_reset_peak`."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) / 1024
@@ -56,7 +56,7 @@ def _reset_peak(pid: int) -> None:
 
 
 def _cpu(pid: int) -> float:
-    """Seconds that a process has computed."""
+    """CPU seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
@@ -117,7 +117,7 @@ async def send_bodies(port: int, name: str, repeat: int) -> list[int]:
 
 
 async def chats(port: int, pid: int, messages: int) -> dict[str, Any]:
-    """CPU time of normal chats of `messages` messages, one token each, one after the other."""
+    """CPU time of normal chats of `messages` messages and one answer token each, one after the other."""
     turns = [{"role": "user", "content": "How many apples are there in 3 boxes of 12?"}]
     turns += [{"role": "assistant", "content": "36"}, *turns] * (messages // 2)
     body = json.dumps({"messages": turns, "max_tokens": 1, "temperature": 0}).encode()

@@ -1,13 +1,13 @@
-"""Whether the router's memory stays flat: many small completions, then ids of every kind that it does not know.
+"""Whether the router's memory stays constant: many small completions, then unknown ids of every kind.
 
     python -m tests.bench.router_soak --json FILE
 
-A real router process serves scripted nodes (tests/bench/scripted_pair.py) over its ipc socket. First `--requests`
-completions of two tokens come over HTTP, of text and token ids, as streams and not, each with an X-Request-Id of its
-own. Then come `--ids` ids of each kind of UNKNOWN. The router's resident memory, descriptors and threads are sampled
-all the time, until the router has given the memory of ended connections back. Printed is what they grew by after the
-first WARM_UP requests or ids of a load, or after half of it if that is less, the slope in bytes per request or id, and
-by how much the largest sample exceeded the first one after the warm-up.
+A real router process serves scripted nodes (tests/bench/scripted_pair.py) over its ipc socket. First it gets
+`--requests` completions of two tokens over HTTP, from text and token ids, streamed and not, each with its own
+X-Request-Id. Then it gets `--ids` ids of each kind of UNKNOWN. The router's resident memory, descriptors and threads
+are sampled all the time, until the router has returned the memory of ended connections. Printed are their growth after
+the first WARM_UP requests or ids of a load (or after half of it, if that is less), the slope in bytes per request or
+id, and by how much the largest sample exceeded the first one after the warm-up.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from tests.bench.soak_samples import Watch, growth
 from tests.cluster.harness import RunningCluster
 from tests.fakes.fake_node import registration
 
-WARM_UP = 10_000  # more than any table of the router holds
+WARM_UP = 10_000  # more entries than any table of the router holds
 SOCKETS_AT_ONCE = 100
 POOLS = (32_768, 65_536)
 MAX_MODEL_LEN = 4096
-SETTLE_SECONDS = 3.0  # for what is still to be read after a load, and for the sweep that trims the heap
-MESSAGES_AT_ONCE = 50  # then the router gets a moment: it reads some hundred per turn of its loop
+SETTLE_SECONDS = 3.0  # for input still to be read after a load, and for the sweep that trims the heap
+MESSAGES_AT_ONCE = 50  # then a pause: the router reads some hundred per turn of its loop
 FORMS = [(prompt, stream) for prompt in ("How many are 3 and 4?", [5, 6, 7, 8]) for stream in (False, True)]
 
 
 class Soak:
-    """One router and what is sent to it. `done` counts within a load."""
+    """One router and the load on it. `done` counts within a load."""
 
     def __init__(self, cluster: RunningCluster, pair: ScriptedPair, clients: int) -> None:
         self._cluster = cluster
         self._pair = pair
         self._clients = clients
-        self._rng = random.Random(1)  # no name comes twice
+        self._rng = random.Random(1)  # no name occurs twice
         self.done = 0
         self.statuses: Counter[int] = Counter()
 
@@ -75,7 +75,7 @@ class Soak:
         }
 
     async def completions(self, count: int) -> None:
-        """Answered requests; every one must be."""
+        """Send requests, all of which must be answered."""
 
         async def one(client: RawClient, number: int) -> int:
             prompt, stream = FORMS[number % len(FORMS)]
@@ -107,7 +107,7 @@ class Soak:
         await self._http(count, lambda client, number: client.get(f"/{self._name()}?{self._name()}=1"))
 
     async def addresses(self, count: int) -> None:
-        """A completion from each of so many addresses of 127.0.0.0/8."""
+        """Send a completion from each of `count` addresses of 127.0.0.0/8."""
         numbers = iter(range(count))
 
         async def client() -> None:
@@ -121,7 +121,7 @@ class Soak:
         await asyncio.gather(*(client() for _ in range(self._clients)))
 
     async def rooms(self, count: int) -> None:
-        """Messages about rooms that nobody has, from registered nodes."""
+        """Send messages about unknown rooms, from registered nodes."""
         for number in range(count):
             room = self._rng.getrandbits(62) + 1
             token = OutputToken(7)
@@ -138,7 +138,7 @@ class Soak:
             await self._said()
 
     async def routing_ids(self, count: int) -> None:
-        """A connection, a session, and a registration that is refused, of each."""
+        """Send a session and a refused registration on `count` connections."""
 
         def register() -> tuple[str, list[tuple[bytes, ...]]]:
             message = registration("decode", self._name())
@@ -147,7 +147,7 @@ class Soak:
         await self._strangers(count, register)
 
     async def malformed_routing_ids(self, count: int) -> None:
-        """Whose every frame is a bad one."""
+        """Connect with invalid routing ids, whose every frame counts as bad."""
 
         def babble() -> tuple[str, list[tuple[bytes, ...]]]:
             return self._name(), _session_frames(b"nothing")
@@ -155,7 +155,7 @@ class Soak:
         await self._strangers(count, babble)
 
     async def incarnations(self, count: int) -> None:
-        """Heartbeats of processes that never registered, each on a connection of its own."""
+        """Send heartbeats of processes that never registered, each on a connection of its own."""
 
         def beat() -> tuple[str, list[tuple[bytes, ...]]]:
             incarnation = new_incarnation()
@@ -173,7 +173,7 @@ class Soak:
         await self._strangers(count, beat)
 
     async def _strangers(self, count: int, make: Callable[[], tuple[str, list[tuple[bytes, ...]]]]) -> None:
-        """`make` returns a routing id and what its socket sends before it closes."""
+        """`make` returns a routing id and the frames that its socket sends before it closes."""
         for _ in range(0, count, SOCKETS_AT_ONCE):
             context = zmq.Context[zmq.Socket[bytes]]()
             for _ in range(SOCKETS_AT_ONCE):
@@ -185,7 +185,7 @@ class Soak:
                     for parts in messages:
                         stranger.send_multipart(parts)
                 await self._said()
-            await asyncio.to_thread(context.term)  # all is sent, and the sockets are gone
+            await asyncio.to_thread(context.term)  # returns once all is sent and the sockets are closed
 
     async def _http(self, count: int, one: Callable[[RawClient, int], Awaitable[int]]) -> None:
         numbers = iter(range(count))
@@ -224,7 +224,7 @@ UNKNOWN: dict[str, Callable[[Soak, int], Awaitable[None]]] = {
 
 
 def _session_frames(payload: bytes) -> list[tuple[bytes, ...]]:
-    """What opens a session and says one thing in it."""
+    """Frames that open a session and send one message in it."""
     epoch = secrets.randbits(63)
     return [frame(Kind.OPEN, epoch, 0, 0), frame(Kind.DATA, epoch, 1, 0, payload)]
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode node in the caller's process that speak the real messages and answer requests at once."""
+"""A prefill and a decode node in the caller's process that use the real messages and answer requests at once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TURN_SECONDS = 0.002
 BEAT_SECONDS = 0.5
 PAGE_SIZE = 16
 TOKEN = 260
-FIRST_LISTED = 300  # of the likeliest tokens
+FIRST_LISTED = 300  # of the top tokens
 
 
 class ScriptedNode(FakeNode):
-    """A FakeNode that keeps nothing."""
+    """A FakeNode that stores no messages."""
 
     def take(self) -> Sequence[msgspec.Struct]:
-        """The messages that have come since the last call."""
+        """The messages that have arrived since the last call."""
         messages = self.received()
         self._got.clear()
         return messages
@@ -46,9 +46,9 @@ class _Running:
 
 
 class ScriptedPair:
-    """Answers each request with as many tokens as it asks for. Use as an async context.
+    """Answers each request with as many tokens as it asks for. Use it as an async context.
 
-    The prefill node says the first token at once; the decode node says `tokens_per_step` of every request in each step.
+    The prefill node sends the first token at once; the decode node sends `tokens_per_step` per request and step.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class ScriptedPair:
         step_seconds: float = TURN_SECONDS,
         tokens_per_step: int = 1,
     ) -> None:
-        """`pool_tokens` of the prefill and of the decode node. The cluster's nodes are not started."""
+        """`pool_tokens` of the prefill and the decode node. The cluster's own nodes are not started."""
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._pages = [tokens // PAGE_SIZE for tokens in pool_tokens]
         self._common = {"fingerprint": model_fingerprint(MODEL), "max_model_len": max_model_len}
         self.step_seconds = step_seconds
         self.tokens_per_step = tokens_per_step
-        self._running: dict[int, _Running] = {}  # by room
+        self._running: dict[int, _Running] = {}  # room -> request
         self.address = f"ipc://{cluster.run_dir}/router.sock"
         peers = f"ipc://{cluster.run_dir}/prefill-0.sock"
         self.prefill = ScriptedNode(
@@ -100,11 +100,11 @@ class ScriptedPair:
 
     @property
     def running(self) -> int:
-        """How many requests the decode node has."""
+        """Number of requests on the decode node."""
         return len(self._running)
 
     async def replace_decode(self) -> None:
-        """A new process registers under the decode node's name, and the earlier one ends."""
+        """Register a new process under the decode node's name; the earlier one ends."""
         task = self._tasks[1]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

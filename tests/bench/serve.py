@@ -1,15 +1,15 @@
 """Time to first token, inter-token latency and throughput of a running cluster, through HTTP.
 
     python -m tests.bench.serve http://127.0.0.1:8000 --input 512 --output 64 --concurrency 1 8 32 --json FILE
-
     python -m tests.bench.serve http://127.0.0.1:8000 --input 1024 --output 256 --rates 8 16 32 --seconds 20
 
---concurrency is a closed loop: each of C clients sends its next request when the last one is answered. --rates is
-an open loop: Poisson arrivals, whatever the cluster does; `goodput` is the share of requests within LIMITS. `second`
-is the gap between a request's first two events, in which its prompt's KV moves: one of the gaps.
-Prompts are random token ids, no two alike, so that no prefix cache helps. With --floor MODEL the same prompts run
-through `transformers` generate, one at a time, in this process and on this machine: the ratio at concurrency 1 is
-what the cluster costs or saves.
+--concurrency is a closed loop: each of C clients sends its next request when the last one is answered. --rates is an
+open loop: Poisson arrivals, whatever the cluster does; `goodput` is the share of requests within LIMITS. `second` is
+the gap between the first two events of a request, which includes the transfer of its prompt's KV.
+
+Prompts are random token ids, all different, so that no prefix cache helps. With --floor MODEL the same prompts run
+through `transformers` generate, one at a time, in this process: the ratio at concurrency 1 is the overhead or gain of
+the cluster.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.bench.environment import describe
 
 GRAPH_LABELS = "engine", "model", "phase", "reason"
-LIMITS = 0.200, 0.015  # seconds to the first token, and a request's p99 gap: what `goodput` counts as in time
+LIMITS = 0.200, 0.015  # seconds: time to first token, and a request's p99 gap, for `goodput`
 
 
 @dataclass
 class Sample:
-    """One request: seconds to the first token, and between events after it."""
+    """One request: seconds to the first token, and between the events after it."""
 
     first: float
     gaps: list[float] = field(default_factory=list)
@@ -44,11 +44,11 @@ class Sample:
 
     @property
     def per_token(self) -> float:
-        """Seconds per token after the first: several may come with one event."""
+        """Seconds per token after the first; one event may carry several."""
         return sum(self.gaps) / max(self.tokens - 1, 1)
 
     def within(self, first: float, gap: float) -> bool:
-        """Whether the first token and the request's p99 gap came in time; seconds."""
+        """Whether the first token and the request's p99 gap are within the limits, in seconds."""
         return self.first <= first and percentile(self.gaps or [0.0], 0.99) <= gap
 
 
@@ -91,7 +91,7 @@ def open_session(url: str) -> aiohttp.ClientSession:
 
 
 async def closed_loop(url: str, prompts: list[list[int]], output: int, concurrency: int) -> dict[str, Any]:
-    """All prompts, `concurrency` at a time."""
+    """Send all prompts, `concurrency` at a time."""
     waiting = iter(prompts)
     samples: list[Sample] = []
     async with open_session(url) as session:
@@ -109,7 +109,7 @@ async def closed_loop(url: str, prompts: list[list[int]], output: int, concurren
 async def open_loop(
     url: str, prompts: list[list[int]], output: int, rate: float, rng: random.Random
 ) -> dict[str, Any]:
-    """Each prompt at its own time, `rate` per second on average, however many are unanswered."""
+    """Send each prompt at its own time, `rate` per second on average, however many are unanswered."""
     async with open_session(url) as session:
         tasks = []
         due = started = time.perf_counter()
@@ -145,7 +145,7 @@ def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
 
 
 async def graph_use(url: str) -> dict[str, float]:
-    """Forwards of every captured phase since the cluster's start: replays, and what ran eagerly by reason."""
+    """Forwards of every captured phase since the cluster's start: replays, and eager runs by reason."""
     async with open_session(url) as session, session.get("/metrics") as response:
         families = text_string_to_metric_families(await response.text())
         return {

@@ -1,4 +1,4 @@
-"""What a process and its children hold, sampled over a load, and how it grows."""
+"""Resources of a process and its children, sampled over a load, and their growth."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SECONDS = 1.0
-POINTS = 24  # of a load that a result file shows
+POINTS = 24  # samples of a load that a result file shows
 
 
 @dataclass(frozen=True)
 class Sample:
-    """At one moment of a load."""
+    """Resources at one moment of a load."""
 
     done: int  # requests or ids so far
     rss: int  # bytes of the process
@@ -26,7 +26,7 @@ class Sample:
 
 
 def sample(pid: int, done: int) -> Sample:
-    """Of a process that runs."""
+    """Sample a running process."""
     status = Path(f"/proc/{pid}/status").read_text()
     threads = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Threads:"))
     children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
@@ -41,7 +41,7 @@ def _rss(pid: int) -> int:
 
 @dataclass
 class Watch:
-    """Samples a process every SECONDS, while used as an async context."""
+    """Samples a process every SECONDS while it is used as an async context."""
 
     pid: int
     done: Callable[[], int]
@@ -65,7 +65,7 @@ class Watch:
 
 
 def growth(samples: list[Sample], warm_up: int) -> dict[str, Any]:
-    """From the first sample after `warm_up` to the last one, and the slope of a line through all between."""
+    """Growth from the first sample after `warm_up` to the last one, and the slope of a fitted line."""
     warm = [each for each in samples if each.done >= warm_up]
     first, last = warm[0], warm[-1]
     return {
@@ -86,7 +86,7 @@ def growth(samples: list[Sample], warm_up: int) -> dict[str, Any]:
 
 
 def slope(points: list[tuple[int, int]]) -> float:
-    """Least squares; 0 for points that lie above each other."""
+    """Least-squares slope; 0 if all points have the same abscissa."""
     middle_x = sum(x for x, _ in points) / len(points)
     middle_y = sum(y for _, y in points) / len(points)
     spread = sum((x - middle_x) ** 2 for x, _ in points)

@@ -1,4 +1,4 @@
-"""Times device work: calls over rotating inputs recorded in one graph, whose replays are timed by events."""
+"""Times device work: calls over rotating inputs are recorded in one graph, whose replays are timed by events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-CALLS = 24  # recorded in one graph, so that its own launch does not count
+CALLS = 24  # recorded in one graph, so that its launch overhead does not count
 REPLAYS = 11
 L2_BYTES = 50 << 20
 
@@ -34,7 +34,7 @@ def graph_us(calls: Sequence[Callable[[], object]], count: int = CALLS) -> float
 
 
 def wake(seconds: float = 1.0) -> None:
-    """Keep the GPU busy before something short is measured: its clocks are low when it was idle, and take a while."""
+    """Keep the GPU busy before a short measurement: after idling, its clocks are low and take a while to rise."""
     a = torch.randn(4096, 4096, device="cuda").to(torch.bfloat16)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -44,15 +44,15 @@ def wake(seconds: float = 1.0) -> None:
 
 
 def sets_for(nbytes: int, most: int = 8) -> int:
-    """Input sets of `nbytes` that together are several times the L2, at most `most`."""
+    """Number of input sets of `nbytes` that together exceed the L2 cache several times, at most `most`."""
     return max(1, min(most, -(-4 * L2_BYTES // nbytes)))
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a device copy, read and write counted."""
+    """Bytes per second of a device copy, counting reads and writes."""
     source = torch.randn(1 << 29, device="cuda").to(torch.bfloat16)
     target = torch.empty_like(source)
-    # not copy_: a graph gives it to the copy engines, which are slower
+    # Not copy_, which a graph runs on the slower copy engines.
     return 2e6 * source.nbytes / graph_us([lambda: torch.neg(source, out=target)], 5)
 
 

@@ -1,24 +1,24 @@
-"""How fast KV pages move between a prefill and a decode process: shm, tcp, cuda_ipc, nixl.
+"""Speed of KV page transfers between a prefill and a decode process: shm, tcp, cuda_ipc, nixl.
 
     python -m tests.bench.transfer --json FILE [--transports cuda_ipc nixl shm tcp] [--tokens 64 512 8192]
 
-Two real processes, the page size and KV of the 8B shape (32 layers, 8 KV heads of 128, bf16: 128 KiB per
-token), random pages on both sides. Per transport and size, medians:
+Two real processes, with the page size and KV of the 8B shape (32 layers, 8 KV heads of 128, bf16: 128 KiB per token)
+and random pages on both sides. Medians per transport and size:
 
-  write    one write of all planes, from the call to its ticket being done; GB/s and pages/s of it
+  write    one write of all planes, from the call until its ticket is done; with GB/s and pages/s
   many     the same writes posted back to back
-  call     what the call costs the sending loop
-  sums     what checking the arrived pages costs the receiving loop
-  room     send_pages to Arrived, record, both state machines and a ZMQ frame each way included
+  call     cost of the call to the sending loop
+  sums     cost of verifying the arrived pages to the receiving loop
+  room     send_pages to Arrived, including record, both state machines and a ZMQ frame each way
 
-and for cuda_ipc and shm, of a forward with the 8B shape's products (on a CPU next to none) whose pages leave layer by
-layer, against the same with the pages behind it, one run:
+and for cuda_ipc and shm, for a forward with the 8B shape's products (on a CPU almost none) whose pages are sent layer
+by layer, compared with the same forward whose pages are sent after it, in one run:
 
-  forward  from its launch to its end; "ratio" is layer over chunk: what the copies take from the products
-  launch   what the launch costs the sending loop
-  behind   from the forward's end to the last page's ticket
+  forward  from its launch to its end; "ratio" is layer over chunk: what the copies cost the products
+  launch   cost of the launch to the sending loop
+  behind   from the end of the forward to the last page's ticket
 
-The floors, measured in the same run: for two GPUs one contiguous copy of the driver, for one GPU half of what a
+The floors are measured in the same run: for two GPUs one contiguous copy by the driver, for one GPU half of what a
 contiguous device copy reads and writes, for the CPU a memcpy.
 """
 
@@ -82,7 +82,7 @@ def measure(rig: Rig, tokens: int, checksums: bool, rng: random.Random) -> dict[
 
 
 def forwards(rig: Rig, name: str, tokens: int, checksums: bool, rng: random.Random) -> list[dict[str, Any]]:
-    """Medians in us, by chunk and then by layer; each is run once before."""
+    """Medians in us, by chunk and then by layer; each runs once as a warm-up."""
     lists = page_lists(rig, -(-tokens // PAGE), rng)
     rows: list[dict[str, Any]] = []
     for by in ("chunk", "layer"):
@@ -118,7 +118,7 @@ def run(name: str, devices: tuple[str, str], sizes: Sequence[int], checksums: bo
 
 
 def floors(gpus: int) -> dict[str, float]:
-    """GB/s one way of contiguous copies of 1 GiB (256 MiB on the CPU)."""
+    """GB/s in one direction of contiguous copies of 1 GiB (256 MiB on the CPU)."""
     found = {}
     host = torch.ones(1 << 28, dtype=torch.uint8)
     target = torch.empty_like(host)
@@ -185,7 +185,7 @@ def main() -> None:
             for row in rows:
                 print(line(row), flush=True)
             result["rows"] += rows
-            if arguments.json:  # after every part: a run that is cut short leaves what it has
+            if arguments.json:  # after every part, so that an interrupted run keeps its results
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
                 arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

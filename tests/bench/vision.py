@@ -1,9 +1,9 @@
-"""Time to first token of prompts with one picture, one client: what the vision part and the prompt forward take.
+"""Time to first token of prompts with one picture and one client: the cost of the vision part and the prompt forward.
 
     python -m tests.bench.vision http://127.0.0.1:8000 [--count 50] [--json FILE]
 
 Start deploy/clusters/local-vision.yaml, once with --set prefill.graphs=breakable and once with none. Every picture is
-new, so nothing of it is cached; the same questions without their pictures are timed beside.
+new, so nothing of it is cached. The same questions are also timed without their pictures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def measure(url: str, count: int, seed: int) -> dict[str, Any]:
     async with aiohttp.ClientSession(url) as session:
         async with session.get("/server_info") as response:
             nodes = (await response.json())["nodes"]
-        seen = [await first_token_ms(session, picture_body(each)) for each in asked][3:]  # behind the warm-up
+        seen = [await first_token_ms(session, picture_body(each)) for each in asked][3:]  # skips the warm-up
         text = [await first_token_ms(session, picture_body(each)) for each in plain][3:]
     prefill = next(node for node in nodes if node["role"] == "prefill")
     backends = " ".join(dict.fromkeys(row["backend"] for row in prefill["graphs"]))

@@ -1,10 +1,11 @@
-"""Prompts with one new image, without sockets: the encoder, and the first token behind it, graphs on and off.
+"""Prompts with one new image, without sockets: the encoder, and the first token after it, graphs on and off.
 
     python -m tests.bench.vision_engine [--json FILE] [--text 64 448 1472]
 
-Language model: the constructed 8B shape. Towers, of random weights: LLaVA-1.5's (CLIP ViT-L/14 at 336 pixels, 576
-tokens) and Qwen2.5-VL's (32 blocks, windows of 112 pixels; here 672 x 672 pixels, 576 tokens); their graphs go with
-those of prompts. Beside each prompt stands one of as many tokens of text alone: the rest is encoder and merging.
+The language model is the constructed 8B shape. Towers have random weights: LLaVA-1.5's (CLIP ViT-L/14 at 336 pixels,
+576 tokens) and Qwen2.5-VL's (32 blocks, windows of 112 pixels; here 672 x 672 pixels, 576 tokens); their graphs are
+switched with those of prompts. Each prompt is compared with one of as many text tokens: the rest is encoder and
+merging.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ QWEN = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-BEFORE = 16  # text in front of the image
+BEFORE = 16  # text tokens before the image
 REPEATS = 9
 
 
@@ -68,8 +69,8 @@ class Row:
     image_tokens: int
     text_tokens: int
     ms: float
-    text_alone_ms: float  # a prompt of as many tokens
-    encoder_ms: float  # by itself, from pixels on the host to rows that are there
+    text_alone_ms: float  # a text prompt of the same length
+    encoder_ms: float  # by itself, from pixels on the host to finished rows
 
 
 def llava(hidden: int, placement: Placement) -> tuple[LlavaPart | QwenPart, Pixels]:
@@ -111,14 +112,14 @@ TOWERS = {"llava-1.5": llava, "qwen2.5-vl": qwen}
 
 
 def new_images(pixels: Pixels) -> Iterator[tuple[PromptImage, ...]]:
-    """For prompt after prompt the same image, as if it were a new one."""
+    """Yield the same image for prompt after prompt, as if it were a new one."""
     for number in itertools.count():
         digest = number.to_bytes(32, "big")
         yield (PromptImage(ImageSpan(BEFORE, pixels.tokens, digest, pixels.rows), pixels),)
 
 
 def encoder_of(part: LlavaPart | QwenPart, wanted: str) -> VisionPart:
-    """As a prefill node has it. Raises RuntimeError where a graph was not captured."""
+    """The encoder as in a prefill node. Raises RuntimeError if a graph was not captured."""
     encoder = prompt_graphs.encoder_graphs(part, PhaseSwitch(wanted))
     node_graphs.capture(encoder, Log("bench"))
     if failed := [row.error for row in encoder.forward.graphs.rows if row.error]:
@@ -167,7 +168,7 @@ def main() -> None:
         for wanted in ("breakable", "none"):
             encode = encoder_of(part, wanted)
             encoder = encoder_ms(encode, pixels, device)
-            cache = RowCache(0)  # nothing is kept: each prompt shows its image anew
+            cache = RowCache(0)  # nothing is kept: each prompt encodes its image anew
             steps = PrefillSteps(runner, wanted, chunk, VisionEmbeds(runner.model.embed, encode, cache))
             images = new_images(pixels)
             for text in options.text:
@@ -179,7 +180,7 @@ def main() -> None:
                     f"{name:>12} {wanted:>10} {pixels.tokens:6d} {text:6d} {ms:8.2f} {alone:10.2f} {encoder:8.2f}",
                     flush=True,
                 )
-            del steps, encode  # graphs and their memory
+            del steps, encode  # frees graphs and their memory
             gc.collect()
     if options.json:
         report = {

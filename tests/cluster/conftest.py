@@ -1,4 +1,4 @@
-"""Fixtures of the cluster tests: a default cluster for all, prompts of every length, and the reference's answers."""
+"""Fixtures of the cluster tests: a default cluster, prompts of every length, and the reference answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """100 prompts of 1 to 1,500 tokens: beginnings of few-shot documents, and random token ids."""
     rng = random.Random(11)
     encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    lengths = [max(1, round(LONGEST ** (i / 99))) for i in range(100)]  # 1 .. 1500, as many short as long
+    # 1 .. 1500, evenly spaced in log scale
+    lengths = [max(1, round(LONGEST ** (i / 99))) for i in range(100)]
     result: list[list[int]] = []
     for index, length in enumerate(lengths):
         if index % 3 == 0:
@@ -43,7 +44,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 class Reference:
-    """Greedy continuations by `transformers` in float32, made once per prompt and length."""
+    """Greedy continuations by `transformers` in float32, computed once per prompt and length."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
@@ -77,6 +78,6 @@ def reference(tokenizer: Tokenizer) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """One prefill and one decode node with the default config; shared by a module's tests."""
+    """One prefill and one decode node with the default config, shared by the tests of a module."""
     with RunningCluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running

@@ -1,4 +1,4 @@
-"""Requests whose answers are compared with and without the death of a node, whole and as streams."""
+"""Requests whose answers are compared with and without the death of a node, complete and streamed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """A body without `stream`. `tokens`: what the router has heard of the answer when the decode node dies."""
+    """A body without `stream`. `tokens`: how much of the answer the router has received when the decode node dies."""
 
     name: str
     path: str
@@ -25,7 +25,7 @@ class Case:
 
 
 async def ask(client: Client, case: Case, stream: bool, request_id: str = "") -> dict[str, Any]:
-    """The only choice of the answer and its `usage`; a stream's are put together to look alike."""
+    """Return the only choice of the answer and its `usage`; a stream is merged into the same form."""
     body = {**case.body, "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True}
@@ -64,7 +64,7 @@ def _flat(choice: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(before: dict[str, Any] | None, more: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Lists of logprobs, one after the other."""
+    """Concatenate lists of logprobs."""
     if before is None or more is None:
         return before or more
     return {
@@ -74,7 +74,7 @@ def _joined(before: dict[str, Any] | None, more: dict[str, Any] | None) -> dict[
 
 
 def expect_equal(found: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """Everything but rounding in logprobs, of which the largest difference is returned."""
+    """Expect equality except for rounding of logprobs, and return their largest difference."""
     assert (found["text"], found["finish_reason"], found["usage"]) == (
         wanted["text"],
         wanted["finish_reason"],
@@ -92,7 +92,7 @@ def expect_equal(found: dict[str, Any], wanted: dict[str, Any]) -> float:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Keys count, too, and their order."""
+    """Yield all leaves; keys and their order count too."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield key

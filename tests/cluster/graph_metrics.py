@@ -1,4 +1,4 @@
-"""What /metrics says of graphs: what ran under them, what did not, and why."""
+"""Reads the graph metrics: what ran under graphs, what did not, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def graph_series(text: str, role: str) -> dict[tuple[str, str, str, str], float]
 
 
 def replay_share(series: dict[tuple[str, str, str, str], float], phase: str, model: str) -> float:
-    """Of all forwards of a phase; 0 where none ran."""
+    """The share of all forwards of a phase that were replayed; 0 if none ran."""
     replays = series.get(("graph_replays_total", phase, model, ""), 0.0)
     eager = sum(value for key, value in series.items() if key[:3] == ("graph_fallbacks_total", phase, model))
     return replays / (replays + eager) if replays + eager else 0.0

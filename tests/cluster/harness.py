@@ -1,4 +1,4 @@
-"""Real clusters for tests: every process as a user starts it, talked to over HTTP alone."""
+"""Real clusters for tests: every process runs as a user would start it, and tests use only HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENT = {
     "node_timeout": 600.0,
     "router_timeout": 600.0,
     "loop_timeout": 600.0,
-}  # a stalled machine is no fault
+}  # a stalled machine must not count as a fault
 ENV = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
@@ -55,7 +55,7 @@ def with_children(process: Path) -> Iterator[Path]:
 
 
 def hold_port() -> socket.socket:
-    """Bound and not listening: nobody else is given its port, and a server that reuses addresses can have it."""
+    """Bind a port without listening: nobody else gets the port, but a server that reuses addresses can bind it."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -64,20 +64,21 @@ def hold_port() -> socket.socket:
 
 @dataclass
 class RunningCluster:
-    """Processes by name: "router", "prefill-0", "decode-0", ... Use as a context manager, in tests as an async one."""
+    """Processes by name: "router", "prefill-0", "decode-0", ... A context manager, in tests an async one."""
 
     directory: Path
     prefill: int = 1
     decode: int = 1
-    config: dict[str, Any] = field(default_factory=dict)  # sections, merged over the harness's
+    config: dict[str, Any] = field(default_factory=dict)  # sections, merged over those of the harness
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    held: list[socket.socket] = field(default_factory=list)  # ports
+    held: list[socket.socket] = field(default_factory=list)  # reserved ports
     blocking: tuple[str, ...] = ()  # nodes that `block` can block
     withholding: tuple[str, ...] = ()  # decode nodes: see tests/fakes/withholding_node.py
-    late: tuple[str, ...] = ()  # nodes that are not there until the test launches them
-    addresses: dict[str, int] = field(default_factory=dict)  # of links over tcp: who listens -> port
-    router_module: tuple[str, ...] = ("router",)  # what `python -m` runs as it, with its first arguments
-    rows: tuple[tuple[str, str], ...] = ()  # (table, row) of every process: see tests/fakes/with_rows.py
+    late: tuple[str, ...] = ()  # nodes that do not run until the test launches them
+    addresses: dict[str, int] = field(default_factory=dict)  # listener of a tcp link -> port
+    router_module: tuple[str, ...] = ("router",)  # module for `python -m`, with its first arguments
+    # (table, row) added in every process: see tests/fakes/with_rows.py
+    rows: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         self.port = self._port()
@@ -90,7 +91,7 @@ class RunningCluster:
             "decode": {"nodes": [{"name": f"decode-{i}"} for i in range(self.decode)]},
             "health": {**PATIENT},
             "transfer": {**PATIENT_TRANSFER},
-            # short: the path of an ipc socket is limited
+            # Short, because the path of an ipc socket is limited.
             "process": {"run_dir": f"/tmp/tandem-test-{secrets.token_hex(4)}"},
         }
         if tcp:
@@ -126,25 +127,25 @@ class RunningCluster:
         return self.run_dir / "router.admin.sock"
 
     def operator(self) -> Client:
-        """Asks through the admin socket: no key, and /server_info has process ids and incarnations."""
+        """A client of the admin socket: it needs no key, and its /server_info has process ids and incarnations."""
         return Client("http://localhost", self.admin_socket)
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
 
     def block(self, name: str, after: int = 0) -> None:
-        """The node's next forward but `after` blocks its main loop until `unblock`. Only of `blocking` nodes."""
+        """Block the main loop in a forward, after `after` further ones, until `unblock`. Only for `blocking` nodes."""
         assert name in self.blocking
         written = self.directory / f"next-{name}"
         written.write_text(str(after))
         written.rename(self.directory / f"block-{name}")
 
     def is_blocked(self, name: str) -> bool:
-        """Whether the node has come to the forward that blocks."""
+        """Whether the node has reached the blocking forward."""
         return (self.directory / f"block-{name}.reached").exists()
 
     def withheld(self, name: str) -> set[str]:
-        """Ids of the requests of which the node has more to say than it may. Only of `withholding` nodes."""
+        """Ids of the requests whose tokens the node withholds. Only for `withholding` nodes."""
         file = self.directory / f"withheld-{name}"
         return set(file.read_text().splitlines()) if file.exists() else set()
 
@@ -175,7 +176,7 @@ class RunningCluster:
             )
 
     def listens_at(self, name: str) -> set[tuple[str, int]]:
-        """(address, port) of every TCP socket of the process and its children that takes connections."""
+        """(address, port) of every listening TCP socket of the process and its children."""
         directory = Path(f"/proc/{self.processes[name].pid}")
         inodes = {
             os.readlink(each)
@@ -201,7 +202,7 @@ class RunningCluster:
             self.processes[name].wait(PATIENCE)
 
     def __enter__(self) -> RunningCluster:
-        """For fixtures, outside of an event loop."""
+        """Start it for fixtures, outside of an event loop."""
         return asyncio.run(self.__aenter__())
 
     def __exit__(
@@ -240,13 +241,13 @@ class RunningCluster:
                 process.wait(PATIENCE)
                 if error is None:
                     raise AssertionError(f"{name} did not drain:\n{self.log(name)[-3000:]}") from None
-        shutil.rmtree(self.run_dir, ignore_errors=True)  # what killed ones have left
+        shutil.rmtree(self.run_dir, ignore_errors=True)  # left by killed processes
         if error is not None:
             for name in self.processes:
                 print(f"---- {name}\n{self.log(name)[-3000:]}")
 
     async def wait_nodes(self, timeout: float = START_TIMEOUT, expect: Sequence[str] | None = None) -> None:
-        """Until every node of `expect` (default: all that are not `late`) is registered and up."""
+        """Wait until every node of `expect` (default: all that are not `late`) is registered and up."""
         wanted = set(expect if expect is not None else self.names[1:])
         if expect is None:
             wanted -= set(self.late)
@@ -290,7 +291,7 @@ class Client:
         key: str | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`socket_path`: of the admin socket, by which every request goes then. `key`: an API key."""
+        """Create a client. `socket_path`: the admin socket, for every request. `key`: an API key."""
         self._url = url
         self._socket = socket_path
         self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
@@ -312,7 +313,7 @@ class Client:
         await self.session.close()
 
     async def complete(self, prompt: list[int] | str, max_tokens: int = 16, **fields: Any) -> Answer:
-        """A completion whose tokens can be told apart; raises ClientResponseError with the body's message."""
+        """Complete a prompt with distinguishable tokens. Raises ClientResponseError with the message of the body."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"logprobs": 0, "skip_special_tokens": False, **fields}
         async with self.session.post("/v1/completions", json=body) as response:
@@ -325,7 +326,7 @@ class Client:
     async def complete_all(
         self, prompts: Sequence[list[int]], at_once: int, max_tokens: int = 16, **fields: Any
     ) -> list[Answer]:
-        """All prompts, at most `at_once` in flight; answers in the order of the prompts."""
+        """Complete all prompts, at most `at_once` at a time; answers are in the order of the prompts."""
         gate = asyncio.Semaphore(at_once)
 
         async def one(prompt: list[int]) -> Answer:
@@ -345,16 +346,16 @@ class Client:
         return found
 
     async def gone(self, name: str) -> None:
-        """Until the router has given the node up."""
+        """Wait until the router has lost the node."""
         deadline = time.monotonic() + PATIENCE
         while name in {node["name"] for node in (await self.info())["nodes"]}:
             assert time.monotonic() < deadline, f"{name} is still there"
             await asyncio.sleep(0.02)
 
     async def wait_idle(self, timeout: float = PATIENCE) -> None:
-        """Until every node is idle: free + cached = total, nothing in quarantine. AssertionError: pages leaked.
+        """Wait until every node is idle: free + cached = total and no quarantine. AssertionError means leaked pages.
 
-        Counters are then those of now, too: what nodes said of the time before this call is not heard.
+        Afterwards counters are current: reports from before this call are ignored.
         """
         begun, deadline = time.time(), time.monotonic() + timeout
         while True:

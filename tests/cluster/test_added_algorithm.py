@@ -1,4 +1,4 @@
-"""A speculative algorithm that is added by its record alone drafts on a real node pair: tests/fakes/echo_algorithm."""
+"""A speculative algorithm added only by its record drafts on real nodes: tests/fakes/echo_algorithm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(900)  # two busy cores
 async def test_exact_text_and_the_expected_accept_length(
     prompts: list[list[int]], reference: Reference, tmp_path: Path
 ) -> None:
-    """Under graphs, with steps launched ahead; how many rounds it takes follows from the text itself."""
+    """Under graphs, with steps launched ahead; the text itself determines the number of rounds."""
     chosen = prompts[20:60:4]
     config = {
         "speculation": {"algorithm": "echo", "steps": STEPS},

@@ -1,4 +1,4 @@
-"""A transport that is added by its record alone serves a real cluster: tests/fakes/file_transport."""
+"""A transport that is added only by its record serves a real cluster: tests/fakes/file_transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)  # two busy cores
 async def test_exact_tokens_through_files(
     prompts: list[list[int]], reference: Reference, tmp_path: Path, layers: bool
 ) -> None:
-    """Its own key says where the files are; they are gone afterwards."""
+    """Its own config key names the directory of the files, which are removed afterwards."""
     files = tmp_path / "files"
     files.mkdir()
     transfer = {"transport": "files", "file_directory": str(files), "layers": layers}

@@ -1,4 +1,4 @@
-"""The real cluster behind the real `openai` client, and what the HTTP side tells about it."""
+"""A real cluster used through the real `openai` client, and what the HTTP side reports about it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_chat_streaming_or_not_gives_the_same_right_answer(cluster: Runnin
 
 
 async def test_same_seed_same_text_alone_and_in_company(cluster: RunningCluster) -> None:
-    """Also when every request draws, and other seeds give other texts."""
+    """Also if every request samples; other seeds give other texts."""
     async with client_of(cluster) as client:
 
         async def sample(seed: int, prompt: str = "Question: Tom has") -> str:
@@ -125,13 +125,13 @@ async def test_server_info_metrics_and_timeline(cluster: RunningCluster) -> None
 
 
 def test_the_router_alone_listens_and_on_its_one_address(cluster: RunningCluster) -> None:
-    """SECURITY.md, 3: on one host nodes are reached through sockets of files, which are their owner's."""
+    """SECURITY.md, 3: on one host, nodes are reached through socket files that only their owner can open."""
     found = {name: cluster.listens_at(name) for name in cluster.names}
     assert found == {"router": {("127.0.0.1", cluster.port)}, "prefill-0": set(), "decode-0": set()}
 
 
 async def test_logs_hold_nothing_of_what_was_asked_and_answered(cluster: RunningCluster) -> None:
-    """SECURITY.md, 9: neither where all is well nor where it is not."""
+    """SECURITY.md, 9: neither for successful requests nor for failed ones."""
     told = "xylophone marmalade"
     async with Client(cluster.url) as client:
         answer = await client.complete(told, 24)
@@ -140,7 +140,7 @@ async def test_logs_hold_nothing_of_what_was_asked_and_answered(cluster: Running
             async with client.session.post("/v1/chat/completions", json=chat | refused) as response:
                 assert response.status == 400
         async with client.session.post("/v1/completions", json={"prompt": told, "stream": True}) as response:
-            await response.content.readline()  # and is gone
+            await response.content.readline()  # then the client disconnects
         await client.wait_idle()
     for name in cluster.names:
         log = cluster.log(name)
@@ -150,7 +150,7 @@ async def test_logs_hold_nothing_of_what_was_asked_and_answered(cluster: Running
 
 
 async def test_requests_leave_no_descriptor_behind(cluster: RunningCluster) -> None:
-    """RELIABILITY.md, I5: neither those that end nor those whose client leaves."""
+    """RELIABILITY.md, I5: neither requests that end nor those whose client disconnects leak descriptors."""
 
     def open_ones() -> dict[str, int]:
         directories = {name: f"/proc/{cluster.processes[name].pid}/fd" for name in cluster.names}
@@ -167,7 +167,7 @@ async def test_requests_leave_no_descriptor_behind(cluster: RunningCluster) -> N
 
     await some()
     before, last = open_ones(), None
-    while before != last:  # connections of its clients close behind their backs
+    while before != last:  # connections of other clients may still close
         await asyncio.sleep(0.2)
         before, last = open_ones(), before
     await some()

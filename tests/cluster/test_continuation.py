@@ -1,10 +1,10 @@
-"""A request that loses a node in the middle is answered as if nothing had happened, whatever it asked for.
+"""A request that loses a node halfway is answered as if nothing had happened, whatever it requested.
 
-Compared are text, tokens, logprobs and those of the likeliest tokens, finish reason and usage, of answers as a whole
-and as streams. The prefill node dies in the middle of prompts. The decode node dies after exactly as many tokens as
-the case names: it withholds the others (tests/fakes/withholding_node.py). Prefixes are not cached, so what was said
-before is computed again, in chunks and batches of another shape. By that logprobs may differ by rounding: by 2.5e-5
-between two undisturbed answers, by 4.2e-5 after a death; LOGPROB_TOLERANCE is more. Everything else is equal.
+Text, tokens, logprobs, top logprobs, finish reason and usage are compared, of complete and streamed answers. The
+prefill node dies in the middle of prompts. The decode node dies after exactly the number of tokens that the case names,
+because it withholds the others (tests/fakes/withholding_node.py). Prefixes are not cached, so earlier tokens are
+recomputed in chunks and batches of other shapes. Logprobs may therefore differ by rounding: by 2.5e-5 between two
+undisturbed answers, by 4.2e-5 after a death; LOGPROB_TOLERANCE is larger. Everything else is equal.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def text_cases() -> list[Case]:
 
 
 def straddling(case: Case, wanted: dict[str, Any]) -> list[Case]:
-    """The case again, with stop strings of which the router has heard a part when the node dies."""
+    """The case with stop strings of which the router has received a part when the node dies."""
     tokens, said = wanted["logprobs"]["tokens"], case.tokens
     made = []
     for name, before, behind in (("half", 3, 3), ("all-but-last", 6, 1), ("first-only", 1, 6)):
@@ -85,7 +85,7 @@ def straddling(case: Case, wanted: dict[str, Any]) -> list[Case]:
 
 
 def picture_cases() -> list[Case]:
-    """One and two pictures, greedy and not."""
+    """One and two pictures, greedy and sampled."""
     shown = {len(each.images): each for each in islice(questions(12, "heldout"), 16)}
     assert {1, 2} <= set(shown)
     listed = {"logprobs": True, "top_logprobs": 2, "max_tokens": 24, "ignore_eos": True}
@@ -97,7 +97,7 @@ def picture_cases() -> list[Case]:
 
 
 async def answers(client: Client, cases: list[Case], prefix: str = "") -> dict[str, dict[str, Any]]:
-    """By request id without `prefix`, which may say how many tokens the router is to hear."""
+    """Answers by request id without `prefix`, which may encode the number of tokens the router receives."""
 
     async def one(case: Case, stream: bool) -> tuple[str, dict[str, Any]]:
         name = f"{case.name}-{'stream' if stream else 'whole'}"
@@ -107,7 +107,7 @@ async def answers(client: Client, cases: list[Case], prefix: str = "") -> dict[s
 
 
 def placed_again(cluster: RunningCluster, prefix: str) -> dict[str, int]:
-    """Tokens that each request had said when it was placed again, of requests whose ids begin so."""
+    """Tokens that each request with this id prefix had emitted when it was placed again."""
     lines = [
         json.loads(line) for line in cluster.log("router").splitlines() if '"placing a request again"' in line
     ]
@@ -156,7 +156,7 @@ async def test_the_death_of_a_node_changes_no_answer(model: str, tmp_path: Path)
 async def _kill_prefill(
     cluster: RunningCluster, client: Client, cases: list[Case], wanted: dict[str, dict[str, Any]]
 ) -> float:
-    """In the middle of prompts: after some chunks."""
+    """Kill it in the middle of prompts, after some chunks."""
     cluster.block("prefill-0", after=5)
     asking = asyncio.create_task(answers(client, cases, "prefill-"))
     await _until(lambda: cluster.is_blocked("prefill-0"), asking)
@@ -170,7 +170,7 @@ async def _kill_prefill(
 async def _kill_decode(
     cluster: RunningCluster, client: Client, cases: list[Case], wanted: dict[str, dict[str, Any]]
 ) -> float:
-    """After exactly as many tokens as each case names."""
+    """Kill it after exactly as many tokens as each case names."""
     asking = asyncio.create_task(answers(client, cases, "hold-{}-"))
     await _until(lambda: len(cluster.withheld("decode-0")) == len(wanted), asking)
     found = await _replaced(cluster, "decode-0", "decode-1", asking)
@@ -184,7 +184,7 @@ async def _kill_decode(
 async def _replaced(
     cluster: RunningCluster, victim: str, spare: str, asking: asyncio.Task[dict[str, dict[str, Any]]]
 ) -> dict[str, dict[str, Any]]:
-    """The answers after `victim` was killed with `spare` up."""
+    """Return the answers of a run in which `victim` is killed while `spare` is up."""
     cluster.launch(spare)
     await cluster.wait_nodes(expect=[spare])
     assert not asking.done()

@@ -1,4 +1,4 @@
-"""deploy/up, status and down as a person and as a script use them: exit codes, messages, nothing left behind."""
+"""deploy/up, status and down as used by a person and by a script: exit codes, messages, nothing left over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def port() -> Iterator[socket.socket]:
-    """The router's port: bound, so that no other test is given it; who listens on it keeps the router out."""
+    """The router's port, bound so that no other test gets it; a listener on it keeps the router out."""
     with hold_port() as held:
         yield held
 
@@ -36,7 +36,7 @@ def port() -> Iterator[socket.socket]:
 @pytest.fixture
 def cluster_file(tmp_path: Path, port: socket.socket) -> Path:
     file = tmp_path / "mine.yaml"
-    # short: the path of an ipc socket is limited
+    # Short, because the path of an ipc socket is limited.
     run_dir = f"/tmp/tandem-deploy-{os.getpid()}-{time.monotonic_ns() % 100_000}"
     sections = {
         "model": {"path": str(MODEL)},
@@ -55,7 +55,7 @@ def run_dir_of(file: Path) -> Path:
 def deploy(
     command: str, *arguments: str, environment: Mapping[str, str] = ENV
 ) -> subprocess.CompletedProcess[str]:
-    """What deploy/COMMAND runs once the environment is set up."""
+    """Run what deploy/COMMAND runs once the environment is set up."""
     return subprocess.run(
         [sys.executable, "-m", "deploy.cli", command, *arguments],
         cwd=ROOT,
@@ -82,7 +82,7 @@ def left_behind(file: Path) -> dict[str, list[str]]:
 
 
 def pids_of(file: Path) -> set[tuple[int, int]]:
-    """And when they were started: pids come again."""
+    """(pid, start time) of its processes; the start time matters because pids are reused."""
     table = json.loads((run_dir_of(file) / "cluster.json").read_text())
     return {(entry["pid"], entry["started"]) for entry in table["processes"].values()}
 
@@ -105,7 +105,7 @@ def post(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def is_ready(file: Path) -> bool:
-    """Every node of the file is up."""
+    """Whether every node of the file is up."""
     try:
         return ask(file, "/ready") == {"status": "ready"}
     except OSError:
@@ -113,7 +113,7 @@ def is_ready(file: Path) -> bool:
 
 
 def segments_of(pids: set[tuple[int, int]]) -> set[str]:
-    """Segments that these processes made: clusters of other tests run beside this one."""
+    """Segments created by these processes; clusters of other tests run at the same time."""
     return {path.name for pid, at in pids for path in Path("/dev/shm").glob(f"tandem.*.*.{pid}.{at}.*")}
 
 
@@ -139,7 +139,7 @@ def test_up_detached_status_down(cluster_file: Path) -> None:
 
 
 def test_a_model_directory_is_served_by_one_command(tmp_path: Path, port: socket.socket) -> None:
-    """A copy of the tiny model under a name of its own, with a draft: up, a question, status, down."""
+    """A copy of the tiny model under its own name, with a draft: up, a question, status, down."""
     model = tmp_path / "my-model"
     shutil.copytree(MODEL, model)
     runtime = Path(tempfile.mkdtemp(prefix="td"))
@@ -253,7 +253,7 @@ def test_crash_loops_end_nothing(cluster_file: Path, port: socket.socket) -> Non
         until(lambda: is_ready(file), 300)
 
         os.kill(record_of(file, "router")["pid"], signal.SIGKILL)
-        until(lambda: listens(port))  # the kernel takes the dead router's socket down first
+        until(lambda: listens(port))  # the kernel must first release the dead router's socket
         until(lambda: "router.port" in record_of(file, "router")["last_end"], 300)
         nodes = {name: record_of(file, name)["pid"] for name in ("prefill-0", "prefill-1", "decode-0")}
         port.close()

@@ -1,4 +1,4 @@
-"""Greedy output through HTTP equals `transformers` token by token, however the work is cut up and moved."""
+"""Greedy output through HTTP equals `transformers` token by token, however the work is divided and moved."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 @dataclass(frozen=True)
 class Case:
-    """One way to cut up and move the work."""
+    """One way to divide and move the work."""
 
     name: str
     config: dict[str, Any]
     prefill: int = 1
     decode: int = 1
     max_tokens: int = OUTPUT_TOKENS
-    counters: dict[str, int] = field(default_factory=dict)  # least totals over decode nodes afterwards
-    every: int = 1  # each so many-th prompt
+    counters: dict[str, int] = field(default_factory=dict)  # minimum totals over decode nodes afterwards
+    every: int = 1  # use each prompt whose index is a multiple of this
 
 
 CASES = [
@@ -33,7 +33,7 @@ CASES = [
         {"kv": {"page_size": 64}, "prefill": {"chunk_tokens": 64}, "transfer": {"transport": "tcp"}},
         every=2,
     ),
-    Case("chunk1-page16", {"prefill": {"chunk_tokens": 1}}, every=14),  # a forward for each of their tokens
+    Case("chunk1-page16", {"prefill": {"chunk_tokens": 1}}, every=14),  # one forward per token
     Case(
         "chunk7-page1-2p2d-round-robin",
         {
@@ -80,7 +80,7 @@ CASES = [
 def differences(
     prompts: list[list[int]], answers: list[Answer], reference: Reference, length: int
 ) -> list[str]:
-    """A line per prompt whose tokens differ."""
+    """A line for each prompt whose tokens differ."""
     return [
         f"{len(prompt)} tokens: {answer.tokens} instead of {reference(prompt, length)}"
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -110,11 +110,11 @@ async def test_every_way_of_cutting(
 ) -> None:
     chosen = prompts[:: case.every]
     async with RunningCluster(tmp_path, case.prefill, case.decode, case.config) as cluster:
-        for name in cluster.names:  # none listens off loopback
+        for name in cluster.names:  # none listens outside of loopback
             assert {address for address, _ in cluster.listens_at(name)} <= {"127.0.0.1"}
         async with Client(cluster.url) as client:
             shown: dict[str, int] = {}
-            for _ in range(5):  # who meets whom depends on how fast the nodes are
+            for _ in range(5):  # which pairs form depends on the speed of the nodes
                 answers = await client.complete_all(chosen, 32, case.max_tokens)
                 assert not differences(chosen, answers, reference, case.max_tokens)
                 await client.wait_idle()
@@ -129,7 +129,7 @@ async def test_every_way_of_cutting(
 
 
 async def test_next_turn_moves_only_new_pages(cluster: RunningCluster) -> None:
-    """A chat goes on: the decode node has prompt and answer of the first turn already."""
+    """A chat continues: the decode node already has the prompt and the answer of the first turn."""
     question = {"role": "user", "content": "Ann has 12 pens. " * 20 + "How many pens does Ann have?"}
     async with Client(cluster.url) as client:
 
@@ -147,7 +147,7 @@ async def test_next_turn_moves_only_new_pages(cluster: RunningCluster) -> None:
         second = await turn([question, reply, {"role": "user", "content": "And now?"}])
         await client.wait_idle()
         after = (await client.node("decode-0"))["counters"]
-    held = first["usage"]["total_tokens"] - 1  # the last token was drawn, its KV never written
+    held = first["usage"]["total_tokens"] - 1  # the last token was drawn but its KV never written
     assert after["cached_tokens"] - before["cached_tokens"] == held // 16 * 16
     moved = after["transferred_pages"] - before["transferred_pages"]
     assert moved == -(-second["usage"]["prompt_tokens"] // 16) - held // 16

@@ -1,4 +1,4 @@
-"""A short request among many long ones, through real processes: it is served next and not last."""
+"""A short request among many long ones, in real processes: it is served next, not last."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def waiting_for_room(client: Client) -> float:
 
 
 async def test_a_short_request_does_not_wait_for_long_ones(tmp_path: Path, reference: Reference) -> None:
-    """The pool holds three of the long ones at a time. Arrival order would put the short one after all of them."""
+    """The pool holds three of the long requests. In arrival order the short one would come after all of them."""
     config = {
         "decode": {"pool_tokens": 4096},
         "prefill": {"pool_tokens": 4096},
@@ -37,7 +37,7 @@ async def test_a_short_request_does_not_wait_for_long_ones(tmp_path: Path, refer
             done.append(number)
 
         tasks = [asyncio.create_task(long(number)) for number in range(MANY)]
-        # at once: waiting counts, and on a slow machine the long ones would soon be due
+        # Send it at once: waiting counts, and on a slow machine the long ones would soon be due.
         while not done and await waiting_for_room(client) < MANY // 2:
             await asyncio.sleep(0.01)
         before = len(done)
@@ -45,6 +45,6 @@ async def test_a_short_request_does_not_wait_for_long_ones(tmp_path: Path, refer
         assert answer.tokens == reference(prompt_of(20, 999), 8)
         assert len(done) - before < MANY // 2, "those that were in when it came may end, and few others"
         for task in tasks:
-            task.cancel()  # what they would answer shows nothing more
+            task.cancel()  # the remaining answers show nothing more
         await asyncio.gather(*tasks, return_exceptions=True)
         await client.wait_idle()

@@ -1,6 +1,6 @@
-"""kill -9 and SIGSTOP of each role with requests in flight, clients that leave, and garbage on the sockets.
+"""kill -9 and SIGSTOP of each role with requests in flight, clients that disconnect, and garbage on the sockets.
 
-Outcomes as RELIABILITY.md lists them: every request gets its answer or a clear error, none hangs, no page leaks.
+Outcomes are those of RELIABILITY.md: every request gets its answer or a clear error, none hangs, no page leaks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.fakes.waiting import PATIENCE, eventually
 
 QUICK = {"heartbeat_interval": 0.1, "node_timeout": 1.5, "router_timeout": 1.5}
 pytestmark = pytest.mark.timeout(900)  # two busy cores
-LONG = 200  # tokens: long enough to be in the middle of something
+LONG = 200  # tokens: long enough to be interrupted
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -45,9 +45,9 @@ def streaming(prompt: list[int], max_tokens: int = LONG) -> dict[str, object]:
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_killed_node_is_replaced_by_another(victim: str, tmp_path: Path, reference: Reference) -> None:
-    """2p2d, one node killed with requests everywhere: all of them end with the tokens they would have had.
+    """2p2d, one node killed while requests are everywhere: all of them end with the tokens they would have had.
 
-    The health of the harness: a dead process is noticed by its socket, not by its silence.
+    The health bounds are the harness's: a dead process is noticed by its closed socket, not by its silence.
     """
     config = {"router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}}}
     prompts = [prompt_of(40 + 31 * i, i) for i in range(12)]
@@ -71,7 +71,7 @@ async def test_killed_node_is_replaced_by_another(victim: str, tmp_path: Path, r
 async def _drain(
     cluster: RunningCluster, client: Client, name: str, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """A node that is told to end under load fails no request and ends well."""
+    """A node that is asked to drain under load fails no request and exits with 0."""
     running = [asyncio.create_task(client.complete(prompt, 60)) for prompt in prompts]
     async with client.session.post("/v1/completions", json=streaming(prompts[0], 400)) as response:
         await next_event(response)
@@ -86,9 +86,9 @@ async def _drain(
 
 
 async def test_last_node_of_a_role_killed_gives_an_error_at_once(tmp_path: Path) -> None:
-    """Nothing to continue on: an SSE error without [DONE] for streams, 503 with Retry-After for new requests.
+    """No other node can continue: streams get an SSE error without [DONE], new requests 503 with Retry-After.
 
-    No decode node computes prompts where the prefill node is missing: answers that have left it go on.
+    Without prefill node no prompt is computed, but answers that have been handed over continue.
     """
     config = {"router": {"placement_wait": 0.5}}
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
@@ -110,7 +110,7 @@ async def test_last_node_of_a_role_killed_gives_an_error_at_once(tmp_path: Path)
         await cluster.wait_nodes()
         async with client.session.post("/v1/completions", json=streaming(prompt_of(50, 1), 300)) as response:
             for _ in range(3):
-                await next_event(response)  # the third one comes from the decode node
+                await next_event(response)  # the third token comes from the decode node
             cluster.kill("prefill-0")
             await client.gone("prefill-0")
             assert "[DONE]" in await response.text()
@@ -151,12 +151,12 @@ async def test_killed_router_frees_the_nodes_and_a_new_one_finds_them(tmp_path: 
 async def test_stopped_node_is_given_up_and_comes_back_fenced(
     victim: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """SIGSTOP for longer than the bound: requests go on elsewhere; resumed, the zombie disturbs nobody."""
+    """SIGSTOP for longer than the bound: requests continue elsewhere; the resumed process disturbs nobody."""
     placement = {"prefill": "round_robin", "decode": "round_robin"}
     patient = {
         "max_attempts": 10,
         "placement_wait": PATIENCE,
-    }  # others may be given up, too, where this host stalls
+    }  # other nodes may be lost, too, if this host stalls
     config = {"health": QUICK, "router": {"placement": placement, **patient}}
     prompts = [prompt_of(60 + 40 * i, 50 + i) for i in range(8)]
     async with RunningCluster(tmp_path, 2, 2, config) as cluster, Client(cluster.url) as client:
@@ -174,7 +174,7 @@ async def test_stopped_node_is_given_up_and_comes_back_fenced(
 
 
 async def test_a_router_that_stalls_costs_no_request(tmp_path: Path, reference: Reference) -> None:
-    """SIGSTOP for 5 s: all nodes fence themselves and close their sockets; nothing is placed before they are back."""
+    """SIGSTOP for 5 s: all nodes fence themselves and close their sockets; nothing is placed until they are back."""
     prompts = [prompt_of(60 + 40 * i, 90 + i) for i in range(4)]
     health = {"node_timeout": 3.0, "router_timeout": 2.0, "loop_timeout": 600.0}
     config = {"health": health, "router": {"placement_wait": PATIENCE}}
@@ -194,7 +194,7 @@ async def test_a_router_that_stalls_costs_no_request(tmp_path: Path, reference: 
 async def test_requests_wait_while_the_only_node_of_a_role_restarts(
     victim: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """It is in the cluster file and has just gone, so it is expected back: no request is answered 503."""
+    """The node is in the cluster file and has just left, so it is expected back: no request is answered with 503."""
     prompts = [prompt_of(40 + 10 * i, 70 + i) for i in range(12)]
     config = {"router": {"placement_wait": PATIENCE}, "health": {"return_window": 600.0}}
     async with RunningCluster(tmp_path, 1, 1, config) as cluster, Client(cluster.url) as client:
@@ -210,7 +210,7 @@ async def test_requests_wait_while_the_only_node_of_a_role_restarts(
 
 
 async def test_client_that_leaves_frees_both_nodes(tmp_path: Path) -> None:
-    """At every station that a client can see: queued, computing its prompt in chunks, streaming."""
+    """At every station that a client can see: queued, prefilling in chunks, streaming."""
     config = {
         "prefill": {"chunk_tokens": 16, "max_batch": 2},
         "decode": {"max_running": 2, "max_transferring": 2},
@@ -230,7 +230,7 @@ async def test_client_that_leaves_frees_both_nodes(tmp_path: Path) -> None:
             for response in left:
                 if isinstance(response, aiohttp.ClientResponse):
                     response.close()
-            await client.wait_idle(30)  # sooner than any deadline of the requests or of their transfers
+            await client.wait_idle(30)  # less than any deadline of the requests or their transfers
         answer = await client.complete(prompt_of(30, 1), 5)
         assert len(answer.tokens) == 5
 
@@ -243,7 +243,7 @@ async def test_sighup_does_not_end_a_router_without_keys(cluster: RunningCluster
 
 
 async def test_garbage_on_every_socket_is_refused_counted_and_survived(cluster: RunningCluster) -> None:
-    """Random, truncated and oversized frames to the router's and the prefill node's sockets, from a stranger."""
+    """Random, truncated and oversized frames from an unknown peer to the router's and the prefill node's sockets."""
     rng = random.Random(3)
     context = zmq.Context()
     strangers = [context.socket(zmq.DEALER) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Processes whose logs cannot be written (RELIABILITY.md, fault 28): everything else goes on."""
+"""Processes whose logs cannot be written (RELIABILITY.md, fault 28): everything else continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WithoutLogs(RunningCluster):
         super().launch(name)
 
     def log(self, name: str) -> str:
-        return "(a full disk)"  # /dev/full reads as zeros without end
+        return "(a full disk)"  # reading /dev/full never ends
 
 
 async def test_a_full_disk_under_the_logs_disturbs_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pages of prompts that modules compute again at every cut arrive over TCP as they were when they were sent."""
+"""Pages of prompts that MTP modules partly recompute at every chunk arrive over TCP as they were when sent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAINED_MODULES = {
 async def test_small_pages_and_chunks_of_chained_modules_keep_their_checksums(
     reference: Reference, tmp_path: Path
 ) -> None:
-    """No transfer fails and no request is placed twice: the sender reads while the next chunks are computed."""
+    """No transfer fails and no request is placed twice, although the sender reads while further chunks are computed."""
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 400) for _ in range(rng.randrange(40, 120))] for _ in range(60)]
     async with RunningCluster(tmp_path, config=CHAINED_MODULES) as cluster, Client(cluster.url) as client:

@@ -1,4 +1,4 @@
-"""A served load runs under graphs, on the tape: both nodes count it, and the tokens are those of eager steps."""
+"""A served load runs under graphs, on the tape: both nodes count it, and tokens equal those of eager steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRAPHS: dict[str, Any] = {
     "process": {"poison_graphs": True},
 }
 
-HIDDEN = {  # what the target's graphs return, then the draft's
+HIDDEN = {  # hidden states that the target's graphs return, then the draft's
     "eagle3": ["FULL", "LAST"],
     "mtp": ["FULL", "LAST", "LAST", "LAST"],
     "standalone": ["NULL", "NULL"],
@@ -27,7 +27,7 @@ HIDDEN = {  # what the target's graphs return, then the draft's
 
 
 async def test_a_served_load_replays(prompts: list[list[int]], reference: Reference, tmp_path: Path) -> None:
-    """Row B, the test we must own: with default ladders at least 95 % of prefills and of decode steps replay.
+    """Row B, the decisive test: with default buckets at least 95 % of prefills and of decode steps replay.
 
     Row B2: prompts run under graphs on a CPU because the config enforces it. Padding is poisoned, which no token shows.
     """
@@ -61,9 +61,9 @@ async def test_a_served_load_replays(prompts: list[list[int]], reference: Refere
 async def test_target_and_draft_prefill_replay(
     algorithm: str, graphs: str, prompts: list[list[int]], reference: Reference, tmp_path: Path
 ) -> None:
-    """Rows A2, B6, B7, B (the test we must own): no target falls back for its hidden states, no draft at all.
+    """Rows A2, B6, B7, B: no target forward runs eagerly for its hidden states, and no draft forward at all.
 
-    X2: beside a piecewise target the draft is breakable, and the table says so.
+    Next to a piecewise target the draft's graphs are breakable, and the graph table says so.
     """
     speculation = {
         "algorithm": algorithm,

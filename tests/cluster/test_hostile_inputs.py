@@ -1,7 +1,7 @@
-"""Input made to break a process, sent to every port of a cluster that serves: no process ends, and streams go on.
+"""Input made to break a process, sent to every port of a serving cluster: no process ends, and streams continue.
 
-Files of models are read at the start only: tests/unit/engine/test_hostile_models.py. Bodies of requests, and stalls of
-the router's event loop: tests/bench/router_hostile.py.
+Model files are read only at start-up: tests/unit/engine/test_hostile_models.py. Request bodies and stalls of the
+router's event loop: tests/bench/router_hostile.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 VISION = MODEL.parent / "tiny-vision"
 MOST_GROWTH_MIB = 100
-FRAMES_OF_A_PROCESS = LIMIT // 2  # so that nobody is cut off before the test wants it
+FRAMES_OF_A_PROCESS = LIMIT // 2  # so that nobody is disconnected before the test intends it
 FRAMES_AT_ONCE = 10
 CONNECTIONS_AT_ONCE = 16
 SECONDS_OF_A_CONNECTION = 0.3
@@ -73,7 +73,7 @@ IMAGES = {
 
 
 def hostile_template(folder: Path) -> Path:
-    """The model's own template, but for messages `attack N`, which the Nth of TEMPLATES renders."""
+    """The model's own template, except that the Nth of TEMPLATES renders messages `attack N`."""
     own = (VISION / "chat_template.jinja").read_text()
     cases = "".join(
         f"{{% elif messages[0]['content'] == 'attack {number}' %}}{source}"
@@ -86,7 +86,7 @@ def hostile_template(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """A model that takes pictures, over TCP with keys. `decode-1` does not run: its key is stolen."""
+    """A model that accepts pictures, over TCP with keys. `decode-1` does not run: its key is stolen."""
     directory = tmp_path_factory.mktemp("attacked")
     with hold_port() as bulk:
         port = int(bulk.getsockname()[1])
@@ -107,7 +107,7 @@ def _mib(process: Path, field: str) -> float:
 
 
 class Memory:
-    """By how much each process of the cluster, children included, has exceeded what it held when this was made."""
+    """How much each process of the cluster, with its children, has grown since this object was created."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         self._cluster = cluster
@@ -115,10 +115,10 @@ class Memory:
         for name in cluster.processes:
             self._before[name] = {each: _mib(each, "VmRSS") for each in self._processes(name)}
             for each in self._before[name]:
-                (each / "clear_refs").write_text("5")  # VmHWM begins anew
+                (each / "clear_refs").write_text("5")  # resets VmHWM
 
     def growth(self) -> dict[str, float]:
-        """The largest of each node, in MiB. A child that was started meanwhile counts from the smallest one before."""
+        """The largest growth per node in MiB. A child started later is compared with the smallest earlier one."""
         found = {}
         for name, before in self._before.items():
             least = min(before.values())
@@ -146,7 +146,7 @@ async def stream(client: Client, body: dict[str, Any]) -> list[Any]:
 
 
 async def served_meanwhile(client: Client, attack: Callable[[], Awaitable[None]]) -> None:
-    """Every stream that runs during the attack, and one after it, has the tokens that it had before."""
+    """Every stream during the attack, and one after it, has the same tokens as before."""
     expected = [await stream(client, body) for body in STREAMS]
     over = asyncio.Event()
 
@@ -178,7 +178,8 @@ async def _connect(port: int, data: bytes, gate: asyncio.Semaphore) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(ConnectionError, TimeoutError):
             writer.write(data)
-            async with asyncio.timeout(SECONDS_OF_A_CONNECTION):  # some wait for the rest of a handshake
+            # some servers wait for the rest of a handshake
+            async with asyncio.timeout(SECONDS_OF_A_CONNECTION):
                 await writer.drain()
                 while await reader.read(1 << 16):
                     pass
@@ -186,7 +187,7 @@ async def _connect(port: int, data: bytes, gate: asyncio.Semaphore) -> None:
 
 
 async def test_bytes_at_every_port_of_a_node(attacked: RunningCluster) -> None:
-    """Random, truncated and oversized, and beginnings of the protocols, without a key."""
+    """Random, truncated and oversized bytes, and beginnings of the protocols, without a key."""
     rng = random.Random(5)
     ports = [attacked.addresses[name] for name in ("router", "prefill-0", "decode-0")]
     gate = asyncio.Semaphore(CONNECTIONS_AT_ONCE)
@@ -203,7 +204,7 @@ async def test_bytes_at_every_port_of_a_node(attacked: RunningCluster) -> None:
 
 
 class Thief:
-    """Processes that hold the key of decode-1, and send what it would not."""
+    """Processes that hold the key of decode-1 and send what it would not."""
 
     def __init__(self, cluster: RunningCluster, server: str) -> None:
         self._context = Context()
@@ -219,7 +220,7 @@ class Thief:
         self._context.destroy(linger=1_000)
 
     async def send(self, items: Iterable[Any], say: Callable[[Dealer, Any], object], of_each: int) -> None:
-        """`of_each` items by each process."""
+        """Send `of_each` items from each process."""
         left = list(items)
         while left:
             some, left = left[:of_each], left[of_each:]
@@ -239,7 +240,7 @@ def _raw(dealer: Dealer, parts: list[bytes]) -> None:
 
 
 async def test_frames_with_a_stolen_key(attacked: RunningCluster) -> None:
-    """At the router and a prefill node: no frames of a session, sessions with bad payloads. All are counted."""
+    """At the router and a prefill node: frames outside of sessions, and sessions with bad payloads. All are counted."""
     rng = random.Random(6)
     payloads = {
         "router": list(hostile_frames.packed(rng)),
@@ -247,7 +248,7 @@ async def test_frames_with_a_stolen_key(attacked: RunningCluster) -> None:
     }
 
     async def refused(client: Client) -> tuple[int, int]:
-        """By the router, by the prefill node."""
+        """Refused messages of the router and of the prefill node."""
         node = await client.node("prefill-0")
         return (await client.info())["refused_messages"], node["counters"]["refused_messages"]
 
@@ -261,7 +262,7 @@ async def test_frames_with_a_stolen_key(attacked: RunningCluster) -> None:
     async with Client(attacked.url) as client:
         before, memory = await refused(client), Memory(attacked)
         await served_meanwhile(client, attack)
-        await client.wait_idle()  # counters are those of now
+        await client.wait_idle()  # afterwards counters are current
         by_router, by_prefill = (now - then for now, then in zip(await refused(client), before, strict=True))
     assert by_router > len(payloads["router"]) // 2, "bad payloads are counted by the router"
     assert by_prefill > len(payloads["prefill-0"]) // 2, "and by the prefill node"
@@ -285,7 +286,7 @@ async def test_a_flood_of_frames_with_a_stolen_key_is_cut_off(attacked: RunningC
     lines = [json.loads(line) for line in attacked.log("router").splitlines() if "cut off" in line]
     culprits = {line["peer"].partition("/")[0] for line in lines}
     assert "decode-1" in culprits
-    # what came later on its connection, whose key was refused by then
+    # Later frames of its connection, whose key is refused by then, are blamed on the key.
     assert all(culprit.startswith("key ") for culprit in culprits - {"decode-1"})
     expect_unharmed(attacked, memory)
 
@@ -297,7 +298,7 @@ async def _ask(session: aiohttp.ClientSession, content: Any) -> tuple[int, str]:
 
 
 async def test_images_and_templates(attacked: RunningCluster) -> None:
-    """Each is refused with 400, or ends with 503 where a worker had to be killed; the next one finds a new worker."""
+    """Each is refused with 400, or ends with 503 if a worker had to be killed; the next one finds a new worker."""
 
     async def attack() -> None:
         async with aiohttp.ClientSession(attacked.url) as session:

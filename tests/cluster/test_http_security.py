@@ -1,4 +1,4 @@
-"""A cluster with TLS and API keys, as docs/security.md describes one: who gets in, and who sees what of whom."""
+"""A cluster with TLS and API keys, as docs/security.md describes: who gets in, and who can see what."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = list(range(50, 90))
 
 
 class Keyed(RunningCluster):
-    """`client` has the key of that name."""
+    """A cluster with API keys; `client` returns a client with the key of that name."""
 
     def client(self, name: str | None) -> Client:
         tls = ssl.create_default_context(cafile=AUTHORITY)
@@ -29,7 +29,7 @@ class Keyed(RunningCluster):
         return Client(url, key=None if name is None else f"secret of {name}", tls=tls)
 
     def write_keys(self, *names: str) -> None:
-        """As deploy/api_key does: the file is replaced as a whole."""
+        """Replace the file atomically, as deploy/api_key does."""
         rows = [
             f"- {{id: {name}, sha256: {hashlib.sha256(f'secret of {name}'.encode()).hexdigest()!r}}}"
             for name in names
@@ -70,7 +70,7 @@ async def test_tls_keys_tenants_and_rotation(keyed: Keyed) -> None:
 
 
 async def check_tenants(keyed: Keyed) -> None:
-    """The answer is the same for all; the cache is not."""
+    """Tenants get the same answer but do not share the cache."""
     cached: dict[str, list[int]] = {"team-a": [], "team-b": []}
     texts = set()
     for name in ("team-a", "team-b", "team-a", "team-b"):
@@ -110,7 +110,7 @@ async def check_views(keyed: Keyed) -> None:
 
 
 async def check_rotation(keyed: Keyed) -> None:
-    """Without a restart: a new key gets in, an old one does not; SIGHUP reads the certificate again."""
+    """Without a restart: a new key is accepted, a removed one is not; SIGHUP reloads the certificate."""
     keyed.write_keys("team-b", "team-c")
     async with asyncio.timeout(PATIENCE):
         while [await status(keyed, name) for name in ("team-a", "team-b", "team-c")] != [401, 200, 200]:

@@ -1,4 +1,4 @@
-"""Who may be a node of a real cluster: processes that hold the key of their own name, and nobody else."""
+"""Who may be a node of a real cluster: only processes that hold the key of their own name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FLOOD = 2000  # connections
 
 @pytest.fixture(scope="module")
 def tcp_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """One prefill and two decode nodes over TCP, without configured keys: the tests of this file share it, in order."""
+    """One prefill and two decode nodes over TCP without configured keys. The tests of this file share it, in order."""
     with ExitStack() as stack:
         bulk = [int(stack.enter_context(hold_port()).getsockname()[1]) for _ in range(2)]
         config = {
@@ -54,7 +54,7 @@ def tcp_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningClu
 
 
 async def test_a_cluster_on_loopback_tcp_makes_keys_of_its_own(tcp_cluster: RunningCluster) -> None:
-    """No keys are configured. Every process listens on its configured addresses only."""
+    """No keys are configured. Every process listens only on its configured addresses."""
     cluster = tcp_cluster
     expected = {name: {("127.0.0.1", port)} for name, port in cluster.addresses.items()}
     expected["router"].add(("127.0.0.1", cluster.port))
@@ -72,7 +72,7 @@ def descriptors(cluster: RunningCluster, name: str) -> int:
 
 
 def closed_by_peer(connection: socket.socket) -> bool:
-    """Read what has come; True at the end."""
+    """Read what has arrived; return True at the end of the stream."""
     try:
         while connection.recv(4096):
             pass
@@ -86,7 +86,7 @@ def closed_by_peer(connection: socket.socket) -> bool:
 async def test_half_open_connections_stop_no_service(
     tcp_cluster: RunningCluster, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """To the control ports of the router and of a prefill node: all are closed, and their descriptors return."""
+    """To the control ports of the router and a prefill node: all are closed, and their descriptors are freed."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     count = FLOOD if hard == resource.RLIM_INFINITY else min(FLOOD, (hard - 500) // 2)
@@ -108,7 +108,7 @@ async def test_half_open_connections_stop_no_service(
             for each in strangers:
                 each.setblocking(False)
             await eventually(lambda: all(closed_by_peer(each) for each in strangers))
-        # up to 20: connections of clients, and files that are open for a moment
+        # Up to 20 more: connections of clients, and files that are open for a moment.
         for name, number in before.items():
             # type: ignore[misc]
             await eventually(lambda name=name, number=number: descriptors(tcp_cluster, name) <= number + 20)
@@ -118,7 +118,7 @@ async def test_half_open_connections_stop_no_service(
 
 
 class Impostor:
-    """A process of its own that wants to be a node: a key pair, or none, and a routing id."""
+    """A process of its own that tries to be a node: with a key pair or none, and a routing id."""
 
     def __init__(self, cluster: RunningCluster, server: str, key: str, identity: str) -> None:
         self._context = Context()
@@ -141,7 +141,7 @@ class Impostor:
 
 
 def forged(name: str, role: Role, incarnation: str) -> Register:
-    """What would put every prompt into the forger's hands, and end all requests longer than a token."""
+    """A registration that would route every prompt to the forger and end all requests longer than a token."""
     return Register(
         node=NodeRef(name=name, role=role, incarnation=incarnation, peer_address="tcp://127.0.0.1:9"),
         host="forger",
@@ -157,7 +157,7 @@ def forged(name: str, role: Role, incarnation: str) -> Register:
 async def test_nobody_without_the_key_of_its_name_is_a_node(
     tcp_cluster: RunningCluster, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """No key, another node's key, a key in another role, an old incarnation: they get nothing and change nothing."""
+    """No key, another node's key, a key of another role, an old incarnation: they learn and change nothing."""
     cluster = tcp_cluster
     async with Client(cluster.url) as client:
         before = await client.info()
@@ -206,7 +206,7 @@ async def test_nobody_without_the_key_of_its_name_is_a_node(
 async def test_a_node_whose_key_is_revoked_is_lost_and_costs_no_answer(
     tcp_cluster: RunningCluster, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """Under load: its public key is removed, its requests continue on the other node; with the key it comes back."""
+    """Under load: its public key is removed, and its requests continue on the other node; with the key it returns."""
     key = tcp_cluster.run_dir / "keys" / "decode-1.key"
     chosen = [prompt for prompt in prompts if len(prompt) < 200][:16]
     async with Client(tcp_cluster.url) as client:
@@ -214,7 +214,7 @@ async def test_a_node_whose_key_is_revoked_is_lost_and_costs_no_answer(
         await asyncio.sleep(0.3)
         kept = key.read_bytes()
         key.unlink()
-        await client.gone("decode-1")  # nothing that it says counts any more, heartbeats included
+        await client.gone("decode-1")  # none of its messages count any more, heartbeats included
         running += [asyncio.create_task(client.complete(prompt, 60)) for prompt in chosen]
         for prompt, task in zip(2 * chosen, running, strict=True):
             assert (await task).tokens == reference(prompt, 60)

@@ -1,4 +1,4 @@
-"""A cluster whose pages move by nixl: real agents, UCX over loopback. Skipped where nixl is not installed."""
+"""A cluster whose pages are transferred by nixl: real agents, UCX over loopback. Skipped without nixl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = {
     "security": {"isolated_network": True},
     "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}},
     "prefill": {"chunk_tokens": 200, "prefix_cache": False},
-    "decode": {"prefix_cache": False},  # the same prompts again move all their pages again
+    "decode": {"prefix_cache": False},  # the same prompts transfer all their pages again
 }
 
 
@@ -38,9 +38,9 @@ async def test_tokens_are_right_and_a_killed_prefill_node_leaves_no_page(
     chosen = prompts[15:95:10]
     async with RunningCluster(tmp_path, 2, 1, CONFIG) as cluster, Client(cluster.url) as client:
         answers = await client.complete_all(chosen, 8, OUTPUT_TOKENS)
-        for answer, prompt in list(zip(answers, chosen, strict=True))[::4]:  # the reference takes its time
+        for answer, prompt in list(zip(answers, chosen, strict=True))[::4]:  # the reference is slow
             assert answer.tokens == reference(prompt)
-        # counters come with heartbeats
+        # Counters are sent with heartbeats.
         await client.wait_idle()
         nodes = (await client.info())["nodes"]
         assert all(node["counters"]["requests"] > 0 for node in nodes), "a node was never used"

@@ -43,7 +43,7 @@ TEMPLATE = """{%- set seen = namespace(images=0) -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 ANSWER = 12
-Part = str | tuple[int, int]  # text, or an image of so many pixels
+Part = str | tuple[int, int]  # text, or an image of this size in pixels
 ASKED: tuple[tuple[Part, ...], ...] = (
     ("What is it?",),
     ("Left or right? ", (40, 24), "How many bags?"),
@@ -55,11 +55,11 @@ ASKED: tuple[tuple[Part, ...], ...] = (
 
 @dataclass
 class Served:
-    """A checkpoint directory, a head for it, and what transformers says."""
+    """A checkpoint directory, a head for it, and the answers of transformers."""
 
     path: Path
     draft: Path
-    prompts: list[list[int]]  # placeholders expanded
+    prompts: list[list[int]]  # with expanded placeholders
     answers: list[str]
 
 
@@ -81,7 +81,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         for token in range(7, ids[START])
         if (text := tokenizer.decode([token])).isascii() and text.strip()
     ]
-    with torch.no_grad():  # answers are plain text, and end with their last token
+    with torch.no_grad():  # answers are plain text and end with their last token
         others = [token for token in range(tokenizer.get_vocab_size()) if token not in set(plain)]
         model.lm_head.weight[others] = 0.0
     save(model, path)
@@ -112,7 +112,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def head_for(target: Path, path: Path) -> Path:
-    """A random EAGLE-3 head, as its checkpoint is written: verification is exact whatever it drafts."""
+    """A random EAGLE-3 head, written as a checkpoint: verification is exact whatever it drafts."""
     path.mkdir()
     loaded, config = load_model(target, "float32")
     raw = {
@@ -166,9 +166,9 @@ async def ask(client: Client, body: dict[str, Any], status: int = 200) -> dict[s
 
 
 async def test_the_answers_are_those_of_transformers(tmp_path: Path, served: Served) -> None:
-    """Rows C1 to C5, X3 and X4 for positions on three axes; text alone and images in the same batches.
+    """Rows C1 to C5 for positions on three axes, with text and images in the same batches.
 
-    What decoding without drafts says is shown by tests/unit/prefill_node/test_image_axes.py.
+    tests/unit/prefill_node/test_image_axes.py tests decoding without drafts.
     """
     config: dict[str, Any] = {
         "model": {"path": str(served.path)},
@@ -178,7 +178,7 @@ async def test_the_answers_are_those_of_transformers(tmp_path: Path, served: Ser
         "decode": {"graphs": "full", "max_running": 2},
     }
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
-        both = [*range(len(ASKED)), *range(len(ASKED))]  # the second time with what is cached
+        both = [*range(len(ASKED)), *range(len(ASKED))]  # the second time with cached prefixes
         found = await asyncio.gather(*(ask(client, body_of(ASKED[index])) for index in both))
         for index, answer in zip(both, found, strict=True):
             assert answer["choices"][0]["message"]["content"] == served.answers[index], ASKED[index]

@@ -1,4 +1,4 @@
-"""Every sampling parameter through HTTP: a cluster that drafts trees answers as one that decodes plainly (X3)."""
+"""Every sampling parameter through HTTP: a cluster that drafts trees answers like one that decodes plainly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 async def ask(cluster: RunningCluster) -> dict[str, list[dict[str, Any]]]:
-    """The choices of every case, a chat and a completion each, all at once."""
+    """The choices of every case, one chat and one completion each, all at once."""
     problem = take(1, 31, "heldout")[0].question
     chat = {"messages": [{"role": "user", "content": problem}], "logprobs": True, "top_logprobs": 3}
     text = {"prompt": f"Question: {problem}\nAnswer:", "logprobs": 3}
@@ -78,7 +78,7 @@ async def ask(cluster: RunningCluster) -> dict[str, list[dict[str, Any]]]:
 
 
 def expect_alike(found: Any, wanted: Any) -> None:
-    """Equal, but for rounding in logprobs."""
+    """Expect equality except for rounding of logprobs."""
     assert type(found) is type(wanted)
     if isinstance(wanted, dict):
         assert list(found) == list(wanted)
@@ -93,7 +93,7 @@ def expect_alike(found: Any, wanted: Any) -> None:
 
 
 async def test_trees_change_nothing(cluster: RunningCluster, tmp_path: Path) -> None:
-    """Text, tokens, logprobs, finish reason and usage."""
+    """Compares text, tokens, logprobs, finish reason and usage."""
     plain = await ask(cluster)
     async with RunningCluster(tmp_path, config=TREES) as drafting:
         found = await ask(drafting)

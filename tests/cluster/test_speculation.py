@@ -1,4 +1,4 @@
-"""Speculation through HTTP: the same tokens as plain decoding, and an accept length that shows in /server_info."""
+"""Speculation through HTTP: the same tokens as plain decoding, and an accept length in /server_info."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
                 "adaptive": "auto",
             }
         },
-        1.0,  # how many drafts pay is a matter of time
+        1.0,  # how many drafts pay off depends on timing
     ),
     "eagle3-tree-layers": (
         {
@@ -139,9 +139,9 @@ def few_shot_prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", CASES)
 async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, tmp_path: Path) -> None:
-    """Rows B9, B10: the accept length from /server_info, the score that of transformers, whose tokens these are.
+    """Rows B9, B10: the accept length from /server_info, and the tokens, and so the score, of transformers.
 
-    Rows E1, E4: where rounds have graphs, they run under them.
+    Rows E1, E4: rounds that have graphs run under them.
     """
     config, least = CASES[name]
     prompts = few_shot_prompts(8)
@@ -171,17 +171,17 @@ async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, 
 
 
 async def test_mtp_accepts_what_the_oracle_says(reference: Reference, tmp_path: Path) -> None:
-    """H4: the cut costs no draft. As many rounds, and as many accepted drafts, as the trained modules have over the
-    whole text in plain torch (deploy/tiny_models/drafts/oracle.py)."""
+    """Truncation of the window costs no draft: as many rounds and accepted drafts as the oracle computes.
+
+    The oracle runs the trained modules over the whole text in plain torch (deploy/tiny_models/drafts/oracle.py).
+    """
     steps, said = 3, 24
     prompts = few_shot_prompts(4)
     _, head = files.load_head(MODELS / "tiny-mtp")
     target = load_target()
     rounds: list[oracle.Round] = []
     for prompt in prompts:
-        ids = torch.tensor(
-            prompt + reference.ids(prompt, said + steps)
-        )  # the last round may run over the end
+        ids = torch.tensor(prompt + reference.ids(prompt, said + steps))  # the last round may go past the end
         proposed = measure.proposals(head, target, ids[None], steps)[0]
         walked = oracle.walk(oracle.ok_matrix(proposed, ids), len(prompt))
         rounds += [each for each in walked if each.at + 2 - len(prompt) < said]

@@ -1,6 +1,6 @@
-"""Pictures through HTTP: the answers of transformers, over shm and tcp, graphs and drafts, chunks that cut pictures.
+"""Pictures through HTTP: the answers of transformers, over shm and tcp, with graphs, drafts, and chunks that cut images.
 
-Rows C1 to C5, X3 and X4 of spec/requirements.md end to end; G9 of spec/test-plan.md.
+Rows C1 to C5, end to end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def model() -> LlavaForConditionalGeneration:
 
 @pytest.fixture(scope="module")
 def replies(model: LlavaForConditionalGeneration) -> list[measure.Reply]:
-    """Greedy answers by transformers: pictures, two pictures and text alone, in one batch."""
+    """Greedy answers by transformers: one picture, two pictures and text only, in one batch."""
     tokenizer = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     found = list(measure.answers(model, tokenizer, list(islice(questions(12, "heldout"), 16))))
     assert {len(each.question.images) for each in found} == {0, 1, 2}
@@ -78,7 +78,7 @@ async def test_the_answers_are_those_of_transformers(
 ) -> None:
     config = {"model": {"path": str(TARGET)}, **CASES[case]}
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
-        if "speculation" in CASES[case]:  # drafts in batches that mix pictures with text
+        if "speculation" in CASES[case]:  # drafts in batches that mix pictures and text
             answers = await asyncio.gather(*(ask(client, reply.question) for reply in replies))
         else:
             answers = [await ask(client, reply.question) for reply in replies]
@@ -109,7 +109,7 @@ async def test_the_answers_are_those_of_transformers(
 
 @torch.inference_mode()
 def eager_accept_length(model: LlavaForConditionalGeneration, replies: list[measure.Reply]) -> float:
-    """The oracle's length of a greedy loop: tokens as verified, before an answer's end cuts them."""
+    """The oracle's accept length of a greedy loop, counting verified tokens before the end of an answer cuts them."""
     _, head = files.load_head(DRAFT)
     target = checkpoint.language_model(model)
     tokens = steps = 0
@@ -117,7 +117,7 @@ def eager_accept_length(model: LlavaForConditionalGeneration, replies: list[meas
         answered = measure._answered(model, reply)
         embeds, ids, end = answered.embeds, list(answered.ids), len(answered.ids) - 1
         assert embeds is not None
-        for _ in range(STEPS + 2):  # what plain decoding would say behind the end
+        for _ in range(STEPS + 2):  # tokens of plain decoding past the end
             ids.append(int(target(inputs_embeds=embeds[None]).logits[0, -1].argmax()))
             embeds = torch.cat((embeds, target.model.embed_tokens(torch.tensor(ids[-1:]))))
         for each in rounds_of(head, target, [Answered(ids, answered.prompt_tokens, embeds)], STEPS):
@@ -142,14 +142,14 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_encoder_has_run_before_the_first_picture(seeing: RunningCluster) -> None:
-    """On the node that has one."""
+    """On the prefill node, which has the encoder."""
     lines = [json.loads(line) for line in seeing.log("prefill-0").splitlines() if '"warmed up"' in line]
     assert [line["encoder_forwards"] for line in lines] == [1]
     assert '"warmed up"' not in seeing.log("decode-0")
 
 
 async def test_many_at_once_and_streams(seeing: RunningCluster, replies: list[measure.Reply]) -> None:
-    """Mixed batches: text alone beside pictures, in any order of arrival."""
+    """Mixed batches: text-only requests next to pictures, in any order of arrival."""
     async with Client(seeing.url) as client:
         answers = await asyncio.gather(*(ask(client, reply.question) for reply in replies))
         for reply, answer in zip(replies, answers, strict=True):
@@ -199,7 +199,7 @@ async def test_bad_pictures_are_400s_that_name_their_part(
 async def test_pictures_are_placed_again_when_their_node_dies(
     tmp_path: Path, replies: list[measure.Reply]
 ) -> None:
-    """The router keeps the bytes until the answer is whole, and sends them to the node that takes over."""
+    """The router keeps the bytes until the answer is complete and sends them to the node that takes over."""
     config = {"model": {"path": str(TARGET)}}
     async with RunningCluster(tmp_path, prefill=2, config=config) as cluster, Client(cluster.url) as client:
         cluster.kill("prefill-0")

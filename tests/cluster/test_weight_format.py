@@ -1,4 +1,4 @@
-"""A weight format added by its record: a cluster serves it, token for token as its eager reference."""
+"""A weight format added by its record: a cluster serves it with exactly the tokens of its eager reference."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.unit.engine.paged_driver import Driver
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 TOKENS = 12
-CLEAR = 0.25  # logits: products of other row counts may move an activation by a code, and so turn closer ties
-# Dense products between quantised ones: each kind has to feed the other.
+CLEAR = 0.25  # logits: other row counts may change an activation by one code, which can flip closer ties
+# Dense products between quantized ones: each kind has to feed the other.
 IGNORED = ("lm_head", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
 EAGLE3 = {"algorithm": "eagle3", "draft_model_path": str(MODEL.parent / "tiny-eagle3"), "steps": 3}
 CASES: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @torch.inference_mode()
 def eager(path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuations up to the first tie, everything again for each token."""
+    """Greedy continuations up to the first near-tie; everything is recomputed for each token."""
     model, _ = load_model(path)
     found = []
     for prompt in prompts:
