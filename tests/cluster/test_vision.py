@@ -1,4 +1,4 @@
-"""Pictures through HTTP: the answers of transformers, over shm and tcp, with graphs, drafts, and chunks that cut images.
+"""Pictures through HTTP: the answers of transformers, over shm and tcp, with graphs, drafts and cut images.
 
 Rows C1 to C5, end to end.
 """
