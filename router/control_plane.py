@@ -17,6 +17,7 @@ import zmq
 from common.errors import HandshakeRefused, NodeLost, ProtocolError, RequestError, TransferFailed, from_code
 from common.ipc import LinkSecurity, RouterSocket
 from common.messages.node_inbox import Drain, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.protocol import PROTOCOL_VERSION, undecodable_version
 from common.messages.router_inbox import (
     Failed,
     FirstToken,
@@ -179,8 +180,10 @@ class ControlPlane:
             identity, read = self._unhandled.popleft()
             try:
                 speaker = Speaker.of(identity)
-                message = codec.decode(read) if isinstance(read, bytes) else Tokens(runs=read)
-                if isinstance(message, Tokens):
+                message = self._decode(speaker, read) if isinstance(read, bytes) else Tokens(runs=read)
+                if message is None:
+                    left -= 1
+                elif isinstance(message, Tokens):
                     self._on_runs(speaker, message.runs[:left])
                     if len(message.runs) > left:
                         self._unhandled.appendleft((identity, message.runs[left:]))
@@ -190,6 +193,17 @@ class ControlPlane:
                     left -= 1
             except (ProtocolError, UnicodeDecodeError) as error:
                 self._socket.refuse(identity, str(error))
+
+    def _decode(self, speaker: Speaker, frame: bytes) -> RouterMessage | None:
+        """None if it is the registration of a node of another version, which is refused here. Raises ProtocolError."""
+        try:
+            return codec.decode(frame)
+        except ProtocolError:
+            refusal = undecodable_version(frame, Register.__name__, speaker.name)
+            if refusal is None:
+                raise
+            self._answer_registration(speaker, speaker.name, refusal)
+            return None
 
     def _cut_off(self, peer: str) -> None:
         """Lose a peer that sent too many bad frames: NAME/INCARNATION, or the NAME whose key was misused."""
@@ -270,13 +284,17 @@ class ControlPlane:
             refusal = self._registry.register(checked)
         except HandshakeRefused as error:
             refusal = str(error)
-        answer = (
-            Registered(router_incarnation=self._incarnation) if refusal is None else Rejected(reason=refusal)
-        )
-        if refusal is not None:
-            self._refused_nodes.warning(message.node.name, refusal)
-        else:
+        self._answer_registration(speaker, message.node.name, refusal)
+
+    def _answer_registration(self, speaker: Speaker, name: str, refusal: str | None) -> None:
+        """`refusal`: the sentence that says why the node is refused; None if it is registered now."""
+        answer: Registered | Rejected
+        if refusal is None:
             self._socket.vouch_for(speaker.routing_id)
+            answer = Registered(router_incarnation=self._incarnation, protocol_version=PROTOCOL_VERSION)
+        else:
+            self._refused_nodes.warning(name, refusal)
+            answer = Rejected(reason=refusal)
         self._socket.send(speaker.routing_id, encode(answer))
 
     def _on_disconnect(self) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from common.errors import HandshakeRefused, ProtocolError
 from common.messages.generation import OutputToken
 from common.messages.identity import Role
+from common.messages.protocol import version_mismatch
 from common.messages.router_inbox import Register
 
 INCARNATION = re.compile(r"[0-9a-f]{32}")
@@ -41,6 +42,9 @@ class RegistrationRules:
     def check(self, message: Register, nbytes: int) -> Register:
         """Return the registration with the peer address that decode nodes will use. Raises HandshakeRefused."""
         node = message.node
+        other_version = version_mismatch(node.name, message.protocol_version)
+        if other_version is not None:
+            raise HandshakeRefused(other_version)
         expected = self.nodes.get(node.name)
         if expected is None:
             known = ", ".join(sorted(self.nodes)[:20])

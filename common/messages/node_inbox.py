@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from common.messages.protocol import UNVERSIONED
 from common.messages.router_inbox import Room
 
 
@@ -14,6 +15,7 @@ class Registered(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """
 
     router_incarnation: str
+    protocol_version: int = UNVERSIONED  # a decoder's default; see common/messages/protocol.py
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -23,6 +23,7 @@ from common.messages.identity import (
     Total,
     control_link_id,
 )
+from common.messages.protocol import UNVERSIONED
 from common.messages.wire import InboxCodec
 
 Room = Annotated[int, Meta(ge=1, le=MAX_ROOM)]
@@ -37,6 +38,7 @@ Stages = Annotated[dict[Label, Finite], MANY]  # stage name -> seconds since thi
 class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """First message of an incarnation, repeated until it is acknowledged."""
 
+    protocol_version: int = UNVERSIONED  # a decoder's default; see common/messages/protocol.py
     node: NodeRef
     link_secret: Label = ""  # see control_link_id
     host: Label

@@ -94,7 +94,7 @@ class NodeLife(Generic[Work]):
             elif isinstance(message, Drain):
                 self.drain()
             elif isinstance(message, Rejected):
-                self._log.error("the router refused this node", reason=message.reason)
+                self._log.error("this node and the router cannot work together", reason=message.reason)
                 self._stopping = True
 
     def look_after(self, duties: Duties[Work], requests: int, now: float) -> None:

@@ -31,6 +31,7 @@ from common.messages.node_inbox import (
     Registered,
     Rejected,
 )
+from common.messages.protocol import undecodable_version, version_mismatch
 from common.messages.router_inbox import Heartbeat, Register, RouterMessage
 from common.messages.wire import InboxCodec, encode
 from common.observability.logs import Log
@@ -38,6 +39,7 @@ from common.observability.logs import Log
 M = TypeVar("M")  # the inbox of the node's role
 _CONTROL = (Abort, Drain, PeerLost, Registered, Rejected, HeartbeatAck)
 BEAT = "beat"  # last part of the routing id of the socket for heartbeats
+ROUTER = "the router"  # in sentences
 REGISTER_INTERVAL = 0.5  # seconds between repetitions until the router answers
 
 
@@ -142,7 +144,7 @@ class RouterLink(Generic[M]):
         messages: list[AnyNodeMessage | M] = []
         for frame in self._dealer.drain():
             try:
-                messages.append(self._codec.decode(frame))
+                messages.append(self._decode(frame))
             except ProtocolError as error:
                 self.refused_messages += 1
                 self._log.warning("refused a message from the router", error=str(error))
@@ -178,6 +180,20 @@ class RouterLink(Generic[M]):
         if self._thread.is_alive():
             self._thread.join(timeout=self._interval * 4 + 1)
         self._dealer.close()
+
+    def _decode(self, frame: bytes) -> AnyNodeMessage | M:
+        """A message; Rejected in place of the first message of a router of another version. Raises ProtocolError."""
+        try:
+            message: AnyNodeMessage | M = self._codec.decode(frame)
+        except ProtocolError:
+            refusal = undecodable_version(frame, Registered.__name__, ROUTER)
+            if refusal is None:
+                raise
+            return Rejected(reason=refusal)
+        if isinstance(message, Registered):
+            refusal = version_mismatch(ROUTER, message.protocol_version)
+            return message if refusal is None else Rejected(reason=refusal)
+        return message
 
     def _register_if_needed(self) -> None:
         now = self._clock()

@@ -12,6 +12,7 @@ from common.engine.graphs import node_graphs
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.ipc import LinkSecurity
 from common.messages.identity import NodeRef
+from common.messages.protocol import PROTOCOL_VERSION
 from common.messages.router_inbox import Register
 from common.messages.wire import InboxCodec
 from common.node.router_link import RouterLink
@@ -42,6 +43,7 @@ def serving_link(
         codec: the inbox of the node's role.
     """
     register = Register(
+        protocol_version=PROTOCOL_VERSION,
         node=node,
         link_secret=link_secret,
         host=os.uname().nodename,

@@ -18,6 +18,7 @@ from common.messages.generation import SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad, NodeRef
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.prefill_inbox import Prefill
+from common.messages.protocol import PROTOCOL_VERSION
 from common.messages.router_inbox import Failed, Goodbye, Heartbeat, Register
 from common.messages.wire import encode
 from common.node.router_link import REGISTER_INTERVAL, RouterLink, control_first
@@ -45,6 +46,10 @@ def prefill(room: int) -> Prefill:
     )
 
 
+def registered(router: str) -> Registered:
+    return Registered(router_incarnation=router, protocol_version=PROTOCOL_VERSION)
+
+
 class Rig:
     """A link and a router that answers what the test tells it to."""
 
@@ -57,6 +62,7 @@ class Rig:
             self.node_context,
             self.address,
             Register(
+                protocol_version=PROTOCOL_VERSION,
                 node=NodeRef(name="prefill-0", role="prefill", incarnation=NODE),
                 host="h",
                 pid=1,
@@ -116,7 +122,7 @@ class Rig:
         """The node asks, the router answers."""
         before = len(self.said(Register))
         until(lambda: self.link.drain() or len(self.said(Register)) > before)
-        self.say(Registered(router_incarnation=self.incarnation))
+        self.say(registered(self.incarnation))
         self.receive()
         assert self.link.registered
 
@@ -144,8 +150,8 @@ def test_registration_is_repeated_until_it_is_answered(rig: Rig) -> None:
         until(lambda: len(rig.said(Register)) == count)  # noqa: B023
         rig.clock.now += REGISTER_INTERVAL
     assert not rig.link.registered
-    rig.say(Registered(router_incarnation="router-a"))
-    assert rig.receive() == [Registered(router_incarnation="router-a")]
+    rig.say(registered("router-a"))
+    assert rig.receive() == [registered("router-a")]
     assert rig.link.registered
     rig.link.send(Goodbye(incarnation=NODE))
     until(lambda: rig.said(Goodbye))  # behind everything that was said before
@@ -162,6 +168,42 @@ def test_a_rejection_reaches_the_node(rig: Rig) -> None:
     until(lambda: rig.said(Register))
     rig.say(Rejected(reason="another model"))
     assert rig.receive() == [Rejected(reason="another model")]
+    assert not rig.link.registered
+
+
+@pytest.mark.parametrize(
+    ("frame", "version"),
+    [
+        (Registered(router_incarnation="router-a", protocol_version=9), "version 9"),
+        ({"type": "Registered", "router_incarnation": "router-a"}, "a version from before version 1"),
+        ({"type": "Registered", "protocol_version": 9, "router": "in another form"}, "version 9"),
+    ],
+)
+def test_a_router_of_another_version_is_refused_with_a_sentence(
+    rig: Rig, frame: object, version: str
+) -> None:
+    """The node stops as if the router had refused it, and its log says why."""
+    rig.link.drain()
+    until(lambda: rig.said(Register))
+    assert rig.router is not None
+    assert rig.router.send(MAIN, msgspec.msgpack.encode(frame))
+    (message,) = rig.receive()
+    assert isinstance(message, Rejected)
+    assert message.reason == (
+        f"the router speaks {version} of the control protocol, this process speaks version {PROTOCOL_VERSION}: "
+        "install the same version of tandem for the router and every node"
+    )
+    assert not rig.link.registered
+    assert rig.link.refused_messages == 0
+
+
+def test_a_malformed_answer_of_a_router_of_this_version_is_counted(rig: Rig) -> None:
+    rig.link.drain()
+    until(lambda: rig.said(Register))
+    assert rig.router is not None
+    frame = {"type": "Registered", "protocol_version": PROTOCOL_VERSION}
+    assert rig.router.send(MAIN, msgspec.msgpack.encode(frame))
+    until(lambda: rig.link.drain() or rig.link.refused_messages == 1)
     assert not rig.link.registered
 
 

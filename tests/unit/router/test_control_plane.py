@@ -9,6 +9,7 @@ import select
 import time
 from contextlib import closing
 
+import msgspec
 import pytest
 import zmq
 
@@ -21,6 +22,7 @@ from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad, routing_id
 from common.messages.image_inbox import LINK
 from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.protocol import PROTOCOL_VERSION, UNVERSIONED
 from common.messages.router_inbox import (
     Failed,
     FirstToken,
@@ -58,6 +60,12 @@ async def test_registration_is_repeatable() -> None:
             {"fingerprint": "e" * 64},
             "serves the model with fingerprint eeeeeeeeeeee, this router ffffffffffff",
         ),
+        (
+            {"protocol_version": PROTOCOL_VERSION + 1},
+            f"decode-0 speaks version {PROTOCOL_VERSION + 1} of the control protocol, this process speaks version "
+            f"{PROTOCOL_VERSION}: install the same version of tandem",
+        ),
+        ({"protocol_version": UNVERSIONED}, "decode-0 speaks a version from before version 1 of the control"),
         ({"page_size": 64}, "has pages of 64 tokens, the router's kv.page_size is 16"),
     ],
 )
@@ -70,6 +78,42 @@ async def test_refusals_are_sentences(options: dict[str, object], sentence: str)
         assert "decode-0" in answer.reason
         assert sentence in answer.reason
         assert rig.registry.count("decode") == 0
+
+
+@pytest.mark.parametrize(
+    ("frame", "sentence"),
+    [
+        ({"type": "Register", "protocol_version": 9, "node": "in another form"}, "speaks version 9 of the"),
+        ({"type": "Register", "name": "decode-0"}, "speaks a version from before version 1 of the"),
+    ],
+)
+async def test_a_registration_of_another_version_is_refused_with_a_sentence_even_if_it_cannot_be_decoded(
+    frame: dict[str, object], sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with router_rig() as rig:
+        node = rig.fake("decode", "decode-0")
+        node.say_raw(msgspec.msgpack.encode(frame))
+        answer = await node.expect(Rejected)
+        assert sentence in answer.reason
+        assert answer.reason.startswith("decode-0 ")
+        assert (rig.registry.count("decode"), rig.control.refused_messages) == (0, 0)
+    logged = [record for record in caplog.records if record.message == "refused a node"]
+    assert [record.fields["reason"] for record in logged] == [answer.reason]  # type: ignore[attr-defined]
+
+
+async def test_a_malformed_registration_of_this_version_is_a_bad_frame() -> None:
+    async with router_rig() as rig:
+        node = rig.fake("decode", "decode-0")
+        node.say_raw(msgspec.msgpack.encode({"type": "Register", "protocol_version": PROTOCOL_VERSION}))
+        await eventually(lambda: rig.control.refused_messages == 1)
+        assert await node.silence((Registered, Rejected), 0.2)
+
+
+async def test_registered_names_the_version() -> None:
+    async with router_rig() as rig:
+        answer = await rig.fake("decode", "decode-0").register()
+        assert isinstance(answer, Registered)
+        assert answer.protocol_version == PROTOCOL_VERSION
 
 
 async def test_a_flood_of_strangers_costs_no_node_and_few_log_lines(
@@ -331,8 +375,6 @@ async def test_a_killed_process_is_noticed_without_heartbeats() -> None:
 
 
 def _as(node: object, incarnation: str) -> bytes:
-    import msgspec
-
     register = node._register  # type: ignore[attr-defined]
     ref = msgspec.structs.replace(register.node, incarnation=incarnation)
     return encode(msgspec.structs.replace(register, node=ref))

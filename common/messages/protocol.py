@@ -1,0 +1,51 @@
+"""The version of the control protocol: nodes name theirs in Register, routers in Registered.
+
+A process refuses a peer of another version with a sentence that both log. A first message of another version may have
+other fields, so its version is also read from frames that cannot be decoded. Three things therefore never change: these
+two messages are msgpack maps with "type" and "protocol_version", and so is Rejected with "reason".
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+# Raise it with every change of a message in this folder; a test compares it with the fields.
+PROTOCOL_VERSION: Final = 1
+UNVERSIONED: Final = 0  # of peers from before there was a version
+
+
+class _FirstMessage(msgspec.Struct, frozen=True):
+    """What the first message of every version has."""
+
+    type: str
+    protocol_version: int = UNVERSIONED
+
+
+_first = msgspec.msgpack.Decoder(_FirstMessage)
+
+
+def version_mismatch(peer: str, version: int) -> str | None:
+    """Return the sentence that refuses `peer`, or None if it speaks the version of this process."""
+    if version == PROTOCOL_VERSION:
+        return None
+    theirs = f"version {version}" if version != UNVERSIONED else "a version from before version 1"
+    return (
+        f"{peer} speaks {theirs} of the control protocol, this process speaks version {PROTOCOL_VERSION}: "
+        "install the same version of tandem for the router and every node"
+    )
+
+
+def undecodable_version(frame: bytes | memoryview, first: str, peer: str) -> str | None:
+    """Return the sentence that refuses `peer` if `frame` is its first message and has another version.
+
+    Args:
+        frame: a message that could not be decoded.
+        first: tag of the first message that `peer` sends.
+    """
+    try:
+        message = _first.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
+        return None
+    return version_mismatch(peer, message.protocol_version) if message.type == first else None
