@@ -38,7 +38,7 @@ from kv_transfer.messages import (
     Welcome,
     Working,
 )
-from kv_transfer.signs import ReceiverSigns
+from kv_transfer.receiver_signs import ReceiverSigns
 from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import ReceiverEndpoint, Region
 from kv_transfer.transport.description import to_wire

@@ -27,7 +27,7 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Abort, AbortAck, Hello, ReceiverInbox, Refused, SenderFailed, Slots, Welcome
 from kv_transfer.outbound import Outbound
 from kv_transfer.outbound_room import GrantedSlots, OutboundRoom
-from kv_transfer.signs import SenderSigns
+from kv_transfer.sender_signs import SenderSigns
 from kv_transfer.transport.base import SenderEndpoint
 from kv_transfer.transport.layers import LayerEndpoint
 from kv_transfer.transport.one_host import process

@@ -18,11 +18,9 @@ from common.config.run_directory import control_address, event_directory, peer_a
 from common.config.schema import PrefillSection
 from common.config.transport_choice import choose_layers, choose_transport
 from common.engine.attention.paged import PagedAttention
-from common.engine.attention.signalled import SignalledAttention
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.rotary_places import rotary_places
 from common.engine.graphs import node_graphs
-from common.engine.graphs.compiled_body import EAGER, CompiledBodies, missing_compiler
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.rules import PhaseSwitch
@@ -52,6 +50,7 @@ from kv_transfer.transport.registry import make_sender
 from prefill_node.draft import BuiltDraft, DraftSetup, PrefillDraft
 from prefill_node.draft_table import make_draft
 from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, missing_compiler
 from prefill_node.graphs.prefill_extend import PrefillExtend
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
@@ -59,6 +58,7 @@ from prefill_node.node import PrefillNode
 from prefill_node.page_sending import ByChunk, ByLayer, PageSending
 from prefill_node.peer_frames import take_peer_frames
 from prefill_node.seeing import Seeing, load_seeing
+from prefill_node.signalled_attention import SignalledAttention
 from prefill_node.step import PrefillStep
 from prefill_node.warm_up import warm_up
 

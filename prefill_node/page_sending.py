@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from common.engine.attention.signalled import SignalledAttention
 from kv_transfer.layer_send import RoomPages
 from kv_transfer.sender import Sender
 from prefill_node.scheduler import Chunk
+from prefill_node.signalled_attention import SignalledAttention
 
 
 class PageSending(Protocol):

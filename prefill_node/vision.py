@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.engine.encoder_sizes import ENCODER_BATCH, ENCODER_TOKENS
 from common.engine.forward.batch import ForwardBatch
-from common.engine.models.vision_part import ENCODER_BATCH, ENCODER_TOKENS, Pixels, VisionPart
+from common.engine.models.vision_part import Pixels, VisionPart
 from prefill_node.images import PromptImage, RowCache
 from prefill_node.scheduler import Chunk
 

@@ -16,8 +16,7 @@ from common.checkpoint.json_fields import positive
 from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.qwen_vl_config import MAX_RATIO, TOWER_DEFAULTS, QwenVision
 from common.checkpoint.vision_config import VisionConfig
-from common.engine.models.qwen_tower import rounded_up
-from common.engine.models.vision_part import ENCODER_TOKENS, largest_batch
+from common.engine.encoder_sizes import ENCODER_TOKENS, aligned_width, largest_batch
 
 # Defaults of transformers' config classes for missing keys.
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
@@ -59,10 +58,9 @@ def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
     read = vision.temporal_patch_size * values
     kept = 2 * width * size + 2 * width // heads * FLOAT + values + INDICES  # inputs of a block, angles
     cut = (2 * values + 2 * read) * FLOAT + read * size
-    attended = (
-        9 * width * size
-    )  # normed and summed; qkv; output of attention and its copies; the product after it
-    mlp = (3 * width + 3 * rounded_up(inner)) * size
+    # Normed and summed; qkv; output of attention and its copies; the product after it.
+    attended = 9 * width * size
+    mlp = (3 * width + 3 * aligned_width(inner)) * size
     rows = 4 * width * size + 3 * hidden * size // merged
     return patches * (kept + max(cut, attended, mlp, rows))
 

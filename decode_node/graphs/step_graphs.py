@@ -9,7 +9,7 @@ import torch
 
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.backends.base import Backend
-from common.engine.graphs.backends.choice import NONE, make_backend
+from common.engine.graphs.backends.names import NONE
 from common.engine.graphs.ladders import (
     decode_request_buckets,
     verify_request_buckets,
@@ -18,6 +18,7 @@ from common.engine.graphs.node_graphs import NodeGraphs, decided
 from common.engine.graphs.rules import Decision, Phase, PhaseSwitch
 from common.engine.state.relay_state import RelayState
 from decode_node.graphs.decode_graph import DecodeGraphs, decode_spec
+from decode_node.graphs.step_backend import step_backend
 from decode_node.page_table import PageTable
 
 
@@ -32,7 +33,7 @@ def decode_graphs(
     """Build the target's decode step, not captured yet."""
     decision = decided(Phase.DECODE, runner.model.placement, wanted)
     spec = decode_spec(decode_request_buckets(max_running) if decision.backend != NONE else ())
-    backend = make_backend(decision.backend, runner.model.placement.device)
+    backend = step_backend(decision.backend, runner.model.placement.device)
     forward = DecodeGraphs(runner, relay, page_table, spec, backend, max_model_len, wanted.poisoned)
     return NodeGraphs(forward, decision)
 
@@ -48,7 +49,7 @@ class PhasePlan:
 
     def backend(self) -> Backend:
         """Create a capture backend with its own memory pool."""
-        return make_backend(self.decision.backend, self.device)
+        return step_backend(self.decision.backend, self.device)
 
 
 def round_plans(

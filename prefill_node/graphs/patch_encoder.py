@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.segments import Segments
+from common.engine.encoder_sizes import ENCODER_BATCH
 from common.engine.forward.batch import ForwardMode
 from common.engine.graphs.admission import BatchFacts
 from common.engine.graphs.backends.base import Backend
@@ -22,7 +23,7 @@ from common.engine.graphs.outputs import OutField, OutputSpec
 from common.engine.graphs.slots import Inputs, Slot, StaticInputs
 from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey
 from common.engine.models.qwen_vl import PatchBatch, QwenPart
-from common.engine.models.vision_part import ENCODER_BATCH, Pixels
+from common.engine.models.vision_part import Pixels
 
 # A graph has room for one window per this many tokens; a full window of published models has 16.
 TOKENS_PER_WINDOW = 4

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.engine.attention.around import AroundAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.admission import BatchFacts
 from common.engine.graphs.backends.base import Backend
-from common.engine.graphs.body_point import run_body
-from common.engine.graphs.break_point import break_point
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
 from common.engine.graphs.slots import Fill, Inputs, Slot, StaticInputs
 from common.engine.graphs.spec import Axis, CaptureSpec, Feature, ShapeKey, token_shapes
 from common.engine.models.causal_lm import BodyOutput
+from prefill_node.around_attention import AroundAttention
+from prefill_node.graphs.backends.body_point import run_body
+from prefill_node.graphs.backends.break_point import break_point
 from prefill_node.graphs.static_extend import BROKEN, StaticExtend
 
 MAX_PADDING = 2.0  # with more padding than this, an eager run is cheaper

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.checkpoint.draft_config import DraftConfig
+from common.engine.encoder_sizes import largest_batch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.mtp_runner import MultiLayerRunner
 from common.engine.graphs.backends.base import Backend
-from common.engine.graphs.backends.choice import BREAKABLE, NONE, PIECEWISE, make_backend
-from common.engine.graphs.compiled_body import LEAST_TOKENS, CompiledBodies
+from common.engine.graphs.backends.names import BREAKABLE, NONE, PIECEWISE
 from common.engine.graphs.ladders import (
     image_buckets,
     image_token_buckets,
@@ -22,7 +22,8 @@ from common.engine.graphs.rules import Decision, Phase, PhaseSwitch
 from common.engine.graphs.spec import ShapeKey
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
-from common.engine.models.vision_part import largest_batch
+from prefill_node.graphs.backends.choice import prompt_backend
+from prefill_node.graphs.backends.compiled_body import LEAST_TOKENS, CompiledBodies
 from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
 from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
 from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
@@ -45,7 +46,7 @@ def prefill_graphs(
     """
     decision = decided(Phase.PREFILL, runner.model.placement, wanted)
     on = decision.backend != NONE
-    backend = make_backend(decision.backend if on else BREAKABLE, runner.model.placement.device, bodies)
+    backend = prompt_backend(decision.backend if on else BREAKABLE, runner.model.placement.device, bodies)
     unbroken = ShapeKey(UNBROKEN_TOKENS, max_batch) if on else BROKEN
     buckets = prefill_token_buckets(chunk_tokens) if on else ()
     if decision.backend == PIECEWISE:  # one token replays as two tokens
@@ -69,7 +70,7 @@ class DraftPrefillPlan:
     def backend(self) -> Backend:
         """Create a capture backend with its own memory pool."""
         name = self.decision.backend
-        return make_backend(name if name != NONE else BREAKABLE, self.target.model.placement.device)
+        return prompt_backend(name if name != NONE else BREAKABLE, self.target.model.placement.device)
 
     def buckets(self, more: int = 0) -> tuple[int, ...]:
         """Token buckets for chunks with up to `more` rows before them; empty means always eager."""
@@ -110,7 +111,7 @@ def encoder_graphs(
     needs_host = isinstance(part, QwenPart) and not part.runs_on_device
     decision = decided(Phase.ENCODER, part.placement, wanted, needs_host)
     on = decision.backend != NONE
-    backend = make_backend(decision.backend, part.placement.device)
+    backend = prompt_backend(decision.backend, part.placement.device)
     if isinstance(part, QwenPart):
         patches = patch_spec(image_token_buckets() if on else ())
         return NodeGraphs(PatchEncoderGraphs(part, patches, backend, wanted.poisoned), decision)

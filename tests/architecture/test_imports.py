@@ -34,6 +34,39 @@ ALLOWED = {
     # starts the others as processes; kv_transfer for the sweep of shared memory
     "deploy": {"control", "kv_transfer"},
 }
+# Modules of common and kv_transfer that only one kind of process may reach, each with all below it.
+ONLY_PREFILL = (
+    "common.engine.attention.segments",
+    "common.engine.models.llava",
+    "common.engine.models.qwen_tower",
+    "common.engine.models.qwen_vl",
+    "common.engine.models.vision_part",
+    "common.messages.image_inbox",
+    "common.messages.prefill_inbox",
+    "kv_transfer.early_slots",
+    "kv_transfer.handshake",
+    "kv_transfer.layer_send",
+    "kv_transfer.outbound",
+    "kv_transfer.outbound_room",
+    "kv_transfer.sender",
+    "kv_transfer.sender_signs",
+    "kv_transfer.transport.layers",
+)
+ONLY_DECODE = (
+    "common.engine.ops.round_inputs",
+    "common.engine.ops.step_rows",
+    "common.messages.decode_inbox",
+    "kv_transfer.inbound",
+    "kv_transfer.inbound_room",
+    "kv_transfer.receiver",
+    "kv_transfer.receiver_signs",
+)
+ONLY_ROUTER = (
+    "common.api_key",
+    "common.checkpoint.chat_template_file",
+    "common.config.admin_listener",
+    "common.config.api_keys",
+)
 # Trains the tiny models: the only part of deploy that computes, so it may use the engine (never a node).
 MODEL_MAKERS = "deploy.tiny_models"
 
@@ -135,6 +168,31 @@ def test_schedulers_import_no_torch(name: str) -> None:
         for package in sorted(_third_party(MODULES[each]).intersection(HEAVY))
     ]
     assert not heavy, "\n".join(heavy)
+
+
+def _reached_by(*entries: str) -> dict[str, str]:
+    """What a process imports by these entries. What a table names as "module:attribute" is not followed."""
+    came_from: dict[str, str] = {}
+    for entry in entries:
+        came_from = _reaches(entry, RUN_GRAPH) | came_from
+    return came_from
+
+
+@pytest.mark.parametrize(
+    ("role", "own", "others"),
+    [
+        ("prefill_node", ONLY_PREFILL, ONLY_DECODE + ONLY_ROUTER),
+        ("decode_node", ONLY_DECODE, ONLY_PREFILL + ONLY_ROUTER),
+    ],
+)
+def test_a_role_does_not_import_what_only_another_one_runs(
+    role: str, own: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    came_from = _reached_by(f"{role}.__main__", f"{role}.build")
+    foreign = [_chain(each, came_from) for each in came_from if any(_is_under(each, name) for name in others)]
+    assert not foreign, "\n".join(foreign)
+    assert not [name for name in own if name not in came_from], "it has moved: correct the list"
+    assert not [name for name in others if name not in MODULES], "it has moved: correct the list"
 
 
 def test_no_cycles() -> None:

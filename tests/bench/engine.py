@@ -33,7 +33,6 @@ from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.rotary_places import OneAxis
 from common.engine.graphs import node_graphs
-from common.engine.graphs.compiled_body import CompiledBodies
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
@@ -57,6 +56,7 @@ from deploy.tiny_models.constructed import tensors
 from deploy.tiny_models.constructed_shape import Shape
 from prefill_node.draft import NoDraft
 from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.images import PromptImage
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk

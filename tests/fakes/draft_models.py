@@ -16,7 +16,6 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, Forward
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
-from common.engine.graphs.backends.breakable import BreakableGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.slots import Inputs
@@ -36,6 +35,7 @@ from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import Round, RoundCall
 from decode_node.speculative.verifier import TreeAcceptor
 from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
+from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
 from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from tests.fakes.drafters import Bench, Told, speculative

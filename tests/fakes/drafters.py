@@ -11,7 +11,7 @@ import torch
 
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.model_runner import ModelRunner
-from common.engine.graphs.backends.choice import FULL, NONE
+from common.engine.graphs.backends.names import FULL, NONE
 from common.engine.graphs.rules import Decision, Phase
 from common.engine.graphs.slots import Inputs, Slot
 from decode_node.build import DecodeSteps, speculative_steps

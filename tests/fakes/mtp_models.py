@@ -16,7 +16,6 @@ from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.forward.mtp_runner import MultiLayerRunner
-from common.engine.graphs.backends.breakable import BreakableGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.models.mtp import MtpModules, build_mtp
@@ -27,6 +26,7 @@ from common.messages.generation import SamplingParams
 from common.node.serving_draft import draft_shape
 from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
 from prefill_node.draft import PrefillDraft
+from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.request import PrefillRequest

@@ -18,11 +18,9 @@ import decode_node.node
 import prefill_node.node
 from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.paged import PagedAttention
-from common.engine.attention.signalled import SignalledAttention
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.rotary_places import rotary_places
 from common.engine.graphs import node_graphs
-from common.engine.graphs.compiled_body import CompiledBodies
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.draft_row import DraftShape
@@ -65,11 +63,13 @@ from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback.endpoints import Fabric
 from prefill_node.draft import NoDraft, PrefillDraft
 from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
 from prefill_node.node import PrefillNode
 from prefill_node.page_sending import ByChunk, ByLayer
 from prefill_node.seeing import Seeing
+from prefill_node.signalled_attention import SignalledAttention
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
 from tests.fakes.clock import Clock

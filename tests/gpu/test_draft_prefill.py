@@ -12,10 +12,10 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.graphs.backends.base import Backend
-from common.engine.graphs.backends.breakable import BreakableGraphs
 from common.engine.graphs.backends.cuda import CudaRecorder
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import Eagle3Head, EagleHead
+from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
 from tests.fakes.draft_models import DRAFTS, OWN
 from tests.fakes.pools import plain_pool

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.graphs.compiled_body import CompiledBodies
 from common.engine.graphs.node_graphs import GRAPH_BYTES
 from common.engine.graphs.rules import PhaseSwitch
 from common.node.graph_start import graph_trial
 from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
 
 pytestmark = [

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.graphs.backends.breakable import BreakableGraphs
 from common.engine.graphs.backends.cuda import Address, CudaRecorder, fork
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.none import NoGraphs
-from common.engine.graphs.break_point import break_point
 from common.engine.graphs.spec import ShapeKey
 from common.engine.sampling.sampling_plan import sampling_variant
 from common.messages.generation import SamplingParams
 from decode_node.graphs.decode_graph import VARIANTS
+from prefill_node.graphs.backends.break_point import break_point
+from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.static_extend import BROKEN
 from tests.gpu.prompt_steps import CLOSE, IDS, check_prompt_replays
 from tests.unit.cuda_graph.rig import AUX, DecodeRig, extend_driver, sequences

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.graphs.backends.breakable import BreakableGraphs
 from common.engine.graphs.backends.cuda import CudaRecorder
-from common.engine.graphs.backends.piecewise import PiecewiseGraphs
-from common.engine.graphs.compiled_body import CompiledBodies
 from common.engine.graphs.spec import ShapeKey
+from prefill_node.graphs.backends.breakable import BreakableGraphs
+from prefill_node.graphs.backends.compiled_body import CompiledBodies
+from prefill_node.graphs.backends.piecewise import PiecewiseGraphs
 from prefill_node.graphs.static_extend import BROKEN
 from tests.gpu.prompt_steps import IDS, check_prompt_replays
 from tests.unit.cuda_graph.rig import AUX, extend_driver, sequences

@@ -11,12 +11,12 @@ import torch
 from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.segments import attend_by_length, attend_within, segments_of
 from common.engine.forward.model_runner import load_model
-from common.engine.graphs.backends.choice import make_backend
 from common.engine.layers.placement import Placement
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
 from common.messages.generation import ImageSpan, SamplingParams
+from prefill_node.graphs.backends.choice import prompt_backend
 from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
 from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
 from prefill_node.images import PromptImage, RowCache
@@ -109,7 +109,7 @@ def test_images_of_one_size_replay_what_the_tower_says(dtype: torch.dtype) -> No
     part = load_vision(MODEL, ModelConfig.load(MODEL), Placement(dtype, DEVICE))
     assert isinstance(part, LlavaPart)
     spec = encoder_spec((1, 2, 4), part.config.tokens_per_image)
-    encoder = EncoderGraphs(part, spec, make_backend("full", DEVICE), poisoned=True)
+    encoder = EncoderGraphs(part, spec, prompt_backend("full", DEVICE), poisoned=True)
     encoder.graphs.capture()
     assert not any(row.error for row in encoder.graphs.rows)
     generator = torch.Generator().manual_seed(1)
@@ -134,7 +134,7 @@ def test_images_of_any_size_replay_what_the_tower_says(tmp_path: Path) -> None:
     config = ModelConfig.load(save(build(), tmp_path))
     part = load_vision(tmp_path, config, Placement(torch.bfloat16, DEVICE))
     assert isinstance(part, QwenPart)
-    encoder = PatchEncoderGraphs(part, patch_spec((4, 16, 32)), make_backend("full", DEVICE), poisoned=True)
+    encoder = PatchEncoderGraphs(part, patch_spec((4, 16, 32)), prompt_backend("full", DEVICE), poisoned=True)
     encoder.graphs.capture()
     assert not any(row.error for row in encoder.graphs.rows)
     generator = torch.Generator().manual_seed(1)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.engine.graphs.backends.choice import BREAKABLE, FULL, NONE, PIECEWISE
+from common.engine.graphs.backends.names import BREAKABLE, FULL, NONE, PIECEWISE
 
 AUTO = "auto"
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.engine.attention.segments import Segments, attend_within
+from common.engine.encoder_sizes import aligned_width
 from common.engine.formats.dense import DenseFormat, LibraryLinear
 from common.engine.layers.activations import Activations
 from common.engine.layers.linear import WeightFormat
@@ -22,13 +23,6 @@ from common.engine.layers.placement import Placement
 from common.engine.ops.rotary_kv_write import rotary_qk
 
 EPS = 1e-6
-# Elements. Matrix units need rows of whole 16 bytes, which the published inner width, 3,420, does not have.
-ALIGNED = 64
-
-
-def rounded_up(inner: int) -> int:
-    """Return the inner width of an MLP as it is computed."""
-    return -(-inner // ALIGNED) * ALIGNED
 
 
 class VisionMlp(nn.Module):
@@ -37,7 +31,7 @@ class VisionMlp(nn.Module):
     def __init__(self, name: str, width: int, inner: int, weights: WeightFormat) -> None:
         super().__init__()
         self.inner = inner
-        padded = rounded_up(inner)
+        padded = aligned_width(inner)
         self.gate_up = weights.linear(width, {f"{name}.gate_proj": padded, f"{name}.up_proj": padded}, True)
         self.down = weights.linear(padded, {f"{name}.down_proj": width}, True)
         for each in self.parameters():

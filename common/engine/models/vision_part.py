@@ -8,14 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-ENCODER_BATCH = 32  # images per forward
-ENCODER_TOKENS = 16_384  # per forward, unless a single image has more: see encoder_memory.py
-
-
-def largest_batch(tokens_per_image: int) -> int:
-    """Return the maximum number of images per forward if all have one size."""
-    return max(1, min(ENCODER_BATCH, ENCODER_TOKENS // tokens_per_image))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:

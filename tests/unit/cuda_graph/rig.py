@@ -11,12 +11,9 @@ from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.graphs.backends.base import Backend
-from common.engine.graphs.backends.breakable import BreakableGraphs
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.none import NoGraphs
-from common.engine.graphs.backends.piecewise import PiecewiseGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
-from common.engine.graphs.compiled_body import CompiledBodies
 from common.engine.graphs.spec import ShapeKey
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
@@ -27,6 +24,9 @@ from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
 from decode_node.graphs.decode_graph import VARIANTS, DecodeGraphs, decode_spec
 from decode_node.page_table import PageTable
+from prefill_node.graphs.backends.breakable import BreakableGraphs
+from prefill_node.graphs.backends.compiled_body import CompiledBodies
+from prefill_node.graphs.backends.piecewise import PiecewiseGraphs
 from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from prefill_node.graphs.static_extend import BROKEN
 from tests.fakes.tiny_model import CONFIG, VOCAB, drawn

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from common.engine.graphs.backends.base import CaptureError
-from common.engine.graphs.backends.breakable import BreakableGraphs
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
-from common.engine.graphs.break_point import break_point
+from prefill_node.graphs.backends.break_point import break_point
+from prefill_node.graphs.backends.breakable import BreakableGraphs
 
 X = torch.randn(4, 3)
 

@@ -16,7 +16,6 @@ from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.graphs.admission import Fallback
 from common.engine.graphs.backends.base import Backend
-from common.engine.graphs.backends.breakable import BreakableGraphs
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.none import NoGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
@@ -24,6 +23,7 @@ from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.slots import SlotError
 from common.engine.state.pool import KvPool
 from prefill_node.draft import EaglePrefill, ModelPrefill, NoDraft
+from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.draft_prefill import DraftPrefill, DraftPrefillCall, draft_prefill_spec
 from prefill_node.multi_layer import MultiLayerPrefill
 from tests.fakes.draft_models import DRAFTS, tiny_draft

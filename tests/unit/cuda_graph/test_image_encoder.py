@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.checkpoint.llava_config import LlavaVision
+from common.engine.encoder_sizes import ENCODER_BATCH, largest_batch
 from common.engine.graphs import node_graphs
 from common.engine.graphs.backends.base import CaptureError
 from common.engine.graphs.backends.full import FullGraphs
@@ -18,7 +19,7 @@ from common.engine.graphs.report import table
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.llava import LlavaPart
-from common.engine.models.vision_part import ENCODER_BATCH, Pixels, largest_batch
+from common.engine.models.vision_part import Pixels
 from common.observability.logs import Log
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec

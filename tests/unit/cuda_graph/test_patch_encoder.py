@@ -102,7 +102,7 @@ def test_it_is_captured_where_attention_needs_no_host(
     monkeypatch.setattr(part, "placement", on_gpu)
     told = prompt_graphs.encoder_graphs
     with monkeypatch.context() as patched:
-        patched.setattr(prompt_graphs, "make_backend", lambda *given: FullGraphs(TapeRecorder()))
+        patched.setattr(prompt_graphs, "prompt_backend", lambda *given: FullGraphs(TapeRecorder()))
         patched.setattr(
             prompt_graphs, "PatchEncoderGraphs", lambda part, spec, *rest: SimpleNamespace(spec=spec)
         )

@@ -20,11 +20,9 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.model_runner import ModelRunner
-from common.engine.graphs import compiled_body, compiled_piece, node_graphs
+from common.engine.graphs import node_graphs
 from common.engine.graphs.admission import Fallback
-from common.engine.graphs.backends.piecewise import PiecewiseGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
-from common.engine.graphs.compiled_body import CompiledBodies, missing_compiler
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.report import table
 from common.engine.graphs.rules import PhaseSwitch
@@ -33,6 +31,9 @@ from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
 from common.errors import ConfigError
 from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.backends import compiled_body, compiled_piece
+from prefill_node.graphs.backends.compiled_body import CompiledBodies, missing_compiler
+from prefill_node.graphs.backends.piecewise import PiecewiseGraphs
 from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from tests.fakes.rounding import expect_close
 from tests.fakes.tiny_model import CONFIG

@@ -13,7 +13,6 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardMode, ForwardO
 from common.engine.graphs import node_graphs
 from common.engine.graphs.admission import Fallback
 from common.engine.graphs.backends.base import Backend
-from common.engine.graphs.backends.breakable import BreakableGraphs
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.none import NoGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
@@ -24,6 +23,7 @@ from common.engine.graphs.spec import ShapeKey
 from common.messages.generation import SamplingParams
 from decode_node.graphs.decode_graph import VARIANTS
 from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.prefill_extend import ExtendCall, PrefillExtend, extend_spec
 from prefill_node.graphs.static_extend import BROKEN, StaticExtend
 from tests.fakes.rounding import expect_close

@@ -13,8 +13,6 @@ from common.checkpoint.model_files import weight_paths
 from common.config import Resolved, load_cluster
 from common.config.foreign import FOREIGN
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.graphs.backends.breakable import BreakableGraphs
-from common.engine.graphs.backends.choice import make_backend
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.none import NoGraphs
 from common.engine.graphs.rules import (
@@ -26,7 +24,10 @@ from common.engine.graphs.rules import (
     decide,
 )
 from common.errors import ConfigError, ModelError
+from decode_node.graphs.step_backend import step_backend
 from decode_node.graphs.step_graphs import round_plans
+from prefill_node.graphs.backends.breakable import BreakableGraphs
+from prefill_node.graphs.backends.choice import prompt_backend
 from prefill_node.graphs.prompt_graphs import prefill_graphs
 from tests.unit.cuda_graph.rig import model
 from tests.unit.engine.paged_driver import Driver
@@ -215,11 +216,15 @@ def test_poison_is_told() -> None:
 
 def test_backends_by_name_on_the_cpu() -> None:
     cpu = torch.device("cpu")
-    full, breakable = make_backend("full", cpu), make_backend("breakable", cpu)
+    full, breakable = prompt_backend("full", cpu), prompt_backend("breakable", cpu)
     assert isinstance(full, FullGraphs)
     assert isinstance(breakable, BreakableGraphs)
-    assert isinstance(make_backend("none", cpu), NoGraphs)
+    assert isinstance(prompt_backend("none", cpu), NoGraphs)
     assert (full.name, breakable.name) == ("tape", "breakable-tape")
-    assert make_backend("piecewise", cpu).name == "piecewise-eager-tape"
+    assert prompt_backend("piecewise", cpu).name == "piecewise-eager-tape"
     with pytest.raises(ValueError, match="write none, full, breakable or piecewise"):
-        make_backend("paged", cpu)
+        prompt_backend("paged", cpu)
+    assert isinstance(step_backend("full", cpu), FullGraphs)
+    assert isinstance(step_backend("none", cpu), NoGraphs)
+    with pytest.raises(ValueError, match="write none or full"):
+        step_backend("breakable", cpu)

@@ -18,8 +18,8 @@ from transformers import CLIPVisionConfig, Qwen2_5_VLVisionConfig, SiglipVisionC
 
 from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.qwen_vl_config import CLIP_MEAN, CLIP_STD, MAX_RATIO, QwenVision
+from common.engine import encoder_sizes
 from common.engine.layers.placement import Placement
-from common.engine.models import vision_part
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
@@ -106,7 +106,7 @@ def most_alive(part: LlavaPart | QwenPart, batches: Sequence[Sequence[Pixels]]) 
 def test_llava_takes_no_more_and_not_much_less(
     tower: LlavaVision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vision_part, "ENCODER_TOKENS", 64 * 2)
+    monkeypatch.setattr(encoder_sizes, "ENCODER_TOKENS", 64 * 2)
     part = LlavaPart(tower, HIDDEN, Placement(dtype, CPU)).eval()
     most = most_alive(part, [[Pixels(torch.rand(3, 32, 32), 1, 64)] * 2])
     bound = encoder_bytes(tower, HIDDEN, dtype)

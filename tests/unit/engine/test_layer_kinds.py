@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from common.checkpoint.model_config import FAMILIES, LayerKind, ModelConfig
 from common.engine.forward.model_runner import load_model
-from common.engine.graphs.compiled_body import CompiledBodies
 from common.engine.layers.attention import Attention
 from common.engine.layers.mlp import Mlp
 from common.engine.layers.placement import Placement
@@ -21,6 +20,7 @@ from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
 from common.kv_cache.layer_kinds import FEED_FORWARDS, MIXERS
 from common.kv_cache.pool_spec import pool_spec
+from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.tiny_model import CONFIG, VOCAB, tiny_model
 from tests.fakes.toy_blocks import FAMILY, Experts, LocalMixer

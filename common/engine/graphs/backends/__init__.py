@@ -1,1 +1,1 @@
-"""Ways to capture a callable: `none`, `full`, `breakable` and `piecewise`, with CUDA graphs or with the CPU tape."""
+"""Ways to capture a callable that every role may use: `none` and `full`, with CUDA graphs or with the CPU tape."""

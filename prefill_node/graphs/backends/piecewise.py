@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 from common.engine.graphs.backends.base import Compilation, Output, Recorder, Recording
-from common.engine.graphs.backends.breakable import BreakableGraphs
-from common.engine.graphs.body_point import compiling
-from common.engine.graphs.compiled_body import CompiledBodies
+from prefill_node.graphs.backends.body_point import compiling
+from prefill_node.graphs.backends.breakable import BreakableGraphs
+from prefill_node.graphs.backends.compiled_body import CompiledBodies
 
 
 class PiecewiseGraphs:

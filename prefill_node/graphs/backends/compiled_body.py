@@ -18,10 +18,10 @@ from torch.fx import GraphModule
 
 from common.engine.attention.backend import AttentionBackend
 from common.engine.graphs.backends.base import CaptureError, Compilation
-from common.engine.graphs.compiled_piece import CompiledPiece, form
-from common.engine.graphs.split_body import LiveAttention, MarkedAttention, is_seam, split
 from common.engine.models.causal_lm import BodyOutput, CausalLM
 from common.engine.ops.triton_kernel import has_triton
+from prefill_node.graphs.backends.compiled_piece import CompiledPiece, form
+from prefill_node.graphs.backends.split_body import LiveAttention, MarkedAttention, is_seam, split
 
 EAGER, INDUCTOR = "eager", "inductor"
 PACKAGE = __name__.partition(".")[0]

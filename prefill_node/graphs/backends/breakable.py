@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from common.engine.graphs.backends.base import CaptureError, Handle, Output, Recorder, Recording
-from common.engine.graphs.break_point import breaking
 from common.engine.graphs.outputs import map_tensors
+from prefill_node.graphs.backends.break_point import breaking
 
 
 class BreakableGraphs:

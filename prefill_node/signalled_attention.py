@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from common.engine.attention.around import AroundAttention
 from common.engine.attention.backend import AttentionBackend
+from prefill_node.around_attention import AroundAttention
 
 
 class SignalledAttention(AroundAttention):
