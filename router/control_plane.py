@@ -16,7 +16,7 @@ import zmq
 
 from common.errors import HandshakeRefused, NodeLost, ProtocolError, RequestError, TransferFailed, from_code
 from common.ipc import LinkSecurity, RouterSocket
-from common.messages.node_inbox import Drain, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.node_inbox import HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.protocol import PROTOCOL_VERSION, undecodable_version
 from common.messages.router_inbox import (
     Failed,
@@ -129,11 +129,6 @@ class ControlPlane:
         # Sending may consume a readable edge.
         self._look_soon()
         return sent
-
-    def drain_nodes(self) -> None:
-        """Ask every node to finish its requests and leave."""
-        for node in self._registry:
-            self.send(node.routing_id, Drain())
 
     def announce_loss(self, node: Node) -> None:
         """Tell the nodes of the other role that a peer is lost."""

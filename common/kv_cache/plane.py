@@ -77,15 +77,6 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.entry) * self.item_bytes
 
 
-def attention_planes(
-    owner: Owner, layers: int, kv_heads: int, head_dim: int, dtype: str
-) -> tuple[Plane, ...]:
-    """Keys and values of `layers` attention layers that are all alike."""
-    return tuple(
-        plane for layer in range(layers) for plane in attention_layer(owner, layer, kv_heads, head_dim, dtype)
-    )
-
-
 def attention_layer(owner: Owner, layer: int, kv_heads: int, head_dim: int, dtype: str) -> tuple[Plane, ...]:
     """Keys and values of one attention layer: two paged planes, divided by KV heads."""
     heads = (HeadGroup(kv_heads, 1),)

@@ -9,13 +9,22 @@ import torch
 from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.placement import Placement
 from common.engine.state.pool import KvPool
-from common.kv_cache.plane import HeadGroup, Kept, Plane, attention_planes
+from common.kv_cache.plane import HeadGroup, Kept, Owner, Plane, attention_layer
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec, pool_spec
 
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def attention_planes(
+    owner: Owner, layers: int, kv_heads: int, head_dim: int, dtype: str
+) -> tuple[Plane, ...]:
+    """Return keys and values of `layers` attention layers that are all alike."""
+    return tuple(
+        plane for layer in range(layers) for plane in attention_layer(owner, layer, kv_heads, head_dim, dtype)
+    )
 
 
 def plain_pool(

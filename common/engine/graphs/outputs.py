@@ -26,7 +26,7 @@ class OutputError(TypeError):
 class OutField:
     """How one field is narrowed. A field that is None stays None."""
 
-    axis: Axis  # SCALAR: returned unchanged
+    axis: Axis
     kept: bool = False  # read after the next replay, therefore cloned
 
 
@@ -64,13 +64,12 @@ class OutputSpec(Generic[Output]):
             raise OutputError(
                 f"{self.kind.__name__}.{name} is a {type(value).__name__}; graphs return tensors"
             )
-        if how.axis is not Axis.SCALAR:
-            rows = captured.rows(how.axis)
-            if value.shape[0] != rows:
-                raise OutputError(
-                    f"{self.kind.__name__}.{name}: {value.shape[0]} rows, declared one per {how.axis.value} of {rows}"
-                )
-            value = value[: live.rows(how.axis)]
+        rows = captured.rows(how.axis)
+        if value.shape[0] != rows:
+            raise OutputError(
+                f"{self.kind.__name__}.{name}: {value.shape[0]} rows, declared one per {how.axis.value} of {rows}"
+            )
+        value = value[: live.rows(how.axis)]
         return value.clone() if how.kept else value
 
 

@@ -1,7 +1,6 @@
 """The static inputs of graphs: declared slots that are loaded and padded as a whole, so no stale value is replayed.
 
-A slot belongs to every variant of its graph, or to the variants that it names: an optional input means one variant
-with it and one without, never a tensor of zeros that stands for "absent".
+Every variant of a graph takes every slot; a batch without the value of one is refused.
 """
 
 from __future__ import annotations
@@ -33,19 +32,8 @@ class Fill:
         padding.fill_(self.value)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sentinel:
-    """Sets every padding row to a copy of one row, such as a mask with which a row attends only to itself."""
-
-    row: Tensor
-
-    def reset(self, padding: Tensor) -> None:
-        padding.copy_(self.row.expand_as(padding))
-
-
 ZERO = Fill(0)
 ROW0 = Fill(0)  # an index of request rows: row 0 is reserved for padding
-Padding: TypeAlias = Fill | Sentinel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,15 +45,10 @@ class Slot(Generic[Batch]):
     width: tuple[int, ...]
     dtype: torch.dtype
     source: Callable[[Batch], Tensor | None]
-    pad: Padding = ZERO
-    variants: frozenset[str] | None = None  # None: required by every variant
+    pad: Fill = ZERO
     # Value that the debug switch writes into the padding. "auto": NaN, or the largest id. "keep": the padding value
-    # is
-    # the contract itself, such as an address that must be in page 0 or row 0.
+    # is the contract itself, such as an address that must be in page 0 or row 0.
     poison: Literal["auto", "keep"] | Fill = "auto"
-
-    def wanted_by(self, variant: str) -> bool:
-        return self.variants is None or variant in self.variants
 
 
 class StaticInputs(Generic[Batch]):
@@ -98,19 +81,18 @@ class StaticInputs(Generic[Batch]):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def idle(self, shape: ShapeKey, variant: str) -> Inputs:
+    def idle(self, shape: ShapeKey) -> Inputs:
         """Return the inputs of one graph, all padding: the graph is captured on them."""
         views = {}
         for slot in self.slots:
-            if slot.wanted_by(variant):
-                views[slot.name] = self._tensors[slot.name][: shape.rows(slot.axis)]
-                slot.pad.reset(views[slot.name])
+            views[slot.name] = self._tensors[slot.name][: shape.rows(slot.axis)]
+            slot.pad.reset(views[slot.name])
         return views
 
-    def load(self, batch: Batch, live: ShapeKey, shape: ShapeKey, variant: str) -> Inputs:
+    def load(self, batch: Batch, live: ShapeKey, shape: ShapeKey) -> Inputs:
         """Copy the live rows in and reset all following rows. Raises SlotError."""
         views = {}
-        for name, value in self.live(batch, live, variant).items():
+        for name, value in self.live(batch, live).items():
             slot, static = self._slot(name), self._tensors[name]
             rows, count = shape.rows(slot.axis), live.rows(slot.axis)
             static[:count].copy_(value)
@@ -119,20 +101,12 @@ class StaticInputs(Generic[Batch]):
             views[name] = static[:rows]
         return views
 
-    def live(self, batch: Batch, live: ShapeKey, variant: str) -> Inputs:
+    def live(self, batch: Batch, live: ShapeKey) -> Inputs:
         """Return the batch's own tensors, checked against the slots: the inputs of an eager run. Raises SlotError."""
-        values = {}
-        for slot in self.slots:
-            value = slot.source(batch)
-            if not slot.wanted_by(variant):
-                if value is not None:
-                    raise SlotError(
-                        f"slot {slot.name!r}: the batch has it, variant {variant!r} does not have this slot and would "
-                        f"drop it; use a variant of {sorted(slot.variants or ())}"
-                    )
-                continue
-            values[slot.name] = _checked(slot, value, live, variant, self._tensors[slot.name].device)
-        return values
+        return {
+            slot.name: _checked(slot, slot.source(batch), live, self._tensors[slot.name].device)
+            for slot in self.slots
+        }
 
     def _pad(self, slot: Slot[Batch], padding: Tensor) -> None:
         slot.pad.reset(padding)
@@ -144,13 +118,10 @@ class StaticInputs(Generic[Batch]):
         return next(slot for slot in self.slots if slot.name == name)
 
 
-def _checked(
-    slot: Slot[Batch], value: Tensor | None, live: ShapeKey, variant: str, device: torch.device
-) -> Tensor:
-    where = f"slot {slot.name!r} of variant {variant!r}"
+def _checked(slot: Slot[Batch], value: Tensor | None, live: ShapeKey, device: torch.device) -> Tensor:
+    where = f"slot {slot.name!r}"
     if value is None:
-        remedy = "let its source compute it" if slot.variants is None else "choose the variant without it"
-        raise SlotError(f"{where}: the batch has none; {remedy}")
+        raise SlotError(f"{where}: the batch has none; let its source compute it")
     wanted = (live.rows(slot.axis), *slot.width)
     if tuple(value.shape) != wanted:
         raise SlotError(

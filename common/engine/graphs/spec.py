@@ -14,7 +14,6 @@ class Axis(Enum):
 
     TOKEN = "token"
     REQUEST = "request"
-    SCALAR = "scalar"  # one row, never padded
 
 
 class Feature(StrEnum):
@@ -34,9 +33,7 @@ class ShapeKey:
         return live.tokens <= self.tokens and (self.requests == 0 or live.requests <= self.requests)
 
     def rows(self, axis: Axis) -> int:
-        if axis is Axis.TOKEN:
-            return self.tokens
-        return self.requests if axis is Axis.REQUEST else 1
+        return self.tokens if axis is Axis.TOKEN else self.requests
 
 
 @dataclass(frozen=True, slots=True)

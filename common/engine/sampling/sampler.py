@@ -79,12 +79,6 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
     return output
 
 
-def filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return logits [R, V], divided by the temperature, with -inf for what `filter_floor` removes."""
-    floor = filter_floor(scaled, torch.ones_like(top_p), top_k, top_p, torch.zeros_like(top_p))
-    return scaled.masked_fill(scaled < floor[:, None], -torch.inf)
-
-
 def read_tokens(output: SampleOutput, logprobs_of: Iterable[int | None]) -> list[OutputToken | None]:
     """Return one token per row, None if its logits were not finite. Waits for the device: call it after completion.
 

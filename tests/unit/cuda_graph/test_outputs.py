@@ -20,13 +20,11 @@ from prefill_node.graphs import prefill_extend
 class Result:
     logits: Tensor
     hidden: Tensor | None = None
-    count: Tensor | None = None
 
 
 DECLARED = {
     "logits": OutField(Axis.REQUEST, kept=True),
     "hidden": OutField(Axis.TOKEN),
-    "count": OutField(Axis.SCALAR),
 }
 
 
@@ -51,13 +49,11 @@ def test_the_outputs_of_our_graphs_are_declared_whole() -> None:
 def test_each_field_is_narrowed_to_the_live_rows_of_its_axis() -> None:
     """Rows C1, C2, C3: padding is stripped from per-token fields, and None stays None."""
     captured, live = ShapeKey(8, 4), ShapeKey(5, 3)
-    full = Result(torch.arange(4.0), torch.arange(16.0).view(8, 2), torch.ones(9))
+    full = Result(torch.arange(4.0), torch.arange(16.0).view(8, 2))
     narrowed = OutputSpec(Result, DECLARED).narrow(full, captured, live)
     assert narrowed.logits.tolist() == [0, 1, 2]
     assert narrowed.hidden is not None
     assert narrowed.hidden.shape == (5, 2)
-    assert narrowed.count is not None
-    assert narrowed.count.shape == (9,)
     assert OutputSpec(Result, DECLARED).narrow(Result(torch.zeros(4)), captured, live).hidden is None
 
 
@@ -88,7 +84,7 @@ def test_map_tensors_reaches_every_form_of_output() -> None:
         b: Tensor | None
 
     one = torch.ones(1)
-    changed = map_tensors((one, Pair(one, None), Result(one, None, one)), lambda t: t + 1)
+    changed = map_tensors((one, Pair(one, None), Result(one)), lambda t: t + 1)
     assert isinstance(changed[1], Pair)
     assert changed[1].b is None
     assert isinstance(changed[2], Result)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.graphs.slots import ROW0, Fill, Sentinel, Slot, SlotError, StaticInputs
+from common.engine.graphs.slots import ROW0, Fill, Slot, SlotError, StaticInputs
 from common.engine.graphs.spec import Axis, ShapeKey
 
 LARGEST = ShapeKey(12, 4)
@@ -21,16 +21,13 @@ class Batch:
     hidden: Tensor | None = None
     ids: Tensor | None = None
     rows: Tensor | None = None
-    image: Tensor | None = None
 
 
 def slots() -> list[Slot[Batch]]:
-    with_image = frozenset(("image",))
     return [
         Slot("hidden", Axis.TOKEN, (3,), torch.float32, lambda b: b.hidden),
         Slot("ids", Axis.TOKEN, (), torch.int64, lambda b: b.ids, Fill(7)),
         Slot("rows", Axis.REQUEST, (), torch.int64, lambda b: b.rows, ROW0, poison="keep"),
-        Slot("image", Axis.TOKEN, (3,), torch.float32, lambda b: b.image, variants=with_image),
     ]
 
 
@@ -50,7 +47,7 @@ def test_every_row_behind_the_live_ones_is_reset_on_every_load(sizes: list[tuple
     for seed, (tokens, requests) in enumerate(sizes):
         live, shape = ShapeKey(tokens, requests), ShapeKey(-(-tokens // 4) * 4, 4)
         given_batch = batch(tokens, requests, seed)
-        views = inputs.load(given_batch, live, shape, "text")
+        views = inputs.load(given_batch, live, shape)
         assert set(views) == {"hidden", "ids", "rows"}
         for name, pad in (("hidden", 0), ("ids", 7), ("rows", 0)):
             count = len(getattr(given_batch, name))
@@ -61,19 +58,19 @@ def test_every_row_behind_the_live_ones_is_reset_on_every_load(sizes: list[tuple
 
 def test_addresses_never_change() -> None:
     inputs = StaticInputs(slots(), LARGEST, "cpu")
-    idle = inputs.idle(ShapeKey(8, 2), "text")
-    loaded = inputs.load(batch(5, 1), ShapeKey(5, 1), ShapeKey(8, 2), "text")
+    idle = inputs.idle(ShapeKey(8, 2))
+    loaded = inputs.load(batch(5, 1), ShapeKey(5, 1), ShapeKey(8, 2))
     assert {name: view.data_ptr() for name, view in idle.items()} == {
         n: v.data_ptr() for n, v in loaded.items()
     }
-    assert inputs.nbytes == 12 * 3 * 4 * 2 + 12 * 8 + 4 * 8
+    assert inputs.nbytes == 12 * 3 * 4 + 12 * 8 + 4 * 8
 
 
 def test_a_graph_is_captured_on_padding_alone() -> None:
     """Whatever ran before: a graph captured later, or a trial, begins with what an idle batch has."""
     inputs = StaticInputs(slots(), LARGEST, "cpu")
-    inputs.load(batch(12, 4), LARGEST, LARGEST, "text")
-    idle = inputs.idle(ShapeKey(8, 2), "text")
+    inputs.load(batch(12, 4), LARGEST, LARGEST)
+    idle = inputs.idle(ShapeKey(8, 2))
     assert {name: set(view.flatten().tolist()) for name, view in idle.items()} == {
         "hidden": {0.0},
         "ids": {7},
@@ -83,7 +80,7 @@ def test_a_graph_is_captured_on_padding_alone() -> None:
 
 def test_poison_fills_padding_with_what_shows_and_keeps_contracts() -> None:
     inputs = StaticInputs(slots(), LARGEST, "cpu", poisoned=True)
-    views = inputs.load(batch(5, 1), ShapeKey(5, 1), ShapeKey(8, 2), "text")
+    views = inputs.load(batch(5, 1), ShapeKey(5, 1), ShapeKey(8, 2))
     assert views["hidden"][5:].isnan().all()
     assert (views["ids"][5:] == torch.iinfo(torch.int64).max).all()
     assert (views["rows"][1:] == 0).all()
@@ -94,18 +91,7 @@ def test_poison_fills_padding_with_what_shows_and_keeps_contracts() -> None:
         "cpu",
         poisoned=True,
     )
-    assert mask.load(torch.zeros(1, 2, dtype=torch.bool), ShapeKey(1), ShapeKey(3), "")["mask"][1:].all()
-
-
-def test_a_sentinel_row_is_copied_into_every_padding_row() -> None:
-    eye = torch.eye(2, dtype=torch.bool)
-    inputs = StaticInputs(
-        [Slot("mask", Axis.REQUEST, (2, 2), torch.bool, lambda b: b, Sentinel(eye))], LARGEST, "cpu"
-    )
-    live = torch.ones(1, 2, 2, dtype=torch.bool)
-    mask = inputs.load(live, ShapeKey(1, 1), ShapeKey(3, 3), "")["mask"]
-    assert mask[0].all()
-    assert torch.equal(mask[1:], eye.expand(2, 2, 2))
+    assert mask.load(torch.zeros(1, 2, dtype=torch.bool), ShapeKey(1), ShapeKey(3))["mask"][1:].all()
 
 
 @pytest.mark.parametrize(
@@ -115,33 +101,20 @@ def test_a_sentinel_row_is_copied_into_every_padding_row() -> None:
         ({"hidden": torch.zeros(5, 4)}, r"found \(5, 4\), declared \(5, 3\).*same function"),
         ({"hidden": torch.zeros(6, 3)}, r"found \(6, 3\), declared \(5, 3\)"),
         ({"hidden": torch.zeros(5, 3, dtype=torch.float16)}, "float16.*declared torch.float32.*convert"),
-        ({"image": torch.zeros(5, 3)}, "slot 'image'.*would drop it; use a variant of .'image'."),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_remedy(change: dict[str, Tensor | None], text: str) -> None:
-    """Row D (remaining defect): a width that differs raises; upstream silently replays stale hidden states.
-
-    Rows A7, C4: an input that the graph has no place for raises instead of being dropped.
-    """
+    """Row D (remaining defect): a width that differs raises; upstream silently replays stale hidden states."""
     inputs = StaticInputs(slots(), LARGEST, "cpu")
     wrong = batch(5, 1)
     for name, value in change.items():
         setattr(wrong, name, value)
     for load in (
-        lambda: inputs.load(wrong, ShapeKey(5, 1), ShapeKey(8, 2), "text"),
-        lambda: inputs.live(wrong, ShapeKey(5, 1), "text"),
+        lambda: inputs.load(wrong, ShapeKey(5, 1), ShapeKey(8, 2)),
+        lambda: inputs.live(wrong, ShapeKey(5, 1)),
     ):
         with pytest.raises(SlotError, match=text):
             load()
-
-
-def test_an_optional_input_is_two_variants() -> None:
-    """Rows L3, X3: absent is a variant without the slot, never zeros in it."""
-    inputs = StaticInputs(slots(), LARGEST, "cpu")
-    assert "image" not in inputs.idle(ShapeKey(8, 2), "text")
-    assert "image" in inputs.idle(ShapeKey(8, 2), "image")
-    with pytest.raises(SlotError, match="choose the variant without it"):
-        inputs.load(batch(5, 1), ShapeKey(5, 1), ShapeKey(8, 2), "image")
 
 
 def test_slot_names_are_unique() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from common.engine.state.pool import KvPool
-from common.kv_cache.plane import Kept, Plane, attention_planes
+from common.kv_cache.plane import Kept, Plane
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
+from tests.fakes.pools import attention_planes
 
 LAYERS, HEADS, DIM, PAGE, PAGES = 2, 2, 8, 4, 5
 

@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.ops.filter_floor import filter_floor
 from common.engine.ops.philox import philox, token_words
 from common.engine.ops.sample_tokens import gumbel
-from common.engine.sampling.sampler import SamplingBatch, filter_top_k_top_p, sample
+from common.engine.sampling.sampler import SamplingBatch, sample
+
+
+def filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Logits [R, V], divided by the temperature, with -inf for what `filter_floor` removes."""
+    floor = filter_floor(scaled, torch.ones_like(top_p), top_k, top_p, torch.zeros_like(top_p))
+    return scaled.masked_fill(scaled < floor[:, None], -torch.inf)
 
 
 def make(rows: int, **values: object) -> SamplingBatch:

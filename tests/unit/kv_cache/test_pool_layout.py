@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.kv_cache.plane import ITEM_BYTES, HeadGroup, Kept, Plane, attention_planes
+from common.kv_cache.plane import ITEM_BYTES, HeadGroup, Kept, Plane
 from common.kv_cache.pool_layout import PLANE_ALIGN, PoolLayout
 from common.kv_cache.pool_spec import PoolSpec, pool_spec
-from tests.fakes.pools import layers_layout
+from tests.fakes.pools import attention_planes, layers_layout
 from tests.fakes.tiny_model import CONFIG
 
 CONVOLUTION = Plane(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from common.kv_cache.plane import HeadGroup, Kept, Plane, attention_planes
+from common.kv_cache.plane import HeadGroup, Kept, Plane
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.cuts import sources
@@ -27,6 +27,7 @@ from kv_transfer.transport.shm.receiver import ShmReceiver
 from kv_transfer.transport.shm.sender import ShmSender
 from kv_transfer.transport.tcp.receiver import TcpReceiver
 from kv_transfer.transport.tcp.sender import TcpSender
+from tests.fakes.pools import attention_planes
 from tests.fakes.waiting import PATIENCE
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, Decode, Prefill
 
