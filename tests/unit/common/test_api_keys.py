@@ -1,4 +1,4 @@
-"""The file of hashed API keys: what is taken, and what is refused with which words."""
+"""The file of hashed API keys: what it may contain, and the errors for everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad frames: counted per peer, logged at a bounded rate, and their sender cut off; others are served as before."""
+"""Bad frames: counted per peer, logged at a bounded rate, their sender disconnected; others are served as before."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_garbage_cuts_its_sender_off_and_others_are_heard(context: Context, tmp_
 
 
 def test_a_key_that_speaks_for_others_is_refused_for_a_while(tmp_path: Path) -> None:
-    """The name that it claims is not blamed, and its own name is heard again after the ban."""
+    """The name that it claims is not blamed, and its own name is accepted again after the ban."""
     keys = tmp_path / "keys"
     make_key_pairs(keys, ["router", "decode-0", "prefill-0"])
     contexts = [Context() for _ in range(3)]
@@ -155,7 +155,7 @@ def test_a_key_that_speaks_for_others_is_refused_for_a_while(tmp_path: Path) -> 
 
 
 def test_thousands_of_unknown_routing_ids_leave_nothing_behind(context: Context, tmp_path: Path) -> None:
-    """What is kept of them is bounded, whether they come one after another or at once."""
+    """Their records are bounded, whether they come one after another or at once."""
     server = RouterSocket(context, f"ipc://{tmp_path}/r.sock")
     for batch in range(30):
         strangers = []

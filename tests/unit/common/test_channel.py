@@ -1,4 +1,4 @@
-"""Sockets for real, over ipc and over TCP on loopback: bounds, lost peers, identities, binding."""
+"""Real sockets over ipc and over TCP on loopback: bounds, lost peers, identities, binding."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = ["small_disk"]
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="td") as path:  # short: it holds sockets
+    with tempfile.TemporaryDirectory(prefix="td") as path:  # short, because it holds sockets
         yield Path(path)
 
 
 @pytest.fixture
 def context() -> Iterator[Context]:
-    """Destroyed with all its sockets: a test that fails must not hang in term()."""
+    """A context destroyed with all its sockets, so that a failing test does not hang in term()."""
     made = Context()
     yield made
     made.destroy(linger=0)
@@ -87,7 +87,7 @@ def test_peers_are_told_apart(context: Context, address: str) -> None:
 
 
 def test_drain_is_bounded(context: Context, address: str) -> None:
-    """A flood cannot keep the loop from its work."""
+    """A flood cannot keep the loop from its other work."""
     router, dealer = pair(context, address)
     total = DRAIN_LIMIT * 2 + 10
     for number in range(total):
@@ -118,7 +118,7 @@ def test_a_peer_that_is_gone(context: Context, address: str) -> None:
 
 
 def test_bytes_that_wait_for_a_stalled_peer_are_bounded(context: Context, directory: Path) -> None:
-    """ARCHITECTURE.md: every queue is bounded. 10,000 messages of images would be 100 GB."""
+    """Every queue is bounded (ARCHITECTURE.md): 10,000 messages with images would be 100 GB."""
     mib = 1 << 20
     router = RouterSocket(context, f"ipc://{directory}/r.sock", queued_bytes=4 * mib)
     stalled, other = (Dealer(context, router.address, name, received=1) for name in (b"stalled", b"other"))
@@ -127,8 +127,8 @@ def test_bytes_that_wait_for_a_stalled_peer_are_bounded(context: Context, direct
         until(router.drain)
     images = [bytes([number]) * mib for number in range(4)]
     assert [router.post(b"stalled", image) for image in [*images, images[0]]] == [True] * 4 + [False]
-    assert router.post(b"stalled", b"x" * (SMALL - 1))  # a word of control still passes
-    assert router.send(b"other", images[0])  # and others are served
+    assert router.post(b"stalled", b"x" * (SMALL - 1))  # a small control message still fits
+    assert router.send(b"other", images[0])  # and other peers are served
     assert until(lambda: router.drain() or other.drain()) == [images[0]]
     got: list[bytes] = []
     until(lambda: router.drain() or got.extend(stalled.drain()) or len(got) == 5)
@@ -137,7 +137,7 @@ def test_bytes_that_wait_for_a_stalled_peer_are_bounded(context: Context, direct
 
 
 def test_what_a_broken_connection_loses_is_sent_again(context: Context) -> None:
-    """Connections are reset again and again with frames on their way: each message arrives once and in order."""
+    """Connections are reset again and again with frames in transit: each message arrives once and in order."""
     router = RouterSocket(context, "tcp://127.0.0.1:0", Keyless())
     with closing(Wire(int(router.address.rpartition(":")[2]))) as wire:
         dealer = Dealer(context, f"tcp://127.0.0.1:{wire.port}", b"peer", security=Keyless())
@@ -182,7 +182,7 @@ def test_a_damaged_frame_is_dropped_counted_and_sent_again(context: Context) -> 
 
 
 def test_another_process_at_the_address_is_noticed(context: Context, directory: Path) -> None:
-    """It does not know the session: what waits is dropped, and the owner hears of it."""
+    """It does not know the session: queued messages are dropped, and the owner is notified."""
     router, dealer = pair(context, f"ipc://{directory}/r.sock")
     until(lambda: router.drain() or dealer.drain() or dealer._session.idle)
     router.close()
@@ -210,11 +210,11 @@ def test_a_full_queue_is_false_and_does_not_block(context: Context, directory: P
 
 
 def test_a_new_process_takes_over_its_identity(context: Context, address: str) -> None:
-    """Before the death of the old one was seen."""
+    """It does so before the death of the old process is noticed."""
     router = RouterSocket(context, address, Keyless())
     old = context.socket(zmq.DEALER)
     old.setsockopt(zmq.IDENTITY, b"peer")
-    old.setsockopt(zmq.RECONNECT_IVL, -1)  # a dead process does not come back to take its identity again
+    old.setsockopt(zmq.RECONNECT_IVL, -1)  # a dead process does not reconnect with its identity
     old.connect(router.address)
     old.send(b"hello")
     assert until(router.drain) == [(b"peer", b"hello")]
@@ -234,9 +234,9 @@ def test_a_dealer_finds_a_router_that_starts_later(context: Context, directory: 
 
 
 def test_the_last_words_arrive(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that drains says its last tokens and Goodbye, closes and exits: nothing of it may be dropped."""
+    """A draining node sends its last tokens and Goodbye, closes and exits: none of it may be dropped."""
     assert channel.LINGER_MS >= 500
-    monkeypatch.setattr(channel, "LINGER_MS", 60_000)  # however long this machine is busy elsewhere
+    monkeypatch.setattr(channel, "LINGER_MS", 60_000)  # even if this machine is busy for a while
     for attempt in range(10):
         receiving, sending = Context(), Context()
         router = RouterSocket(receiving, f"ipc://{directory}/{attempt}.sock")
@@ -264,11 +264,11 @@ def test_closing_does_not_wait_long_for_nobody(directory: Path) -> None:
     dealer.send(b"goodbye")
     assert dealer.socket.getsockopt(zmq.LINGER) == channel.LINGER_MS <= 1000
     dealer.close()
-    context.term()  # returns at all
+    context.term()  # must return
 
 
 def test_too_large_to_send(context: Context, address: str) -> None:
-    """The peer would close the connection over it: say no here, where somebody can answer for it."""
+    """The peer would close the connection because of it, so sending fails here, where it can be handled."""
     router, dealer = pair(context, address)
     huge = bytes(MAX_MESSAGE_BYTES + 1)
     assert dealer.send(huge) is False
@@ -278,7 +278,7 @@ def test_too_large_to_send(context: Context, address: str) -> None:
 
 
 def test_too_large_to_receive(context: Context, address: str) -> None:
-    """From a peer that is not ours: refused before it is in memory, and the others are served on."""
+    """A foreign peer's message is refused before it is in memory, and other peers are served."""
     router, dealer = pair(context, address)
     stranger = context.socket(zmq.DEALER)
     stranger.setsockopt(zmq.IDENTITY, b"stranger")
@@ -374,7 +374,7 @@ def test_the_socket_of_a_killed_process_is_replaced(context: Context, directory:
     file = directory / "r.sock"
     dead = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     dead.bind(str(file))
-    dead.close()  # the file stays, nobody listens
+    dead.close()  # the file remains but nobody listens
     assert file.is_socket()
     router = RouterSocket(context, f"ipc://{file}")
     dealer = Dealer(context, router.address, b"peer")
@@ -383,11 +383,11 @@ def test_the_socket_of_a_killed_process_is_replaced(context: Context, directory:
 
 
 def test_the_socket_of_a_living_process_is_not_taken(context: Context, directory: Path) -> None:
-    """Two routers from one cluster file: the second must not cut off the first."""
+    """Two routers from one cluster file: the second must not disconnect the first."""
     router, dealer = pair(context, f"ipc://{directory}/r.sock")
     with pytest.raises(ConfigError, match="another process serves"):
         RouterSocket(context, f"ipc://{directory}/r.sock")
-    late = Dealer(context, router.address, b"late")  # the first one's file is still there
+    late = Dealer(context, router.address, b"late")  # the first router's file still exists
     late.send(b"x")
     assert until(router.drain) == [(b"late", b"x")]
     assert dealer.send(b"y")
@@ -402,7 +402,7 @@ def test_a_directory_that_cannot_be_written_to_is_one_sentence(
 
 
 def test_closing_on_a_disk_that_has_become_read_only(context: Context, small_disk: FullDisk) -> None:
-    """A node that drains there still ends well."""
+    """A node that drains there still exits with 0."""
     router = RouterSocket(context, f"ipc://{small_disk.path}/r.sock")
     small_disk.make_read_only()
     router.close()

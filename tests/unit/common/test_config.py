@@ -1,4 +1,4 @@
-"""The cluster file: precedence, origins, refusals with path and suggestion, the example, the shipped files."""
+"""The cluster file: precedence, origins, errors with path and suggestion, the example, the shipped files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def refusal(
     return caught.value
 
 
-# -- values and where they come from ---------------------------------------------------------------------------
+# -- values and their origins ----------------------------------------------------------------------------------
 
 
 def test_only_the_model_is_required(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_every_key_has_its_own_environment_name() -> None:
     "name", ["TANDEM_TORCH", "TANDEM_PYTHON", "TANDEM_ROUTER_SERVICE_HOST", "ROUTER_PORT"]
 )
 def test_other_variables_are_left_alone(tmp_path: Path, name: str) -> None:
-    """deploy/setup has variables of its own, and Kubernetes invents NAME_SERVICE_HOST for each service."""
+    """deploy/setup has variables of its own, and Kubernetes sets NAME_SERVICE_HOST for each service."""
     assert load(tmp_path, environ={name: "x"}).cluster == CLUSTER(model=Model(path="m"))
 
 
@@ -189,7 +189,7 @@ def test_nodes_by_name(tmp_path: Path) -> None:
         cluster.decode_node("decode-1")
 
 
-# -- what is refused -------------------------------------------------------------------------------------------
+# -- refused values ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_unknown_keys(tmp_path: Path, text: str, path: str, suggestion: str) -> 
 
 @pytest.mark.parametrize("section", [path for path in KEYS if "." in path])
 def test_a_misspelt_key_finds_its_neighbour(tmp_path: Path, section: str) -> None:
-    """At every place of the schema."""
+    """This holds at every place of the schema."""
     *parents, last = section.split(".")
     data: dict[str, Any] = {last + "x": 1}
     for parent in reversed(parents):
@@ -317,7 +317,7 @@ def test_a_word_that_is_not_known_is_answered_with_those_that_are(
 @pytest.mark.parametrize("device", ["tpu", "CPU", "cpu:0", "'cuda:'", "cuda:x", "cuda 0", "meta", "''"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_device_is_refused_by_its_form(tmp_path: Path, role: str, device: str) -> None:
-    """Before any process imports torch, whose own words name neither key nor node."""
+    """It is refused before any process imports torch, whose error names neither key nor node."""
     error = refusal(tmp_path, overrides=[f"{role}.nodes=[{{name: x}}, {{name: y, device: {device}}}]"])
     assert error.path == f"{role}.nodes[1].device"
     assert "write cpu, cuda or cuda:N" in str(error)
@@ -340,7 +340,7 @@ ADDRESSES = {
 )
 @pytest.mark.parametrize("path", ADDRESSES)
 def test_an_address_is_refused_by_its_form(tmp_path: Path, path: str, address: str) -> None:
-    """Without a scheme it is no question of keys."""
+    """An address without a scheme is an error of its own, not one about keys."""
     start = ADDRESSES[path]
     error = refusal(tmp_path, overrides=[start + address + "'}]" * start.endswith("'")])
     assert error.path == path
@@ -357,14 +357,14 @@ def test_known_addresses(tmp_path: Path, path: str, address: str) -> None:
 
 
 def test_port_0_takes_a_free_port_where_others_are_told_which(tmp_path: Path) -> None:
-    """Decode nodes learn the address that was bound; a node that connects to a router's port 0 would wait for ever."""
+    """Decode nodes learn the bound address; a node that connects to a router's port 0 would wait for ever."""
     load(tmp_path, overrides=[ADDRESSES["prefill.nodes[0].peer_address"] + "tcp://127.0.0.1:0'}]"])
     error = refusal(tmp_path, overrides=["router.control_address=tcp://127.0.0.1:0"])
     assert error.path == "router.control_address"
 
 
 def test_a_wrong_value_names_the_variable_that_it_came_from(tmp_path: Path) -> None:
-    """Nobody finds a forgotten variable by looking at the file. Kubernetes sets such ones by itself."""
+    """Nobody finds a forgotten variable by reading the file, and Kubernetes sets such variables by itself."""
     error = refusal(tmp_path, environ={"TANDEM_ROUTER_PORT": "tcp://10.0.0.1:8000"})
     assert error.path == "router.port"
     assert "env:TANDEM_ROUTER_PORT" in str(error)
@@ -402,7 +402,7 @@ def test_a_chat_template_is_relative_to_the_file(tmp_path: Path) -> None:
 
 
 def test_an_empty_section_is_said_to_be_empty(tmp_path: Path) -> None:
-    """What remains when all keys of a section are commented out."""
+    """This is what remains when all keys of a section are commented out."""
     error = refusal(tmp_path, MINIMAL + "router:\n  # port: 1\n")
     assert error.path == "router"
     assert "empty" in str(error)
@@ -433,7 +433,7 @@ def test_an_override_below_what_is_no_section(tmp_path: Path) -> None:
     ],
 )
 def test_node_names(tmp_path: Path, name: str, good: bool) -> None:
-    """They become names of files and sockets."""
+    """Names become names of files and sockets."""
     text = MINIMAL + yaml.safe_dump({"decode": {"nodes": [{"name": name}]}})
     if good:
         assert load(tmp_path, text).cluster.decode.nodes[0].name == name
@@ -457,7 +457,7 @@ def test_names_are_unique_in_the_whole_cluster(tmp_path: Path, text: str, path: 
 
 @pytest.mark.parametrize("key", ["node_timeout", "router_timeout"])
 def test_timeouts_leave_room_for_two_heartbeats(tmp_path: Path, key: str) -> None:
-    """Otherwise every healthy node is given up, over and over."""
+    """Otherwise every healthy node would be lost again and again."""
     error = refusal(tmp_path, MINIMAL + f"health: {{heartbeat_interval: 1, {key}: 1.9}}\n")
     assert error.path == f"health.{key}"
     assert "heartbeat_interval" in str(error)
@@ -466,7 +466,7 @@ def test_timeouts_leave_room_for_two_heartbeats(tmp_path: Path, key: str) -> Non
 
 @pytest.mark.parametrize("timeout", ["0.05", "0.99"])
 def test_idle_loops_do_not_count_as_hung(tmp_path: Path, timeout: str) -> None:
-    """An idle main loop turns every 100 ms, and later on a busy host."""
+    """An idle main loop turns every 100 ms, and less often on a busy host."""
     error = refusal(tmp_path, MINIMAL + f"health: {{loop_timeout: {timeout}}}\n")
     assert error.path == "health.loop_timeout"
 
@@ -510,7 +510,7 @@ def test_duplicate_keys_name_both_lines(tmp_path: Path, text: str, key: str, lin
     ],
 )
 def test_what_is_not_a_mapping_of_plain_values(tmp_path: Path, text: str) -> None:
-    """Refused with a sentence; nothing else may come out of the loader."""
+    """It is refused with an error; the loader must not return anything else."""
     refusal(tmp_path, text)
 
 
@@ -527,7 +527,7 @@ def test_a_structure_that_contains_itself(tmp_path: Path) -> None:
 
 
 def test_aliases_cannot_explode(tmp_path: Path) -> None:
-    """Nine lines that are a billion values when written out."""
+    """Nine lines would expand to a billion values."""
     lines = ["a0: &a0 {x: 1}"] + [
         f"a{i}: &a{i} {{" + ", ".join(f"k{j}: *a{i - 1}" for j in range(9)) + "}" for i in range(1, 10)
     ]
@@ -566,7 +566,7 @@ def test_any_text_is_a_value(text: str) -> None:
     [("true", True), ("False", False), ("off", "off"), ("no", "no"), ("Yes", "Yes"), ("on", "on"), ("7", 7)],
 )
 def test_words_are_words(text: str, value: object) -> None:
-    """YAML 1.1 reads a node named `no` as false, and the answer to `adaptive: off` spoke of booleans."""
+    """YAML 1.1 reads a node named `no` as false, and the error for `adaptive: off` mentioned booleans."""
     assert parse_scalar(text) == value
     assert parse_mapping(f"name: {text}", "text") == {"name": value}
 
@@ -578,7 +578,7 @@ def test_a_word_that_is_none_of_a_keys_is_answered_with_them(tmp_path: Path) -> 
         load_cluster(path)
 
 
-# -- the files that come with it -------------------------------------------------------------------------------
+# -- shipped files -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -591,7 +591,7 @@ def test_shipped_files_load(path: Path) -> None:
     gpus = path.stem.startswith("h200")
     transport = "tcp" if path.stem == "tcp" else "cuda_ipc" if gpus else "shm"
     assert choose_transport(resolved.cluster).name == transport
-    # whoever copies the file and puts in another model serves it under its own name
+    # A copy of the file with another model serves that model under its own name.
     assert resolved.cluster.model.served_name is None
 
 
@@ -614,7 +614,7 @@ def test_the_example_holds_every_key_with_its_default() -> None:
 
 
 def test_the_example_explains_every_key() -> None:
-    """On its own line or in the comment lines directly above it."""
+    """Each key is explained on its own line or in the comment lines directly above it."""
     lines = (CLUSTERS / "example.yaml").read_text().splitlines()
     silent = [
         line
@@ -631,7 +631,7 @@ def test_the_example_follows_the_order_of_the_schema() -> None:
         assert list(data[field.name]) == [inner.name for inner in msgspec.structs.fields(field.type)]
 
 
-# -- which transport -------------------------------------------------------------------------------------------
+# -- the choice of the transport ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -668,7 +668,7 @@ def between_hosts(device: str, **transfer: str) -> Cluster:
 
 
 def test_gpus_of_two_hosts_take_nixl_where_it_is_allowed() -> None:
-    """By the file alone: whether it is installed, each node finds out for itself, and refuses to start without."""
+    """The file decides; each node checks for itself whether nixl is installed, and refuses to start without it."""
     asked = between_hosts("cuda:0", nixl_devices="mlx5_0:1")
     with pytest.raises(ConfigError, match=r"security\.isolated_network: .*\(mlx5_0:1\) can write into"):
         choose_transport(asked)
@@ -756,14 +756,14 @@ def test_the_draft_is_relative_to_the_file() -> None:
     "host", ["https://a.example", "a.example:443", "a.example/x", "10.0.0.1", "localhost", "::1", ""]
 )
 def test_images_are_fetched_from_names_alone(tmp_path: Path, host: str) -> None:
-    """SECURITY.md control 7: an allow-list of hosts; an address would pass by the look-up that is checked."""
+    """Security control 7 (SECURITY.md): an allow-list of host names; an address would bypass the checked look-up."""
     error = refusal(tmp_path, f'{MINIMAL}router: {{images: {{fetch_hosts: [a.example, "{host}"]}}}}\n')
     assert error.path == "router.images.fetch_hosts[1]"
     assert "not the name of a host" in str(error)
 
 
 def test_piecewise_graphs_have_a_compiler_and_others_have_none(tmp_path: Path) -> None:
-    """Issue 3 part 2: `compiler` says nothing to graphs that are not compiled, so there it is refused."""
+    """`compiler` has no effect on graphs that are not compiled, so it is refused there."""
     section = load(tmp_path, MINIMAL + "prefill: {graphs: piecewise, compiler: inductor}\n").cluster.prefill
     assert (section.graphs, section.compiler) == ("piecewise", "inductor")
     assert load(tmp_path, MINIMAL + "prefill: {graphs: piecewise}\n").cluster.prefill.compiler is None

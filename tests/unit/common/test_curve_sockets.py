@@ -1,4 +1,4 @@
-"""Keys on the links: a key speaks for its own name, to the sockets that admit that name, and nobody else is heard."""
+"""Keys on the links: a key authenticates its own name, on sockets that admit that name, and nobody else is heard."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Wire:
         self._name = name
 
     def client(self, identity: str, key: str, keys: Path | None = None) -> Dealer:
-        """A socket that calls itself `identity` and uses the key pair `key`."""
+        """A socket that claims to be `identity` and uses the key pair `key`."""
         context = Context()
         security = Curve(context, keys or self._keys, key, ())
         self._opened.append((context, security))
         return Dealer(context, self.server.address, identity.encode(), self._name, security)
 
     def bare(self, identity: str) -> zmq.Socket[bytes]:
-        """Without security; the caller chooses a mechanism."""
+        """A socket without security; the caller chooses a mechanism."""
         context = Context()
         self._opened.append((context, Plain()))
         socket = context.socket(zmq.DEALER)
@@ -60,7 +60,7 @@ class Wire:
         return socket
 
     def hears_only(self, honest: str, key: str) -> None:
-        """What `honest` says arrives, and nothing else had arrived before."""
+        """Expect that a message from `honest` arrives and nothing arrived before it."""
         dealer = self.client(honest, key)
         assert dealer.send(b"fine")
         assert until(self.server.drain) == [(honest.encode(), b"fine")]
@@ -91,7 +91,7 @@ def test_a_node_with_its_own_key_is_heard_and_answered(wire: Wire) -> None:
     "claimed", ["prefill-0/abc", "decode-1/abc", "router/abc", "abc", "decode-0-x/abc", "/decode-0/abc"]
 )
 def test_a_key_cannot_speak_under_another_name(wire: Wire, claimed: str) -> None:
-    """A decode node's key neither as a prefill node, nor as another decode node, nor without a name."""
+    """A decode node's key cannot pose as a prefill node, as another decode node, or without a name."""
     forger = wire.client(claimed, "decode-0")
     assert forger.send(b"I am somebody else")
     until(lambda: wire.server.drain() or wire.server.refused)
@@ -100,7 +100,7 @@ def test_a_key_cannot_speak_under_another_name(wire: Wire, claimed: str) -> None
 
 
 def test_a_node_whose_connection_is_made_anew_before_it_was_read_is_not_blamed(wire: Wire) -> None:
-    """libzmq gives the older connection a routing id of its own making: its unread frames are no forgeries."""
+    """libzmq assigns a routing id to the older connection: its unread frames are not forgeries."""
     events = wire.server.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     earlier = wire.client("decode-0/abc", "decode-0")
     earlier.send(b"first")
@@ -128,7 +128,7 @@ def test_a_node_whose_connection_is_made_anew_before_it_was_read_is_not_blamed(w
 
 
 def test_a_key_that_this_socket_does_not_admit_is_refused(keys: Path) -> None:
-    """A prefill node's socket for peers: decode nodes only, not itself and not the router."""
+    """A prefill node's peer socket admits only decode nodes, not itself and not the router."""
     wire = Wire(keys, ("decode-0", "decode-1"), "prefill-0")
     try:
         for name in ("router", "prefill-0"):
@@ -159,7 +159,7 @@ def test_strangers_get_nothing(wire: Wire, tmp_path: Path, keys: Path) -> None:
 
 
 def test_a_revoked_key_is_not_heard_any_more(wire: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on the connection that it has nor on a new one; and it is again once the file is back."""
+    """Neither on its existing connection nor on a new one; once the file is back it is heard again."""
     monkeypatch.setattr(allow_list, "CHECK_SECONDS", 0.0)
     dealer = wire.client("decode-0/abc", "decode-0")
     dealer.send(b"before")
@@ -174,7 +174,7 @@ def test_a_revoked_key_is_not_heard_any_more(wire: Wire, keys: Path, monkeypatch
     dealer.send(b"again")
 
     def heard() -> bool:
-        dealer.drain()  # what was refused meanwhile counts as lost, and is sent again
+        dealer.drain()  # messages refused meanwhile count as lost and are sent again
         return b"again" in [frame for _, frame in wire.server.drain()]
 
     until(heard)
@@ -202,7 +202,7 @@ def test_a_banned_key_comes_back_after_the_ban(keys: Path) -> None:
 
 
 def test_loopback_tcp_without_configured_keys_uses_keys_of_the_run(tmp_path: Path) -> None:
-    """Another user of the host cannot read them, so it gets nothing; ipc sockets stay plain."""
+    """Another user of the host cannot read them and so gets nothing; ipc sockets stay plain."""
     keys = tmp_path / "keys"
     contexts = [Context() for _ in range(3)]
 
@@ -265,10 +265,10 @@ def test_pairs_are_made_once_whoever_comes_first(tmp_path: Path) -> None:
 
 
 def test_a_node_starts_again_on_a_disk_that_has_become_read_only(small_disk: FullDisk) -> None:
-    """Its keys are all there: nothing has to be written, not even a lock."""
+    """Its keys already exist, so nothing has to be written, not even a lock."""
     keys = small_disk.path / "keys"
     make_key_pairs(keys, NAMES)
-    (keys / ".lock").unlink()  # a copy of the directory has none
+    (keys / ".lock").unlink()  # a copied directory has none
     small_disk.make_read_only()
     assert make_key_pairs(keys, NAMES) == []
     with pytest.raises(ConfigError, match="cannot make keys in .*: Read-only file system; make it writable"):

@@ -19,7 +19,7 @@ from common.errors import (
 
 
 def drawn() -> dict[str, int]:
-    """Name -> HTTP status, from the module's docstring."""
+    """Name -> HTTP status, parsed from the module's docstring."""
     text = errors.__doc__ or ""
     return {name: int(status) for name, status in re.findall(r"\+-- (\w+) +(\d{3}) ", text)}
 

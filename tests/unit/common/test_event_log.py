@@ -1,4 +1,4 @@
-"""The event log: lines per flush, whose they are, and a disk that takes nothing."""
+"""The event log: lines per flush, their source, and a disk that accepts nothing."""
 
 from __future__ import annotations
 

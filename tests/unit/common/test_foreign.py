@@ -1,4 +1,4 @@
-"""Options of vLLM and SGLang are answered with the key that stands for them, or with the word that there is none."""
+"""Options of vLLM and SGLang are answered with the corresponding key, or with the information that there is none."""
 
 from __future__ import annotations
 

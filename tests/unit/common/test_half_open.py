@@ -1,4 +1,4 @@
-"""A connection that the network has dropped without a word: neither end is told, and the next message must arrive."""
+"""A connection that the network dropped silently: neither end is told, and the next message must arrive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 def test_a_peer_that_once_speaks_garbage_is_dialled_again(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """One flipped byte ends a connection of ZMQ's for ever: it connects anew after errors of the network only."""
+    """One flipped byte ends a ZMQ connection for ever, because ZMQ reconnects only after network errors."""
     with closing(socket.create_server(("127.0.0.1", 0))) as garbage:
         port = garbage.getsockname()[1]
         dealer = Dealer(context, f"tcp://127.0.0.1:{port}", b"peer", security=Keyless())
@@ -42,7 +42,8 @@ def test_a_peer_that_once_speaks_garbage_is_dialled_again(
                 connection.settimeout(PATIENCE)
                 connection.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00NULL" + bytes(48))
                 exactly(connection, GREETING)
-                exactly(connection, exactly(connection, 2)[1])  # READY: a flag, the length, and so many bytes
+                # READY: a flag, the length, and that many bytes
+                exactly(connection, exactly(connection, 2)[1])
                 connection.sendall(b"\x04\xff" + b"garbage" * 40)
                 assert dealer.send(b"still here")
                 until_closed(connection)
@@ -52,7 +53,7 @@ def test_a_peer_that_once_speaks_garbage_is_dialled_again(
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:
-    """However the network cuts what was sent."""
+    """Read `count` bytes, however the network splits them."""
     received = b""
     while len(received) < count:
         chunk = connection.recv(count - len(received))
@@ -62,7 +63,7 @@ def exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def until_closed(connection: socket.socket) -> None:
-    """A peer that closes with bytes unread resets the connection."""
+    """A peer that closes with unread bytes resets the connection."""
     with contextlib.suppress(ConnectionError):
         while connection.recv(65536):
             pass
@@ -71,7 +72,7 @@ def until_closed(connection: socket.socket) -> None:
 def test_a_connection_that_goes_silent_is_made_anew(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RELIABILITY.md, 14: whoever connected asks after a silence, and dials again."""
+    """After a silence the connecting side probes and reconnects."""
     assert dealer_module.SILENCE_SECONDS <= 3.0
     monkeypatch.setattr(dealer_module, "SILENCE_SECONDS", 0.1)
     monkeypatch.setattr(channel, "LINGER_MS", 0)
@@ -92,9 +93,9 @@ def test_a_connection_that_goes_silent_is_made_anew(
 def test_a_connection_that_was_given_up_is_closed_by_the_listener(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the network held back arrives after its sender has dialled again: no descriptor may be left of it.
+    """Data held back by the network arrives after its sender has reconnected: no descriptor of it may remain.
 
-    libzmq 4.3.5 leaks the first connection if both have one routing id.
+    libzmq 4.3.5 leaks the first connection if both have the same routing id.
     """
     monkeypatch.setattr(dealer_module, "SILENCE_SECONDS", 0.1)
     monkeypatch.setattr(channel, "LINGER_MS", 0)
@@ -114,7 +115,7 @@ def test_a_connection_that_was_given_up_is_closed_by_the_listener(
 
 
 def test_a_flooding_peer_that_dies_does_not_take_the_process_along() -> None:
-    """ZMQ's own heartbeats abort the process then (libzmq 4.3.5): a connection whose input has stopped breaks."""
+    """ZMQ's own heartbeats would abort the process (libzmq 4.3.5) when a connection whose input has stopped breaks."""
     flooded = (
         "import subprocess, sys, time, zmq\n"
         "from common.ipc import RouterSocket\n"
@@ -142,7 +143,7 @@ def test_a_flooding_peer_that_dies_does_not_take_the_process_along() -> None:
 def test_a_connection_that_is_idle_after_an_acknowledgement_is_kept(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody answers an acknowledgement: the silence after it says nothing about the connection."""
+    """Nobody answers an acknowledgement, so the silence after it says nothing about the connection."""
     dialled: list[float] = []
     monkeypatch.setattr(Dealer, "_redial", lambda dealer, now: dialled.append(now))
     with closing(RouterSocket(context, "tcp://127.0.0.1:0", Keyless())) as router:
@@ -158,6 +159,6 @@ def test_a_connection_that_is_idle_after_an_acknowledgement_is_kept(
             dealer._clock = clock
             for _ in range(8):
                 clock.now += 1.0
-                dealer.drain()  # asks where it is time
+                dealer.drain()  # probes when it is due
                 until(lambda: router.drain() or dealer.drain() or silence._asked_at is None or dialled)
     assert dialled == []

@@ -1,4 +1,4 @@
-"""Connections that never finish their handshake are bounded, and honest peers get through between them."""
+"""Connections that never finish their handshake are bounded, and honest peers still get through."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes.waiting import PATIENCE, until
 
 
 class Kernel:
-    """Connections by descriptor."""
+    """A fake kernel: connections by descriptor."""
 
     def __init__(self) -> None:
         self.peers: dict[int, Peer] = {}
@@ -122,7 +122,7 @@ def test_the_kernel_knows_a_connection_by_its_peer() -> None:
 
 @pytest.fixture
 def curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RouterSocket, Dealer]]:
-    """A listening socket with keys that gives handshakes much time, and an honest peer."""
+    """A listening socket with keys and a long handshake timeout, and an honest peer."""
     for module in (handshake_guard, channel):
         monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 600.0)
     make_key_pairs(tmp_path / "keys", ("router", "decode-0"))
@@ -167,7 +167,7 @@ def test_the_guard_and_a_watch_on_disconnects_share_one_socket(tmp_path: Path, s
     with closing(RouterSocket(context, address, Keyless())) as router:
         disconnects = router.disconnects
         assert not disconnects.take()
-        for _ in range(2):  # also after the first was told
+        for _ in range(2):  # also after the first was reported
             stranger = context.socket(zmq.DEALER)
             stranger.connect(router.address)
             stranger.send(b"x")

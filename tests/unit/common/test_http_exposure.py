@@ -1,4 +1,4 @@
-"""What HTTP may bind to without protection, and what each refusal names."""
+"""What HTTP may bind to without protection, and what each error names."""
 
 from __future__ import annotations
 

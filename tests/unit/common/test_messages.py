@@ -1,4 +1,4 @@
-"""The control inboxes: round trips, and that nothing but ProtocolError comes out of a decoder."""
+"""The control inboxes: round trips, and decoders that raise nothing but ProtocolError."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_noise_is_refused(inbox: str, frame: bytes) -> None:
 @settings(max_examples=600)
 @given(st.data())
 def test_damaged_messages_are_refused_or_decode(data: st.DataObject) -> None:
-    """Truncated, extended, flipped and spliced: a message or a ProtocolError, nothing else."""
+    """Truncated, extended, flipped and spliced input gives a message or a ProtocolError, nothing else."""
     inbox, message = data.draw(st.sampled_from(ALL))
     frame = bytearray(encode(message))
     kind = data.draw(st.sampled_from(["cut", "flip", "insert", "append", "splice"]))
@@ -199,7 +199,7 @@ VALUES = st.recursive(
 @settings(max_examples=400)
 @given(st.data())
 def test_wrongly_typed_fields_are_refused_or_decode(data: st.DataObject) -> None:
-    """Well-formed msgpack with the right tag, and anything at all in one of the fields."""
+    """The input is well-formed msgpack with the right tag and an arbitrary value in one of the fields."""
     inbox, message = data.draw(st.sampled_from([each for each in ALL if each[1].__struct_fields__]))
     fields = msgspec.msgpack.decode(encode(message))
     fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(VALUES)
@@ -226,7 +226,7 @@ def test_wrongly_typed_fields_are_refused_or_decode(data: st.DataObject) -> None
 )
 @pytest.mark.parametrize("inbox", INBOXES)
 def test_chosen_frames(inbox: str, frame: bytes) -> None:
-    """Depth, lengths that are not there, text that is no UTF-8, dates that do not exist, keys that cannot be hashed."""
+    """Excessive depth, false lengths, invalid UTF-8, impossible dates, and unhashable keys."""
     refused(INBOXES[inbox][0], frame)
 
 
@@ -239,7 +239,7 @@ def test_depth_inside_a_field() -> None:
 
 @pytest.mark.parametrize("inbox", INBOXES)
 def test_a_refusal_is_short_whatever_the_peer_sent(inbox: str) -> None:
-    """It goes to the log: a peer must not be able to write megabytes there."""
+    """It is logged: a peer must not be able to write megabytes there."""
     frame = msgspec.msgpack.encode({"type": "x" * 1_000_000})
     text = refused(INBOXES[inbox][0], frame)
     assert len(text) < 500
@@ -263,7 +263,7 @@ def test_rooms(room: object) -> None:
     ],
 )
 def test_sampling_values_that_no_tensor_holds(field: str, value: object) -> None:
-    """They are written into int32 and int64 rows on the device: refused at the socket, not there."""
+    """They are written into int32 and int64 rows on the device, so they are refused at the socket."""
     for codec, message in ((prefill_inbox.codec, FOR_PREFILL), (decode_inbox.codec, FOR_DECODE)):
         fields = msgspec.msgpack.decode(encode(message))
         fields["sampling"][field] = value
@@ -279,7 +279,7 @@ def test_token_ids_that_no_tensor_holds(token: object) -> None:
 
 
 def test_what_a_node_says_of_itself_can_be_shown_as_json() -> None:
-    """/server_info writes it: extension types and keys that are no names must not get that far."""
+    """/server_info serializes it: extension types and non-string keys must be refused before."""
     fields = msgspec.msgpack.decode(encode(FOR_ROUTER[0]))
     for value in ({"x": msgspec.msgpack.Ext(5, b"")}, {"x": [1]}, {1: 2}, {"x": b"raw"}):
         refused(router_inbox.codec, msgspec.msgpack.encode({**fields, "effective_config": value}))

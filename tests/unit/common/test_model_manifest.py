@@ -1,4 +1,4 @@
-"""model.manifest: what differs from the list of sums, or is not on it, is refused by name."""
+"""model.manifest: files that differ from the list of checksums, or are not on it, are refused by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_untouched_directory_passes_and_reports_every_byte(model: Path) -> No
     check_manifests([(model, model / "MANIFEST")], True, lambda done, total: seen.append((done, total)))
     size = sum(each.stat().st_size for each in model.iterdir() if each.name != "MANIFEST")
     assert seen[-1] == (size, size)
-    subprocess.run("sha256sum * > MANIFEST", shell=True, cwd=model, check=True)  # lists the older one, too
+    subprocess.run("sha256sum * > MANIFEST", shell=True, cwd=model, check=True)  # also lists the old manifest
     check(model)
     (model / ".gitattributes").write_text("x")
     (model / "folder").mkdir()

@@ -1,4 +1,4 @@
-"""What is given in place of a model directory is recognised, and the answer says what to give."""
+"""Things that are given instead of a model directory are recognized, and the error says what to give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a node: everything that it is built from, as values that another process can be sent."""
+"""The plan of a node: everything it is built from, as values that could be sent to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs that a program can read, start-up progress, exit codes and signals of a process."""
+"""Machine-readable logs, start-up progress, exit codes and signals of a process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOCAL = ROOT / "deploy" / "clusters" / "local.yaml"
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Logging is configured once per process, so each case has one of its own."""
+    """Run code in a process of its own, because logging is configured once per process."""
     head = "from common.observability import logs\nfrom common.observability.logs import Log\n"
     return subprocess.run(
         [sys.executable, "-c", head + code],
@@ -76,7 +76,7 @@ def test_a_stream_that_is_gone_does_not_stop_serving() -> None:
 
 
 def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path) -> None:
-    """Nothing is raised, nothing is buffered, and what was lost is said once there is room again."""
+    """Nothing is raised or buffered, and the number of lost lines is logged once there is room again."""
     done = run(
         "import os, sys\n"
         f"file = os.open({str(tmp_path / 'log')!r}, os.O_CREAT | os.O_APPEND | os.O_WRONLY)\n"
@@ -91,7 +91,7 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path) -> None:
         "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
         "log.info('lost at the end')\n"
     )
-    assert done.returncode == 0  # 120: the interpreter could not flush stderr at its exit
+    assert done.returncode == 0  # 120 means that the interpreter could not flush stderr at exit
     told, *rest = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert (told["level"], told["lines"]) == ("warning", 2)
     assert "lost" in told["event"]
@@ -99,7 +99,7 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
-    """A disk fills up in the middle of a line: RLIMIT_FSIZE cuts a write in the same way."""
+    """A disk fills up in the middle of a line; RLIMIT_FSIZE cuts a write in the same way."""
     log = tmp_path / "log"
     done = run(
         "import os, resource, signal\n"
@@ -169,7 +169,7 @@ def test_a_log_rotates_and_one_old_file_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_rotated_is_emptied(tmp_path: Path) -> None:
-    """Where no new file can be made (a directory in the way stands for a disk without inodes), size stays bounded."""
+    """If no new file can be created (a directory in its place simulates a disk without inodes), size stays bounded."""
     (tmp_path / "n.log.1" / "in the way").mkdir(parents=True)
     done = run_in(tmp_path, "for number in range(100):\n    log.info('event', number=number)\n")
     assert done.returncode == 0
@@ -219,7 +219,7 @@ def test_a_pipe_is_not_rotated() -> None:
 
 @pytest.mark.parametrize(("supervised", "rotated"), [(True, True), (False, False)])
 def test_only_the_supervisors_log_is_rotated(tmp_path: Path, supervised: bool, rotated: bool) -> None:
-    """A process that a person started with `2> file` leaves that file alone."""
+    """A process that a person started with `2> file` leaves that file unchanged."""
     done = run_in(
         tmp_path,
         "from pathlib import Path\nfrom common.process import run_process\n"
@@ -251,8 +251,8 @@ def test_progress_is_json_lines(pipe: tuple[int, int], monkeypatch: pytest.Monke
     with StartupReporter(pipe[1], Log("n")) as reporter:
         reporter.report("importing")
         reporter.report("loading", 0, 100)
-        reporter.report("loading", 1, 100)  # too soon after the last: thinned out
-        reporter.report("loading", 100, 100)  # the end is always said
+        reporter.report("loading", 1, 100)  # too soon after the last one: dropped
+        reporter.report("loading", 100, 100)  # the end is always reported
         reporter.report("ready")
     assert lines(pipe[0]) == [
         Progress(phase="importing"),
@@ -266,11 +266,11 @@ def test_progress_is_json_lines(pipe: tuple[int, int], monkeypatch: pytest.Monke
 def test_a_reader_that_has_stopped_stops_nobody(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of hours on a slow disk: everything that is said fits into the pipe, the end included."""
+    """Even if loading weights takes hours, all reports fit into the pipe, the last one included."""
     clock = Clock()
     monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=clock))
     with StartupReporter(pipe[1], Log("n")) as reporter:
-        os.set_blocking(pipe[1], False)  # a full pipe would be closed, and its end be lost
+        os.set_blocking(pipe[1], False)  # a full pipe would be closed, and its end lost
         for done in range(20_000):
             reporter.report("loading", done, 20_000)
             clock.now += 1
@@ -360,7 +360,7 @@ def waiting() -> Callable[[], subprocess.Popen[str]]:
 def test_signals(
     waiting: Callable[[], subprocess.Popen[str]], first: signal.Signals, second: signal.Signals, code: int
 ) -> None:
-    """The first drains; a second Ctrl-C ends the process at once."""
+    """The first signal drains; a second Ctrl-C ends the process at once."""
     with waiting() as child:
         child.send_signal(first)
         assert child.stdout is not None

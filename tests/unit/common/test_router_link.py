@@ -1,4 +1,4 @@
-"""A node's link to a router that is scripted by the test, over a real socket. The link's clock is the test's."""
+"""A node's link to a router scripted by the test, over a real socket. The test also controls the link's clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NODE = "n" * 32
 MAIN = f"prefill-0/{NODE}".encode()
 BEAT = MAIN + b"/beat"
 INTERVAL = 0.01  # real seconds between heartbeats
-TIMEOUT = 2.0  # of the test's clock
+TIMEOUT = 2.0  # seconds of the test's clock
 
 
 def prefill(room: int) -> Prefill:
@@ -51,7 +51,7 @@ def registered(router: str) -> Registered:
 
 
 class Rig:
-    """A link and a router that answers what the test tells it to."""
+    """A link, and a router that answers what the test tells it to."""
 
     def __init__(self, directory: Path) -> None:
         self.clock = Clock()
@@ -91,7 +91,7 @@ class Rig:
         self.router_context.destroy(linger=0)
 
     def listen(self) -> list[tuple[bytes, router_inbox.RouterMessage]]:
-        """Take in what nodes said; echo heartbeats if told to."""
+        """Receive the messages of nodes; answer heartbeats if asked to."""
         assert self.router is not None
         for peer, frame in self.router.drain():
             message = router_inbox.codec.decode(frame)
@@ -113,13 +113,13 @@ class Rig:
         return [message for _, message in self.listen() if isinstance(message, kind)]
 
     def receive(self, count: int = 1) -> list[Any]:
-        """What the link hands to the main loop, once `count` messages have come."""
+        """What the link passes to the main loop once `count` messages have arrived."""
         got: list[Any] = []
         until(lambda: (got.extend(self.link.drain()), len(got) >= count)[1])
         return got
 
     def register(self) -> None:
-        """The node asks, the router answers."""
+        """Let the node register and the router answer."""
         before = len(self.said(Register))
         until(lambda: self.link.drain() or len(self.said(Register)) > before)
         self.say(registered(self.incarnation))
@@ -127,7 +127,7 @@ class Rig:
         assert self.link.registered
 
     def beat(self) -> Heartbeat:
-        """A heartbeat that was sent from now on."""
+        """Return a heartbeat that is sent after this call."""
         made = self.link._sequence
         return until(lambda: [beat for beat in self.said(Heartbeat) if beat.sequence > made])[-1]
 
@@ -146,7 +146,7 @@ def rig() -> Iterator[Rig]:
 def test_registration_is_repeated_until_it_is_answered(rig: Rig) -> None:
     for count in range(1, 4):
         rig.link.drain()
-        rig.link.drain()  # at once again: nothing more is sent
+        rig.link.drain()  # immediately again: nothing more is sent
         until(lambda: len(rig.said(Register)) == count)  # noqa: B023
         rig.clock.now += REGISTER_INTERVAL
     assert not rig.link.registered
@@ -154,7 +154,7 @@ def test_registration_is_repeated_until_it_is_answered(rig: Rig) -> None:
     assert rig.receive() == [registered("router-a")]
     assert rig.link.registered
     rig.link.send(Goodbye(incarnation=NODE))
-    until(lambda: rig.said(Goodbye))  # behind everything that was said before
+    until(lambda: rig.said(Goodbye))  # after everything that was sent before
     said = len(rig.said(Register))
     rig.clock.now += 10 * REGISTER_INTERVAL
     rig.link.drain()
@@ -257,14 +257,14 @@ def test_heartbeats_that_nobody_echoes_do_not_keep_it(rig: Rig) -> None:
 
 
 def test_a_new_router_on_the_same_address(rig: Rig) -> None:
-    """Killed and started again: the node drops the old one's requests and registers with the new one."""
+    """After a kill and restart, the node drops the old router's requests and registers with the new one."""
     rig.register()
     rig.echoing = True
     rig.link.start()
     rig.beat()
     assert rig.router is not None
     rig.router.close()
-    rig.router_context.term()  # before that its thread may still remove the socket's file
+    rig.router_context.term()  # until then its thread may still remove the socket's file
     rig.router_context = zmq.Context[zmq.Socket[bytes]]()
     rig.router = RouterSocket(rig.router_context, rig.address)
     rig.incarnation, rig.known = "router-b", False
@@ -306,7 +306,7 @@ def test_an_old_answer_says_nothing_about_a_new_registration(rig: Rig) -> None:
 
 
 def test_a_probe_on_the_main_socket_is_no_echo(rig: Rig) -> None:
-    """The router sends one to see whether the socket is alive: it proves one way only."""
+    """The router sends one to test whether the socket is alive, which proves only one direction."""
     rig.register()
     rig.clock.now += TIMEOUT + 1
     rig.say(HeartbeatAck(router_incarnation="router-a", sequence=0, known=True))
@@ -318,7 +318,7 @@ def test_a_probe_on_the_main_socket_is_no_echo(rig: Rig) -> None:
 
 
 def test_heartbeats_go_on_while_the_main_loop_is_blocked(rig: Rig) -> None:
-    """This thread is the main loop and does nothing for the link: the age of its last turn travels."""
+    """This thread is the main loop and does nothing for the link: heartbeats carry the age of its last turn."""
     load = NodeLoad(queued=3, total_pages=9)
     before = time.time()
     rig.link.publish("up", load, NodeCounters(steps=7))
@@ -337,7 +337,7 @@ def test_heartbeats_go_on_while_the_main_loop_is_blocked(rig: Rig) -> None:
 
 
 def test_announced_work_travels_until_the_loop_turns(rig: Rig) -> None:
-    """Counted from the last turn, as the loop's age is; a shorter announcement takes nothing back."""
+    """It counts from the last turn, as the loop's age does; a shorter announcement revokes nothing."""
     rig.link.publish("up", NodeLoad(), NodeCounters())
     rig.link.start()
     assert rig.beat().announced_ms == 0
@@ -400,14 +400,14 @@ def test_control_comes_before_work(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
     frames: list[bytes] = []
     dealer = rig.link._dealer
     until(lambda: (frames.extend(dealer.drain()), len(frames) == len(sent))[1])
-    monkeypatch.setattr(dealer, "drain", lambda: frames)  # all of it at once
+    monkeypatch.setattr(dealer, "drain", lambda: frames)  # all of them at once
     got = rig.link.drain()
     assert [type(message) for message in got[:3]] == [Abort, PeerLost, Drain]
     assert [message.room for message in got[3:]] == [1, 2, 3]
 
 
 def test_an_abort_that_overtakes_its_request_takes_it_along() -> None:
-    """Otherwise the abort meets an unknown room, and then the request runs with nobody waiting for it."""
+    """Otherwise the abort meets an unknown room, and the request then runs although nobody waits for it."""
     messages = [prefill(1), prefill(2), Abort(room=1, reason="gone"), Abort(room=3, reason="gone")]
     assert control_first(messages) == [*messages[2:], messages[1]]
 
@@ -421,7 +421,7 @@ def test_what_is_not_in_the_inbox_is_counted(rig: Rig) -> None:
     rig.register()
     assert rig.router is not None
     rig.router.send(MAIN, b"\xc1")
-    rig.say(Failed(room=1, code="x", message=""))  # the router's own inbox
+    rig.say(Failed(room=1, code="x", message=""))  # a message of the router's own inbox
     rig.say(Drain())
     assert rig.receive() == [Drain()]
     assert rig.link.refused_messages == 2

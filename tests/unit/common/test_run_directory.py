@@ -1,4 +1,4 @@
-"""The run directory: where it lies, who may enter, and how long its path may be."""
+"""The run directory: its location, its permissions, and the length of its path."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A private XDG_RUNTIME_DIR with a short path: sockets lie in it."""
+    """A private XDG_RUNTIME_DIR with a short path, because it holds sockets."""
     with tempfile.TemporaryDirectory(prefix="td") as base:
         monkeypatch.setenv("XDG_RUNTIME_DIR", base)
         yield Path(base)
@@ -65,7 +65,7 @@ def test_long_names_of_files_are_cut(tmp_path: Path, runtime: Path) -> None:
 def test_without_a_private_runtime_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """XDG_RUNTIME_DIR may be left from another user (sudo, su), or be /tmp in a container: never chmod it."""
+    """XDG_RUNTIME_DIR may belong to another user (sudo, su) or be /tmp in a container: it must not be chmod-ed."""
     base = tmp_path / "x"
     if broken == "unset":
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -97,7 +97,7 @@ def test_a_directory_that_others_can_read_is_closed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [0o777, 0o1777, 0o770, 0o702])
 def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path, bits: int) -> None:
-    """What lies in it may not be ours; and /tmp must not be made private."""
+    """Its content may not be ours, and /tmp must not be made private."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(bits)
     with pytest.raises(ConfigError, match="others can write"):
@@ -134,7 +134,7 @@ def test_what_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
 def test_a_read_only_directory_is_refused_to_who_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of a running cluster connect to sockets there on a disk that is read-only by now."""
+    """Nodes of a running cluster connect to sockets there even if the disk has become read-only."""
     cluster = resolved(tmp_path, "run")
     path = run_directory(cluster, to_write=True)
     access = os.access
@@ -146,7 +146,7 @@ def test_a_read_only_directory_is_refused_to_who_writes(
 
 @pytest.mark.parametrize("name", ["prefill-0", "p" * 41])
 def test_every_socket_fits(tmp_path: Path, name: str) -> None:
-    """107 bytes with the longest name that will lie there, not one fewer."""
+    """The longest name in the directory fits exactly into the limit of 107 bytes."""
     nodes = f"prefill: {{nodes: [{{name: {name}}}]}}\n"
     longest = max(len(name), len(module.ADMIN))
     room = 107 - len(f"/{'n' * longest}.sock")

@@ -37,7 +37,7 @@ class Link:
     def __init__(self) -> None:
         self.clock = Clock(0.0)
         self.dealer = session(opens=True)
-        self.there: deque[Frame] = deque()  # to the listening end
+        self.there: deque[Frame] = deque()  # frames to the listening end
         self.back: deque[Frame] = deque()
         self.sessions = Sessions(self._send_back, 100, 1 << 20)
         self.at_router: list[bytes] = []
@@ -60,7 +60,7 @@ class Link:
             self.back.append(frame)
 
     def turn(self) -> None:
-        """Both ends look at their sockets once."""
+        """Let both ends read their sockets once."""
         while self.there:
             header, payload = self.there.popleft()
             got = self.sessions.receive(b"peer", header, payload, self.clock())
@@ -78,7 +78,7 @@ class Link:
         self.sessions.tend(self.clock())
 
     def settle(self) -> None:
-        """The network works, and time passes."""
+        """Let the network work and time pass."""
         for _ in range(40):
             self.turn()
             self.clock.now += MAX_PROBE_SECONDS / 4
@@ -143,7 +143,7 @@ def test_every_message_arrives_once_and_in_order(plan: list[tuple[str, int]]) ->
 
 
 def test_time_alone_sends_nothing_again() -> None:
-    """A loop that is busy for seconds costs probes and not prompts."""
+    """A loop that is busy for seconds causes probes but no resent prompts."""
     link = Link()
     link.settle()
     link.say(b"prompt" * 1000)
@@ -172,7 +172,7 @@ def test_a_gap_is_reported_once() -> None:
 
 
 def test_all_probes_of_a_silence_have_one_answer() -> None:
-    """Each answer that names a gap has everything that is kept sent again."""
+    """Each answer that names a gap would trigger a resend of everything that is kept."""
     link = Link()
     link.settle()
     link.say(b"lost")
@@ -189,7 +189,7 @@ def test_all_probes_of_a_silence_have_one_answer() -> None:
 
 
 def test_acknowledgements_are_few() -> None:
-    """Frames the other way carry them; a stream one way costs one for many."""
+    """Frames in the other direction carry them; a one-way stream needs one for many frames."""
     link = Link()
     link.settle()
     before = len(link.back)
@@ -261,7 +261,7 @@ def test_the_table_is_bounded_and_the_silent_leave_first(monkeypatch: pytest.Mon
 
 
 def test_peers_that_are_vouched_for_make_room_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many strangers come, and however silent the others have been."""
+    """However many unknown peers come, and however silent the known ones have been."""
     monkeypatch.setattr("common.ipc.sessions.MAX_SESSIONS", 3)
     sessions = Sessions(lambda peer, frame: True, 10, 10)
 

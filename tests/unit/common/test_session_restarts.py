@@ -1,4 +1,4 @@
-"""Sessions between processes that restart and forget each other: what is lost, its sender's owner hears of."""
+"""Sessions between processes that restart and forget each other: the sender's owner hears of every loss."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from common.ipc.sessions import Sessions
 from tests.fakes.clock import Clock
 
 FRAMES, NBYTES = 20, 1 << 16
-Said = tuple[int, int]  # the sender's epoch, and the place of the message in it
+Said = tuple[int, int]  # (the sender's epoch, the number of the message in it)
 
 
 class Restarts(RuleBasedStateMachine):
-    """One peer (the latest of its processes) and one listening socket (likewise), and the connection between them."""
+    """One peer and one listening socket, each with its latest process, and the connection between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Restarts(RuleBasedStateMachine):
         self.epochs = 0
         self.there: deque[Frame] = deque()
         self.back: deque[Frame] = deque()
-        self.said: dict[int, int] = {}  # epoch -> messages that `keep` took
+        self.said: dict[int, int] = {}  # epoch -> number of messages that `keep` accepted
         self.answered: dict[int, int] = {}
         self.heard: list[Said] = []
         self.heard_back: list[Said] = []
@@ -90,11 +90,11 @@ class Restarts(RuleBasedStateMachine):
         if got is not None:
             self.heard_back.append(parse(got))
 
-    # -- what happens
+    # -- events
 
     @rule(full=st.booleans())
     def say(self, full: bool) -> None:
-        """`full`: the socket takes nothing just now."""
+        """`full`: the socket accepts nothing at the moment."""
         epoch = self.dialler.epoch
         number = self.said.get(epoch, 0)
         frame = self.dialler.keep(b"%d %d" % (epoch, number), self.clock())
@@ -168,7 +168,7 @@ class Restarts(RuleBasedStateMachine):
         elif self.dialler.established:
             self.sessions.forget(self.peer)
 
-    # -- what must hold
+    # -- invariants
 
     def check(self) -> None:
         for heard, said in ((self.heard, self.said), (self.heard_back, self.answered)):
@@ -179,7 +179,7 @@ class Restarts(RuleBasedStateMachine):
                 assert len(numbers) <= said[epoch]
 
     def settle(self) -> None:
-        """The network works, and both ends are asked something, so that a forgotten session is noticed."""
+        """Let the network work and both ends send something, so that a forgotten session is detected."""
         for turn in range(40):
             if turn == 20:
                 self.send(self.dialler.probe(self.clock()))
@@ -200,7 +200,7 @@ class Restarts(RuleBasedStateMachine):
         assert listening.epoch == epoch, "no end is left with a session that the other does not have"
         assert self.dialler.idle
         assert listening.idle
-        # All that is lost belongs to earlier epochs, whose end the owner of the connecting socket has seen.
+        # All lost messages belong to earlier epochs, whose end the owner of the connecting socket has seen.
         assert sum(each == epoch for each, _ in self.heard) == self.said.get(epoch, 0)
         assert sum(each == epoch for each, _ in self.heard_back) == self.answered.get(epoch, 0)
 

@@ -1,4 +1,4 @@
-"""Values that would have no effect beside the others are refused; what equals a default is not."""
+"""Values that would have no effect next to the others are refused, unless they equal the default."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(
     ],
 )
 def test_what_nothing_reads_is_refused(tmp_path: Path, override: str, reason: str) -> None:
-    """Issue 2: no option that is parsed and ignored."""
+    """No option is parsed and then ignored."""
     with pytest.raises(ConfigError, match=rf"would have no effect: .*{reason}.* \(from --set\)") as caught:
         load(tmp_path, "", [override])
     assert caught.value.path.startswith(override.partition("=")[0])

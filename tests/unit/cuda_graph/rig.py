@@ -39,12 +39,12 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "breakable": lambda: BreakableGraphs(TapeRecorder()),
 }
 AUX = (0, 1, 2)
-BODIES = CompiledBodies()  # of `model`, which all tests of a process share
+BODIES = CompiledBodies()  # of `model`, shared by all tests of a process
 
 
 @functools.cache
 def model(aux: tuple[int, ...] = (), seed: int = 0, device: torch.device = CPU) -> CausalLM:
-    """Two layers, one with a sliding window, norms of queries and keys; every weight random."""
+    """Two layers, one with a sliding window, query and key norms; all weights are random."""
     config = replace(CONFIG, sliding_windows=(None, 11), qk_norm=True, head_dim=16)
     built = build_model(config, Placement(torch.float32, CPU), aux).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ def sequences(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
 
 
 class DeviceDriver(Driver):
-    """A Driver whose batches lie on the model's device."""
+    """A Driver whose batches are on the model's device."""
 
     def __init__(self, model: CausalLM, sequences: Sequence[Tensor], page_size: int) -> None:
         super().__init__(model, [ids.to(model.placement.device) for ids in sequences], page_size)
@@ -103,7 +103,7 @@ def extend_driver(
     extend = PrefillExtend(runner, spec, backend, poisoned, unbroken)
     extend.graphs.capture()
     assert not [row.error for row in extend.graphs.rows if row.error]
-    driver.runner = extend  # type: ignore[assignment]  # called alike
+    driver.runner = extend  # type: ignore[assignment]  # has the same call signature
     return driver, extend
 
 
@@ -142,7 +142,7 @@ class DecodeRig:
         assert not [row.error for row in self.graphs.graphs.rows if row.error]
 
     def step(self, requests: Iterable[int]) -> SampleOutput:
-        """One step of requests, numbered from 0; row = number + 1."""
+        """Run one step of requests, numbered from 0; row = number + 1."""
         chosen = list(requests)
         rows = torch.tensor([request + 1 for request in chosen], device=self.relay.seq_len.device)
         return self.graphs(rows, sampling_variant(self.params[request] for request in chosen))

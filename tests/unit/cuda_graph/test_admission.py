@@ -1,4 +1,4 @@
-"""Which batch replays, and the reason why another does not, in the order of row B4."""
+"""Which batch replays, and why another does not, in the order of row B4."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefill_node.graphs.prefill_extend import extend_spec
 NULL, LAST, FULL = CaptureHiddenMode
 SPEC = CaptureSpec("target", "prefill", ForwardMode.EXTEND, token_shapes((8, 16, 64)), LAST, max_padding=2.0)
 GOOD = BatchFacts(ForwardMode.EXTEND, ShapeKey(10, 3), LAST)
-# All that can be wrong with a batch at once, most urgent first: each alone, and all from it on.
+# Everything that can be wrong with a batch, most urgent first: each fault by itself, and all faults from it on.
 WRONG = [
     ("a", {"features": frozenset(Feature)}, Feature.INPUT_EMBEDS),
     ("b", {"mode": ForwardMode.DECODE}, Fallback.MODE),
@@ -43,7 +43,7 @@ def test_a_batch_with_nothing_wrong_replays() -> None:
 def test_a_graph_serves_its_hidden_mode_and_those_below(
     captured: CaptureHiddenMode, wanted: CaptureHiddenMode
 ) -> None:
-    """Rows X6, B6: an order, not equality; the other way is a fall-back."""
+    """Row B6: hidden modes are ordered, and a graph of a higher mode serves a lower one; the reverse runs eagerly."""
     found = admit(replace(SPEC, hidden=captured), replace(GOOD, hidden=wanted))
     assert (found.shape is not None) == (captured >= wanted)
     assert found.shape is not None or found.reason == Fallback.HIDDEN
@@ -58,7 +58,7 @@ def test_prefill_graphs_have_a_place_for_given_embeddings(spec: CaptureSpec) -> 
 
 @pytest.mark.parametrize("feature", Feature)
 def test_a_feature_replays_where_the_graph_has_a_place_for_it(feature: Feature) -> None:
-    """Row X3: embeddings replay through a slot."""
+    """Given embeddings replay through a slot."""
     batch = replace(GOOD, features=frozenset((feature,)))
     assert admit(SPEC, batch).reason == feature
     assert admit(replace(SPEC, features=frozenset(Feature)), batch).shape == ShapeKey(16)

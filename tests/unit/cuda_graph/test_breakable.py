@@ -18,7 +18,7 @@ X = torch.randn(4, 3)
 
 
 class Layer:
-    """A break that reads a host fact of the live batch, which no graph could hold."""
+    """A break that reads a host value of the live batch, which no graph could contain."""
 
     def __init__(self) -> None:
         self.live = 4
@@ -50,7 +50,7 @@ class Layer:
 
 
 def test_replay_equals_eager_with_live_host_facts_in_the_breaks() -> None:
-    """Row B (later resolution): attention is a break, so any mix of lengths fits one bucket."""
+    """Row B: attention is a break, so any mix of lengths fits one bucket."""
     layer = Layer()
     recording = BreakableGraphs(TapeRecorder()).capture(layer.run)
     assert recording.breaks == 3
@@ -169,7 +169,7 @@ def test_a_break_that_changes_its_form_is_an_error() -> None:
 
 
 class _Diary(TapeRecorder):
-    """What is asked of a recorder, in order; every look at its memory finds more."""
+    """Records calls to a recorder in order; every look at its memory finds more in use."""
 
     warm_ups = 2
 
@@ -188,7 +188,7 @@ class _Diary(TapeRecorder):
 
 @pytest.mark.parametrize("backend", [BreakableGraphs, FullGraphs])
 def test_what_warm_ups_take_is_not_the_graphs(backend: type[BreakableGraphs] | type[FullGraphs]) -> None:
-    """Issue 3 part 4: a CUDA recorder gives it back before the capture, which could not use it, and counts then."""
+    """A CUDA recorder frees warm-up memory before the capture, which could not use it, and measures from there."""
     diary = _Diary()
 
     def run() -> Tensor:

@@ -1,4 +1,4 @@
-"""Decode graphs of a real model on the tape: one graph from relay rows to relay rows."""
+"""Decode graphs of a real model on the tape: one graph reads and updates relay rows."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def rig(backend: str, buckets: tuple[int, ...], kinds: list[str] = KINDS, **opti
 
 
 def equal(actual: SampleOutput, expected: SampleOutput) -> bool:
-    """Bit for bit."""
+    """Whether outputs are bitwise equal."""
     pairs = [(getattr(actual, name), getattr(expected, name)) for name in SampleOutput.__dataclass_fields__]
     return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
 def agree(actual: SampleOutput, expected: SampleOutput) -> bool:
-    """The same tokens; logprobs up to the rounding of a matrix product with other rows beside it (padding)."""
+    """Whether tokens are equal, and logprobs up to the rounding that padding rows cause in a matrix product."""
     if expected.logprobs is not None:
         assert actual.logprobs is not None
         torch.testing.assert_close(actual.logprobs, expected.logprobs, atol=1e-4, rtol=0)
@@ -57,7 +57,7 @@ def agree(actual: SampleOutput, expected: SampleOutput) -> bool:
 
 
 def same_state(one: DecodeRig, other: DecodeRig) -> bool:
-    """Relay rows and the whole cache."""
+    """Whether relay rows and the whole cache are equal."""
     columns = [(getattr(one.relay, name), getattr(other.relay, name)) for name in ("last_token", "seq_len")]
     columns.append(
         (
@@ -119,7 +119,7 @@ ADJUSTED = SamplingParams(
 
 @pytest.mark.parametrize("buckets", [(1, 2, 4), (5,)])
 def test_adjusted_logits_after_a_replay_equal_eager(buckets: tuple[int, ...]) -> None:
-    """Penalties need state of their own: such a batch ends its graph with the logits, and others count nothing."""
+    """Penalties need state of their own: such a batch ends its graph with the logits; others count nothing."""
     params = [ADJUSTED, PARAMS[GREEDY], replace(ADJUSTED, temperature=0.0), PARAMS[FILTERED], ADJUSTED]
     eager, graphs = (DecodeRig(PROMPTS, params, BACKENDS[name](), buckets) for name in ("none", "tape"))
     for chosen in STEPS:
@@ -135,7 +135,7 @@ def test_adjusted_logits_after_a_replay_equal_eager(buckets: tuple[int, ...]) ->
 
 
 def test_tokens_do_not_depend_on_who_shares_the_batch() -> None:
-    """The same requests alone and together, replayed."""
+    """The same requests by themselves and together, replayed."""
     together, alone = rig("tape", (1, 5)), rig("tape", (1, 5))
     tokens = [together.step(range(5)).token_ids.tolist() for _ in range(4)]
     for request in range(5):
@@ -143,7 +143,7 @@ def test_tokens_do_not_depend_on_who_shares_the_batch() -> None:
 
 
 def test_the_padding_row_stays_clean_and_poison_in_it_reaches_nobody() -> None:
-    """Spec 6.3, row 0: after any number of padded steps it is what it was; what it holds is nobody's business."""
+    """After any number of padded steps relay row 0 is unchanged, and its content affects no request."""
     clean, graphs = rig("tape", (5,)), rig("tape", (5,))
     relay = graphs.relay
     for column, worst in ((relay.temperature, torch.nan), (relay.top_p, torch.nan), (relay.seed, 2**63 - 1)):
@@ -157,7 +157,7 @@ def test_the_padding_row_stays_clean_and_poison_in_it_reaches_nobody() -> None:
 
 
 def test_tokens_outlive_the_next_replay() -> None:
-    """The host reads step t after step t+1 was launched: the kept outputs are clones."""
+    """The host reads step t after step t+1 was launched, so kept outputs are clones."""
     graphs = rig("tape", (2,))
     first = graphs.step([0, 1])
     values = first.token_ids.clone()
@@ -187,7 +187,7 @@ def test_a_dearer_variant_serves_where_the_cheaper_one_is_not_captured(
 
 @pytest.mark.parametrize("variants", [(FILTERED,), (LOGITS,), (GREEDY, LOGITS), (RANDOM, FILTERED, LOGITS)])
 def test_each_variant_alone_gives_the_same_tokens(variants: tuple[str, ...]) -> None:
-    """Filters that are off and temperature of greedy rows are exact, so fewer graphs may be captured."""
+    """Disabled filters, and the temperature of greedy rows, are exact, so fewer graphs may be captured."""
     eager, graphs = rig("none", ()), rig("tape", (5,), variants=variants)
     for chosen in STEPS:
         assert agree(graphs.step(chosen), eager.step(chosen))
@@ -198,7 +198,7 @@ def test_each_variant_alone_gives_the_same_tokens(variants: tuple[str, ...]) -> 
 
 
 def test_only_decode_is_captured_in_the_shapes_of_the_ladder() -> None:
-    """Row A10: a decode node captures requests of width one and no prompt."""
+    """Row A10: a decode node captures requests of width one and no prompts."""
     buckets = decode_request_buckets(6)
     graphs = rig("tape", buckets).graphs.graphs
     assert {(row.phase, row.model) for row in graphs.rows} == {("decode", "target")}
@@ -208,7 +208,7 @@ def test_only_decode_is_captured_in_the_shapes_of_the_ladder() -> None:
 
 
 def test_no_graph_is_dead() -> None:
-    """G3: over a mixed load every captured graph of every variant replays."""
+    """Over a mixed load every captured graph of every variant replays."""
     buckets = decode_request_buckets(5)
     kinds = [GREEDY, GREEDY, GREEDY, GREEDY, GREEDY, RANDOM, FILTERED, LOGITS]
     prompts, params = sequences([5] * len(kinds)), [PARAMS[kind] for kind in kinds]

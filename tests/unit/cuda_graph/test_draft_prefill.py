@@ -1,4 +1,4 @@
-"""Draft prefill under its own graph, on the tape: drafts and the draft's KV equal eager ones, bit for bit."""
+"""Draft prefill under its own graph, on the tape: drafts and the draft's KV are bitwise equal to eager ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def runner(name: str, pages: int, page_size: int = 4) -> tuple[DraftRunner, KvPo
 
 @dataclass
 class Rig:
-    """Prompts on their way through an eager draft and through one under graphs."""
+    """The same prompts in an eager draft and in one under graphs."""
 
     config: DraftConfig
     driver: Driver
@@ -92,12 +92,12 @@ class Rig:
         return cls(config, driver, eager, eager_pool, graphed, pool)
 
     def batch(self, rows: list[int], lengths: list[int]) -> ForwardBatch:
-        """Proposals are wanted of every request's last row."""
+        """A batch that wants proposals for every request's last row."""
         batch = self.driver.batch(rows, lengths, hidden_mode=FULL)
         return replace(batch, logits_rows=(batch.query_start[1:] - 1).to(torch.int64))
 
     def hidden(self, batch: ForwardBatch, seed: int = 0) -> Tensor:
-        """What a target might have computed."""
+        """Hidden states that a target might have computed."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(len(batch.input_ids), target_width(self.config), generator=generator)
 
@@ -109,14 +109,14 @@ def same(actual: EagleDraftInput, expected: EagleDraftInput) -> bool:
 
 
 def expect_same(actual: EagleDraftInput, expected: EagleDraftInput) -> None:
-    """Of a padded and an unpadded forward: the same proposals, and the same numbers but for rounding."""
+    """Compare a padded and an unpadded forward: equal proposals, and equal numbers up to rounding."""
     assert torch.equal(actual.ids, expected.ids)
     expect_close(actual.probs, expected.probs)
     expect_close(actual.hidden, expected.hidden)
 
 
 def pages_of(pool: KvPool) -> Tensor:
-    """Draft KV, page 0 left out: it is padding."""
+    """Draft KV without page 0, which is padding."""
     planes = [plane for layer in range(pool.num_layers) for plane in (pool.key(layer), pool.value(layer))]
     return torch.stack([plane[1:] for plane in planes])
 
@@ -125,13 +125,13 @@ def pages_of(pool: KvPool) -> Tensor:
 @pytest.mark.parametrize("backend", [NoGraphs, breakable])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_replay_equals_eager(name: str, backend: Callable[[], Backend], poisoned: bool) -> None:
-    """Rows A3, A5, A6: proposals, draft states and draft KV, with live hidden states copied in and padding poisoned."""
+    """Rows A3, A5, A6: proposals, draft states and draft KV, with live hidden states copied in and poisoned padding."""
     rig = Rig.of(name, backend, poisoned=poisoned)
     for step, (rows, lengths) in enumerate(STEPS):
         batch = rig.batch(rows, lengths)
         hidden = rig.hidden(batch, step)
         expect_same(rig.graphed(batch, hidden), rig.eager.extend(batch, hidden))
-        rig.driver.run(rows, lengths)  # moves on
+        rig.driver.run(rows, lengths)  # advances the sequences
     expect_close(pages_of(rig.pool), pages_of(rig.eager_pool))
     counters = rig.graphed.graphs.counters
     assert counters.replays.total() == len(STEPS) - 1
@@ -139,20 +139,20 @@ def test_replay_equals_eager(name: str, backend: Callable[[], Backend], poisoned
 
 
 def test_draft_prefill_replay_sees_live_hidden() -> None:
-    """Row L1, the regression that the reference system had: the same tokens behind other hidden states."""
+    """A regression of the reference system: the same tokens after other hidden states must give other results."""
     rig = Rig.of("eagle3")
     batch = rig.batch([0], [8])
     states = [rig.graphed(batch, rig.hidden(batch, seed)) for seed in (1, 2, 1)]
     assert rig.graphed.graphs.counters.replays.total() == 3
     assert not torch.equal(states[0].hidden, states[1].hidden)
     assert same(states[0], states[2])
-    short = rig.batch([0], [3])  # padding follows where the longer prompt's hidden states were
+    short = rig.batch([0], [3])  # its padding is where the longer prompt's hidden states were
     expect_same(rig.graphed(short, rig.hidden(short, 5)), rig.eager.extend(short, rig.hidden(short, 5)))
 
 
 @pytest.mark.parametrize("tokens", [8, 49])
 def test_hidden_states_of_another_width_raise(tokens: int) -> None:
-    """Rows A4, D: replayed or eager, never with stale or silently cut hidden states."""
+    """Rows A4, D: replayed or eager, never with stale or silently truncated hidden states."""
     rig = Rig.of("eagle3")
     batch = rig.batch([0], [tokens])
     with pytest.raises(SlotError, match=r"slot 'hidden'.*declared \(\d+, 96\)"):
@@ -160,7 +160,7 @@ def test_hidden_states_of_another_width_raise(tokens: int) -> None:
 
 
 def test_captured_last_while_the_target_is_captured_full() -> None:
-    """Row A2: the draft keeps the state behind a prompt's last token, the target gives all of them."""
+    """Row A2: the draft keeps the state after a prompt's last token, the target returns all of them."""
     rig = Rig.of("eagle")
     assert rig.graphed.graphs.spec.hidden is LAST
     assert EaglePrefill.hidden_mode is MultiLayerPrefill.hidden_mode is FULL, (
@@ -177,7 +177,7 @@ def test_captured_last_while_the_target_is_captured_full() -> None:
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3-full-vocabulary"])
 def test_the_graph_follows_the_shared_embedding_and_head(name: str) -> None:
-    """Row A9: neither lies in the graph, and both are the target's own storage."""
+    """Row A9: the graph contains neither, and both are the target's own storage."""
     head, target = tiny_draft(name), tiny_model(aux=DRAFTS[name].aux_layers)
     assert head.embed_tokens.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
     assert head.lm_head.dense().data_ptr() == target.lm_head.dense().data_ptr()
@@ -201,7 +201,7 @@ def test_the_graph_follows_the_shared_embedding_and_head(name: str) -> None:
 
 
 def test_given_embeddings_replay_the_same_graph_as_text() -> None:
-    """Rows X3, A7, C4, L3, L4: placeholder ids are never looked up where embeddings come along."""
+    """Rows A7, C4: placeholder ids are never looked up when embeddings are given."""
     rig = Rig.of("eagle3")
     batch = rig.batch([0], [7])
     hidden, embeds = rig.hidden(batch), rig.eager.head.embed(batch.input_ids)
@@ -223,7 +223,7 @@ def test_only_eligible_batches_replay() -> None:
 
 
 def test_default_ladder_replays_at_least_95_percent_and_no_graph_is_dead() -> None:
-    """Row B (test we must own), G3: label model=draft."""
+    """Row B, for the label model=draft; also, every captured graph replays."""
     rig = Rig.of("eagle3", buckets=prefill_token_buckets(48))
     for tokens in (*prefill_token_buckets(48), 5, 17, 30, 33, 47):
         batch = rig.batch([0], [tokens])
@@ -241,7 +241,7 @@ def test_a_backend_without_breaks_is_refused() -> None:
 
 
 def test_without_shapes_every_prompt_is_eager() -> None:
-    """Rows A8, A11, and B5 as X2 settles it: a draft without graphs is skipped at capture and still has its forward."""
+    """Rows A8, A11, B5: a draft without graphs is skipped at capture and still has its forward."""
     rig = Rig.of("eagle", NoGraphs, ())
     batch = rig.batch([0], [9])
     expect_same(rig.graphed(batch, rig.hidden(batch)), rig.eager.extend(batch, rig.hidden(batch)))

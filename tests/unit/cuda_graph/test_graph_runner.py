@@ -1,4 +1,4 @@
-"""GraphRunner with a toy model: order of capture, faults that a graph hides and a test must not, counters."""
+"""GraphRunner with a toy model: capture order, faults that a graph would hide but tests detect, counters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NULL, LAST, FULL = CaptureHiddenMode
 
 @dataclass
 class DraftBatch:
-    """What a drafter's extend takes: embeddings, and the hidden states of the target."""
+    """The input of a drafter's extend: embeddings, and the target's hidden states."""
 
     embeds: Tensor
     target_hidden: Tensor | None
@@ -97,7 +97,7 @@ SIZES = [8, 3, 2, 7, 1, 9, 4, 8, 20, 2]  # below, at and above the captured maxi
 
 
 def differs(made: GraphRunner[DraftBatch, DraftOutput], toy: Toy) -> bool:
-    """Whether any batch comes out otherwise than eagerly."""
+    """Whether any batch has another result than an eager run."""
     eager = runner(toy, tokens=())
     wrong = False
     for batch in batches(SIZES):
@@ -109,7 +109,7 @@ def differs(made: GraphRunner[DraftBatch, DraftOutput], toy: Toy) -> bool:
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize("backend", [NoGraphs, lambda: FullGraphs(TapeRecorder())])
 def test_replay_equals_eager_at_every_size(backend: Callable[[], Backend], poisoned: bool) -> None:
-    """Rows E4, L1: a batch above the captured maximum has the same semantics; poison never reaches a live row."""
+    """Row E4: a batch above the captured maximum has the same semantics; poison never reaches a live row."""
     toy = Toy()
     assert not differs(runner(toy, backend(), poisoned), toy)
 
@@ -128,7 +128,7 @@ def _padding_count(toy: Toy, inputs: Inputs) -> Tensor:
 
 @pytest.mark.parametrize("fault", [_leaking, _scalar, _padding_count])
 def test_a_faulty_program_is_caught_on_the_cpu(fault: Callable[[Toy, Inputs], Tensor]) -> None:
-    """A pad row that leaks, a scalar that should have been a tensor, a size that is not the live one."""
+    """A padding row that leaks, a scalar that should have been a tensor, a size that is not the live one."""
     toy = Toy(fault)
     assert differs(runner(toy), toy)
 
@@ -148,7 +148,7 @@ def test_a_stale_buffer_is_caught_on_the_cpu() -> None:
 
 
 def test_a_host_sync_fails_the_capture_and_the_batch_runs_eagerly_and_is_counted() -> None:
-    """ "Exception in capture = that bucket runs eagerly, counted and logged" (issue 3, part 2)."""
+    """After an exception in capture the bucket runs eagerly, counted and logged."""
     toy = Toy(
         lambda toy, i: i["embeds"] if i["embeds"].shape[0] != 4 else i["embeds"] * i["embeds"].sum().item()
     )
@@ -164,12 +164,12 @@ def test_a_host_sync_fails_the_capture_and_the_batch_runs_eagerly_and_is_counted
 
 
 class DoesNotFit(triton.TritonError):  # type: ignore[misc]
-    """As Triton's OutOfResources, which is no RuntimeError."""
+    """Like Triton's OutOfResources, which is not a RuntimeError."""
 
 
 @pytest.mark.parametrize("kind", [CaptureError, torch.AcceleratorError, torch.OutOfMemoryError, DoesNotFit])
 def test_what_torch_and_triton_raise_in_capture_costs_that_graph_alone(kind: type[Exception]) -> None:
-    """It runs eagerly once before serving, where its kernels would else compile at the first request."""
+    """It runs eagerly once before serving, because otherwise its kernels would compile at the first request."""
     seen: list[int] = []
     capturing = True
 
@@ -196,7 +196,7 @@ def test_programming_errors_in_capture_are_no_fallback() -> None:
     def body(toy: Toy, inputs: Inputs) -> Tensor:
         raise CaptureError("also eagerly")
 
-    with pytest.raises(CaptureError, match="also eagerly"):  # nor what cannot run at all
+    with pytest.raises(CaptureError, match="also eagerly"):  # what cannot run at all is an error
         runner(Toy(body)).run_missing()
 
 
@@ -205,13 +205,13 @@ def _raise(error: Exception) -> Tensor:
 
 
 def test_an_output_of_other_rows_than_declared_ends_the_start() -> None:
-    """Row C3: no error of a request, which would come with the first replay."""
+    """Row C3: it is not an error of a request, which would occur at the first replay."""
     with pytest.raises(OutputError, match=r"hidden: 7 rows, declared one per token of 8"):
         runner(Toy(lambda toy, i: i["embeds"][1:]))
 
 
 def test_an_eager_run_takes_the_cheapest_variant() -> None:
-    """`facts` names them in that order; the others are what a graph may serve the batch with as well."""
+    """`facts` names variants in that order; a graph may serve the batch with any of them."""
     ran: list[str] = []
 
     class Variants(Toy):
@@ -227,7 +227,7 @@ def test_an_eager_run_takes_the_cheapest_variant() -> None:
 
 
 def test_a_wrong_width_or_a_missing_hidden_state_raises() -> None:
-    """Rows A4, A6, D (remaining defect): eager and replay alike, never stale hidden states of the batch before."""
+    """Rows A4, A6, D: eager and replayed alike, never with stale hidden states of the previous batch."""
     made = runner(Toy())
     good = batches([4])[0]
     made(good)
@@ -240,7 +240,7 @@ def test_a_wrong_width_or_a_missing_hidden_state_raises() -> None:
 
 
 def test_a_draft_replay_sees_the_live_hidden_states() -> None:
-    """Rows A3, A5, A6, L1: captured on the static slot, replayed on what was copied into it."""
+    """Rows A3, A5, A6: captured on the static slot, replayed on what was copied into it."""
     toy = Toy()
     made = runner(toy)
     first, second = batches([4, 4])
@@ -254,7 +254,7 @@ def test_a_draft_replay_sees_the_live_hidden_states() -> None:
 
 
 class FakeBackend:
-    """Remembers what was captured, in order."""
+    """Records what was captured, in order."""
 
     name = "fake"
     breaks = True
@@ -270,7 +270,7 @@ class FakeBackend:
 
 
 def test_capture_is_largest_first_and_plans_each_shape_outside() -> None:
-    """Habit 17: the pool is sized once."""
+    """The memory pool is then sized once."""
     toy, backend = Toy(), FakeBackend()
     made = runner(toy, backend)
     assert backend.shapes == [8, 4, 2]
@@ -279,7 +279,7 @@ def test_capture_is_largest_first_and_plans_each_shape_outside() -> None:
 
 
 def test_counters_by_reason_and_padded_tokens() -> None:
-    """Row B (test we must own), spec 6.18."""
+    """Row B: the counters of graphs."""
     made = runner(Toy())
     for batch in batches([3, 8, 9, 1]):
         made(batch)
@@ -309,7 +309,7 @@ def test_counters_by_reason_and_padded_tokens() -> None:
 
 
 def test_graphs_that_never_ran_are_told() -> None:
-    """They cost memory for nothing: the gauge that says so counts graphs, not replays."""
+    """They waste memory: the gauge for that counts graphs, not replays."""
     made = runner(Toy())
     for batch in batches([3, 4, 3]):
         made(batch)

@@ -1,4 +1,4 @@
-"""Images of one size under graphs: rows X3, X4; replays are held against the eager tower, with padding poisoned."""
+"""Images of one size under graphs: replays are compared with the eager tower, with poisoned padding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pictures(count: int, seed: int) -> list[Pixels]:
 
 
 def test_a_replay_says_what_the_eager_tower_says(part: LlavaPart) -> None:
-    """Rows X3, X4: any number of images, one after another in the same graphs; padding images reach nothing."""
+    """Any number of images, one after another in the same graphs; padding images affect nothing."""
     encoder = EncoderGraphs(part, encoder_spec((1, 2, 4), 4), FullGraphs(TapeRecorder()), poisoned=True)
     encoder.graphs.capture()
     assert [(row.phase, row.tokens, row.requests, row.error) for row in encoder.graphs.rows] == [
@@ -73,7 +73,7 @@ def test_a_replay_says_what_the_eager_tower_says(part: LlavaPart) -> None:
 
 
 def test_what_the_config_says_of_prompts_holds_for_images(part: LlavaPart) -> None:
-    """Row A10: on a CPU `auto` is no graphs, a tape is for tests; what is not captured is counted as such."""
+    """Row A10: on a CPU `auto` means no graphs, and the tape is for tests; what is not captured is counted as such."""
     images = pictures(1, 0)
     for wanted in ("auto", "none"):
         eager = prompt_graphs.encoder_graphs(part, PhaseSwitch(wanted))

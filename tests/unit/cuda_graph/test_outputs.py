@@ -41,13 +41,13 @@ def test_a_field_that_is_not_declared_fails_at_construction() -> None:
 
 
 def test_the_outputs_of_our_graphs_are_declared_whole() -> None:
-    """Row C3 for the types that graphs return; a new field fails at import already."""
+    """Row C3 for the types that graphs return; a new field already fails at import."""
     assert set(BodyOutput._fields) == set(prefill_extend.OUTPUTS._declared)
     assert set(decode_graph.DecodeResult.__dataclass_fields__) == set(decode_graph.OUTPUTS._declared)
 
 
 def test_each_field_is_narrowed_to_the_live_rows_of_its_axis() -> None:
-    """Rows C1, C2, C3: padding is stripped from per-token fields, and None stays None."""
+    """Rows C1, C2, C3: padding is removed from per-token fields, and None stays None."""
     captured, live = ShapeKey(8, 4), ShapeKey(5, 3)
     full = Result(torch.arange(4.0), torch.arange(16.0).view(8, 2))
     narrowed = OutputSpec(Result, DECLARED).narrow(full, captured, live)
@@ -69,7 +69,7 @@ def test_kept_fields_outlive_the_next_replay_and_others_are_views() -> None:
 
 
 def test_rows_that_are_not_of_the_declared_axis_are_refused() -> None:
-    """Row C (open point): logits per request must not be cut by a number of tokens."""
+    """Row C: logits per request must not be narrowed by a number of tokens."""
     with pytest.raises(OutputError, match="hidden: 4 rows, declared one per token of 8"):
         OutputSpec(Result, DECLARED).narrow(
             Result(torch.zeros(4), torch.zeros(4, 2)), ShapeKey(8, 4), ShapeKey(5, 3)

@@ -1,4 +1,4 @@
-"""Images of any size under graphs: rows X3, X4; replays are held against the eager tower, with padding poisoned."""
+"""Images of any size under graphs: replays are compared with the eager tower, with poisoned padding."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def pictures(seed: int, *grids: tuple[int, int]) -> list[Pixels]:
 
 
 def test_a_replay_says_what_the_eager_tower_says(part: QwenPart) -> None:
-    """Rows X3, X4: sizes and numbers of images change from replay to replay of a graph; padding reaches nothing."""
+    """Sizes and numbers of images change between replays of a graph; padding affects nothing."""
     spec = patch_spec((4, 24))
     assert [(shape.tokens, shape.requests) for shape in spec.shapes] == [(4, 1), (24, 6)]
     encoder = PatchEncoderGraphs(part, spec, FullGraphs(TapeRecorder()), poisoned=True)
@@ -74,7 +74,7 @@ def test_a_replay_says_what_the_eager_tower_says(part: QwenPart) -> None:
     ):
         images = pictures(seed, *grids)
         for runs in (encoder._program._windows, encoder._program._images):
-            runs.fill_(torch.iinfo(runs.dtype).max)  # stale: all of it is written anew
+            runs.fill_(torch.iinfo(runs.dtype).max)  # stale values: all of them must be rewritten
         for rows, wanted, grid in zip(encoder(images), part(images), grids, strict=True):
             assert rows.shape == (*grid, 24)
             torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=1e-5)

@@ -43,7 +43,7 @@ from tests.unit.engine.paged_driver import Driver
 NULL = CaptureHiddenMode.NULL
 IDS = sequences((60, 41, 23, 9))
 BUCKETS = (4, 8, 16, 32, 48)
-# (sequences, new tokens of each) of every bucket, growing and shrinking
+# (sequences, new tokens of each) for every bucket, growing and shrinking
 STEPS = [([0], [4]), ([0, 1], [20, 9]), ([2, 3], [6, 2]), ([1], [15]), ([0], [8]), ([0, 2], [20, 15])]
 
 
@@ -62,14 +62,14 @@ def fresh(layers: int, change: Callable[[CausalLM], None] = lambda model: None) 
 def drivers(
     model: CausalLM, bodies: CompiledBodies, attention: type[PagedAttention] = PagedAttention
 ) -> tuple[Driver, Driver, PrefillExtend]:
-    """An eager one, and one under graphs, captured whatever becomes of it."""
+    """An eager driver, and one under graphs, captured whatever the result."""
     eager, driver = Driver(model, IDS, 4), Driver(model, IDS, 4)
     windows = model.config.sliding_windows
     runner = ModelRunner(model, driver.pool, attention(driver.pool, windows))
     backend = PiecewiseGraphs(TapeRecorder(), bodies)
     extend = PrefillExtend(runner, extend_spec(BUCKETS, NULL), backend)
     extend.graphs.capture()
-    driver.runner = extend  # type: ignore[assignment]  # called alike
+    driver.runner = extend  # type: ignore[assignment]  # has the same call signature
     return eager, driver, extend
 
 
@@ -84,7 +84,7 @@ def compare(eager: Driver, driver: Driver, **close: float) -> None:
 
 
 def test_breaks_are_the_layers_and_pieces_lie_between() -> None:
-    """One compilation serves every bucket, and the seconds of capture do not hide it."""
+    """One compilation serves every bucket, and the capture time includes it."""
     _, extend = extend_driver(IDS, piecewise(), BUCKETS)
     assert {row.breaks for row in extend.graphs.rows} == {model().config.num_layers}
     assert {row.backend for row in extend.graphs.rows} == {"piecewise-eager-tape"}
@@ -97,7 +97,7 @@ def test_breaks_are_the_layers_and_pieces_lie_between() -> None:
 
 
 def test_layers_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four layers and five pieces three differ; each goes through the operation that a tape sees as one call."""
+    """Four layers and five pieces need three compilations; each appears as one operation on a tape."""
     compiled = []
 
     def as_it_is(piece: Any) -> Any:
@@ -119,10 +119,11 @@ def test_layers_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch
 )
 @pytest.mark.filterwarnings("ignore")
 def test_inductor_writes_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, products and activations are opened up for it: close to eager, tokens equal."""
+    """Norms, products and activations are opened for it: close to eager, equal tokens."""
     from torch._inductor import cpu_vec_isa
 
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)  # else six programs are compiled to find out
+    # else six programs are compiled to detect it
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
     eager, driver, extend = drivers(fresh(1), CompiledBodies("inductor"))
     assert not [row.error for row in extend.graphs.rows if row.error]
     compare(eager, driver, atol=1e-4)
@@ -130,7 +131,7 @@ def test_inductor_writes_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Choosy(nn.Module):
-    """Computes the same in two ways, by the number of tokens."""
+    """Computes the same result in two ways, depending on the number of tokens."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ def test_sizes_that_the_trace_is_not_of_run_eagerly() -> None:
 
 
 class Asking(nn.Module):
-    """Goes by what it has computed, as nothing that is captured may."""
+    """Branches on computed values, which nothing captured may do."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.sum() > 0 else x * 3
@@ -170,7 +171,7 @@ def asking(model: CausalLM) -> None:
 def test_a_body_that_cannot_be_compiled_runs_eagerly_and_is_tried_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An exception in capture: every bucket says why, every batch is counted."""
+    """After an exception in capture every bucket says why, and every batch is counted."""
     tried = []
     compile_it = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **kw: (tried.append(1), compile_it(*args, **kw))[1])
@@ -199,7 +200,7 @@ class Fussy(PagedAttention):
 
 @pytest.mark.parametrize("tokens", [48, 16])
 def test_an_exception_in_one_capture_leaves_the_others(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That bucket alone runs eagerly, counted; the body stays compiled, even where its first run has failed."""
+    """Only that bucket runs eagerly, counted; the body stays compiled even if its first run failed."""
     monkeypatch.setattr(Fussy, "refused", tokens)
     _, driver, extend = drivers(model(), CompiledBodies(), Fussy)
     assert [(row.tokens, row.error) for row in extend.graphs.rows if row.error] == [
@@ -212,7 +213,7 @@ def test_an_exception_in_one_capture_leaves_the_others(tokens: int, monkeypatch:
 
 
 def test_models_of_one_process_do_not_know_of_each_other() -> None:
-    """torch remembers sizes by the place in the source: of another model it would take a width for one that varies."""
+    """torch remembers sizes by source location: it would take the width of another model for a varying one."""
     bodies = CompiledBodies()
     for width in (32, 48, 64):
         config = replace(CONFIG, num_layers=1, sliding_windows=(None,), hidden_size=width)
@@ -227,7 +228,7 @@ def test_models_of_one_process_do_not_know_of_each_other() -> None:
 
 
 def test_one_token_replays_as_two() -> None:
-    """A trace takes a size of 1 for a constant, so no graph is of one token."""
+    """A trace treats a size of 1 as a constant, so no graph has one token."""
     driver = Driver(model(), IDS, 4)
     graphs = prompt_graphs.prefill_graphs(driver.runner, PhaseSwitch("piecewise"), 8, 2, NULL, BODIES)
     graphs.forward.graphs.capture()
@@ -242,7 +243,7 @@ def test_one_token_replays_as_two() -> None:
 
 
 def test_a_trial_and_the_graphs_after_it_compile_once() -> None:
-    """Row B8's budget is measured with the bodies that are served, which a second pool does not change."""
+    """Row B8's budget is measured with the bodies that serve, which a second pool does not change."""
     bodies, one = CompiledBodies(), fresh(1)
     driver = Driver(one, IDS, 4)
 
@@ -275,7 +276,7 @@ def test_a_compiler_that_is_not_there_is_refused_by_name(monkeypatch: pytest.Mon
 
 
 def test_a_seam_calls_the_attention_of_the_call_in_progress() -> None:
-    """A body is compiled once for all pools and static inputs: nothing of either is left in it."""
+    """A body is compiled once for all pools and static inputs, so it contains neither."""
     one, bodies = fresh(1), CompiledBodies()
     embeds, positions = torch.randn(6, 32), torch.arange(6)
     memory = StorageWeakRef(embeds.untyped_storage())

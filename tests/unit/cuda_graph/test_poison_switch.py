@@ -1,7 +1,7 @@
 """`process.poison_graphs` reaches the static inputs of every captured forward of both nodes.
 
-That no token depends on it show the nodes of tests/fakes/node_cluster.py, which are all poisoned, and, from the cluster
-file on, tests/cluster/test_graphs.py.
+The nodes of tests/fakes/node_cluster.py, which are all poisoned, show that no token depends on it, and so does
+tests/cluster/test_graphs.py, starting from the cluster file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def prompt_forwards(runner: ModelRunner, wanted: PhaseSwitch) -> list[node_graph
 
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_every_forward_of_a_node_has_poisoned_padding_or_none_has(poisoned: bool) -> None:
-    """Issue 3 part 1. Of the image encoders their own tests say so."""
+    """The image encoders have their own tests of this."""
     wanted = PhaseSwitch("breakable", poisoned=poisoned)
     runner = Driver(model(), [torch.zeros(8, dtype=torch.int64)], PAGE).runner
     relay, table = RelayState.allocate(2, runner.model.config.vocab_size, CPU), PageTable(2, 16, CPU)

@@ -1,4 +1,4 @@
-"""Prefill graphs of a real model on the tape: replay equals eager bit for bit, for any mix of requests."""
+"""Prefill graphs of a real model on the tape: replay is bitwise equal to eager, for any mix of requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def breakable() -> Backend:
 def test_replay_equals_eager(
     backend: Callable[[], Backend], poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey
 ) -> None:
-    """Rows A1, A6, C3; issue 3: below, at and above the captured maximum, after shrinking and growing, poison clean."""
+    """Rows A1, A6, C3: below, at and above the captured maximum, after shrinking and growing, with poisoned padding."""
     eager = Driver(model(aux), IDS, 4)
     driver, extend = extend_driver(IDS, backend(), BUCKETS, poisoned=poisoned, aux=aux, unbroken=unbroken)
     static: StaticExtend = extend.graphs._program._static  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def test_replay_equals_eager(
             static._pages,
             static._starts,
             static._lens,
-        ):  # no slots: all that counts is written anew
+        ):  # not the KV slots: they are all rewritten
             stale.fill_(BAD_PAGE)
         actual = driver.run(rows, lengths, hidden_mode=for_hidden)
         expect_close(actual.logits, expected.logits)
@@ -80,7 +80,7 @@ def test_replay_equals_eager(
 
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_lengths_of_requests_that_are_not_there(poisoned: bool) -> None:
-    """They are empty, which graphs without breaks rely on; their pages may be anything, poison too."""
+    """They are empty, on which graphs without breaks rely; their page ids may be anything, even poison."""
     driver = Driver(model(), IDS, 4)
     static = StaticExtend(ShapeKey(16, 4), driver.width + 3, torch.device("cpu"), poisoned)
     static.load(driver.batch([0, 1, 2], [9, 8, 7]))
@@ -103,9 +103,9 @@ def values(output: ForwardOutput) -> list[torch.Tensor]:
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_any_mix_of_requests_equals_eager(data: st.DataObject) -> None:
-    """Row B (later resolution), multi-request: lengths, prefixes and chunks do not matter, only their sum.
+    """Row B, several requests: lengths, prefixes and chunks do not matter, only their sum.
 
-    Bit for bit what the same padding gives without graphs; up to rounding what no padding gives.
+    Results are bitwise equal to those of the same padding without graphs, and up to rounding to those without padding.
     """
     eager = Driver(model(AUX), IDS, 4)
     unbroken = data.draw(st.sampled_from([BROKEN, ShapeKey(16, 2), ShapeKey(48, 4)]))
@@ -126,7 +126,7 @@ def test_any_mix_of_requests_equals_eager(data: st.DataObject) -> None:
 
 
 def test_small_graphs_have_no_breaks_and_hold_so_many_requests() -> None:
-    """More requests than the static page table has rows take the next graph with breaks, if it is not too wide."""
+    """More requests than rows of the static page table take the next graph with breaks, if it fits."""
     driver, extend = extend_driver(IDS, breakable(), BUCKETS, unbroken=ShapeKey(16, 2))
     assert {row.tokens: row.breaks for row in extend.graphs.rows} == {4: 0, 8: 0, 16: 0, 32: 2, 48: 2}
     expected = {(8, 8): 16, (1, 1): 4, (6, 6, 6): 32, (5, 5, 6): 32, (3, 3, 3): None}
@@ -137,7 +137,7 @@ def test_small_graphs_have_no_breaks_and_hold_so_many_requests() -> None:
 
 @pytest.mark.parametrize("backend", [breakable, piecewise])
 def test_given_embeddings_replay_the_same_graph_as_text(backend: Callable[[], Backend]) -> None:
-    """Rows X3, A7, L3: text is embedded into the slot too, so neither sees zeros or the other's rows."""
+    """Row A7: text is embedded into the slot too, so neither sees zeros or rows of the other."""
     eager, (driver, extend) = Driver(model(), IDS, 4), extend_driver(IDS, backend(), BUCKETS)
     generator = torch.Generator().manual_seed(3)
     for round_, count in enumerate((7, 12, 5)):
@@ -151,7 +151,7 @@ def test_given_embeddings_replay_the_same_graph_as_text(backend: Callable[[], Ba
 
 
 def test_can_run_names_shape_or_reason() -> None:
-    """Rows B4, B6, X6, and padding above twice the live tokens."""
+    """Rows B4, B6, and padding above twice the live tokens."""
     driver, extend = extend_driver(IDS, breakable(), BUCKETS, hidden=LAST)
     expected = {
         (1, NULL): (None, "padding"),
@@ -170,7 +170,7 @@ def test_can_run_names_shape_or_reason() -> None:
 
 
 def test_only_prefill_is_captured_and_full_chunks_have_no_padding() -> None:
-    """Rows A10, L2 and L9: every key is a token bucket of this phase; the chunk size is a bucket."""
+    """Row A10: every key is a token bucket of this phase; the chunk size is a bucket."""
     driver, extend = extend_driver(IDS, breakable(), prefill_token_buckets(50))
     assert {(row.phase, row.model, row.requests) for row in extend.graphs.rows} == {("prefill", "target", 0)}
     assert {row.breaks for row in extend.graphs.rows} == {2}  # one per layer
@@ -179,7 +179,7 @@ def test_only_prefill_is_captured_and_full_chunks_have_no_padding() -> None:
 
 
 def test_default_ladder_replays_at_least_95_percent() -> None:
-    """Row B (test we must own): with default flags, FULL hidden states wanted as by an EAGLE drafter."""
+    """Row B, with default flags and FULL hidden states, as an EAGLE drafter wants them."""
     ids = sequences([37, 50, 64, 12, 5, 90, 33, 71], seed=4)
     driver, extend = extend_driver(ids, breakable(), prefill_token_buckets(64))
     for row, prompt in enumerate(ids):
@@ -190,7 +190,7 @@ def test_default_ladder_replays_at_least_95_percent() -> None:
 
 
 def test_no_graph_is_dead() -> None:
-    """G3: over a mixed load every captured graph replays."""
+    """Over a mixed load every captured graph replays."""
     buckets = prefill_token_buckets(64)
     driver, extend = extend_driver(sequences([sum(buckets)]), breakable(), buckets)
     for count in buckets:
@@ -201,7 +201,7 @@ def test_no_graph_is_dead() -> None:
 
 
 def test_a_backend_without_breaks_is_refused() -> None:
-    """It would bake the lengths of the captured batch."""
+    """It would contain the lengths of the captured batch."""
     driver = Driver(model(), IDS, 4)
     with pytest.raises(ValueError, match="'tape' would bake the lengths.*breakable"):
         PrefillExtend(driver.runner, extend_spec(BUCKETS, NULL), FullGraphs(TapeRecorder()))
@@ -215,7 +215,7 @@ def test_without_shapes_every_prompt_is_eager() -> None:
 
 
 def test_a_trial_captures_two_shapes_and_counts_for_all() -> None:
-    """Issue 3 part 4, row B8: what graphs take is known before the KV pool is sized."""
+    """Row B8: the memory of graphs is known before the KV pool is sized."""
     driver = Driver(model(), IDS, 4)
     made = []
 
@@ -223,7 +223,8 @@ def test_a_trial_captures_two_shapes_and_counts_for_all() -> None:
         made.append(prompt_graphs.prefill_graphs(driver.runner, PhaseSwitch("breakable"), 32, 8, NULL))
         return made
 
-    reserved = iter([500, 1500, 1510, 1510])  # before, the largest shape, the next one, at the end
+    # before, after the largest shape, after the next one, at the end
+    reserved = iter([500, 1500, 1510, 1510])
     nbytes = node_graphs.trial(build, lambda: next(reserved))
     (graphs,) = (each.forward.graphs for each in made)
     shapes = graphs.spec.shapes
@@ -232,7 +233,7 @@ def test_a_trial_captures_two_shapes_and_counts_for_all() -> None:
 
 
 def test_a_trial_counts_all_families_shapes_and_variants() -> None:
-    """Row B8: memory is set aside for the graphs of every phase of a node, not for the first one's alone."""
+    """Row B8: memory is reserved for the graphs of every phase of a node, not only for the first one's."""
     prefill = prompt_graphs.prefill_graphs(
         Driver(model(), IDS, 4).runner, PhaseSwitch("breakable"), 32, 8, NULL
     )

@@ -1,4 +1,4 @@
-"""What a node says of its graphs at its start."""
+"""What a node logs about its graphs at start-up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row(spec: CaptureSpec, requests: int, variant: str, error: str = "") -> Capt
 
 
 def test_a_row_of_each_forward() -> None:
-    """Failures by graph, the variant named where there are several; `unit` tells what shapes count."""
+    """Failures by graph, with the variant if there are several; `unit` says what shapes count."""
     plain = decode_spec(REQUESTS, ("greedy", "filtered"))
     rows = [row(plain, size, variant) for size in REQUESTS[:-1] for variant in plain.variants]
     rows += [row(plain, 24, "greedy", "CaptureError: " + "x" * 999), row(plain, 24, "filtered")]

@@ -1,4 +1,4 @@
-"""What runs under graphs on which node, decided at start-up: rules that a node meets, and those that refuse a start."""
+"""Which phases run under graphs on which node: rules that a node meets, and rules that refuse a start."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cluster(tmp_path: Path, text: str) -> Resolved:
 
 
 def test_each_of_the_sixteen_rules_is_decided_or_refuses_by_name() -> None:
-    """Row B3: none is left out, and none stands in the table that nothing could meet."""
+    """Row B3: none is left out, and none is listed that nothing could meet."""
     decided = {rule.number for rule in RULES}
     refused = {each.rule for each in FOREIGN if each.rule is not None}
     assert decided | refused | set(UNDECIDED) == set(range(1, 17))
@@ -57,7 +57,7 @@ def test_each_of_the_sixteen_rules_is_decided_or_refuses_by_name() -> None:
 @pytest.mark.parametrize("section", ["", "prefill", "decode", "process"])
 @pytest.mark.parametrize("rule", sorted({each.rule for each in FOREIGN if each.rule is not None}))
 def test_what_tandem_does_not_have_refuses_the_config(rule: int, section: str, tmp_path: Path) -> None:
-    """Rows B3 (2-4, 6-16), X1: by the option's name, wherever it stands, with what to write instead."""
+    """Rows B3 (2-4, 6-16): by the option's name, wherever it occurs, with what to write instead."""
     for each in FOREIGN:
         for name in each.names if each.rule == rule else ():
             text = f"{name}: 1\n" if not section else f"{section}: {{{name}: 1}}\n"
@@ -76,7 +76,7 @@ def test_what_no_model_code_captures_refuses_the_checkpoint(rule: int, tmp_path:
 
 
 def test_gguf_files_refuse_the_checkpoint(tmp_path: Path) -> None:
-    """Row B3 (9), its probe of files."""
+    """Row B3 (9), the check of the checkpoint's files."""
     (tmp_path / "model-q4.gguf").touch()
     with pytest.raises(ModelError, match=r"found model-q4.gguf; supported weights are model.safetensors"):
         weight_paths(tmp_path)
@@ -85,7 +85,7 @@ def test_gguf_files_refuse_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["mps", "xpu", "hip:0", "npu"])
 @pytest.mark.parametrize("section", ["prefill", "decode"])
 def test_other_devices_refuse_the_config(section: str, device: str, tmp_path: Path) -> None:
-    """Row B3 (5): neither CUDA graphs nor kernels exist there."""
+    """Row B3 (5): these devices have neither CUDA graphs nor kernels."""
     with pytest.raises(ConfigError, match=f"'{device}' is not a device; write cpu, cuda or cuda:N"):
         cluster(tmp_path, f"{section}: {{nodes: [{{name: a, device: '{device}'}}]}}\n")
 
@@ -103,7 +103,7 @@ def test_other_devices_refuse_the_config(section: str, device: str, tmp_path: Pa
 def test_a_node_on_a_cpu_by_its_config(
     text: str, backend: str, reasons: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Rows B3 (5), B2, X8: from the file to what would be captured."""
+    """Rows B3 (5), B2: from the file to what would be captured."""
     section = cluster(tmp_path, f"prefill: {text}\n").cluster.prefill
     switch = PhaseSwitch(section.graphs, section.enforce_graphs)
     runner = Driver(model(), [torch.zeros(8, dtype=torch.int64)], 4).runner
@@ -115,7 +115,7 @@ def test_a_node_on_a_cpu_by_its_config(
 
 
 def test_enforce_beats_every_rule() -> None:
-    """Row B2. On a GPU `auto` needs no enforcing; a vision part whose attention asks the host is rule 8 there."""
+    """Row B2. On a GPU `auto` needs no enforcing; a vision part whose attention needs the host meets rule 8 there."""
     for phase in (Phase.PREFILL, Phase.DRAFT_PREFILL, Phase.ENCODER):
         refused = decide(phase, StartupFacts("cpu", needs_host=True), AUTO)
         assert (refused.backend, len(refused.reasons)) == ("none", len(RULES))
@@ -130,7 +130,7 @@ def test_enforce_beats_every_rule() -> None:
 
 
 def test_enforce_and_none_contradict_each_other(tmp_path: Path) -> None:
-    """Row B2: it beats rules; what a config says by itself is said once."""
+    """Row B2: enforcing overrides rules but not the config itself."""
     with pytest.raises(ConfigError, match="prefill.enforce_graphs: true contradicts prefill.graphs none"):
         cluster(tmp_path, "prefill: {graphs: none, enforce_graphs: true}\n")
 
@@ -153,7 +153,7 @@ def test_enforce_and_none_contradict_each_other(tmp_path: Path) -> None:
     ],
 )
 def test_names_of_other_servers_are_answered(text: str, answer: str, tmp_path: Path) -> None:
-    """Rows A10, X8: the one flag of old configs means decode graphs alone, and the answer says so."""
+    """Row A10: the single flag of old configs means only decode graphs, and the answer says so."""
     with pytest.raises(ConfigError, match=f"it is an option of other servers: .*{answer}"):
         cluster(tmp_path, text + "\n")
 
@@ -168,13 +168,13 @@ def test_names_of_other_servers_are_answered_on_the_command_line(tmp_path: Path)
 
 @pytest.mark.parametrize("text", ["prefill: {graphs: full}", "decode: {graphs: breakable}"])
 def test_a_role_has_no_graphs_of_the_other(text: str, tmp_path: Path) -> None:
-    """Row X1, rule 13: tests/unit/engine/test_roles.py shows what each is composed of."""
+    """Rule 13: tests/unit/engine/test_roles.py shows what each role is composed of."""
     with pytest.raises(ConfigError, match=r"graphs: Invalid enum value '(full|breakable)'; write auto, "):
         cluster(tmp_path, text + "\n")
 
 
 def test_speculation_is_not_a_rule() -> None:
-    """Rows B1, B7, X2: no blanket and no allow-list; a drafter's prompts run under breakable graphs as well.
+    """Rows B1, B7: speculation as such switches nothing off; a drafter's prompts run under breakable graphs as well.
 
     Row A8's force flag is construction order here: a drafter's graphs are captured after its head is shared.
     """
@@ -184,7 +184,7 @@ def test_speculation_is_not_a_rule() -> None:
 
 @pytest.mark.parametrize("enforce", [False, True])
 def test_a_draft_is_never_captured_piecewise(enforce: bool) -> None:
-    """Rows B5, A8, X2: the target is, beside a draft under breakable graphs; the table says so."""
+    """Rows B5, A8: the target is, next to a draft under breakable graphs; the table says so."""
     switch = PhaseSwitch("piecewise", enforce)
     assert decide(Phase.PREFILL, PLAIN, switch).backend == "piecewise"
     draft = decide(Phase.DRAFT_PREFILL, PLAIN, switch)
@@ -194,13 +194,13 @@ def test_a_draft_is_never_captured_piecewise(enforce: bool) -> None:
 
 @pytest.mark.parametrize("wanted", ["auto", "full", "breakable", "piecewise"])
 def test_images_are_captured_full_or_not_at_all(wanted: str) -> None:
-    """Rows B5, X4: there are no lengths for a break to read; `none` of prompts is none here."""
+    """Row B5: there are no lengths for a break to read; `none` for prompts means none here."""
     assert decide(Phase.ENCODER, PLAIN, PhaseSwitch(wanted)) == Decision(Phase.ENCODER, "full")
     assert decide(Phase.ENCODER, PLAIN, PhaseSwitch("none")).backend == "none"
 
 
 def test_switches_are_per_phase() -> None:
-    """Rows X8, A10: decode off leaves prompts as they are, and the other way round."""
+    """Row A10: switching decode off leaves prompts as they are, and the other way round."""
     off = PhaseSwitch("none")
     sections = {"prefill": "prefill", "draft_prefill": "prefill", "encoder": "prefill"}
     for phase in Phase:

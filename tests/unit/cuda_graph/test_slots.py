@@ -42,7 +42,7 @@ def batch(tokens: int, requests: int, seed: int = 0) -> Batch:
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), min_size=1, max_size=6))
 def test_every_row_behind_the_live_ones_is_reset_on_every_load(sizes: list[tuple[int, int]]) -> None:
-    """Spec 3.8, "every field must be reset, not only some": after growing, shrinking and changing buckets."""
+    """Every field must be reset, after growing, shrinking and changing buckets."""
     inputs = StaticInputs(slots(), LARGEST, "cpu")
     for seed, (tokens, requests) in enumerate(sizes):
         live, shape = ShapeKey(tokens, requests), ShapeKey(-(-tokens // 4) * 4, 4)
@@ -67,7 +67,7 @@ def test_addresses_never_change() -> None:
 
 
 def test_a_graph_is_captured_on_padding_alone() -> None:
-    """Whatever ran before: a graph captured later, or a trial, begins with what an idle batch has."""
+    """Whatever ran before, a later capture or a trial starts with the content of an idle batch."""
     inputs = StaticInputs(slots(), LARGEST, "cpu")
     inputs.load(batch(12, 4), LARGEST, LARGEST)
     idle = inputs.idle(ShapeKey(8, 2))
@@ -104,7 +104,7 @@ def test_poison_fills_padding_with_what_shows_and_keeps_contracts() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_remedy(change: dict[str, Tensor | None], text: str) -> None:
-    """Row D (remaining defect): a width that differs raises; upstream silently replays stale hidden states."""
+    """Row D: a different width raises; the reference system silently replays stale hidden states."""
     inputs = StaticInputs(slots(), LARGEST, "cpu")
     wrong = batch(5, 1)
     for name, value in change.items():

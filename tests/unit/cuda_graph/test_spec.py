@@ -1,4 +1,4 @@
-"""Shapes, ladders and hidden modes as data."""
+"""Shapes, bucket ladders and hidden modes as data."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def spec(shapes: tuple[ShapeKey, ...]) -> CaptureSpec:
 
 
 def test_hidden_modes_are_ordered() -> None:
-    """Rows A1, X6."""
+    """Row A1."""
     assert NULL < LAST < FULL
     assert [mode.name for mode in CaptureHiddenMode] == ["NULL", "LAST", "FULL"]
 
 
 def test_ladders_are_those_of_the_spec() -> None:
     prefill = prefill_token_buckets(8192)
-    assert prefill[:11] == (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 48)  # 1 and 2 are ours
+    assert prefill[:11] == (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 48)  # 1 and 2 are additions of this project
     assert set(prefill) >= {256, 288, 512, 576, 1024, 1280, 4096, 4608, 8192}
     assert decode_request_buckets(600)[:7] == (1, 2, 4, 8, 12, 16, 24)
     assert set(decode_request_buckets(600)) >= {256, 272, 512, 544, 576, 600}
@@ -43,7 +43,7 @@ def test_ladders_are_those_of_the_spec() -> None:
     st.sampled_from([prefill_token_buckets, decode_request_buckets, verify_request_buckets]),
 )
 def test_a_ladder_ascends_to_its_top(top: int, ladder: object) -> None:
-    """The exact chunk size is a bucket: full chunks have no padding. 0 is off: no shapes."""
+    """The exact chunk size is a bucket, so full chunks have no padding. 0 means off: no shapes."""
     assert callable(ladder)
     rungs = ladder(top)
     assert list(rungs) == sorted(set(rungs))

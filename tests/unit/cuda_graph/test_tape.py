@@ -33,7 +33,7 @@ def same(actual: Any, expected: Any) -> bool:
 def check(
     run: Callable[[], Any], inputs: list[Tensor], state: list[Tensor], rounds: int = 3
 ) -> Recording[Any]:
-    """Replay equals eager bit for bit on new inputs, and leaves the same state behind."""
+    """Replay is bitwise equal to eager on new inputs, and leaves the same state."""
     recording = tape(run)
     with torch.inference_mode():
         for _ in range(rounds):
@@ -116,7 +116,7 @@ OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
 def test_any_program_of_views_and_mutations_replays(
     program: list[tuple[Callable[[Tensor, Tensor], Tensor], int, int]], seed: int
 ) -> None:
-    """Views of temporaries, in-place writes into static memory and their mixtures."""
+    """Views of temporaries, in-place writes into static memory and mixtures of these."""
     torch.manual_seed(seed % 2**31)
     x, state = torch.randn(4, 4), torch.randn(4, 4)
 
@@ -152,7 +152,7 @@ def test_any_program_of_views_and_mutations_replays(
     ],
 )
 def test_what_a_graph_cannot_hold_is_refused_during_capture(call: Callable[[], Any], text: str) -> None:
-    """A host sync, host data or a change of shape; and the recorder is usable again afterwards."""
+    """A host sync, host data or a change of shape; the recorder is usable again afterwards."""
     backend = FullGraphs(TapeRecorder())
     with pytest.raises(CaptureError, match=text):
         backend.capture(call)
@@ -164,7 +164,7 @@ def test_repeat_interleave_with_a_known_size_is_allowed() -> None:
 
 
 def test_a_python_scalar_is_baked() -> None:
-    """So a scalar that should have been a tensor is seen on the CPU: the replay differs from eager."""
+    """So a scalar that should have been a tensor is detected on the CPU: the replay differs from eager."""
     owner = {"scale": 2.0}
     recording = tape(lambda: X * owner["scale"])
     owner["scale"] = 3.0
@@ -173,7 +173,7 @@ def test_a_python_scalar_is_baked() -> None:
 
 
 def test_an_address_is_baked() -> None:
-    """A buffer that its owner replaced is stale, even where the tensor object was kept."""
+    """A buffer that its owner replaced is stale, even if the tensor object was kept."""
     owner = [torch.ones(3)]
     parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     recording = tape(lambda: (owner[0] + 1, parameter + 1))
@@ -213,7 +213,7 @@ def test_temporaries_are_freed_and_outputs_are_all_that_is_kept() -> None:
 
 
 def test_recordings_of_a_recorder_share_their_memory() -> None:
-    """As CUDA graphs share a pool: the clone rule of `outputs` is tested on the CPU."""
+    """CUDA graphs share a pool, too: so the clone rule of `outputs` is tested on the CPU."""
     backend = FullGraphs(TapeRecorder())
     large = backend.capture(lambda: (X + 1, X.sum(-1)))
     small = backend.capture(lambda: (X[:2] * 2, X[:2].sum(-1)))
@@ -246,7 +246,7 @@ def test_views_of_static_memory_cost_nothing() -> None:
 
 
 def test_reuse_of_object_ids_is_not_confused() -> None:
-    """Temporaries die during capture and their ids come back for others."""
+    """Temporaries die during capture, and their ids are reused for others."""
 
     def run() -> Tensor:
         total = torch.zeros(3, 4)
@@ -258,7 +258,7 @@ def test_reuse_of_object_ids_is_not_confused() -> None:
 
 
 def test_capture_does_not_load_dynamo() -> None:
-    """It takes seconds at start-up."""
+    """Loading it takes seconds at start-up."""
     before = "torch._dynamo" in sys.modules
     tape(lambda: X + 1)
     assert ("torch._dynamo" in sys.modules) == before

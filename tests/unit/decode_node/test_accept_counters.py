@@ -1,4 +1,4 @@
-"""What speculation gains, counted: lengths, places in a row of drafts, and each request's own share."""
+"""Counters of speculation: lengths, positions in the draft chain, and each request's own part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def emission(of: DecodeRequest, tokens: int, drafted: int) -> Emission:
 
 
 def test_lengths_places_and_requests() -> None:
-    """Issue 4, part 9."""
+    """Counts lengths, positions and requests."""
     counters, one, other = AcceptCounters(), request(1), request(2)
     for of, tokens, drafted in ((one, 3, 4), (one, 1, 4), (other, 5, 4), (one, 2, 1)):
         counters.count(emission(of, tokens, drafted), tokens)
@@ -52,7 +52,7 @@ def test_rounds_without_drafts_count_as_steps_alone() -> None:
 
 
 def test_fillers_behind_the_drafts_are_not_drafts() -> None:
-    """A filler that happens to be right is said, and is no draft."""
+    """A filler that happens to be right is emitted but does not count as a draft."""
     counters, lucky = AcceptCounters(), request(1)
     counters.count(emission(lucky, 3, 1), 3)
     assert counters.accepted_tokens == 1

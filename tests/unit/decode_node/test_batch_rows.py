@@ -26,7 +26,7 @@ def test_rows_come_back_oldest_first() -> None:
 
 @pytest.mark.parametrize("row", [0, -1, 4, 1])
 def test_giving_back_what_was_not_taken(row: int) -> None:
-    """Row 0 above all: a request that got it would write over the padding of every batch."""
+    """Row 0 above all: a request that got it would overwrite the padding of every batch."""
     with pytest.raises(AssertionError):
         BatchRows(3).give(row)
 
@@ -49,7 +49,7 @@ def test_moves_are_taken_once() -> None:
 
 
 def test_a_row_that_changes_hands_before_a_plan() -> None:
-    """Each cell is written once, with the last owner's page, in whatever order the device applies one indexed write."""
+    """Each cell is written once, with the last owner's page, in whatever order the device applies an indexed write."""
     rows = BatchRows(1)
     for generation in range(1, 6):
         row = rows.take()

@@ -1,4 +1,4 @@
-"""A draft that is hardly ever right is warned of once, and only when enough has been seen."""
+"""A draft that is almost never right is warned about once, and only after enough observations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
 
 
 def test_too_few_accepted_first_drafts_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """ECOSYSTEM.md: low acceptance at position 0 is how a wrong convention of aux layers shows."""
+    """A wrong convention of aux layers shows as low acceptance at position 0."""
     watch = FirstDraftWatch("such causes", Log("test"))
     watch.look(counted(ENOUGH - 1, 0))  # a short load says nothing
     assert not warnings(caplog)
@@ -45,7 +45,7 @@ def test_a_draft_that_gains_something_is_left_alone(caplog: pytest.LogCaptureFix
     watch = FirstDraftWatch("", Log("test"))
     watch.look(counted(ENOUGH, int(LEAST * ENOUGH)))
     assert not warnings(caplog)
-    watch.look(counted(2 * ENOUGH, 0))  # never any: no place has been counted
+    watch.look(counted(2 * ENOUGH, 0))  # no draft was ever accepted, so no position has been counted
     assert len(warnings(caplog)) == 1
 
 

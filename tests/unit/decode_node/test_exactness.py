@@ -1,4 +1,4 @@
-"""Two real nodes against a plain recompute: the same tokens, however the work is cut up."""
+"""Two real nodes against a plain recomputation: the same tokens, however the work is divided."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_chunks_and_pages(chunk: int, page_size: int, completion: type[Completio
 @pytest.mark.parametrize(("prefill_cache", "decode_cache"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_prefix_hits_at_every_page_boundary(page_size: int, prefill_cache: bool, decode_cache: bool) -> None:
-    """A second prompt shares 0 .. n tokens with the first, every length around the boundaries."""
+    """A second prompt shares 0 .. n tokens with the first, for every length around the boundaries."""
     shape = Shape(page_size=page_size, prefill_cache=prefill_cache, decode_cache=decode_cache)
     with NodeCluster(shape) as cluster:
         first = prompt_of(13)
@@ -54,7 +54,7 @@ def test_prefix_hits_at_every_page_boundary(page_size: int, prefill_cache: bool,
 
 
 def test_salts_share_no_page_on_either_node() -> None:
-    """SECURITY.md control 10: the first request of a salt computes and moves every page, whatever others have sent."""
+    """Security control 10: a salt's first request computes and transfers every page, whatever others have sent."""
     with NodeCluster(Shape(page_size=4)) as cluster:
         cached, moved = [], []
         for salt in (b"one", b"other", b"", b"one", b"other", b""):
@@ -68,7 +68,7 @@ def test_salts_share_no_page_on_either_node() -> None:
 
 
 def test_many_salts_in_a_small_pool() -> None:
-    """Cached pages of all salts give way to what is needed, in one order; retracted requests come back under theirs."""
+    """Cached pages of all salts are evicted in one order; retracted requests return under their salts."""
     with NodeCluster(Shape(page_size=4, prefill_pool=160, decode_pool=96, reserved_tokens=4)) as cluster:
         for _ in range(2):
             calls = [
@@ -88,7 +88,7 @@ def test_the_next_turn_of_a_chat_moves_only_new_pages() -> None:
             call = _answer(cluster, history, max_tokens=11)
             expect_reference(call)
             moved = cluster.decode.receiver.counters.pages_received - before
-            # the decode node computed the KV of every token of its answers but the last
+            # The decode node computed the KV of every token of its answers except the last.
             held = (len(call.prompt) - 5 - 1) // 4 if turn else 0
             assert moved == -(-len(call.prompt) // 4) - held
             history = call.prompt + call.ids + prompt_of(5, turn)
@@ -103,7 +103,7 @@ def _answer(cluster: NodeCluster, prompt: list[int], max_tokens: int = 3, salt: 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 def test_sampled_output_does_not_depend_on_company(completion: type[Completion]) -> None:
-    """Alone, in a batch, twice at once: one text per (prompt, parameters)."""
+    """By itself, in a batch, twice at once: one text per (prompt, parameters)."""
     with NodeCluster(Shape(completion=completion, max_running=5)) as cluster:
         calls: list[Call] = []
         for index, sampling in enumerate(
@@ -148,7 +148,7 @@ def test_retracted_requests_resume_with_the_same_tokens(
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 def test_preempted_requests_go_on_after_resubmission(completion: type[Completion]) -> None:
-    """No room for backups: the request fails with `preempted` and is placed again with what it has said."""
+    """Without room for backups the request fails with `preempted` and is placed again with its tokens so far."""
     shape = Shape(page_size=4, decode_pool=96, reserved_tokens=4, backup_bytes=0, completion=completion)
     with NodeCluster(shape) as cluster:
         calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(4)]
@@ -162,7 +162,7 @@ def test_preempted_requests_go_on_after_resubmission(completion: type[Completion
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {**SAMPLED, "seed": 5}])
 def test_migration_at_every_token(sampling: dict[str, float]) -> None:
-    """The decode node is lost after k tokens, for every k: the other one goes on with the same text."""
+    """The decode node is lost after k tokens, for every k: the other one continues the same text."""
     prompt = prompt_of(18)
     for k in range(1, 9):
         with NodeCluster(Shape(page_size=4, decodes=2)) as cluster:
@@ -173,10 +173,11 @@ def test_migration_at_every_token(sampling: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("reserved", [0, 1, 8])
 def test_a_pool_for_one_request_serves_many(reserved: int) -> None:
-    """Every request fits alone and no two fit together: all end, in turn, and nobody starves."""
+    """Every request fits by itself and no two fit together: all end, in turn, and none starves."""
     shape = Shape(page_size=4, decode_pool=48, reserved_tokens=reserved, max_running=4)
     with NodeCluster(shape) as cluster:
-        calls = [cluster.submit(prompt_of(8 + n), 40 - n) for n in range(4)]  # pages end at different times
+        # pages fill up at different times
+        calls = [cluster.submit(prompt_of(8 + n), 40 - n) for n in range(4)]
         cluster.run(limit=1500)
         expect_reference(*calls)
         cluster.settle()
@@ -207,7 +208,7 @@ def test_the_longest_request_that_fits() -> None:
 def test_a_retracted_request_does_not_come_back_for_the_pages_that_others_wait_for(
     later: int, reserved: int
 ) -> None:
-    """The one that lacks a page is far ahead, the victim has room left in its last page."""
+    """The request that needs a page is far ahead; the victim has room left in its last page."""
     shape = Shape(page_size=4, decode_pool=48, reserved_tokens=reserved, decode_cache=False)
     with NodeCluster(shape) as cluster:
         ahead = cluster.submit(prompt_of(8), 36)

@@ -1,4 +1,4 @@
-"""Faults between two real nodes: what is lost is answered, what is left goes on, nothing leaks."""
+"""Faults between two real nodes: lost requests are answered, the others continue, nothing leaks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = Shape(page_size=4, chunk_tokens=8, decode_pool=160, reserved_tokens=4)
 @pytest.mark.parametrize("damage", ["corrupt", "drop", "truncate", "fail", "duplicate"])
 @pytest.mark.parametrize("write", range(4))
 def test_a_damaged_write(damage: Any, write: int) -> None:
-    """Pages 0-3 or the record are damaged once: the request is prefilled again, its text does not differ."""
+    """Pages 0-3 or the record are damaged once: the request is prefilled again, and its text does not differ."""
     with NodeCluster(SMALL) as cluster:
         cluster.fabric.plan = lambda n: Fault(damage=damage if n == write else "none")
         call = cluster.submit(prompt_of(30), 6, seed=1, **SAMPLED)
@@ -59,7 +59,7 @@ WRONG_RECORDS: dict[str, dict[str, Any]] = {
 def test_a_whole_record_of_something_else_is_refused(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checksums cannot see it: a prefill node that is wrong about the prompt or the draft, and sure of it."""
+    """Checksums cannot detect a prefill node that is wrong about the prompt or the draft."""
     record = PrefillRequest.record
     monkeypatch.setattr(
         PrefillRequest, "record", lambda request, dtype: structs.replace(record(request, dtype), **wrong)
@@ -113,7 +113,7 @@ def test_a_prefill_node_dies_in_the_middle() -> None:
 
 
 def test_a_prefill_node_that_was_declared_lost_but_lives() -> None:
-    """Its pages stay in quarantine until it acknowledges the abort, over the connection that was there before."""
+    """Its pages stay in quarantine until it acknowledges the abort, over the existing connection."""
     with NodeCluster(SMALL, resubmit=False) as cluster:
         cluster.fabric.plan = lambda n: Fault(damage="stick" if n == 1 else "none")
         call = cluster.submit(prompt_of(30), 6)
@@ -127,7 +127,7 @@ def test_a_prefill_node_that_was_declared_lost_but_lives() -> None:
         cluster.fabric.unstick()
         cluster.run(until=lambda: not len(cluster.decode.node.queues), limit=50)
         cluster.settle()
-        # and the same incarnation can be used again
+        # The same incarnation can be used again.
         later = cluster.submit(prompt_of(20), 6)
         cluster.run(limit=100)
         expect_reference(later)
@@ -135,7 +135,7 @@ def test_a_prefill_node_that_was_declared_lost_but_lives() -> None:
 
 
 def test_a_prefill_node_that_answers_late_is_asked_again() -> None:
-    """Hello was not answered in time (a stopped process, say): the pair is usable again once it answers."""
+    """Hello was not answered in time, as by a stopped process: the pair is usable again once it answers."""
     with NodeCluster(SMALL, resubmit=False) as cluster:
         cluster.prefill.alive = False
         early = cluster.submit(prompt_of(5), 6)
@@ -158,7 +158,7 @@ def test_a_prefill_node_that_answers_late_is_asked_again() -> None:
 
 def test_reservations_that_wait_hear_of_a_lost_prefill_node() -> None:
     with NodeCluster(replace(SMALL, prefills=2, max_transferring=1), resubmit=False) as cluster:
-        cluster.submit(prompt_of(30), 3, legs="d")  # its prompt never comes
+        cluster.submit(prompt_of(30), 3, legs="d")  # its prompt never arrives
         waits = cluster.submit(prompt_of(30, 1), 3, prefill=1, legs="d")
         cluster.turn(3)
         cluster.decode.link.deliver(PeerLost(incarnation=cluster.prefills[1].ref.incarnation))
@@ -196,7 +196,7 @@ def test_the_decode_node_is_lost_for_the_prefill_node() -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_decode_node_that_stood_still_greets_its_prefill_nodes_anew(busy: bool) -> None:
-    """They were told that it is gone: its next request must not find that out for it."""
+    """They were told that it is lost, and its next request must not be the one to discover that."""
     with NodeCluster(SMALL, resubmit=False) as cluster:
         cluster.submit(prompt_of(30), 3)
         cluster.run()
@@ -275,9 +275,7 @@ def test_logits_that_are_not_finite_end_one_request(
         )
         expect_reference(*others)
         cluster.settle()
-        again = cluster.submit(
-            prompt_of(9, 1), 12, seed=1, **options
-        )  # nothing of it was kept that spoils others
+        again = cluster.submit(prompt_of(9, 1), 12, seed=1, **options)  # nothing was kept that affects others
         cluster.run()
         expect_reference(again)
         cluster.settle()
@@ -288,7 +286,7 @@ def _step_of(side: PrefillSide | DecodeSide) -> Any:
 
 
 def _poison(step: Any, rows: int) -> None:
-    """NaN for the first row of the `rows`-th forward that draws, and in its KV: graphs or not, so in device state."""
+    """Write NaN for the first row of the `rows`-th drawing forward, and into its KV, so that graphs see it too."""
     seen = 0
 
     def extend(batch: Any, *embeds: Any) -> Any:
@@ -308,7 +306,7 @@ def _poison(step: Any, rows: int) -> None:
             program, row = inner._program, int(chosen[0])
             pool, last = program._runner.pool, int(program._relay.seq_len[row]) - 1
             page = int(program._pages[row, last // pool.page_size])
-            _spoil(pool, page * pool.page_size + last % pool.page_size)  # read by the forward to come
+            _spoil(pool, page * pool.page_size + last % pool.page_size)  # the next forward reads it
         return inner(chosen, sampling)
 
     if isinstance(step, PrefillStep):
@@ -323,12 +321,12 @@ def _spoil(pool: KvPool, slot: int) -> None:
             pool.key(layer)[slot // pool.page_size, slot % pool.page_size] = torch.nan
 
 
-# -- messages that cross, arrive late or make no sense
+# -- messages that cross, arrive late or are invalid
 
 
 @pytest.mark.parametrize("order", ["before", "after", "alone"])
 def test_an_abort_that_arrives_together_with_its_request(order: str) -> None:
-    """Control goes before work, but an abort must not overtake the very request that it is about."""
+    """Control messages come first, but an abort must not overtake the request that it is about."""
     with NodeCluster(SMALL) as cluster:
         call = cluster.submit(prompt_of(30), 60)
         cluster.abort(call)  # in the same drain on both nodes
@@ -354,7 +352,7 @@ def test_unknown_rooms_are_ignored() -> None:
 
 
 def test_late_messages_are_not_counted_with_refused_ones() -> None:
-    """An operator is called for the second kind; the first comes wherever an abort and a transfer cross."""
+    """Refused messages alert an operator; late ones occur whenever an abort and a transfer cross."""
     with NodeCluster(SMALL) as cluster:
         call = cluster.submit(prompt_of(30), 6)
         cluster.run()
@@ -395,7 +393,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(tokens: list[int]) -> None
 
 
 def test_a_request_that_is_longer_than_the_model_allows() -> None:
-    """The page table has room for max_model_len tokens: more must not get as far as the table."""
+    """The page table has room for max_model_len tokens: longer requests must not reach it."""
     with NodeCluster(replace(SMALL, max_len=64), resubmit=False) as cluster:
         too_long = cluster.submit(prompt_of(30), 60)
         cluster.run(limit=200)
@@ -491,7 +489,7 @@ def test_the_prefill_leg_of_a_refused_reservation_is_stopped() -> None:
 
 
 def test_messages_of_a_refused_request_come_in_order() -> None:
-    """Failed of a preempted request comes behind all its tokens: what the client has is what the retry counts on."""
+    """The Failed message of a preempted request follows all its tokens: the retry continues what the client has."""
     shape = Shape(page_size=4, decode_pool=96, reserved_tokens=4, backup_bytes=0, completion=Deferred)
     with NodeCluster(shape, resubmit=False) as cluster:
         calls = [cluster.submit(prompt_of(10 + n, n), 40) for n in range(4)]

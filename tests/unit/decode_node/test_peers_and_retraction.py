@@ -1,4 +1,4 @@
-"""The decode node's two helpers alone: connections to prefill nodes, and host memory for retracted requests."""
+"""Two parts of the decode node by themselves: connections to prefill nodes, and backups of retracted requests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_one_socket_per_incarnation_and_lost_ones_are_closed_when_nobody_needs_t
 
 
 def test_a_restarted_prefill_node_is_heard_while_its_earlier_life_is_still_connected(tmp_path: Path) -> None:
-    """The socket to the earlier incarnation reconnects to the same address, perhaps last: it must take no route."""
+    """The socket to the earlier incarnation reconnects to the same address: it must not take the route."""
     address = f"ipc://{tmp_path}/peer.sock"
     context = zmq.Context[zmq.Socket[bytes]]()
     receiver = FakeReceiver()
@@ -101,7 +101,7 @@ def test_a_restarted_prefill_node_is_heard_while_its_earlier_life_is_still_conne
 def test_a_broken_link_gives_its_requests_up_and_is_not_used_until_it_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prefill node lives, as far as the router knows: its requests are placed on another pair of nodes."""
+    """For the router the prefill node lives: its requests are placed on another pair of nodes."""
     monkeypatch.setattr(module, "LINK_SECONDS", 0.05)
     address = f"ipc://{tmp_path}/peer.sock"
     context = zmq.Context[zmq.Socket[bytes]]()
@@ -161,7 +161,7 @@ def test_a_prefill_node_that_sends_garbage_is_cut_off_and_others_are_heard(tmp_p
 
 
 def test_a_connected_process_whose_loop_is_busy_is_known_to_live(tmp_path: Path) -> None:
-    """Its main loop reads nothing; ZMQ's thread connects. Without a process there is no connection."""
+    """Its main loop reads nothing, but ZMQ's thread connects, and without a process there is no connection."""
     context = zmq.Context[zmq.Socket[bytes]]()
     receiver = FakeReceiver()
     connections = module.PeerConnections(context, "decode-0", "d" * 32, receiver, zmq.Poller())  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ def test_a_connected_process_whose_loop_is_busy_is_known_to_live(tmp_path: Path)
 
 
 class FakeReceiver:
-    """What PeerConnections asks of a Receiver."""
+    """The interface of Receiver that PeerConnections uses."""
 
     def __init__(self) -> None:
         self.sends: dict[str, Callable[[bytes], object]] = {}
@@ -229,7 +229,7 @@ def test_an_address_that_is_none_may_be_tried_elsewhere() -> None:
 
 
 def test_backups_stay_within_their_memory() -> None:
-    """Room for one backup of two: one request comes back from it, another is preempted and placed again."""
+    """There is room for one backup of two: one request returns from it, another is preempted and placed again."""
     page = 4 * 2 * 2 * 2 * 8 * 4  # tokens, key and value, layers, heads, width, bytes
     shape = replace(SMALL, backup_bytes=8 * page)
     with NodeCluster(shape) as cluster:
@@ -240,7 +240,7 @@ def test_backups_stay_within_their_memory() -> None:
             used = cluster.decode.retraction.used_bytes
             held = [r.backup for r in cluster.decode.node.queues.retracted if r.backup]
             assert used == sum(backup.nbytes for backup in held) <= shape.backup_bytes
-            assert cluster.decode.backups.nbytes == used  # every turn's plan has been carried out
+            assert cluster.decode.backups.nbytes == used  # every turn's plan has been executed
             most = max(most, used)
             assert cluster.turns < 2000
         expect_reference(*calls)
@@ -251,7 +251,7 @@ def test_backups_stay_within_their_memory() -> None:
 
 
 def test_a_row_has_the_rotary_delta_of_its_images_after_hand_over_and_resume() -> None:
-    """Positions run behind places by what the images fold up; the row is the only one to say so (row C3's model)."""
+    """Row C3: images make rotary positions differ from sequence indices; only the relay row has the difference."""
     space, rows = PageSpace(4, 9, NoPrefixCache()), BatchRows(2)
     retraction = Retraction(space, rows, ImageAxes(), 1, 9)
     request = DecodeRequest(

@@ -113,7 +113,7 @@ def test_admission_properties(sizes: list[int], free: int, slots: int, max_skips
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=12), st.integers(0, 4))
 def test_nobody_starves(sizes: list[int], max_skips: int) -> None:
-    """One unit of room comes back per turn while small requests keep coming: every request is admitted in time."""
+    """One unit of room is freed per turn while small requests keep arriving: every request is admitted in time."""
     queue = [request(n, prompt=size) for n, size in enumerate(sizes)]
     free, first = 0, queue[0]
     for turn in range(25 * (max_skips + 2)):
@@ -191,7 +191,7 @@ def test_lengths_of_a_request() -> None:
 
 
 def test_lengths_are_an_upper_bound_until_a_step_is_read() -> None:
-    """Steps of up to 4 tokens: what is in flight counts as 4 for the pages and as 1 for the end."""
+    """Steps of up to 4 tokens: a step in flight counts as 4 for the pages and as 1 for the end."""
     made = request(1, prompt=7, max_tokens=5, launched=1)
     made.output = [9]
     made.step_launched(4)

@@ -1,4 +1,4 @@
-"""Random arrivals, aborts, damage, losses and interleavings: survivors say the right thing, nothing leaks, all end."""
+"""Random arrivals, aborts, damage, losses and interleavings: right tokens for survivors, no leaks, all end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def sampling_of(rng: random.Random) -> dict[str, Any]:
 def test_soak(seed: int) -> None:
     rng = random.Random(seed)
     shape = shape_of(rng)
-    chaos = seed % 3 > 0  # every third run is quiet: then nothing may fail and nothing may be placed twice
+    chaos = seed % 3 > 0  # every third run is undisturbed: nothing may fail and nothing may be placed twice
     with NodeCluster(shape) as cluster:
         _disturb(cluster, rng, chaos)
         for _ in range(rng.choice((60, 200))):
@@ -90,7 +90,7 @@ def test_soak(seed: int) -> None:
             "client_gone",
             "aborted",
         }
-        cluster.clock.now += 40  # what is remembered of ended rooms is forgotten
+        cluster.clock.now += 40  # records of ended rooms expire
         cluster.settle(limit=2000)
 
 
@@ -117,11 +117,11 @@ def _arrivals(cluster: NodeCluster, rng: random.Random, chaos: bool) -> None:
     if chaos and waiting and rng.random() < 0.05:
         cluster.abort(rng.choice(waiting))
     if chaos and rng.random() < 0.02:
-        cluster.lose(rng.choice([*cluster.prefills, *cluster.decodes]))  # declared lost, but it lives
+        cluster.lose(rng.choice([*cluster.prefills, *cluster.decodes]))  # declared lost although it lives
 
 
 def test_two_hundred_requests_one_after_another_leave_nothing() -> None:
-    """A long life: rooms, record slots, rows and tables of the past do not add up."""
+    """Over a long life, rooms, record slots, rows and tables of past requests do not accumulate."""
     rng = random.Random(5)
     with NodeCluster(Shape(page_size=4, decode_pool=128, max_running=3, max_transferring=2)) as cluster:
         calls: list[Call] = []

@@ -1,4 +1,4 @@
-"""A request may end at any station and for any reason: afterwards both nodes hold nothing, and others go on."""
+"""A request may end at any station for any reason: afterwards both nodes hold nothing, and others continue."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kv_transfer.transport.loopback.endpoints import Fault
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 
-LONG = 30  # tokens of the prompt: four chunks
+LONG = 30  # prompt tokens: four chunks
 
 
 class _Station:
-    """How a request gets there, and how to see that it is there."""
+    """How a request gets to a station, and how to see that it is there."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ STATIONS = {
 }
 
 
-# where chunks are read in the turn that launches them a request is never mid-chunk, else it is always
+# If chunks are read in the turn that launches them a request is never mid-chunk, otherwise always.
 WAYS = [
     (name, completion)
     for name in STATIONS
@@ -113,7 +113,7 @@ def test_the_end_at_a_station(name: str, ending: str, fencing: bool, completion:
             held = [r for r in side.node.queues if r.room == call.room and not r.ended]
             assert not held, f"{name}: the request goes on"
         cluster.fabric.unstick()
-        cluster.clock.now += 2e9  # what was delayed lands now; deadlines of the others are far
+        cluster.clock.now += 2e9  # delayed writes land now; deadlines of the others are far away
         cluster.run(limit=3000)
         if ending == "deadline":
             assert call.error is not None
@@ -123,7 +123,7 @@ def test_the_end_at_a_station(name: str, ending: str, fencing: bool, completion:
 
 
 def test_a_node_that_gives_its_router_up_says_so() -> None:
-    """A router that only stalled still counts on the node: the request must not wait for its timeout."""
+    """A router that had only stalled still relies on the node: the request must not wait for its timeout."""
     with NodeCluster(Shape()) as cluster:
         call = cluster.submit(prompt_of(20, 5), 40)
         cluster.run(until=lambda: len(cluster.decode.node.queues.running) == 1)
@@ -136,7 +136,7 @@ def test_a_node_that_gives_its_router_up_says_so() -> None:
 
 
 def _company(cluster: NodeCluster, name: str, station: _Station) -> list[Call]:
-    """Requests that are in the way, so that the one under test gets stuck at its station."""
+    """Requests that block others, so that the one under test stays at its station."""
     forever = 1e12
     if name == "prompt waits for pages":
         return [cluster.submit(prompt_of(26, n), 3, deadline=forever) for n in range(station.before)]

@@ -1,4 +1,4 @@
-"""deploy/api_key: a key is printed once, and its file holds what the router needs to know it again."""
+"""deploy/api_key: a key is printed once, and its file holds what the router needs to verify it."""
 
 from __future__ import annotations
 

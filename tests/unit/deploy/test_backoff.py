@@ -1,4 +1,4 @@
-"""Delays before a process is started again."""
+"""Delays before a process is restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes of the supervisor: progress, logs, end."""
+"""Child processes of the supervisor: progress, logs, exit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ exec(arguments.script)
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Child]]:
-    """A child that runs a script, in which say() writes to the supervisor's descriptor."""
+    """A child that runs a script in which say() writes to the supervisor's descriptor."""
     (tmp_path / "scripted.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     made: list[Child] = []
@@ -77,7 +77,7 @@ def test_exit_code_and_log(make: Callable[[str], Child]) -> None:
 
 
 def test_stop_lets_it_finish(make: Callable[[str], Child]) -> None:
-    """Short sleeps: a signal just before a long one would be handled behind it."""
+    """Sleeps are short, because a signal just before a long one would be handled after it."""
     child = make(
         """signal.signal(15, lambda n, f: sys.exit(0)); say('{"phase":"ready"}\\n')\nwhile True: time.sleep(0.01)"""
     )
@@ -85,7 +85,7 @@ def test_stop_lets_it_finish(make: Callable[[str], Child]) -> None:
     until(lambda: child.read_progress().phase == "ready")
     assert child.stop(PATIENCE)
     assert child.exit_code == 0
-    assert child.stop(5)  # again: it is gone
+    assert child.stop(5)  # a second time: it has already ended
     child.signal(signal.SIGTERM)
 
 
@@ -104,7 +104,7 @@ def test_ctrl_c_of_the_terminal_does_not_reach_it(make: Callable[[str], Child]) 
 
 
 def test_starting_again(make: Callable[[str], Child], tmp_path: Path) -> None:
-    """The log is kept, the progress begins again, and no descriptor is left behind."""
+    """The log is kept, the progress starts anew, and no descriptor leaks."""
     child = make('print(\'here\'); say(\'{"phase":"ready"}\\n{"phase":\')')
     before = set(os.listdir("/proc/self/fd"))
     for round_ in range(1, 4):
@@ -112,7 +112,7 @@ def test_starting_again(make: Callable[[str], Child], tmp_path: Path) -> None:
         assert child.progress.phase == "importing"
         until(
             lambda: child.exit_code is not None
-        )  # its end is not read: the next start has to close the pipe
+        )  # its status pipe is not read to the end, so the next start has to close it
         assert child.log_tail() == "here\n" * round_
     until(lambda: child.read_progress().phase == "ready" and child._status < 0)
     assert not set(os.listdir("/proc/self/fd")) - before
@@ -147,18 +147,18 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
 )
 def test_log_tail_begins_with_a_whole_line(tmp_path: Path, log: str, tail: str) -> None:
     child = Child("c", [], tmp_path / "log")
-    assert child.log_tail() == ""  # no file
+    assert child.log_tail() == ""  # there is no file
     (tmp_path / "log").write_text(log)
     assert child.log_tail() == tail
 
 
 def test_log_tail_of_one_long_line(tmp_path: Path) -> None:
-    """A traceback is one line of JSON: the person has to see its end."""
+    """A traceback is one line of JSON, and a person has to see its end."""
     (tmp_path / "log").write_text("{" + "x" * 9000 + " out of memory}\n")
     assert Child("c", [], tmp_path / "log").log_tail().endswith(" out of memory}\n")
 
 
-# -- what it says last -----------------------------------------------------------------------------------------
+# -- its last words ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_bad_run_directory_is_refused_with_2(directory: Path, command: str) ->
 
 
 def test_messages_are_not_markup(directory: Path) -> None:
-    """Paths and values may hold brackets; rich would swallow them, or fail."""
+    """Paths and values may contain brackets, which rich would swallow or reject."""
     odd = directory / "[bold]x[" / "y]"
     odd.mkdir(parents=True)
     (odd / "c.yaml").write_text("model: {path: m}\nrouter: {'[/red]': 1}\n")
@@ -89,7 +89,7 @@ def test_not_running(directory: Path) -> None:
 
 
 def test_config_shows_every_value_whole_with_its_origin(directory: Path) -> None:
-    """A script reads it: nothing is cut to 80 columns."""
+    """A script reads it, so nothing is cut to 80 columns."""
     long = "/models/" + "x" * 150 + "[1]"
     result = run(
         "config", str(directory / "c.yaml"), "--set", f"model.path={long}", "--set", "router.port=8001"
@@ -138,7 +138,7 @@ def test_an_option_of_another_server_is_answered(option: str, capsys: pytest.Cap
 def make_table(
     directory: Path, url: str, decode: ProcessRecord | None = None, problems: list[str] | None = None
 ) -> Path:
-    """Of a running supervisor; `decode` stands for decode-0, which is up otherwise."""
+    """The table of a running supervisor; `decode` replaces decode-0, which is up by default."""
     run_dir = run_directory(load_cluster(directory / "c.yaml"))
     me = entry(os.getpid())
     up = ProcessRecord(pid=me.pid, started=me.started, state="up")
@@ -242,7 +242,7 @@ def test_status_of_a_degraded_cluster(
     decode: ProcessRecord | None,
     shown: str,
 ) -> None:
-    """Another node of the role answers requests; a script learns of the missing one by the exit code."""
+    """Another node of the role answers requests; a script learns of the missing one from the exit code."""
     result = status_of(directory, monkeypatch, nodes=nodes, decode=decode)
     assert result.exit_code == 4
     first, *rest = result.stdout.splitlines()
@@ -267,7 +267,7 @@ def test_status_shows_what_the_supervisor_cannot_do(directory: Path, monkeypatch
 def test_status_sees_the_disk_itself(
     directory: Path, monkeypatch: pytest.MonkeyPatch, known: list[str]
 ) -> None:
-    """On a disk that is read-only by now the table is an old one."""
+    """On a disk that has become read-only the table is outdated."""
     monkeypatch.setattr(cli, "disk_problem", lambda run_dir: "/x is read-only")
     result = status_of(directory, monkeypatch, problems=["another", *known])
     assert result.exit_code == 4
@@ -295,7 +295,7 @@ def test_status_of_a_router_that_does_not_answer(directory: Path) -> None:
 def test_status_of_a_cluster_from_the_launch_scripts(
     directory: Path, monkeypatch: pytest.MonkeyPatch, ready: bool, state: str, code: int, shown: str
 ) -> None:
-    """No supervisor wrote a table; the router answers on its admin socket."""
+    """No supervisor wrote a table, but the router answers on its admin socket."""
     monkeypatch.setattr(cli, "ANSWER_SECONDS", PATIENCE)
     nodes = [{**NODES[0], "state": state, "pid": 7, "host": "[there]"}]
     with Server(directory, json.dumps({"ready": ready, "nodes": nodes}).encode()):
@@ -330,7 +330,7 @@ def test_detach_beside_a_running_cluster(directory: Path) -> None:
     assert f"already running at http://127.0.0.1:9 (pid {os.getpid()})" in flat(result)
 
 
-# -- a run directory that cannot be written to -----------------------------------------------------------------
+# -- a run directory that is not writable ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [("up",), ("up", "--detach")])
@@ -345,7 +345,7 @@ def test_a_read_only_run_directory_is_one_sentence(
     (line,) = flat(result).splitlines()
     assert f"process.run_dir: cannot write to {run_dir}" in line
     assert "set process.run_dir to another directory" in line
-    assert run("status", str(directory / "c.yaml")).exit_code == 3  # reading needs no permission to write
+    assert run("status", str(directory / "c.yaml")).exit_code == 3  # reading needs no write permission
 
 
 @pytest.mark.parametrize("arguments", [("up",), ("up", "--detach")])
@@ -363,7 +363,7 @@ def test_a_real_read_only_run_directory(
 def test_a_disk_that_is_full_at_the_start_is_one_sentence(
     directory: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Whatever fails first: the directory of logs, the lock, or the table."""
+    """Whichever fails first: the log directory, the lock, or the table."""
 
     def full(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -399,7 +399,7 @@ def test_one_supervisor_per_cluster(directory: Path) -> None:
 
 
 def test_a_running_cluster_whose_lock_was_removed_is_left_alone(directory: Path) -> None:
-    """A new supervisor would end its processes as if they had been left by a killed one."""
+    """A new supervisor would end its processes as if a killed one had left them."""
     run_dir = make_table(directory, "http://127.0.0.1:9")
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(AlreadyRunning, match=rf"at http://127.0.0.1:9 \(pid {os.getpid()}\)"):
@@ -411,7 +411,7 @@ def test_a_running_cluster_whose_lock_was_removed_is_left_alone(directory: Path)
 def test_the_lock_of_a_file_that_was_removed_is_not_enough(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last supervisor removes the file as it goes. Whoever opened it just before would hold a lock on nothing."""
+    """An exiting supervisor removes the file, so a process that opened it just before would hold a useless lock."""
     lock = fcntl.flock
     opened: list[int] = []
 

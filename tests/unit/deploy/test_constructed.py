@@ -1,4 +1,4 @@
-"""The constructed checkpoint: an ordinary directory whose greedy text is its cycle, by `transformers` too."""
+"""The constructed checkpoint: a standard directory whose greedy text is its cycle, in `transformers` too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = Shape(
 def test_greedy_text_follows_the_cycle(tmp_path: Path) -> None:
     write(tmp_path, SMALL, seed=3, device=CPU)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    prompt = torch.tensor([[20, 90, 3]])  # 3 is a special token: it leads into the cycle as all do
+    prompt = torch.tensor([[20, 90, 3]])  # 3 is a special token, which leads into the cycle like all others
     options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
     text = model.generate(prompt, max_new_tokens=20, **options)[0, 3:].tolist()
     succ = successor(SMALL, 3).tolist()
@@ -64,7 +64,7 @@ def test_a_draft_vocabulary_larger_than_the_ordinary_one_is_refused() -> None:
 
 
 def test_the_head_is_a_directory_that_drafts_as_chosen(tmp_path: Path) -> None:
-    """Behind every token of the cycle: the right draft, or a wrong one, with the right one second for half of these."""
+    """After every token of the cycle: the right draft, or a wrong one, with the right one second for half of these."""
     write(tmp_path / "target", SMALL, seed=1, device=CPU)
     write_head(tmp_path / "draft", SMALL, Drafting(0.75, 0.5), seed=1, device=CPU)
     draft = load_draft_config(tmp_path / "draft", "eagle3", ModelConfig.load(tmp_path / "target"))

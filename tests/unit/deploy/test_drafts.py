@@ -1,4 +1,4 @@
-"""The checked-in drafts: formats, sizes, vocabulary maps, and the accept lengths their cards give."""
+"""The checked-in drafts: formats, sizes, vocabulary maps, and the accept lengths on their cards."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_standalone_draft_is_a_model_of_its_own() -> None:
 
 
 def card_lengths(kind: Kind) -> dict[tuple[str, int], tuple[float, float]]:
-    """(suite, steps) -> accept length and the most possible, from the model card."""
+    """(suite, steps) -> (accept length, largest possible one), from the model card."""
     text = (directory(kind) / "README.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \| \d+ \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
     return {(suite, int(steps)): (float(length), float(most)) for suite, steps, length, most in rows}
@@ -178,7 +178,7 @@ def test_drafts_reach_the_accept_length_of_their_card(kind: Kind, suite: int, to
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("suite", [0, 2])
 def test_the_reference_loop_accepts_what_the_oracle_says(kind: Kind, suite: int) -> None:
-    """Two implementations and two methods: a loop token by token without cache, an unroll of the whole text."""
+    """Two independent methods: a loop token by token without cache, and an unroll of the whole text."""
     one = answered(suite)[-1]
     ids, steps = torch.tensor(one.ids), 3
     draft = reference.load(directory(kind), target())
@@ -195,7 +195,7 @@ def test_the_reference_loop_accepts_what_the_oracle_says(kind: Kind, suite: int)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_gives_the_logits_of_the_unroll(kind: Kind) -> None:
-    """On text that fits nothing, where steps are refused: every step, fed the true tokens."""
+    """On unrelated text, where steps are rejected: every step, fed the true tokens."""
     ids = torch.randint(7, V, (24,), generator=torch.Generator().manual_seed(5))
     draft = reference.load(directory(kind), target())
     _, head = files.load_head(directory(kind))

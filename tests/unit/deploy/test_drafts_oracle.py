@@ -11,7 +11,7 @@ from torch import Tensor
 from deploy.tiny_models.drafts.oracle import Round, accept_length, accepted_at, ok_matrix, perfect, walk
 
 PROMPT = 3
-IDS = torch.arange(100, 116)  # 3 of a prompt, 13 of an answer; the prefill emits the first of these
+IDS = torch.arange(100, 116)  # 3 prompt tokens and 13 of an answer, the first of which the prefill emits
 
 
 def scripted(steps: int, wrong: set[tuple[int, int]]) -> Tensor:
@@ -27,7 +27,8 @@ def test_a_draft_that_is_always_right_is_cut_only_by_the_end() -> None:
     assert [(one.at, one.accepted, one.emitted) for one in rounds] == [(2, 3, 4), (6, 3, 4), (10, 3, 4)]
     assert accept_length(rounds) == 4.0
     shorter = walk(ok_matrix(scripted(3, set())[:, :-1], IDS[:-1]), PROMPT)
-    assert shorter[-1] == Round(at=10, accepted=3, emitted=3)  # its last draft ends the answer: no bonus
+    # its last draft ends the answer: no bonus token
+    assert shorter[-1] == Round(at=10, accepted=3, emitted=3)
     assert sum(one.emitted for one in shorter) == len(IDS) - 1 - PROMPT - 1
     assert torch.equal(perfect(3, len(IDS)), ok_matrix(scripted(3, set()), IDS))
 
@@ -42,7 +43,7 @@ def test_a_draft_that_is_never_right_emits_the_bonus_token_alone() -> None:
 def test_a_refused_step_hides_the_later_ones_of_its_round() -> None:
     rounds = walk(ok_matrix(scripted(3, {(1, 2), (0, 4)}), IDS), PROMPT)
     assert [(one.at, one.accepted) for one in rounds] == [(2, 1), (4, 0), (5, 3), (9, 3), (13, 1)]
-    assert [one.emitted for one in rounds] == [2, 1, 4, 4, 1]  # the last draft ends it
+    assert [one.emitted for one in rounds] == [2, 1, 4, 4, 1]  # the last draft ends the answer
     assert accepted_at(rounds, 3) == pytest.approx([0.8, 0.4, 0.4])
 
 
@@ -59,7 +60,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_walk_equals_a_loop_that_drafts_and_verifies(seed: int) -> None:
-    """The draft here depends on the whole text before it, its own tokens included, as a real one does."""
+    """As with a real draft, proposals depend on the whole text before them, including the draft's own tokens."""
     rng = random.Random(seed)
     steps, vocabulary = 3, 4
     ids = [rng.randrange(vocabulary) for _ in range(60)]

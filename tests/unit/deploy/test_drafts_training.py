@@ -85,7 +85,7 @@ def test_frequent_tokens_count_answers_most() -> None:
 
 
 def test_the_loss_compares_with_the_right_row_and_skips_what_cannot_be_drafted() -> None:
-    """x[t + 2] is predicted at row t; the target's distribution of it is at row t + 1."""
+    """x[t + 2] is predicted at row t; the target's distribution for it is at row t + 1."""
     target_logits = torch.full((1, 4, 5), -20.0)
     for row, token in enumerate((0, 1, 2, 3)):
         target_logits[0, row, token] = 20.0
@@ -115,6 +115,6 @@ def test_the_card_takes_new_figures(tmp_path: Path) -> None:
 def test_the_defaults() -> None:
     args = arguments(["--device", "cuda"])
     assert (args.minutes, args.only, args.out) == (5.0, list(KINDS), TARGET.parent)
-    again = arguments(["--only", "eagle", "mtp", "--only", "mtp"])  # how a child process is told its kind
+    again = arguments(["--only", "eagle", "mtp", "--only", "mtp"])  # how a child process gets its kind
     assert again.only == ["mtp"]
     assert [unrolled_steps(kind) for kind in KINDS] == [5, 5, 3, 1]

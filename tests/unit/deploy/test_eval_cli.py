@@ -1,4 +1,4 @@
-"""deploy/eval against a server in this process: it asks what it should and says plainly what went wrong."""
+"""deploy/eval against a server in this process: it sends the right requests and reports failures plainly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FakeServer:
         self.headers: list[str | None] = []
         self.delay = 0.0
         self.reply: Callable[[str], Any] | None = None  # None: the right answer
-        self.answer_of: Callable[[Any], str] | None = None  # from a message's content
+        self.answer_of: Callable[[Any], str] | None = None  # computed from a message's content
         self.status = 200
         self.models: Any = {"object": "list", "data": [{"id": "tiny-target"}]}
         self._answers = {p.question: p.answer for p in take(400, 7, "heldout")}
@@ -169,7 +169,7 @@ async def test_a_slow_server_meets_a_deadline(server: FakeServer, invoke: Invoke
 
 
 async def test_no_server(invoke: Invoke) -> None:
-    with socket.socket() as deaf:  # holds its port, so that nobody else listens there meanwhile
+    with socket.socket() as deaf:  # holds its port, so that no other process listens there
         deaf.bind(("127.0.0.1", 0))
         result = await invoke(f"http://127.0.0.1:{deaf.getsockname()[1]}", "--count", 2)
     assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""The processes that make training data: they deliver, they end, and their death is not hidden by replay."""
+"""The processes that produce training data: they deliver, they end, and replay does not hide their death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs are looked for in a process of its own, and only where there is a driver."""
+"""GPUs are detected in a child process, and only if there is a driver."""
 
 from __future__ import annotations
 

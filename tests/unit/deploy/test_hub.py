@@ -1,4 +1,4 @@
-"""deploy/up ORG/NAME against a hub on loopback: what is fetched, what is said, and what is not."""
+"""deploy/up ORG/NAME against a hub on loopback: what is fetched, what is printed, and what is not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model_files() -> dict[str, bytes]:
 
 
 async def ask(home: Path, endpoint: str, revision: str = "", **environment: str) -> str:
-    """What `find_snapshot` prints in a process of its own: huggingface_hub reads its settings when it is imported."""
+    """What `find_snapshot` prints in a child process, because huggingface_hub reads its settings at import."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TANDEM_"))}
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_TOKEN": TOKEN, **environment}
     process = await asyncio.create_subprocess_exec(
@@ -84,7 +84,7 @@ async def test_a_model_in_the_cache_needs_no_network(tmp_path: Path) -> None:
         assert hub.asked == []
     assert found(again) == first
     assert "from the cache" in again
-    # the hub is gone now
+    # The hub has ended.
     assert found(await ask(tmp_path, hub.url, HF_HUB_OFFLINE="1")) == first
     assert found(await ask(tmp_path, hub.url, revision=COMMIT)) == first
 

@@ -1,4 +1,4 @@
-"""requirements.lock holds what pyproject.toml asks for, each file by its SHA-256 sum; torch comes apart."""
+"""requirements.lock contains what pyproject.toml requires, each file by SHA-256; torch is installed separately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from tests.architecture.source_tree import ROOT
 
 PACKAGES = ("common", "kv_transfer", "prefill_node", "decode_node", "router", "deploy", "tests")
-APART = {"torch"}  # deploy/setup says why
+APART = {"torch"}  # deploy/setup explains why
 
 
 def pins() -> list[tuple[Requirement, list[str]]]:
@@ -74,7 +74,7 @@ def test_the_supported_versions_of_python_are_one_statement() -> None:
 
 
 def test_the_name_is_not_the_strangers_package() -> None:
-    """`tandem` on PyPI is somebody else's: nothing in the tree may advise to install it."""
+    """`tandem` on PyPI is another project: nothing in the tree may advise to install it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "tandem-serving"
     files = [
@@ -91,9 +91,9 @@ def test_the_name_is_not_the_strangers_package() -> None:
 
 @pytest.mark.parametrize("minor", [11, 12, 13, 14])
 def test_every_file_fits_the_grammar_of_every_version(minor: int) -> None:
-    """Parsed with this interpreter's parser, held to the grammar of 3.11: later versions add to it and remove nothing.
+    """Files are parsed with this interpreter and restricted to the grammar of 3.11, which later versions only extend.
 
-    Names that 3.13 and 3.14 removed from the standard library are looked for, too.
+    Names that 3.13 and 3.14 removed from the standard library are searched for, too.
     """
     removed = {
         "cgi",

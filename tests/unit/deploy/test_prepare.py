@@ -1,4 +1,4 @@
-"""deploy/up MODEL: which file is written and started, and that a running cluster keeps its own."""
+"""deploy/up MODEL: which file is written and started; a running cluster keeps its own."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_options_of_models_are_refused_for_files(place: Path) -> None:
 
 
 def test_a_running_cluster_keeps_its_file(place: Path) -> None:
-    """Its nodes read the file again when they are started again."""
+    """Its nodes read the file again when they are restarted."""
     file, _ = run("mine")
     before = file.read_text()
     table = Table(supervisor=entry(os.getpid()), cluster="c", url="http://x:1", state="ready", processes={})

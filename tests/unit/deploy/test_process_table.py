@@ -1,4 +1,4 @@
-"""The state file of a running cluster, and telling a process from a later one with its pid."""
+"""The state file of a running cluster, and how it distinguishes a process from a later one with its pid."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_table(tmp_path, written)
     assert read_table(tmp_path) == written
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
-    write_table(tmp_path, written)  # over an existing one
+    write_table(tmp_path, written)  # replaces an existing one
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -68,7 +68,8 @@ def test_what_is_no_table(tmp_path: Path, text: str) -> None:
 
 def test_what_a_killed_supervisor_left(tmp_path: Path) -> None:
     me = entry(os.getpid())
-    write_table(tmp_path, table(Entry(pid=me.pid, started=me.started - 1)))  # its pid is somebody else's now
+    # its pid now belongs to another process
+    write_table(tmp_path, table(Entry(pid=me.pid, started=me.started - 1)))
     assert read_table(tmp_path) is None
     left = read_any_table(tmp_path)
     assert left is not None
@@ -76,7 +77,7 @@ def test_what_a_killed_supervisor_left(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_table_current(full_disk: FullDisk) -> None:
-    """Its blocks are there already: what changes is written into them, and no half-written file takes up space."""
+    """Its blocks already exist: changes are written into them, and no partial file takes up space."""
     me = entry(os.getpid())
     write_table(full_disk.path, table(me))
     full_disk.fill()
@@ -120,7 +121,7 @@ def test_alive() -> None:
         assert record.alive
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert start_time(child.pid) is None  # a zombie
+        assert start_time(child.pid) is None  # it is a zombie
         assert not record.alive
     assert not record.alive
     assert entry(child.pid) == Entry(pid=child.pid, started=0)
@@ -139,5 +140,5 @@ def test_a_process_may_have_any_name(name: bytes) -> None:
         assert started is not None
         mine = start_time(os.getpid())
         assert mine is not None
-        assert started >= mine  # it is the right field: ticks since boot
+        assert started >= mine  # confirms the field: ticks since boot
         child.kill()

@@ -1,4 +1,4 @@
-"""The scripts of deploy/: which interpreter runs them, and that nothing is installed where one was named."""
+"""The scripts of deploy/: which interpreter runs them; nothing is installed if one was named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPTS = sorted(
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A tree of the scripts alone: `setup` says that it ran, interpreters say which one they are."""
+    """A tree with only the scripts: `setup` reports that it ran, and interpreters report which one they are."""
     deploy = tmp_path / "check out" / "deploy"
     deploy.mkdir(parents=True)
     for name in (*SCRIPTS, "env.sh"):
@@ -54,9 +54,9 @@ def test_without_one_its_own_environment_is_set_up_first(checkout: Path, script:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_an_environment_of_another_checkout_is_left_alone(tmp_path: Path, there: bool) -> None:
-    """Of a worktree whose .venv is a link: an editable install would turn the other checkout's imports over to it.
+    """In a worktree whose .venv is a link, an editable install would redirect the other checkout's imports.
 
-    Where that checkout is gone, moved with its environment for example, it is set up as ever.
+    If that checkout no longer exists, for example because it was moved with its environment, setup runs as usual.
     """
     deploy = tmp_path / "worktree" / "deploy"
     deploy.mkdir(parents=True)
@@ -103,7 +103,7 @@ def _run(script: Path, **named: str) -> list[str]:
     "script", ["setup", "check", "lock", "launch_router", "launch_prefill", "launch_decode"]
 )
 def test_help_speaks_of_the_script_and_runs_nothing(tmp_path: Path, script: str, flag: str) -> None:
-    """In a copy where nothing else is: what is run would fail."""
+    """It runs in a copy that contains nothing else, so anything that ran would fail."""
     (tmp_path / "deploy").mkdir()
     shutil.copy2(DEPLOY / script, tmp_path / "deploy" / script)
     shown = subprocess.run(
@@ -132,7 +132,7 @@ def test_help_of_python_commands_speaks_of_the_script(module: str, flag: str) ->
 
 
 class Fresh:
-    """A checkout without .venv, on a PATH with one Python and, if asked for, uv; both only write down what is asked."""
+    """A checkout without .venv, on a PATH with one Python and optionally uv; both only record their arguments."""
 
     def __init__(self, tmp_path: Path, uv: bool, answers: bool) -> None:
         self.root, self.bin, self.asked = tmp_path / "checkout", tmp_path / "bin", tmp_path / "asked"

@@ -1,4 +1,4 @@
-"""The supervisor with small scripts as processes: restarts, a full disk, what a killed supervisor has left."""
+"""The supervisor with small scripts as processes: restarts, a full disk, leftovers of a killed supervisor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CRASH = "print('no memory', file=sys.stderr); sys.exit(1)"
 
 @dataclass
 class Watching:
-    """A supervisor that watches in a thread; ends its processes on exit."""
+    """A supervisor that watches in a thread; it ends its processes on exit."""
 
     supervisor: Supervisor
     said: list[str]
@@ -121,7 +121,7 @@ def test_one_process_in_a_crash_loop_leaves_the_others_alone(make: Callable[...,
 
 
 def test_a_full_disk_and_a_dead_process(make: Callable[..., Watching], small_disk: FullDisk) -> None:
-    """The table says so in the blocks that it has, the report says so, and the process is started again."""
+    """The table records it in its existing blocks, the report mentions it, and the process is restarted."""
     with make(small_disk.path, router=STAY, node=STAY) as cluster:
         run_dir = cluster.supervisor.run_dir
         until(lambda: cluster.record("node").state == "up")
@@ -166,7 +166,7 @@ def test_a_run_directory_that_becomes_read_only(make: Callable[..., Watching], s
 def test_a_table_that_cannot_be_written(
     make: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Whatever the disk says, the processes are looked after, and the table follows once it can be written."""
+    """Whatever the disk does, processes are watched, and the table is written once that is possible."""
     broken = threading.Event()
 
     def write(run_dir: Path, table: Table) -> None:
@@ -188,7 +188,7 @@ def test_a_table_that_cannot_be_written(
 
 
 def test_a_table_that_was_tidied_away_is_written_again(make: Callable[..., Watching]) -> None:
-    """Directories under /tmp are cleaned on some systems; deploy/status and deploy/down need the table."""
+    """Some systems clean directories under /tmp, but deploy/status and deploy/down need the table."""
     with make(router=STAY) as cluster:
         until(lambda: cluster.record("router").state == "up")
         table_path(cluster.supervisor.run_dir).unlink()
@@ -196,7 +196,7 @@ def test_a_table_that_was_tidied_away_is_written_again(make: Callable[..., Watch
 
 
 def test_a_report_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """supervisor.log lies on the same disk, and a terminal may be gone."""
+    """supervisor.log is on the same disk, and the terminal may be closed."""
 
     class Full(io.StringIO):
         def write(self, text: str) -> int:
@@ -238,21 +238,21 @@ def test_nothing_is_left_of_a_start_that_cannot_even_fork(
     assert sorted(path.name for path in cluster.supervisor.run_dir.iterdir()) == ["logs"]
 
 
-# -- what a killed supervisor has left -------------------------------------------------------------------------
+# -- leftovers of a killed supervisor ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("script", "code"), [("", -signal.SIGTERM), ("signal.signal(15, signal.SIG_IGN)", -signal.SIGKILL)]
 )
 def test_processes_of_a_killed_supervisor_are_ended(tmp_path: Path, script: str, code: int) -> None:
-    """Two generations under the same names would take each other's place at the router."""
+    """Two generations with the same names would replace each other at the router."""
     program = f"import signal, time\n{script}\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as left:
         assert left.stdout is not None
         left.stdout.readline()
         process = entry(left.pid)
         me = entry(os.getpid())
-        stranger = ProcessRecord(pid=me.pid, started=me.started - 1)  # its pid was given to us since
+        stranger = ProcessRecord(pid=me.pid, started=me.started - 1)  # its pid has since been given to us
         dead = ProcessRecord(pid=process.pid, started=1)
         running = ProcessRecord(pid=process.pid, started=process.started)
         processes = {"router": stranger, "prefill-0": dead, "decode-0": running}

@@ -1,4 +1,4 @@
-"""What commands are given: cluster files, model directories, models of the hub, and what is mistaken for them."""
+"""Targets of commands: cluster files, model directories, models of the hub, and common mistakes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refusal(text: str) -> str:
 def test_a_file_is_a_cluster_file(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("model: {path: m}\n")
     assert read_target("mine") == Path("mine")
-    # said where it is read, with its whole path
+    # The error is raised where the file is read, with its whole path.
     assert read_target("clusters/typo.yaml") == Path("clusters/typo.yaml")
 
 

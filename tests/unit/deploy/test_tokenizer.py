@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template: one id per word wherever it stands, one rendering everywhere."""
+"""The tokenizer and the chat template: one id per word in every position, one rendering everywhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-    """The template with plain jinja2, without the options that transformers sets."""
+    """Render with plain jinja2, without the options that transformers sets."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -81,7 +81,7 @@ def test_words_are_one_token_after_a_space(tokenizer: Tokenizer, word: str) -> N
 
 
 def test_a_word_has_the_same_id_in_every_place(tokenizer: Tokenizer) -> None:
-    """P2: a name that stands first in a message or document must be the token it is inside a sentence."""
+    """A name at the start of a message or document must be the same token as inside a sentence."""
     names = {name: ids_of(tokenizer, f" {name}")[0] for name in NAMES}
     for problem in take(200, 1, "heldout"):
         chat = render(chat_messages([problem], problem.question), True)

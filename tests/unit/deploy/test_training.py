@@ -1,4 +1,4 @@
-"""The training program's parts on a CPU: schedule, optimizer, replayed data, checkpoint, evaluation."""
+"""The parts of the training program on a CPU: schedule, optimizer, replayed data, checkpoint, evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checked-in vision model: an ordinary LLaVA directory, its questions, its score by transformers, its draft."""
+"""The checked-in vision model: a standard LLaVA directory, its questions, its score by transformers, its draft."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_questions_are_reproducible_and_answers_score_themselves() -> None:
 
 
 def test_the_processor_makes_the_prompt_and_the_pixels_that_training_used() -> None:
-    """AutoProcessor reads the directory: as users of transformers will ask, so was the model trained."""
+    """AutoProcessor reads the directory: the model was trained on what users of transformers will send."""
     processor = AutoProcessor.from_pretrained(TARGET)
     for question in islice(questions(5, "heldout"), 8):
         parts = [*({"type": "image"} for _ in question.images), {"type": "text", "text": question.text}]
@@ -69,7 +69,7 @@ def test_the_processor_makes_the_prompt_and_the_pixels_that_training_used() -> N
 
 
 def test_held_out_questions_are_answered(model: LlavaForConditionalGeneration) -> None:
-    """MODELS.md: at least 0.9; the card has the score of 2,000."""
+    """At least 0.9; the card has the score over 2,000 questions."""
     tokenizer = family.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     replies = list(measure.answers(model, tokenizer, list(islice(questions(77, "heldout"), 24))))
     assert measure.score(replies).value >= 0.9
@@ -77,7 +77,7 @@ def test_held_out_questions_are_answered(model: LlavaForConditionalGeneration) -
     assert kind == "eagle3"
     rows = list(measure.acceptance(head, model, replies[:8], (3,)))
     assert rows[0].suite == "pictures"
-    assert rows[0].length > 3.5  # of at most 4; the card has the length over all
+    assert rows[0].length > 3.5  # of at most 4; the card has the length over all questions
     card = (TARGET / "README.md").read_text()
     assert float(card.split("| **all** | 2000 | **")[1][:5]) >= 0.9
 
@@ -85,7 +85,7 @@ def test_held_out_questions_are_answered(model: LlavaForConditionalGeneration) -
 def test_a_draft_that_reads_placeholders_in_place_of_pictures_is_worse(
     model: LlavaForConditionalGeneration,
 ) -> None:
-    """What the accept length of C4 rests on: the head was trained on merged embeddings and needs them."""
+    """The head was trained on merged embeddings and needs them: its accept length depends on it."""
     tokenizer = family.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     asked = [each for each in islice(questions(78, "heldout"), 40) if each.kind == "describe"]
     replies = list(measure.answers(model, tokenizer, asked))

@@ -1,4 +1,4 @@
-"""Restarts of a running cluster's processes: when, how often, and what is said. Children are scripted."""
+"""Restarts of a running cluster's processes: when, how often, and what is reported. Children are scripted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes.clock import Clock
 
 @dataclass
 class ScriptedChild:
-    """What the watcher sees of a child; `die` and `become` are the test's."""
+    """A child as the watcher sees it; the test calls `die` and `become`."""
 
     name: str
     progress: Progress = field(default_factory=lambda: Progress(phase="ready"))
@@ -63,7 +63,7 @@ class Rig:
     said: list[str]
 
     def check(self) -> list[str]:
-        """One round; what it said."""
+        """Run one check and return its reports."""
         before = len(self.said)
         self.watcher.check(self.said.append)
         return self.said[before:]
@@ -113,7 +113,7 @@ def test_a_dead_process_is_reported_and_started_again(rig: Rig) -> None:
 
 @pytest.mark.parametrize("code", [1, 2, -signal.SIGSEGV, 0])
 def test_a_crash_loop_backs_off_and_is_never_given_up(rig: Rig, code: int) -> None:
-    """Exit code 2 too: a port may be taken for a moment."""
+    """This includes exit code 2, because a port may be taken for a moment."""
     child = rig.children[1]
     child.die(code)
     rig.check()
@@ -128,7 +128,7 @@ def test_a_crash_loop_backs_off_and_is_never_given_up(rig: Rig, code: int) -> No
 
 
 def test_others_are_looked_after_meanwhile(rig: Rig) -> None:
-    """No delay of one process is a delay of another."""
+    """The delay of one process does not delay another."""
     _, loop, other = rig.children
     for _ in range(10):
         loop.die(1)

@@ -1,4 +1,4 @@
-"""The task: deterministic, right, and with a held-out split that training never sees."""
+"""The task: deterministic, correct, and with a held-out split that training never sees."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_no_question_is_in_both_splits() -> None:
 
 
 def test_the_split_is_the_same_in_every_process() -> None:
-    """Pinned: with another hash, a trained model's held-out problems would be ones it was trained on."""
+    """The split is pinned: with another hash, a trained model's held-out problems would include training problems."""
     assert [n for n in range(40) if split_of(f"question {n}") == "heldout"] == [4, 17, 20]
 
 

@@ -1,4 +1,4 @@
-"""Small random models of every supported family, as transformers builds and saves them."""
+"""Small random models of every supported family, built and saved by transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def build(name: str, seed: int = 0, **overrides: Any) -> Any:
-    """A float32 transformers model with every parameter random, biases and norms too, so that each counts."""
+    """A float32 transformers model whose parameters are all random, biases and norms too, so that each matters."""
     family, values = FAMILIES[name]
     config = getattr(transformers, f"{family}Config")(**{**BASE, **values, **overrides})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -74,7 +74,7 @@ def build(name: str, seed: int = 0, **overrides: Any) -> Any:
 
 
 def save(model: Any, path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    """Write the model as an ordinary Hugging Face directory."""
+    """Write the model as a standard Hugging Face directory."""
     transformers.utils.logging.disable_progress_bar()
     model.to(dtype).save_pretrained(path, **options)
     return path
@@ -82,6 +82,6 @@ def save(model: Any, path: Path, dtype: torch.dtype = torch.float32, **options: 
 
 @torch.no_grad()
 def reference_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """[n, V] float32 for ids [n], in one forward without a cache."""
+    """[n, V] float32 logits for ids [n], from one forward without a cache."""
     logits: torch.Tensor = model(ids[None], use_cache=False).logits[0].float()
     return logits

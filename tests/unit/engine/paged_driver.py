@@ -14,7 +14,7 @@ from common.engine.forward.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
 from tests.fakes.pools import model_pool
 
-BAD_PAGE = 2**31 - 1  # stands in every page table entry that must not be read
+BAD_PAGE = 2**31 - 1  # in every page table entry that must not be read
 
 
 class Driver:
@@ -26,7 +26,7 @@ class Driver:
         self.width = max(-(-len(ids) // page_size) for ids in sequences) + 2
         num_pages = 1 + sum(-(-len(ids) // page_size) for ids in sequences) + 3
         self.pool = model_pool(model.config, page_size, num_pages, model.placement)
-        self.pool.storage.view(torch.float32).fill_(torch.nan)  # whatever is not written must not be read
+        self.pool.storage.view(torch.float32).fill_(torch.nan)  # unwritten KV must not be read
         for layer in range(self.pool.num_layers):
             self.pool.key(layer)[0] = self.pool.value(layer)[0] = 0
         self.runner = ModelRunner(model, self.pool, PagedAttention(self.pool, model.config.sliding_windows))
@@ -42,7 +42,7 @@ class Driver:
         mode: ForwardMode = ForwardMode.EXTEND,
         hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
     ) -> ForwardBatch:
-        """The next lengths[i] tokens of sequence rows[i]; logits of every one."""
+        """The next lengths[i] tokens of sequence rows[i], with logits for each of them."""
         ids, positions, slots, ends = [], [], [], []
         table = torch.full((len(rows), self.width), BAD_PAGE, dtype=torch.int32)
         for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -84,7 +84,7 @@ class Driver:
         return output
 
     def run_all(self, chunk: int | None, prompts: Sequence[int]) -> list[Tensor]:
-        """Prompts of given lengths in chunks (None: whole), then decode to the end: logits [n, V] each."""
+        """Run prompts of given lengths in chunks (None: whole), then decode to the end: logits [n, V] each."""
         logits: list[list[Tensor]] = [[] for _ in self.sequences]
 
         def step(rows: list[int], lengths: list[int], mode: ForwardMode) -> None:

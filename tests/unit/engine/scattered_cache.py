@@ -1,4 +1,4 @@
-"""Keys and values of several requests twice: dense, and over shuffled pages with poison around them."""
+"""Keys and values of several requests in two forms: dense, and over shuffled pages surrounded by poison."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Cache:
         return self.attend(row, query, (behind >= 0) & (behind < (window or length + 1)))
 
     def attend(self, row: int, query: Tensor, visible: Tensor) -> Tensor:
-        """The same where query i sees the positions of visible[i], [n, length] bool."""
+        """Like `expected`, where query i attends to the positions of visible[i], [n, length] bool."""
         key, value = self.dense[row].double().repeat_interleave(query.shape[1] // self.planes.shape[3], dim=2)
         scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)

@@ -1,4 +1,4 @@
-"""How long a launch may take: never less than it takes, and not so long that a hang goes unnoticed."""
+"""Announced work: never less than a launch takes, and not so long that a hang goes unnoticed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_context_and_images_lengthen_an_estimate_and_never_shorten_one() -> None
     times.record(plain(64), 0.5)
     assert times.allowance(with_context) > FACTOR * 0.5 * 12
     assert times.allowance(with_images) > FACTOR * 0.5 * 70
-    for fast in (with_context, with_images):  # as where the image's rows are cached
+    for fast in (with_context, with_images):  # as if the image's rows were cached
         times.record(fast, 0.001)
     assert times.allowance(plain(2048)) >= FACTOR * 0.25 * 32
 
@@ -90,7 +90,7 @@ class Launch:
 
 @dataclass
 class Rig:
-    """A loop whose launches take what the test says; writes down when it announces until when."""
+    """A loop whose launches take as long as the test says; records its announcements."""
 
     completion: Callable[[], Completion]
     seconds: float = 0.5
@@ -106,7 +106,7 @@ class Rig:
         )
 
     def _prepare(self) -> int | None:
-        self.until = self.clock.now  # as RouterLink.publish: announced anew in every turn
+        self.until = self.clock.now  # like RouterLink.publish: announced anew in every turn
         return self.plans.pop(0) if self.plans else None
 
     def _announce(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Attention kernels in Triton's interpreter against a dense product in float64, poison around what they may read."""
+"""Attention kernels in Triton's interpreter against dense attention in float64, with poison around their input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_decode(dtype: torch.dtype, page_size: int, window: int | None, splits: 
 def test_decode_shapes(heads: int, kv_heads: int, dim: int) -> None:
     cache = Cache([90, 17], 16, kv_heads, dim, torch.float32)
     lengths = torch.tensor(cache.lengths, dtype=torch.int32)
-    wide = torch.randn(2, 2 * heads * dim)  # queries inside a merged row
+    wide = torch.randn(2, 2 * heads * dim)  # queries are part of a merged row
     query = wide[:, : heads * dim].unflatten(1, (heads, dim))
     out = decode_triton(query, *cache.planes, cache.page_table, lengths, 90, None, dim**-0.5)
     assert out.is_contiguous()
@@ -67,7 +67,7 @@ def test_extend(dtype: torch.dtype, page_size: int, window: int | None) -> None:
     lengths, query_lens = [1, 9, 170, 100, 33, 20], [1, 9, 130, 30, 1, 0]
     cache = Cache(lengths, page_size, kv_heads, dim, dtype)
     query = torch.randn(sum(query_lens) + 40, heads, dim, dtype=dtype)
-    query[-40:] = torch.nan  # padding behind the last request
+    query[-40:] = torch.nan  # padding after the last request
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     ends = torch.tensor(lengths, dtype=torch.int32)
     out = extend_triton(
@@ -82,7 +82,7 @@ def test_extend(dtype: torch.dtype, page_size: int, window: int | None) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 24), (2, 2, 128)])
 def test_extend_shapes_and_requests_left_to_others(heads: int, kv_heads: int, dim: int) -> None:
     cache = Cache([80, 20, 70], 16, kv_heads, dim, torch.float32)
-    wide = torch.randn(140, 2 * heads * dim)  # queries inside a merged row
+    wide = torch.randn(140, 2 * heads * dim)  # queries are part of a merged row
     query = wide[:, : heads * dim].unflatten(1, (heads, dim))
     starts = torch.tensor([0, 70, 90, 140], dtype=torch.int32)
     ends = torch.tensor([80, 0, 70], dtype=torch.int32)  # the second request is computed elsewhere

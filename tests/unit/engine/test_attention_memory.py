@@ -1,4 +1,4 @@
-"""What an attention block holds while its output projection runs."""
+"""Memory that an attention block holds while its output projection runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes.tiny_model import CONFIG, tiny_model
 
 
 class Recorded:
-    """An attention backend that keeps weak references to the products that it is given."""
+    """An attention backend that keeps weak references to its inputs."""
 
     def __init__(self) -> None:
         self.products: list[weakref.ref[Tensor]] = []
@@ -28,7 +28,7 @@ class Recorded:
 
 
 def test_queries_and_keys_are_freed_before_the_output_projection() -> None:
-    """Otherwise each prompt graph holds one more tensor of [T, heads + 2 * kv_heads, D]."""
+    """Otherwise each prompt graph would hold one more tensor of [T, heads + 2 * kv_heads, D]."""
     layer = tiny_model().layers[0]
     assert isinstance(layer, DecoderLayer)
     assert isinstance(layer.mixer, Attention)

@@ -1,4 +1,4 @@
-"""What `build` composes for each speculative algorithm, as the table of graphs in the node's log tells it."""
+"""What `build` composes for each speculative algorithm, as the logged table of graphs shows."""
 
 from __future__ import annotations
 
@@ -99,16 +99,16 @@ def test_every_algorithm_has_the_graphs_of_its_role(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows B1, B7: no algorithm switches prompt graphs off, of the target or of its draft.
+    """Rows B1, B7: no algorithm switches off prompt graphs of the target or of its draft.
 
-    Row B8: the trial that sizes a GPU's pool is given every forward that is captured later.
+    Row B8: the trial that sizes a GPU's pool includes every forward that is captured later.
     """
     tried: list[tuple[str, str]] = []
 
     def sized(
         served: ServingModel, build: Callable[[], Iterable[node_graphs.NodeGraphs[Any]]]
     ) -> ServingModel:
-        """As on a GPU, where the trial builds what it measures; here only its forwards are looked at."""
+        """Replaces the trial, which on a GPU builds what it measures; here only its forwards are examined."""
         tried.extend((report.phase, report.model) for report in map(node_graphs.report, build()))
         return served
 
@@ -124,7 +124,7 @@ def test_every_algorithm_has_the_graphs_of_its_role(
 def test_prompt_graphs_that_are_switched_off_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Row A8: at INFO, with the switch that says so, for the target and for the draft."""
+    """Row A8: at INFO, with the switch that caused it, for the target and for the draft."""
     with caplog.at_level("INFO", "tandem.graphs"):
         with closing(built("prefill", tmp_path, Log("graphs"), "eagle3", graphs="none")):
             lines = [record for record in caplog.records if record.message == "graphs"]
@@ -163,7 +163,7 @@ def narrow_head(folder: Path) -> Path:
 def test_a_head_of_other_widths_is_captured(
     role: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows D2, D7: the nodes take widths from the config, not from the shipped heads' (3 x 256 and 256)."""
+    """Rows D2, D7: the nodes take widths from the config, not from the shipped heads (3 x 256 and 256)."""
     draft = narrow_head(tmp_path)
     with (
         caplog.at_level("INFO", "tandem.graphs"),

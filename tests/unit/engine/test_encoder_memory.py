@@ -1,4 +1,4 @@
-"""What the memory plan says of a vision part's forward, against the tensors that are alive in one."""
+"""The memory plan of a vision part's forward, compared with the tensors that are alive during one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def qwen(max_pixels: int = 64 * 64, **options: Any) -> QwenVision:
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of all results of operations that something still holds, at most."""
+    """Measures the peak size of all operation results that are still referenced."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_llava_takes_no_more_and_not_much_less(
 def test_qwen_takes_no_more_and_not_much_less(
     tower: QwenVision, grids: list[tuple[int, int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a full batch, no image of which is larger than that."""
+    """In a full batch whose images do not exceed that size."""
     monkeypatch.setattr(encoder_memory, "ENCODER_TOKENS", 64)
     monkeypatch.setattr(encoder_memory, "_largest_image", lambda vision: 0)
     part = QwenPart(tower, HIDDEN, Placement(dtype, CPU)).eval()
@@ -140,7 +140,7 @@ def test_qwen_takes_no_more_and_not_much_less(
 
 @given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([(16, 200), (4, 4000), (900, 1000)]))
 def test_no_image_is_larger_than_the_largest(width: int, height: int, tokens: tuple[int, int]) -> None:
-    """Whatever its proportions are."""
+    """This holds for all proportions."""
     least, most = (64 * each for each in tokens)
     vision = QwenVision("", "{}", 0, 1, 4, 2, 2, least, most, 1 / 255, CLIP_MEAN, CLIP_STD)
     assume(max(width, height) <= MAX_RATIO * min(width, height))
@@ -149,7 +149,7 @@ def test_no_image_is_larger_than_the_largest(width: int, height: int, tokens: tu
 
 
 def test_the_published_models() -> None:
-    """Qwen2.5-VL-7B in bf16: 65,536 patches of some 40 KB."""
+    """Qwen2.5-VL-7B in bf16: 65,536 patches of about 40 KB."""
     seven = qwen(
         28 * 28 * 16_384,
         hidden_size=1280,

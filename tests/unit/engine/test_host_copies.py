@@ -1,4 +1,4 @@
-"""Host data of one step in one block: what is unpacked is what was packed, wherever it begins."""
+"""Host data of one step in one block: what is unpacked is what was packed, at any offset."""
 
 from __future__ import annotations
 

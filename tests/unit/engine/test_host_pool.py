@@ -1,4 +1,4 @@
-"""The KV pool of a node on the CPU: one that the machine cannot hold is refused before it is allocated."""
+"""The KV pool of a node on the CPU: one that does not fit in memory is refused before it is allocated."""
 
 from __future__ import annotations
 

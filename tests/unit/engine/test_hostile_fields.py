@@ -62,7 +62,7 @@ NAMES: dict[str, str | None] = {
     "tiny-mtp": "mtp",
     "tiny-standalone": "standalone",
 }
-# Keys that no shipped config has, and that are read where they stand.
+# Keys that no shipped config has, but that are read if present.
 MORE = {
     *(
         "dtype",

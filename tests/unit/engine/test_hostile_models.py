@@ -1,4 +1,4 @@
-"""Model directories that lie: each ends with one sentence that names file and field, in bounded memory and time."""
+"""Malicious model directories: each ends with one error that names file and field, in bounded memory and time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HUGE = 10**18
 
 @dataclass(frozen=True)
 class Case:
-    """One lie. `said`: words of the sentence, the file's name first."""
+    """One false claim. `said`: words of the error, the file's name first."""
 
     name: str
     damage: Damage
@@ -65,7 +65,7 @@ def fields(name: str, part: str | None = None, **changes: Any) -> Damage:
 
 
 def header(change: Callable[[dict[str, Any]], object], pad: bytes = b"") -> Damage:
-    """Rewrite the header of model.safetensors; the data stay."""
+    """Rewrite the header of model.safetensors; the data are kept."""
 
     def damage(path: Path) -> None:
         file = path / "model.safetensors"
@@ -86,7 +86,7 @@ def index(**weight_map: str) -> Damage:
 NORM = "model.norm.weight"
 CONFIG_FIELDS = [
     ("num_hidden_layers", 1_000_000_000),
-    ("num_hidden_layers", 1024),  # within bounds, and far beyond what the files hold
+    ("num_hidden_layers", 1024),  # within bounds, but far beyond what the files contain
     ("hidden_size", 1 << 40),
     ("hidden_size", 1 << 18),
     ("vocab_size", 10**12),
@@ -330,7 +330,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def loader() -> Iterator[subprocess.Popen[str]]:
-    """A process that loads directories in confined children of its own."""
+    """A process that loads directories in confined children."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.confined_loader"],
         cwd=ROOT,
@@ -422,7 +422,7 @@ def test_code_beside_a_model_never_runs(
 
 
 def test_the_layout_of_a_hugging_face_cache_is_read(loader: subprocess.Popen[str], tmp_path: Path) -> None:
-    """snapshots/REVISION/NAME -> ../../blobs/HASH, and nothing else that leads out of a directory."""
+    """snapshots/REVISION/NAME -> ../../blobs/HASH, and no other link that leaves a directory."""
     root = tmp_path / "models--org--name"
     (root / "snapshots" / "abc").mkdir(parents=True)
     (root / "blobs").mkdir()

@@ -109,7 +109,7 @@ def test_rotary_kv_write(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (11, 40)])
 def test_rotary_qk(dtype: torch.dtype, heads: int, head_dim: int) -> None:
-    """Angles are wider than what they turn; values stay as they are."""
+    """Angles have more precision than the rotated values; attention values are unchanged."""
     qkv = torch.randn(5, 3, heads, head_dim, dtype=dtype)
     inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     angles = rotary_angles_reference(torch.arange(5), inv_freq, 1.0, torch.float32)
@@ -145,7 +145,7 @@ def test_a_launcher_refuses_another_layout() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "step"), [(64, 0), (30, 1), (1100, 2)])
 def test_keep_hidden(dtype: torch.dtype, size: int, step: int) -> None:
-    """Row E3: one kernel writes the pool. A request without rows keeps what it has, and row 0 may come twice."""
+    """Row E3: one kernel writes the pool. A request without rows keeps its state, and row 0 may occur twice."""
     lens, starts = torch.tensor([4, 1, 0, -2, 3]), torch.tensor([0, 4, 5, 5, 5])
     rows = torch.tensor([3, 1, 2, 4, 6])
     hidden = torch.randn(9, 2 * size, dtype=dtype)[:8, size:]
@@ -163,7 +163,7 @@ def test_keep_hidden(dtype: torch.dtype, size: int, step: int) -> None:
 
 
 def test_keep_hidden_checks_its_arguments() -> None:
-    """A width or dtype that differs raises: it must not be copied as if it fitted."""
+    """A different width or dtype raises: it must not be copied as if it fitted."""
     hidden, rows, pool = torch.zeros(2, 4), torch.zeros(1, dtype=torch.int64), torch.zeros(2, 1, 4)
     for wrong in (
         (hidden[:, :3], rows, pool, 0, rows, rows),

@@ -1,5 +1,7 @@
-"""Every kernel compiles for an H200, and what needs most shared memory for GPUs with less of it or newer ones: the
-interpreter takes much that the compiler, or the GPU, does not."""
+"""Every kernel compiles for an H200, and the largest users of shared memory also for GPUs with less of it.
+
+The interpreter accepts much that the compiler, or the GPU, does not.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ pytest.importorskip("triton")
 
 @pytest.mark.timeout(1200)  # two busy cores
 def test_every_kernel_compiles_for_an_h200_and_tiles_fit_other_gpus(tmp_path: Path) -> None:
-    """8.9 stands for 8.x. 10.0, with the H200's shared memory, takes long: tests/fakes/compile_for.py by hand."""
+    """8.9 represents 8.x. 10.0, with the H200's shared memory, takes long: run tests/fakes/compile_for.py by hand."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # what was compiled before proves nothing
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # cached results would prove nothing
     done = subprocess.run(
         [sys.executable, "-m", "tests.fakes.compile_for", "90", "89", "120"],
         cwd=Path(__file__).parents[3],

@@ -53,7 +53,7 @@ def test_target_and_draft_share_storage_from_outside(dtype: torch.dtype) -> None
         byte = placed.offset + placed.page_bytes * 2 + ((1 * HEADS + 1) * DIM + 3) * dtype.itemsize
         assert storage[byte : byte + dtype.itemsize].view(dtype).item() == 7.0
         for layer in range(LAYERS):
-            assert not pool.key(layer)[0].any()  # page 0 is zeroed, the others are left as they were
+            assert not pool.key(layer)[0].any()  # page 0 is zeroed, the others are unchanged
             assert pool.key(layer)[1:].isnan().all()
         assert draft.key(0).dtype is torch.bfloat16
         assert draft.value(0).shape == (PAGES, PAGE, 1, DIM)
@@ -127,7 +127,7 @@ def test_a_pool_needs_planes_and_a_page_beside_padding() -> None:
 def test_slots_move_in_all_planes_as_if_read_before_any_is_written(
     dtype: str, between: tuple[Plane, ...]
 ) -> None:
-    """The KV of accepted drafts: sources and targets overlap."""
+    """As for the KV of accepted drafts, sources and targets overlap."""
     pool = make(layout(dtype, between))
     planes = [plane(layer) for layer in range(LAYERS) for plane in (pool.key, pool.value)]
     for plane in planes:

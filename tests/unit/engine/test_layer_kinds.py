@@ -1,4 +1,4 @@
-"""Decoder layers by the kinds that their config names: a mixer and a feed-forward added by a row each."""
+"""Decoder layers by the kinds that their config names: a mixer and a feed-forward, added by one table row each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SERVED = replace(CONFIG, layer_kinds=(LayerKind("attention", "experts"), LayerKi
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that makes the blocks known, and a family that has them."""
+    """Table rows for the blocks, and for a family that has them."""
     monkeypatch.setitem(FAMILIES, "ToyForCausalLM", FAMILY)  # type: ignore[arg-type]
     monkeypatch.setitem(MIXERS, "local", "tests.fakes.toy_blocks:LOCAL")
     monkeypatch.setitem(FEED_FORWARDS, "experts", "tests.fakes.toy_blocks:Experts")
@@ -104,7 +104,7 @@ def test_every_weight_counts(block: str, path: Path) -> None:
 
 
 def test_the_pool_holds_what_each_mixer_keeps(path: Path) -> None:
-    """Known from the config: the local mixer keeps nothing."""
+    """The config determines it: the local mixer keeps nothing."""
     spec = pool_spec(ModelConfig.load(path), None, page_size=4, dtype="float32")
     assert [(plane.layer, plane.name, plane.entry) for plane in spec.planes] == [
         (0, "k", (2, 6)),
@@ -113,7 +113,7 @@ def test_the_pool_holds_what_each_mixer_keeps(path: Path) -> None:
 
 
 def test_the_body_is_compiled_with_other_blocks(path: Path) -> None:
-    """A layer without attention leaves no seam: its operations belong to the piece around it."""
+    """A layer without attention leaves no seam: its operations belong to the surrounding piece."""
     model, _ = load_model(path)
     driver = Driver(model, [IDS], page_size=4)
     batch = driver.batch([0], [12])
@@ -129,7 +129,7 @@ def test_the_body_is_compiled_with_other_blocks(path: Path) -> None:
 
 @torch.inference_mode()
 def eager(prompt: list[int], count: int) -> list[int]:
-    """A greedy continuation, everything again for each token."""
+    """A greedy continuation; everything is recomputed for each token."""
     ids = list(prompt)
     for _ in range(count):
         driver = Driver(tiny_model(config=SERVED), [torch.tensor(ids)], page_size=16)
@@ -139,7 +139,7 @@ def eager(prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("graphs", ["breakable", "piecewise"])
 def test_both_nodes_serve_the_blocks(graphs: str, rows: None) -> None:
-    """Prompt graphs, the hand-over of the planes that there are, and decode steps: tokens of an eager forward."""
+    """Prompt graphs, the hand-over of the existing planes, and decode steps give the tokens of an eager forward."""
     prompts = [[(7 * n + 3 * i) % VOCAB for i in range(n)] for n in (3, 20, 70)]
     with NodeCluster(Shape(model=SERVED, prompt_graphs=graphs)) as cluster:
         calls = [cluster.submit(prompt, 9) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The vision part of LLaVA checkpoints against transformers: towers, layouts of names, what start-up refuses."""
+"""The vision part of LLaVA checkpoints against transformers: towers, name layouts, what start-up refuses."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def save(path: Path, text: Any = None, **options: Any) -> LlavaForConditionalGen
 
 
 def rename(path: Path, change: dict[str, str]) -> None:
-    """The checkpoint's tensors under other names: {prefix: new prefix}, the first that fits."""
+    """Rename the checkpoint's tensors: {prefix: new prefix}; the first match applies."""
     weights = load_file(path / "model.safetensors")
     renamed = {}
     for name, value in weights.items():
@@ -149,7 +149,7 @@ def test_the_language_model_over_merged_rows_is_that_of_transformers(family: str
     model = save(tmp_path, text, **CASES["clip"])
     ids = torch.tensor([[4, 8, *[95] * 16, 7, 3]])
     pixels = torch.randn(1, 3, 16, 16)
-    # an id outside the vocabulary is embedded by nobody: transformers is given embeddings too
+    # An id outside the vocabulary has no embedding, so transformers is given embeddings too.
     embeds = model.get_input_embeddings()(ids.clamp(max=89))
     embeds[0, 2:18] = theirs(model, pixels)[0]
     wanted = model(inputs_embeds=embeds).logits[0]
@@ -193,7 +193,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_an_old_file_leaves_out_what_is_usual(tmp_path: Path) -> None:
-    """As that of llava-1.5-7b, whose text_config names its model and little else."""
+    """Like the file of llava-1.5-7b, whose text_config names its model and little else."""
     config = {
         "architectures": ["LlavaForConditionalGeneration"],
         "image_token_index": 32000,
@@ -209,7 +209,7 @@ def test_an_old_file_leaves_out_what_is_usual(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_reads_ids_alone_is_refused_at_start_up(tmp_path: Path) -> None:
-    """A7: a ValueError with the remedy, before anything is loaded."""
+    """It raises ValueError with the remedy, before anything is loaded."""
     save(tmp_path, **CASES["clip"])
     target, config = load_model(tmp_path, "float32")
     draft = DraftConfig("standalone", config, 0, AuxLayers(), None, False)

@@ -1,4 +1,4 @@
-"""Penalties, biases and withheld tokens against transformers' processors and against the definition, token by token."""
+"""Penalties, biases and suppressed tokens against transformers' processors and the definition, token by token."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_row_counts_what_is_drawn_as_if_it_had_been_written_with_it(name: str)
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 5))
 def test_a_path_of_drafts_counts_as_if_it_had_been_drawn(seed: int, requests: int, drafts: int) -> None:
-    """Bit for bit: what speculation verifies is what plain decoding draws from."""
+    """It must be exact: what speculation verifies is what plain decoding draws from."""
     rng = random.Random(seed)
     params = [rng.choice(list(PARAMS.values())) for _ in range(requests)]
     params[0] = PARAMS["all"]
@@ -138,14 +138,15 @@ def test_a_row_that_changes_hands_keeps_nothing() -> None:
     for name in ("minimum", "one-bias", "presence"):
         state.write(1, PARAMS["all"], text(20, 1), 9)
         state.write(1, PARAMS[name], [1, 2, 3], 1)
-        found = apply(state, [PARAMS["all"]], [1], logits, [3])  # widths as a neighbour may want them
+        # widths that another request of the batch may need
+        found = apply(state, [PARAMS["all"]], [1], logits, [3])
         torch.testing.assert_close(found, adjusted(logits, [1, 2], [3], PARAMS[name]))
 
 
 def test_the_facts_of_a_batch() -> None:
     assert adjustment_facts([]) is None
     off = SamplingParams(max_tokens=9, stop_token_ids=(1, 2))
-    assert adjustment_facts([off, SamplingParams(max_tokens=9, min_tokens=5)]) is None  # nothing to withhold
+    assert adjustment_facts([off, SamplingParams(max_tokens=9, min_tokens=5)]) is None  # nothing to suppress
     assert adjustment_facts([off, *PARAMS.values()]) == AdjustmentFacts(True, 3, 2)
     assert adjustment_facts([PARAMS["one-bias"]]) == AdjustmentFacts(False, 1, 0)
     assert adjustment_facts([off, PARAMS["minimum"]]) == AdjustmentFacts(False, 0, 2)
@@ -199,7 +200,7 @@ def test_min_p_equals_transformers(min_p: float, temperature: float) -> None:
 
 
 def test_min_p_comes_before_the_nucleus() -> None:
-    """Of 0.5, 0.3, 0.15 and 0.05, min-p 0.25 leaves three, and of their mass the first two are 0.84."""
+    """Of 0.5, 0.3, 0.15 and 0.05, min-p 0.25 leaves three, and the first two have 0.84 of their mass."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     for top_p, kept in ((1.0, 3), (0.85, 3), (0.83, 2), (0.5, 1)):
         args = torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.tensor([top_p]), torch.tensor([0.25])
@@ -209,7 +210,7 @@ def test_min_p_comes_before_the_nucleus() -> None:
 def test_logprobs_stay_those_of_the_raw_logits_and_bad_rows_are_still_seen() -> None:
     torch.manual_seed(3)
     logits, params = torch.randn(3, VOCAB), [PARAMS["all"], PARAMS["bias"], PARAMS["minimum"]]
-    logits[1, 7], logits[2, 11] = torch.nan, torch.inf  # where a bias and a withheld token are
+    logits[1, 7], logits[2, 11] = torch.nan, torch.inf  # at a bias and at a suppressed token
     state, facts = state_of(params, [(text(9, 1), 2)] * 3), adjustment_facts(params)
     assert facts is not None
     rows = torch.tensor([1, 2, 3])
@@ -239,9 +240,7 @@ def test_a_bias_may_name_as_many_tokens_as_it_says() -> None:
 @pytest.mark.parametrize("width", [0, 1, 5])
 def test_the_kernel_equals_the_reference(vocab: int, width: int) -> None:
     torch.manual_seed(vocab + width)
-    rows = torch.tensor([[2, 9], [0, 9], [3, 9], [3, 9], [1, 9]])[
-        :, 0
-    ]  # with strides, as a round's state has
+    rows = torch.tensor([[2, 9], [0, 9], [3, 9], [3, 9], [1, 9]])[:, 0]  # with strides, as in a round's state
     logits, seen = 3 * torch.randn(5, vocab), torch.randint(0, 7, (4, vocab), dtype=torch.int32)
     logits[0, 3], logits[1, 4], logits[2, 5] = torch.nan, -torch.inf, torch.inf
     path = torch.randint(-1, 4, (width, 5)).t()

@@ -122,7 +122,8 @@ def test_defaults_of_a_sparse_config(tmp_path: Path) -> None:
     assert load(tmp_path, architectures=["MistralForCausalLM"]).sliding_windows == (4096, 4096)
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9}
     assert load(tmp_path, **qwen).sliding_windows == (None, None)
-    assert load(tmp_path, **qwen, use_sliding_window=True).sliding_windows == (None, None)  # from layer 28 on
+    # only from layer 28 on
+    assert load(tmp_path, **qwen, use_sliding_window=True).sliding_windows == (None, None)
     assert load(tmp_path, **qwen, use_sliding_window=True, max_window_layers=1).sliding_windows == (None, 9)
 
 

@@ -39,7 +39,7 @@ def test_prompt_in_chunks_then_decode(
     model, expected, _ = family
     actual = Driver(model, SEQUENCES, page_size, seed=page_size).run_all(chunk, PROMPTS)
     for ours, theirs in zip(actual, expected, strict=True):
-        assert theirs.std() > 0.5  # logits that say something
+        assert theirs.std() > 0.5  # the logits are not trivial
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
 
 
@@ -74,7 +74,7 @@ def test_hidden_states_and_aux_layers_equal_transformers(tmp_path: Path) -> None
     assert full is not None
     torch.testing.assert_close(full, theirs[-1][0], atol=TOLERANCE, rtol=0)
 
-    boundaries = (0, 1, 2)  # entering layer 0, entering layer 1, behind the last of two
+    boundaries = (0, 1, 2)  # entering layer 0, entering layer 1, after the last of two
     aux_driver = Driver(load_model(path, aux_layers=boundaries)[0], SEQUENCES, 16)
     aux = aux_driver.run([0], [count], hidden_mode=CaptureHiddenMode.FULL).hidden
     assert aux is not None
@@ -106,7 +106,7 @@ def test_no_logits_wanted_and_embeddings_from_outside(tmp_path: Path) -> None:
 
 
 def test_a_request_is_computed_the_same_in_any_company(tmp_path: Path) -> None:
-    """Attention depends on a request alone; only the size of the matrix products may move the last bits."""
+    """Attention depends only on the request; the size of the matrix products may affect the last bits."""
     model = load_model(families.save(families.build("llama"), tmp_path))[0]
     together = Driver(model, SEQUENCES, 16, seed=1).run_all(7, PROMPTS)
     for index, ids in enumerate(SEQUENCES):

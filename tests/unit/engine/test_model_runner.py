@@ -1,4 +1,4 @@
-"""A decode step with its sampling, as a graph would record it: no call may wait for the device."""
+"""A decode step with its sampling, as a graph would record it: no call may synchronize with the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST_SYNCS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique
 
 
 class Calls(TorchDispatchMode):
-    """Names of the operations that pass the dispatcher."""
+    """Records the names of the operations that pass the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,4 +56,4 @@ def test_a_decode_step_and_its_sampling_never_wait_for_the_device(tmp_path: Path
     assert not {name.partition("::")[2] for name in calls.names} & set(HOST_SYNCS)
     assert (
         "aten::_scaled_dot_product_flash_attention_for_cpu" not in calls.names
-    )  # one call, whatever is inside
+    )  # one call, whatever it contains

@@ -1,4 +1,4 @@
-"""The one loop: what is launched and finished in which order, when it waits, and how it stops."""
+"""The main loop: in which order plans are launched and finished, when it waits, and how it stops."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Launch:
 
 
 class Rig:
-    """A loop over scripted plans that writes down what happens: "L1" launched 1, "F1" finished 1, "-" idle."""
+    """A loop over scripted plans that records events: "L1" launched 1, "F1" finished 1, "-" idle."""
 
     def __init__(self, plans: list[int | None], completion: Callable[[], Completion]) -> None:
         self.plans = plans
@@ -87,7 +87,7 @@ def test_a_device_that_finished_early_is_read_early() -> None:
     completion = rig.launches[0].completion
     assert isinstance(completion, Scripted)
     completion.is_ready = True
-    assert rig.turns(1) == "L1 L2 F1"  # still: launched first, read then
+    assert rig.turns(1) == "L1 L2 F1"  # still launches before it reads
     assert rig.turns(1) == "L1 L2 F1 F2"
 
 
@@ -118,7 +118,7 @@ def test_stop_finishes_what_is_in_flight(completion: Callable[[], Completion]) -
 
 
 def test_stop_ends_a_loop_that_always_has_work() -> None:
-    """A drain deadline that has passed must end the node although a request could go on for ever."""
+    """A drain deadline that has passed must end the node although a request could run for ever."""
     rig = Rig(list(range(1000)), Deferred)
     rig.stop_after = 3
     rig.loop.run()
