@@ -101,7 +101,7 @@ class SpeculativeStep:
         watch.lap()
         emitted = self._verify(call).on_host()
         watch.lap()
-        self._drafter.absorb(call)
+        self._drafter.draft_extend(call)
         watch.lap()
         done = self._completion()
         drafted = [len(each) for each in plan.drafts] or [drafts] * len(plan.rows)

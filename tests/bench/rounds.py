@@ -99,7 +99,7 @@ def watch(step: SpeculativeStep) -> Marks:
     """Add events around the phases of `step`."""
     marks, drafter = Marks(step._device), step._drafter
     drafter.propose = marks.around("draft", drafter.propose)  # type: ignore[method-assign]
-    drafter.absorb = marks.around("extend", drafter.absorb)  # type: ignore[method-assign]
+    drafter.draft_extend = marks.around("extend", drafter.draft_extend)  # type: ignore[method-assign]
     step._verify = TimedVerify(step._verify, marks)  # type: ignore[assignment]
     return marks
 

@@ -242,8 +242,8 @@ class Watched:
     def fill(self, batch: Round, inputs: Inputs) -> None:
         self._inner.fill(batch, inputs)
 
-    def absorb(self, call: RoundCall) -> None:
-        self._inner.absorb(call)
+    def draft_extend(self, call: RoundCall) -> None:
+        self._inner.draft_extend(call)
 
 
 class Observed(Watched):

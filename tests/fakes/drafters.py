@@ -139,7 +139,7 @@ class Foresight:
     def fill(self, batch: Round, inputs: Inputs) -> None:
         pass
 
-    def absorb(self, call: RoundCall) -> None:
+    def draft_extend(self, call: RoundCall) -> None:
         pass
 
     def _grow(self, request: DecodeRequest, length: int) -> tuple[list[int], list[int]]:

@@ -117,7 +117,7 @@ def test_a_round_never_waits_for_the_device(name: str, params: list[str], chosen
         on_device(placed, GPU)
         graphs.drafter.propose(call)
         emitted = graphs.verify(call).on_host()
-        graphs.drafter.absorb(call)
+        graphs.drafter.draft_extend(call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
@@ -131,7 +131,7 @@ def test_what_is_said_is_read_while_the_next_round_runs() -> None:
     call = graphs.call([0, 1])
     graphs.drafter.propose(call)
     emitted = graphs.verify(call).on_host()
-    graphs.drafter.absorb(call)
+    graphs.drafter.draft_extend(call)
     for _ in range(3):
         graphs.round([0, 1])
     torch.cuda.synchronize()
@@ -149,7 +149,7 @@ def test_the_time_of_each_phase_is_measured_without_waiting() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         watch = stopwatch_for(GPU)()
-        for phase in (graphs.drafter.propose, graphs.verify, graphs.drafter.absorb):
+        for phase in (graphs.drafter.propose, graphs.verify, graphs.drafter.draft_extend):
             phase(call)
             watch.lap()
     finally:

@@ -1,6 +1,6 @@
 """The drafter protocol: a drafter fills the draft trees of a round and processes the outcome.
 
-A round calls `propose` (the draft graph), `fill` (at the start of the verify graph) and, after verify, `absorb` (the
+A round calls `propose` (the draft graph), `fill` (at the start of the verify graph) and, after verify, `draft_extend` (the
 draft-extend graph), in this order. A drafter implements only the graphs that it needs; the other methods are no-ops.
 """
 
@@ -68,6 +68,6 @@ class Drafter(Protocol):
         """Write, inside the verify graph, the drafts that need no draft forward."""
         ...
 
-    def absorb(self, call: RoundCall) -> None:
+    def draft_extend(self, call: RoundCall) -> None:
         """Prepare the relay rows for the next round, after verify."""
         ...

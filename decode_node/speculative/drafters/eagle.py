@@ -107,7 +107,7 @@ class EagleDrafter:
     def fill(self, batch: Round, inputs: Inputs) -> None:
         """No-op: `propose` has already filled the tree."""
 
-    def absorb(self, call: RoundCall) -> None:
+    def draft_extend(self, call: RoundCall) -> None:
         self._extend(call)
 
     def _run_draft(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:

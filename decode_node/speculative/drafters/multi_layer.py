@@ -63,7 +63,7 @@ class MultiLayerDrafter:
         drafts = self._relay.draft_ids.index_select(0, batch.rows)
         self.state.tree.first(batch.count).tokens[:, 1:] = drafts
 
-    def absorb(self, call: RoundCall) -> None:
+    def draft_extend(self, call: RoundCall) -> None:
         self._extend(call)
 
     def _run_extend(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:

@@ -34,7 +34,7 @@ class NgramDrafter:
     def fill(self, batch: Round, inputs: Inputs) -> None:
         self.state.tree.first(batch.count).tokens[:, 1:] = inputs["drafts"]
 
-    def absorb(self, call: RoundCall) -> None:
+    def draft_extend(self, call: RoundCall) -> None:
         """No-op: an n-gram drafter has no device state."""
 
 

@@ -36,7 +36,7 @@ class StandaloneDrafter:
     def fill(self, batch: Round, inputs: Inputs) -> None:
         """No-op: `propose` has already filled the tree."""
 
-    def absorb(self, call: RoundCall) -> None:
+    def draft_extend(self, call: RoundCall) -> None:
         """No-op: the KV of accepted drafts is in place, and that of rejected ones is overwritten."""
 
     def _run_draft(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:

@@ -26,7 +26,7 @@ class EchoDrafter:
     def fill(self, batch: Round, inputs: Inputs) -> None:
         self.state.tree.first(batch.count).tokens[:, 1:] = batch.last_token[:, None]
 
-    def absorb(self, call: RoundCall) -> None:
+    def draft_extend(self, call: RoundCall) -> None:
         """No-op: the next round needs no state of this one."""
 
 

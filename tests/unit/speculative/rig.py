@@ -121,7 +121,7 @@ class RoundRig:
         trees = tree.tokens[:, 1:].clone() if call.drafts is not None else drafted
         parents = tree.parents.clone()
         self._spoil(len(chosen))
-        self.drafter.absorb(call)
+        self.drafter.draft_extend(call)
         tokens = said(emitted, len(chosen))
         for request, run in zip(chosen, tokens):
             self.said[request] += run

@@ -240,7 +240,7 @@ def test_what_is_said_outlives_the_next_replay() -> None:
     graphs.drafter.propose(call)
     emitted = graphs.verify(call)
     before = emitted.packed.clone()
-    graphs.drafter.absorb(call)
+    graphs.drafter.draft_extend(call)
     for _ in range(2):
         graphs.round([0, 1])
     assert torch.equal(emitted.packed, before)
