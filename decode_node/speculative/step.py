@@ -84,7 +84,7 @@ class SpeculativeStep:
     @property
     def extra_slots(self) -> int:
         """KV slots that a round may need past the last token of a request, for parallel branches of a tree."""
-        return self._acceptor.slack
+        return self._acceptor.extra_slots
 
     @property
     def graphs(self) -> list[NodeGraphs[Any]]:

@@ -32,7 +32,7 @@ class Acceptor(Protocol):
     """Accepts nodes of the trees and moves their KV so that accepted nodes form a chain."""
 
     @property
-    def slack(self) -> int:
+    def extra_slots(self) -> int:
         """The largest offset between a node's slot and its position."""
         ...
 
@@ -52,7 +52,7 @@ class Acceptor(Protocol):
 class ChainAcceptor:
     """Accepts a chain up to its first draft that the target does not draw. The KV is already in place."""
 
-    slack = 0
+    extra_slots = 0
 
     def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
         hits = drafts.tokens[:, 1:] == drawn[:, :-1]
@@ -69,7 +69,7 @@ class TreeAcceptor:
     """Accepts trees with at most `depth` drafts per path, within `reach` slots; `pools` hold their KV."""
 
     def __init__(self, reach: int, depth: int, pools: tuple[KvPool, ...]) -> None:
-        self.slack = reach - 1
+        self.extra_slots = reach - 1
         self._depth = depth
         self._pools = pools
 
@@ -93,7 +93,7 @@ class TreeAcceptor:
     def settle(self, accepted: Accepted, batch: Round) -> None:
         index = batch.index[: accepted.path.shape[1]]
         node = torch.where(index <= accepted.drafts[:, None], accepted.path, index)
-        _, slots, _ = batch.places(batch.index[: self.slack + 1])
+        _, slots, _ = batch.places(batch.index[: self.extra_slots + 1])
         source, target = slots.gather(1, node).flatten(), slots[:, : len(index)].flatten()
         for pool in self._pools:
             pool.move_slots(source, target)
