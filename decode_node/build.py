@@ -210,8 +210,8 @@ def _forwards(
     """With a pool of `served.num_pages`, whose bytes come from `allocate`."""
     layout = served.layout
     pool = KvPool(layout, "target", allocate(layout.total_bytes))
-    # branches of draft trees reach behind the last token of a request
-    longest = served.max_model_len + 2 * reach(cluster.speculation)
+    # Branches of draft trees extend past the last token of a request.
+    longest = served.max_model_len + 2 * lookahead_slots(cluster.speculation)
     table = PageTable(cluster.decode.max_running, -(-longest // served.page_size), served.placement.device)
     runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
     draft = served.draft_runner(pool)
@@ -262,7 +262,7 @@ def decode_steps(
             table,
             cluster.kv.page_size,
             served.max_model_len,
-            reach(speculation),
+            lookahead_slots(speculation),
             step_graphs.round_plans(runner, wanted, largest, smallest),
         )
         config = None if served.draft is None else served.draft.config
@@ -271,7 +271,7 @@ def decode_steps(
         acceptor: Acceptor = ChainAcceptor()
         if speculation.topk > 1:
             deepest = drafter.state.walk.ids.shape[1] - 1
-            acceptor = TreeAcceptor(drafter.reach, deepest, (runner.pool,))
+            acceptor = TreeAcceptor(drafter.lookahead_slots, deepest, (runner.pool,))
         verify = Verify(runner, rounds, drafter, acceptor)
         watch = stopwatch_for(device)
         return SpeculativeStep(verify, drafter, acceptor, device, completion, watch, seconds)
@@ -303,7 +303,7 @@ def speculative_steps(
     return DecodeSteps(steps, rules, graphs, phase_seconds)
 
 
-def reach(speculation: Speculation) -> int:
+def lookahead_slots(speculation: Speculation) -> int:
     """Slots of a request that the widest forward of a round takes."""
     record = algorithm(speculation.algorithm)
     return record.slots(speculation.steps, speculation.topk, speculation.nodes)

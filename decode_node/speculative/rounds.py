@@ -143,7 +143,7 @@ class Rounds:
 
     Args:
         max_seq_len: longest request on this node.
-        reach: most slots past a request's length that a round may use.
+        lookahead_slots: most slots past a request's length that a round may use.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class Rounds:
         table: PageTable,
         page_size: int,
         max_seq_len: int,
-        reach: int,
+        lookahead_slots: int,
         capture: Callable[[Phase], PhasePlan],
     ) -> None:
         self.relay = relay
         self.device = relay.seq_len.device
         self.max_rows = relay.seq_len.shape[0]
         # A round is launched while an unread one may still run past the end of the request.
-        self._longest = max_seq_len + 2 * reach
+        self._longest = max_seq_len + 2 * lookahead_slots
         if table.pages.shape[1] * page_size < self._longest:
             raise ValueError(
                 f"a page table of {table.pages.shape[1]} pages cannot hold {self._longest} tokens: max_seq_len plus "
@@ -168,7 +168,7 @@ class Rounds:
         self._pages = table.pages
         self._page_size = page_size
         self._capture = capture
-        most = max(self.max_rows * reach + 1, table.pages.shape[1])
+        most = max(self.max_rows * lookahead_slots + 1, table.pages.shape[1])
         self._index = torch.arange(most, device=self.device)
         self._index32 = self._index.to(torch.int32)
 

@@ -79,7 +79,7 @@ class SpeculativeStep:
     @property
     def tokens_per_step(self) -> int:
         """KV slots that a round may write per request, which also bounds the tokens that it may draw."""
-        return self._drafter.reach
+        return self._drafter.lookahead_slots
 
     @property
     def extra_slots(self) -> int:

@@ -66,10 +66,10 @@ class ChainAcceptor:
 
 
 class TreeAcceptor:
-    """Accepts trees with at most `depth` drafts per path, within `reach` slots; `pools` hold their KV."""
+    """Accepts trees with at most `depth` drafts per path, within `lookahead_slots` slots; `pools` hold their KV."""
 
-    def __init__(self, reach: int, depth: int, pools: tuple[KvPool, ...]) -> None:
-        self.extra_slots = reach - 1
+    def __init__(self, lookahead_slots: int, depth: int, pools: tuple[KvPool, ...]) -> None:
+        self.extra_slots = lookahead_slots - 1
         self._depth = depth
         self._pools = pools
 

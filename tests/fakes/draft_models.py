@@ -207,7 +207,7 @@ class Watched:
         self._relay, self._draft_pool = bench.parts.relay, bench.parts.draft_pool
         self.told = Told()
         self.state = inner.state
-        self.nodes, self.reach = inner.nodes, inner.reach
+        self.nodes, self.lookahead_slots = inner.nodes, inner.lookahead_slots
         self.hidden_mode = inner.hidden_mode
         self.phases, self.slots = inner.phases, inner.slots
 
@@ -283,8 +283,10 @@ def branching(
         return made if seen is None else ObservedTrees(made, bench, seen)
 
     deepest = min(steps, nodes - 1)
-    reach = max(nodes, (deepest - 1) * topk)
-    return model, speculative(make, lambda runner: TreeAcceptor(reach, deepest, (runner.pool,)), buckets)
+    lookahead_slots = max(nodes, (deepest - 1) * topk)
+    return model, speculative(
+        make, lambda runner: TreeAcceptor(lookahead_slots, deepest, (runner.pool,)), buckets
+    )
 
 
 class ObservedTrees(Watched):

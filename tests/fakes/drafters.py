@@ -28,7 +28,7 @@ from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAccept
 from decode_node.speculative.verify import Verify
 from decode_node.step_rules import Drafts, FixedWidth, NoTextDrafts, TextDrafts
 from decode_node.stopwatch import HostStopwatch
-from tests.fakes.node_cluster import REACH, MakeStep, Parts
+from tests.fakes.node_cluster import LOOKAHEAD_SLOTS, MakeStep, Parts
 from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference
 
 
@@ -61,7 +61,9 @@ def speculative(
     """
 
     def make(parts: Parts) -> DecodeSteps:
-        rounds = Rounds(parts.relay, parts.table, parts.page_size, parts.max_len, REACH, plans(buckets))
+        rounds = Rounds(
+            parts.relay, parts.table, parts.page_size, parts.max_len, LOOKAHEAD_SLOTS, plans(buckets)
+        )
         drafter, acceptor = make_drafter(Bench(parts, rounds)), make_acceptor(parts.runner)
         verify = Verify(parts.runner, rounds, drafter, acceptor)
         seconds = no_seconds()
@@ -119,7 +121,7 @@ class Foresight:
     slots: Sequence[Slot[RoundCall]] = ()
 
     def __init__(self, bench: Bench, hit: float, nodes: int, depth: int, branch: int) -> None:
-        self.nodes = self.reach = nodes
+        self.nodes = self.lookahead_slots = nodes
         self.state = RoundState.allocate(bench.rounds.max_rows, nodes, depth + 1, bench.rounds.device)
         self._relay = bench.parts.relay
         self._depth = depth

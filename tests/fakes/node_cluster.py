@@ -79,7 +79,7 @@ from tests.fakes.plan_wire import WireWorker
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, tiny_model
 
 MakeCompletion = Callable[[], Completion]
-REACH = 64  # of the widest drafts of any test
+LOOKAHEAD_SLOTS = 64  # of the widest drafts of any test
 
 
 @dataclass(frozen=True)
@@ -568,7 +568,7 @@ class NodeCluster:
         space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
         max_len = min(shape.max_len, space.total_pages * shape.page_size)
         # Drafts extend past the last token, for which build.py reserves pages too.
-        pages = space.total_pages + space.pages_for(2 * REACH)
+        pages = space.total_pages + space.pages_for(2 * LOOKAHEAD_SLOTS)
         table = PageTable(shape.max_running, pages, PLACEMENT.device)
         relay = RelayState.allocate(shape.max_running, VOCAB, PLACEMENT.device, shape.draft.shape)
         runner = ModelRunner(

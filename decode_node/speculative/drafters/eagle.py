@@ -34,7 +34,7 @@ class Growth(Protocol):
     @property
     def nodes(self) -> int: ...
     @property
-    def reach(self) -> int: ...
+    def lookahead_slots(self) -> int: ...
     @property
     def mode(self) -> ForwardMode:
         """The mode of its forwards."""
@@ -53,7 +53,7 @@ class ChainGrowth:
     def __init__(self, runner: DraftRunner, steps: int) -> None:
         self._runner = runner
         self.steps = steps
-        self.nodes = self.reach = steps + 1
+        self.nodes = self.lookahead_slots = steps + 1
 
     def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
         """Step i reads draft i at position seq_len + i - 1. The first draft needs no step."""
@@ -82,7 +82,7 @@ class EagleDrafter:
         self._runner = runner
         self._relay = rounds.relay
         self._growth = growth
-        self.nodes, self.reach = growth.nodes, growth.reach
+        self.nodes, self.lookahead_slots = growth.nodes, growth.lookahead_slots
         window = growth.steps + 1
         widths = target_hidden, rounds.relay.draft_hidden.dtype
         self.state = RoundState.allocate(rounds.max_rows, growth.nodes, window, rounds.device, *widths)

@@ -26,7 +26,7 @@ class TreeGrowth:
         self._topk = topk
         self.steps = min(steps, nodes - 1)  # nodes are kept with their ancestors, so deeper levels never fit
         self.nodes = nodes
-        self.reach = max(nodes, (self.steps - 1) * topk)
+        self.lookahead_slots = max(nodes, (self.steps - 1) * topk)
 
     def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
         """Grow the tree. The k rows of a level attend to the prefix and to their own ancestors in earlier levels."""

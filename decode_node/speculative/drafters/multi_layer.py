@@ -39,7 +39,7 @@ class MultiLayerDrafter:
         self._modules = runner.modules
         self._relay = rounds.relay
         self._steps = steps = len(runner.modules)
-        self.nodes = self.reach = steps + 1
+        self.nodes = self.lookahead_slots = steps + 1
         rows, carried = rounds.relay.draft_hidden.shape
         self._kept = rounds.relay.draft_hidden.view(rows, steps - 1, carried // max(steps - 1, 1))
         widths = target_hidden, rounds.relay.draft_hidden.dtype

@@ -21,7 +21,7 @@ class NgramDrafter:
     phases: Sequence[RoundPhase[None]] = ()
 
     def __init__(self, rounds: Rounds, steps: int) -> None:
-        self.nodes = self.reach = steps + 1
+        self.nodes = self.lookahead_slots = steps + 1
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
         self.slots: Sequence[Slot[RoundCall]] = (
             # Padding is embedded too, so it must be some token of the vocabulary.

@@ -25,7 +25,7 @@ class StandaloneDrafter:
     def __init__(self, runner: ModelRunner, rounds: Rounds, steps: int) -> None:
         self._runner = runner
         self._steps = steps
-        self.nodes = self.reach = steps + 1
+        self.nodes = self.lookahead_slots = steps + 1
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
         self._draft = rounds.phase(Phase.DRAFT, "draft", self._run_draft, NOTHING, ForwardMode.DECODE)
         self.phases: Sequence[RoundPhase[Nothing]] = (self._draft,)

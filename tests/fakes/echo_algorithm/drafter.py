@@ -17,7 +17,7 @@ class EchoDrafter:
     slots: Sequence[Slot[RoundCall]] = ()
 
     def __init__(self, rounds: Rounds, steps: int) -> None:
-        self.nodes = self.reach = steps + 1
+        self.nodes = self.lookahead_slots = steps + 1
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
 
     def propose(self, call: RoundCall) -> None:

@@ -53,7 +53,7 @@ class Kind:
     nodes: int = 0  # of a tree
 
     @property
-    def reach(self) -> int:
+    def lookahead_slots(self) -> int:
         widest = 2 * self.steps if self.name in FORMATS else 0
         return max(self.nodes, self.steps + 1, (self.steps - 1) * self.topk, widest)
 
@@ -93,12 +93,12 @@ class RoundRig:
         draft = self._place_draft(page_size)
         decided = lambda phase: (Decision(phase, "full"), tuple(buckets), device, poisoned)  # noqa: E731
         device_plan = lambda phase: _Plan(*decided(phase), backend)  # noqa: E731
-        self.rounds = Rounds(self.relay, self.table, page_size, room + 40, kind.reach, device_plan)
+        self.rounds = Rounds(self.relay, self.table, page_size, room + 40, kind.lookahead_slots, device_plan)
         self.drafter = self._drafter(draft)
         acceptor: Acceptor = ChainAcceptor()
         if kind.topk > 1:
             deepest = self.drafter.state.walk.ids.shape[1] - 1
-            acceptor = TreeAcceptor(self.drafter.reach, deepest, (self.pool,))
+            acceptor = TreeAcceptor(self.drafter.lookahead_slots, deepest, (self.pool,))
         self.verify = Verify(self.runner, self.rounds, self.drafter, acceptor, variants)
         self.phases = [*self.drafter.phases, self.verify.phase]
         for phase in self.phases:
@@ -194,7 +194,7 @@ class RoundRig:
         self._hidden = output.hidden
         self.first = output.logits[self._ends].argmax(-1).tolist()
         self.runner, self.pool = driver.runner, driver.pool
-        width = max(len(pages) for pages in driver.pages) + -(-2 * self.kind.reach // page_size)
+        width = max(len(pages) for pages in driver.pages) + -(-2 * self.kind.lookahead_slots // page_size)
         self.table = PageTable(len(prompts) + 2, max(width, -(-200 // page_size)), self.device)
         self.held = [len(pages) for pages in driver.pages]
         for index in rows:

@@ -71,7 +71,7 @@ class Likely(Foresight):
     """Drafts what the bare logits make likely: chains, or trees of three branches."""
 
     def __init__(self, rounds: Rounds, branch: int) -> None:
-        self.nodes = self.reach = 4 if branch == 1 else 7
+        self.nodes = self.lookahead_slots = 4 if branch == 1 else 7
         self.depth = 3 if branch == 1 else 2
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.depth + 1, CPU)
         self._relay = rounds.relay
