@@ -29,7 +29,7 @@ from common.messages.router_inbox import Failed, TokenRun, Tokens
 from common.node.announced_work import AnnouncedWork
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
-from decode_node.occupancy import Occupancy
+from decode_node.batch_resources import BatchResources
 from decode_node.parts import Links, Observation, Scheduling
 from decode_node.planner import Planned, Planner
 from decode_node.queues import Queues
@@ -71,12 +71,12 @@ class DecodeNode:
         self._log = observation.log
         self._clock = observation.clock
         self.queues = Queues()  # public for tests
-        self._occupancy = Occupancy(self.queues, scheduling, self._events)
-        self._planner = Planner(self._occupancy, scheduling.rows, scheduling.rules)
+        self._resources = BatchResources(self.queues, scheduling, self._events)
+        self._planner = Planner(self._resources, scheduling.rows, scheduling.rules)
         self.life = NodeLife(
             incarnation, self._link, Reserve, self._limits.drain_timeout, self._log, self._clock
         )
-        self._report = Report(self.queues, self._space, self._receiver, self._occupancy, observation)
+        self._report = Report(self.queues, self._space, self._receiver, self._resources, observation)
         self._poller.register(self._link.socket, zmq.POLLIN)
         self.loop = OverlapLoop(
             self._prepare,
@@ -102,11 +102,11 @@ class DecodeNode:
         self.life.receive(self, now)
         self._move_transfers(now)
         self.life.look_after(self, len(self.queues), now)
-        for request in self._occupancy.settle_retractions():
+        for request in self._resources.settle_retractions():
             self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
-        self._occupancy.resume(now)
+        self._resources.resume(now)
         self._admit(now)
-        self._occupancy.start_arrived(now)
+        self._resources.start_arrived(now)
         planned = self._planner.next()
         self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
         self.life.end_turn(len(self.queues), now)
@@ -128,7 +128,7 @@ class DecodeNode:
                 if run is not None:
                     runs.append(run)
             if emission.request.ended:
-                self._occupancy.leave(emission.request)
+                self._resources.leave(emission.request)
         if runs:
             self._link.send(Tokens(runs=runs))
         self._drafts.look(self._report.speculation)
@@ -231,7 +231,7 @@ class DecodeNode:
             self.queues.transferring[request.room] = request
 
     def _try_reserve(self, request: DecodeRequest) -> bool:
-        lease = self._occupancy.try_lease(request)
+        lease = self._resources.try_lease(request)
         if lease is None:
             return False
         try:
@@ -272,7 +272,7 @@ class DecodeNode:
             self._events.add("unwritable", event.room, pages=event.pages)
             request = self.queues.quarantined.pop(event.room, None)
             if request is not None:
-                self._occupancy.vacate(request)
+                self._resources.vacate(request)
             return
         request = self.queues.transferring.pop(event.room, None)
         if request is None:
@@ -353,12 +353,12 @@ class DecodeNode:
             self.queues.quarantined[request.room] = request
             self._receiver.abort(request.room, reason)
         elif request.room in self.queues.running:
-            self._occupancy.leave(request)
+            self._resources.leave(request)
         else:
             for queue in (self.queues.waiting, self.queues.arrived, self.queues.retracted):
                 if request in queue:
                     queue.remove(request)
-            self._occupancy.vacate(request)
+            self._resources.vacate(request)
 
     def _fail(self, request: DecodeRequest, code: str, reason: str) -> None:
         """Drop a request and tell the router. The request may be in any queue or in none."""

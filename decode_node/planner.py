@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from common.engine.sampling.sampling_plan import sampling_variant
 from common.node.announced_work import Work
+from decode_node.batch_resources import BatchResources
 from decode_node.batch_rows import BatchRows
-from decode_node.occupancy import Occupancy
 from decode_node.request import DecodeRequest, Emission
 from decode_node.step_plan import NO_MOVES, Moves, PlannedRow, StepPlan
 from decode_node.step_result import Launched
@@ -50,8 +50,8 @@ class Planned(NamedTuple):
 class Planner:
     """Makes plans and reads their results in the same order."""
 
-    def __init__(self, occupancy: Occupancy, rows: BatchRows, rules: StepRules) -> None:
-        self._occupancy = occupancy
+    def __init__(self, resources: BatchResources, rows: BatchRows, rules: StepRules) -> None:
+        self._resources = resources
         self._rows = rows
         self._rules = rules
         self._unread: deque[Planned] = deque()
@@ -59,14 +59,14 @@ class Planner:
 
     def next(self) -> Planned | None:
         """Return the plan of this turn; None if the device has nothing to do."""
-        batch = self._occupancy.batch()
+        batch = self._resources.batch()
         moves = self._rows.take_moves()
         if not batch and not moves:
             return None
         self._generation += 1
         planned = Planned(step_plan(batch, self._rules, self._generation, moves), batch)
         self._unread.append(planned)
-        self._occupancy.planned(self._generation)
+        self._resources.planned(self._generation)
         return planned
 
     def launched(self, planned: Planned) -> None:
@@ -78,7 +78,7 @@ class Planner:
         """Process the results of the oldest unread plan, after its completion."""
         plan, batch = self._unread.popleft()
         result = launched.read()
-        self._occupancy.read(plan.generation)
+        self._resources.read(plan.generation)
         emissions = [
             Emission(request, row.tokens, row.drafted)
             for request, row in zip(batch, result.rows, strict=True)

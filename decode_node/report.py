@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.kv_cache.page_space import PageSpace
 from common.messages.identity import NodeCounters, NodeLoad
 from decode_node.accept_counters import AcceptCounters
-from decode_node.occupancy import Occupancy
+from decode_node.batch_resources import BatchResources
 from decode_node.parts import Observation
 from decode_node.queues import Queues
 from kv_transfer.receiver import Receiver
@@ -19,13 +19,13 @@ class Report:
         queues: Queues,
         space: PageSpace,
         receiver: Receiver,
-        occupancy: Occupancy,
+        resources: BatchResources,
         observation: Observation,
     ) -> None:
         self._queues = queues
         self._space = space
         self._receiver = receiver
-        self._occupancy = occupancy
+        self._resources = resources
         self._graphs = observation.graphs
         self._phase_seconds = observation.phase_seconds
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
@@ -53,7 +53,7 @@ class Report:
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
             steps=self.steps,
-            retractions=self._occupancy.retractions,
+            retractions=self._resources.retractions,
             transfers=self.transfers,
             transfer_failures=self.transfer_failures,
             transferred_pages=received.pages_received,

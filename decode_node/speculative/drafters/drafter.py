@@ -1,7 +1,7 @@
 """The drafter protocol: a drafter fills the draft trees of a round and processes the outcome.
 
 A round calls `propose` (the draft graph), `fill` (at the start of the verify graph) and, after verify, `draft_extend`
-(the graph of that name), in this order. A drafter implements only the graphs that it needs; the other methods are no-ops.
+(the graph of that name), in this order. A drafter implements only the graphs that it needs; other methods are no-ops.
 """
 
 from __future__ import annotations

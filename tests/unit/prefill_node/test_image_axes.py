@@ -104,7 +104,7 @@ def test_a_retracted_request_goes_on_where_it_stood() -> None:
             for parts, call in calls:
                 assert call.error is None
                 assert call.ids == greedy(parts, 16, AXES), (parts, backup)
-            assert cluster.decode.node._occupancy.retractions > 0
+            assert cluster.decode.node._resources.retractions > 0
 
 
 @pytest.mark.parametrize(

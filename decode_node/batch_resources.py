@@ -1,7 +1,7 @@
-"""Who of the requests here has pages and a row, and therefore takes part in the next step.
+"""Tracks which requests hold pages and a batch row, and therefore take part in the next step.
 
-Retraction and resumption live here, admission is the node's: it needs the receiver. Moves requests between the queues
-arrived, running and retracted, and between no others.
+It retracts and resumes requests; admission is part of the node, because it needs the receiver. It moves requests only
+between the queues arrived, running and retracted.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from decode_node.request import DecodeRequest
 from decode_node.scheduler import choose_victim, headroom_pages
 
 
-class Occupancy:
-    """The pool and the rows, seen from the batch. Owned by the node's main loop."""
+class BatchResources:
+    """The pages and rows of the batch. Owned by the node's main loop."""
 
     def __init__(self, queues: Queues, scheduling: Scheduling, events: EventLog = NO_EVENTS) -> None:
         limits, rules = scheduling.limits, scheduling.rules
@@ -27,14 +27,14 @@ class Occupancy:
         self._tokens_per_step = rules.tokens_per_step
         self._extra_slots = rules.extra_slots
         self._needs_results = rules.drafts.needs_results
-        # never less than a step takes after an unread one that drew little: a resumed request must not come back for
-        # the very page that another lacks
+        # At least what a step needs after an unread step that drew few tokens: a resumed request must not immediately
+        # need the very page that another one lacks.
         self._reserved_tokens = max(limits.reserved_tokens, 2 * rules.tokens_per_step - 1)
         self._max_running = limits.max_running
         self.retractions = 0
 
     def try_lease(self, request: DecodeRequest) -> PageLease | None:
-        """Pages for a prompt, if those who are here already can still go on afterwards."""
+        """Lease pages for a prompt, unless that would leave too few for the requests that already hold pages."""
         pages = self._space.pages_for(len(request.prompt))
         keys = self._space.keys(request.contents)
         lease = self._space.lease(keys, pages, max_cached_tokens=len(keys), salt=request.salt)
@@ -44,7 +44,7 @@ class Occupancy:
         return lease
 
     def start_arrived(self, now: float) -> None:
-        """Arrived requests join the batch while there are rows."""
+        """Add arrived requests to the batch while there are free rows."""
         arrived, running = self._queues.arrived, self._queues.running
         while arrived and self._has_row():
             request = arrived.popleft()
@@ -53,9 +53,9 @@ class Occupancy:
             running[request.room] = request
 
     def batch(self) -> list[DecodeRequest]:
-        """Everyone who has a page for what the step writes. Others sit the step out.
+        """Return the requests that have pages for what the step writes; the others skip the step.
 
-        If some do and no pages are about to come free, one of all is retracted.
+        If some skip it and no pages are about to be freed, one running request is retracted.
         """
         batch: list[DecodeRequest] = []
         short = False
@@ -77,7 +77,7 @@ class Occupancy:
         return batch
 
     def settle_retractions(self) -> list[DecodeRequest]:
-        """Take out the victims that no step writes to any more; returns those whose KV could not be kept."""
+        """Remove victims that no step writes to any more. Return those whose KV could not be kept."""
         dropped: list[DecodeRequest] = []
         for request in list(self._queues.running.values()):
             if request.retract and request.in_flight == 0 and not request.ended:
@@ -91,7 +91,7 @@ class Occupancy:
         return dropped
 
     def resume(self, now: float) -> None:
-        """Retracted requests come back, first retracted first, when their pages and the others' headroom fit."""
+        """Resume retracted requests in order of retraction, while their pages and the others' headroom fit."""
         queue = self._queues.retracted
         while queue and self._has_row():
             request = queue[0]
@@ -105,15 +105,15 @@ class Occupancy:
             self._queues.running[request.room] = request
 
     def planned(self, generation: int) -> None:
-        """All moves decided so far are part of this plan."""
+        """Record that all moves decided so far are part of this plan."""
         self._retraction.planned(generation)
 
     def read(self, generation: int) -> None:
-        """The plan has been carried out: pages that it saved come free."""
+        """Free the pages that a completed plan has saved."""
         self._retraction.read(generation)
 
     def leave(self, request: DecodeRequest) -> None:
-        """An ended request leaves the batch once no step under way writes to its pages."""
+        """Remove an ended request from the batch once no step in flight writes to its pages."""
         if request.in_flight == 0 and self._queues.running.pop(request.room, None) is not None:
             assert request.lease is not None
             if request.trusted:
@@ -122,7 +122,7 @@ class Occupancy:
             self._events.add("freed", request.room)
 
     def vacate(self, request: DecodeRequest) -> None:
-        """Give back whatever a request holds that no step and no peer writes to."""
+        """Release what a request holds; no step and no peer may still write to it."""
         self._retraction.drop(request)
         self._retraction.release(request)
         self._events.add("freed", request.room)
@@ -131,7 +131,7 @@ class Occupancy:
         return len(self._queues.running) < self._max_running and self._rows.free > 0
 
     def _leaves_headroom(self, request: DecodeRequest, needed: int) -> bool:
-        """Whether `needed` pages may go to this request. It always fits where nobody else is."""
+        """Whether `needed` pages may go to this request. They may if no other request holds pages."""
         active = list(self._queues.holding())
         if not active:
             return True
@@ -139,7 +139,7 @@ class Occupancy:
         return self._space.available_pages >= needed + headroom
 
     def _grow(self, request: DecodeRequest) -> bool:
-        """Pages for what the next step writes; False if there are none."""
+        """Allocate pages for what the next step writes. Return False if there are none."""
         assert request.lease is not None
         held = len(request.lease.pages)
         wanted = min(request.seq_len + self._tokens_per_step, request.most_kv + self._extra_slots)
