@@ -8,7 +8,7 @@ from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.graphs.admission import Fallback
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.spec import ShapeKey
-from tests.unit.cuda_graph.rig import DeviceDriver, extend_driver, model, sequences
+from tests.unit.engine.graphs.rig import DeviceDriver, extend_driver, model, sequences
 
 CLOSE = {"atol": 1e-3, "rtol": 0.0}
 IDS = sequences([60, 41, 23, 9])

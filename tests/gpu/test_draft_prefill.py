@@ -19,7 +19,7 @@ from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
 from tests.fakes.draft_models import DRAFTS, OWN
 from tests.fakes.pools import plain_pool
-from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
+from tests.unit.engine.graphs.rig import DeviceDriver, model, sequences
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from common.engine.graphs.rules import PhaseSwitch
 from common.node.graph_start import graph_trial
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
-from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
+from tests.unit.engine.graphs.rig import DeviceDriver, model, sequences
 
 pytestmark = [
     pytest.mark.gpu,

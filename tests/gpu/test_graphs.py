@@ -22,7 +22,7 @@ from prefill_node.graphs.backends.break_point import break_point
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.static_extend import BROKEN
 from tests.gpu.prompt_steps import CLOSE, IDS, check_prompt_replays
-from tests.unit.cuda_graph.rig import AUX, DecodeRig, extend_driver, sequences
+from tests.unit.engine.graphs.rig import AUX, DecodeRig, extend_driver, sequences
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.graphs.backends.piecewise import PiecewiseGraphs
 from prefill_node.graphs.static_extend import BROKEN
 from tests.gpu.prompt_steps import IDS, check_prompt_replays
-from tests.unit.cuda_graph.rig import AUX, extend_driver, sequences
+from tests.unit.engine.graphs.rig import AUX, extend_driver, sequences
 
 pytestmark = [
     pytest.mark.gpu,

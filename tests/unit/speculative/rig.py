@@ -38,7 +38,7 @@ from tests.fakes.draft_models import DRAFTS, standalone_model, tiny_draft
 from tests.fakes.mtp_models import FORMATS, MtpModel, mtp_config, mtp_modules, whole_prompt
 from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import VOCAB, reference, tiny_model
-from tests.unit.cuda_graph.rig import CPU, DeviceDriver, sequences
+from tests.unit.engine.graphs.rig import CPU, DeviceDriver, sequences
 
 ANSWER = 64  # tokens that a request may say in a test
 

@@ -21,7 +21,7 @@ from common.speculation.directory import load_draft_config
 from tests.fakes.draft_models import DRAFTS
 from tests.fakes.mtp_models import mtp_config
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, tiny_model
-from tests.unit.cuda_graph.rig import BACKENDS
+from tests.unit.engine.graphs.rig import BACKENDS
 from tests.unit.speculative.rig import Kind, RoundRig, prompts_of
 
 ROOT = Path(__file__).resolve().parents[3]

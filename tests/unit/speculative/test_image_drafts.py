@@ -14,7 +14,7 @@ from common.node.serving_draft import load_serving_draft
 from common.speculation.directory import load_draft_config
 from prefill_node.draft import ModelPrefill, PrefillDraft
 from prefill_node.multi_layer import MultiLayerPrefill
-from tests.unit.speculative.test_draft_config import MODELS, PLACEMENT, TARGET
+from tests.unit.checkpoint.test_draft_config import MODELS, PLACEMENT, TARGET
 
 
 @pytest.mark.parametrize("algorithm", ["mtp", "standalone"])

@@ -14,7 +14,7 @@ from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_step
 from common.checkpoint.model_config import ModelConfig
 from common.node.serving_model import ServingModel, page_space
 from common.speculation.directory import load_draft_config
-from tests.unit.speculative.test_draft_config import MODELS, TARGET
+from tests.unit.checkpoint.test_draft_config import MODELS, TARGET
 
 PAGE = 4
 # algorithm, shipped draft, tokens behind a position that its draft KV depends on

@@ -19,7 +19,7 @@ from common.engine.graphs.slots import SlotError
 from common.engine.state.pool import KvPool
 from common.messages.generation import SamplingParams
 from decode_node.graphs.decode_graph import FILTERED, GREEDY, LOGITS, RANDOM
-from tests.unit.cuda_graph.rig import BACKENDS
+from tests.unit.engine.graphs.rig import BACKENDS
 from tests.unit.speculative.rig import Kind, RoundRig, Seen, prompts_of
 
 PROMPTS = prompts_of([21, 9, 30, 4, 13])

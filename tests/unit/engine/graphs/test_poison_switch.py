@@ -26,7 +26,7 @@ from tests.fakes.draft_models import DraftModel, StandaloneModel
 from tests.fakes.mtp_models import MtpModel
 from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import CONFIG, PLACEMENT
-from tests.unit.cuda_graph.rig import model
+from tests.unit.engine.graphs.rig import model
 from tests.unit.engine.paged_driver import Driver
 
 CPU, PAGE = torch.device("cpu"), 4

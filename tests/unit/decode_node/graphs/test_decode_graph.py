@@ -25,7 +25,7 @@ from decode_node.graphs.decode_graph import (
     decode_spec,
     serving_variants,
 )
-from tests.unit.cuda_graph.rig import BACKENDS, DecodeRig, sequences
+from tests.unit.engine.graphs.rig import BACKENDS, DecodeRig, sequences
 
 PROMPTS = sequences([21, 9, 30, 4, 13])
 PARAMS = {

@@ -27,7 +27,7 @@ from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.prefill_extend import ExtendCall, PrefillExtend, extend_spec
 from prefill_node.graphs.static_extend import BROKEN, StaticExtend
 from tests.fakes.rounding import expect_close
-from tests.unit.cuda_graph.rig import AUX, BACKENDS, DecodeRig, extend_driver, model, piecewise, sequences
+from tests.unit.engine.graphs.rig import AUX, BACKENDS, DecodeRig, extend_driver, model, piecewise, sequences
 from tests.unit.engine.paged_driver import BAD_PAGE, Driver
 
 NULL, LAST, FULL = CaptureHiddenMode

@@ -30,7 +30,7 @@ from tests.fakes.draft_models import DRAFTS, tiny_draft
 from tests.fakes.pools import plain_pool
 from tests.fakes.rounding import expect_close
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, VOCAB, tiny_model
-from tests.unit.cuda_graph.rig import sequences
+from tests.unit.engine.graphs.rig import sequences
 from tests.unit.engine.paged_driver import Driver
 
 NULL, LAST, FULL = CaptureHiddenMode

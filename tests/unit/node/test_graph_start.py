@@ -26,7 +26,7 @@ from common.observability.logs import Log
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.prefill_extend import PrefillExtend
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, tiny_model
-from tests.unit.cuda_graph.rig import DeviceDriver, model, sequences
+from tests.unit.engine.graphs.rig import DeviceDriver, model, sequences
 
 FULL = CaptureHiddenMode.FULL
 PAGE = 16

@@ -29,7 +29,7 @@ from decode_node.graphs.step_graphs import round_plans
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.backends.choice import prompt_backend
 from prefill_node.graphs.prompt_graphs import prefill_graphs
-from tests.unit.cuda_graph.rig import model
+from tests.unit.engine.graphs.rig import model
 from tests.unit.engine.paged_driver import Driver
 
 PLAIN, ON_CPU = StartupFacts("cuda"), StartupFacts("cpu")

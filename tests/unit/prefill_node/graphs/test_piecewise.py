@@ -37,7 +37,7 @@ from prefill_node.graphs.backends.piecewise import PiecewiseGraphs
 from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from tests.fakes.rounding import expect_close
 from tests.fakes.tiny_model import CONFIG
-from tests.unit.cuda_graph.rig import BODIES, CPU, extend_driver, model, piecewise, sequences
+from tests.unit.engine.graphs.rig import BODIES, CPU, extend_driver, model, piecewise, sequences
 from tests.unit.engine.paged_driver import Driver
 
 NULL = CaptureHiddenMode.NULL
