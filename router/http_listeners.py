@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from aiohttp import web
 
 from common.errors import ConfigError
 from common.observability.logs import Log
+from router.accepting import Acceptor, listening_sockets
 from router.auth_keys import KeyFile
 from router.listeners import BACKLOG, TlsFiles, owner_socket
 
@@ -41,10 +45,11 @@ class HttpListeners:
         await self.owner.setup()
         listener = owner_socket(self.admin_socket)
         self.bound = True
-        await web.SockSite(self.owner, listener, backlog=BACKLOG).start()
+        listener.listen(BACKLOG)
+        await _Site(self.owner, [listener], self.log, None).start()
         if self.admin is not None and self.admin_address is not None:
-            await _listen(self.admin, *self.admin_address, "router.admin", None)
-        await _listen(self.public, *self.address, "router.port", self.tls)
+            await self._listen(self.admin, *self.admin_address, "router.admin", None)
+        await self._listen(self.public, *self.address, "router.port", self.tls)
         if self.keys is not None:
             self.watcher = asyncio.create_task(self.keys.watch())
 
@@ -72,38 +77,52 @@ class HttpListeners:
         if self.bound:  # else it is another router's
             self.admin_socket.unlink(missing_ok=True)
 
+    async def _listen(
+        self, runner: web.AppRunner, host: str, port: int, key: str, tls: TlsFiles | None
+    ) -> None:
+        """Raises ConfigError; `key` is the key of the port."""
+        await runner.setup()
+        deadline = time.monotonic() + BIND_SECONDS
+        while True:
+            try:
+                sockets = await listening_sockets(host, port, BACKLOG)
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    raise _cannot_bind(host, port, key, error) from error
+            await asyncio.sleep(0.1)
+        await _Site(runner, sockets, self.log, tls.context if tls is not None else None).start()
 
-class _Site(web.TCPSite):
-    """Its TLS handshakes end soon: until then a connection counts towards no limit."""
+
+class _Site(web.BaseSite):
+    """Sockets that a runner is served by.
+
+    TLS handshakes end soon: until then a connection counts towards no limit.
+    """
+
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        sockets: Sequence[socket.socket],
+        log: Log,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        super().__init__(runner, ssl_context=context)
+        self._sockets = sockets
+        self._log = log
+
+    @property
+    def name(self) -> str:
+        return ", ".join(str(each.getsockname()) for each in self._sockets)
 
     async def start(self) -> None:
-        await web.BaseSite.start(self)
+        await super().start()
         assert self._runner.server is not None
-        self._server = await asyncio.get_running_loop().create_server(
-            self._runner.server,
-            self._host,
-            self._port,
-            ssl=self._ssl_context,
-            backlog=self._backlog,
-            reuse_address=self._reuse_address,
-            ssl_handshake_timeout=HANDSHAKE_SECONDS if self._ssl_context is not None else None,
+        acceptor = Acceptor(
+            self._sockets, self._runner.server, self._log, self._ssl_context, HANDSHAKE_SECONDS
         )
-
-
-async def _listen(runner: web.AppRunner, host: str, port: int, key: str, tls: TlsFiles | None) -> None:
-    await runner.setup()
-    context = tls.context if tls is not None else None
-    deadline = time.monotonic() + BIND_SECONDS
-    while True:
-        site = _Site(runner, host, port, backlog=BACKLOG, reuse_address=True, ssl_context=context)
-        try:
-            await site.start()
-            return
-        except OSError as error:
-            await site.stop()
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise _cannot_bind(host, port, key, error) from error
-        await asyncio.sleep(0.1)
+        # aiohttp asks it for its sockets, and to close.
+        self._server = cast(asyncio.AbstractServer, acceptor)
 
 
 def _cannot_bind(host: str, port: int, key: str, error: OSError) -> ConfigError:

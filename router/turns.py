@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -17,9 +18,18 @@ class Turns:
     serves anything else.
     """
 
-    def __init__(self, per_turn: int = PER_TURN) -> None:
+    def __init__(
+        self,
+        per_turn: int = PER_TURN,
+        seconds: float = float("inf"),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """A turn ends early for calls once `seconds` have passed since its first one; one call is always made."""
         self._per_turn = per_turn
+        self._seconds = seconds
+        self._clock = clock
         self._passed = 0  # in this turn
+        self._until = 0.0  # by the clock, for this turn
         self._counting = False  # `_next_turn` is scheduled
         self._waiting: deque[Step] = deque()
 
@@ -38,32 +48,43 @@ class Turns:
         self._waiting.append(let_through)
         await turn
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Call `function` at once if this turn has room, otherwise in a later one. It must not raise."""
+    def call(self, function: Callable[[], None]) -> bool:
+        """Call `function` at once and return True if this turn has room; otherwise call it in a later turn."""
         if self._has_room():
             function()
-            return
+            return True
 
         def step() -> bool:
             function()
             return True
 
         self._waiting.append(step)
+        return False
 
     def _has_room(self) -> bool:
         if not self._counting:
             self._counting = True
             asyncio.get_running_loop().call_soon(self._next_turn)
-        if self._passed < self._per_turn and not self._waiting:
-            self._passed += 1
+        if self._waiting or not self._turn_goes_on():
+            return False
+        self._passed += 1
+        return True
+
+    def _turn_goes_on(self) -> bool:
+        """Whether another may pass in this turn."""
+        if not self._passed:
+            self._until = self._clock() + self._seconds
             return True
-        return False
+        return self._passed < self._per_turn and self._clock() < self._until
 
     def _next_turn(self) -> None:
         """Start a new turn. Scheduled once per turn while callers pass or wait."""
         self._passed = 0
-        while self._waiting and self._passed < self._per_turn:
-            self._passed += self._waiting.popleft()()
-        self._counting = self._passed > 0
-        if self._counting:
-            asyncio.get_running_loop().call_soon(self._next_turn)
+        try:
+            while self._waiting and self._turn_goes_on():
+                self._passed += self._waiting.popleft()()
+        finally:
+            # One call that raises is logged by the loop; those that wait go on.
+            self._counting = self._passed > 0 or bool(self._waiting)
+            if self._counting:
+                asyncio.get_running_loop().call_soon(self._next_turn)

@@ -104,15 +104,16 @@ class ScriptedPair:
         return len(self._running)
 
     async def replace_decode(self) -> None:
-        """Register a new process under the decode node's name; the earlier one ends."""
+        """The decode node ends, and a new process registers under its name."""
         task = self._tasks[1]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         self._running.clear()
-        before, self.decode = self.decode, self._decode_node()
+        # The router answers no second process under a name while the first one lives.
+        self.decode.close()
+        self.decode = self._decode_node()
         answer = await self.decode.register()
         assert isinstance(answer, Registered), answer
-        before.close()
         self._tasks[1] = asyncio.create_task(self._serve_decode())
 
     async def _serve_prefill(self) -> None:

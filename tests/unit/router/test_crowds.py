@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
@@ -19,33 +17,9 @@ from router.control_plane import STEPS_PER_TURN
 from router.legs import placement_messages
 from router.turns import PER_TURN
 from tests.fakes.router_rig import legs, router_rig
-from tests.fakes.waiting import eventually
-
-
-class TurnCount:
-    """Counts turns of the event loop, and what happens in each."""
-
-    def __init__(self) -> None:
-        self.turn = 0
-        self.events: Counter[int] = Counter()  # turn -> how many
-
-    def note(self) -> None:
-        self.events[self.turn] += 1
-
-    async def run(self) -> None:
-        while True:
-            self.turn += 1
-            await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def counting() -> AsyncIterator[TurnCount]:
-    count = TurnCount()
-    task = asyncio.create_task(count.run())
-    try:
-        yield count
-    finally:
-        task.cancel()
+from tests.fakes.turn_count import counting_turns
+from tests.fakes.waiting import PATIENCE, eventually
+from tests.unit.router.conftest import Rig
 
 
 async def test_requests_that_lose_their_node_are_placed_again_a_few_at_a_time(
@@ -56,7 +30,7 @@ async def test_requests_that_lose_their_node_are_placed_again_a_few_at_a_time(
         _, decode = await rig.pair(0)
         clients = [rig.client([1, 2, 3]) for _ in range(requests)]
         await eventually(lambda: sum(isinstance(each, Reserve) for each in decode.received()) == requests)
-        async with counting() as count:
+        async with counting_turns() as count:
 
             def noted(*arguments: Any) -> Any:
                 count.note()
@@ -65,8 +39,8 @@ async def test_requests_that_lose_their_node_are_placed_again_a_few_at_a_time(
             monkeypatch.setattr(dispatcher, "placement_messages", noted)
             await rig.node("decode", "decode-1")
             decode.say(Goodbye(incarnation=decode.ref.incarnation))
-            await eventually(lambda: sum(count.events.values()) == requests)
-        assert max(count.events.values()) <= 2 * PER_TURN
+            await eventually(lambda: count.total == requests)
+        assert count.most <= 2 * PER_TURN
         for client in clients:
             await client.leave()
 
@@ -83,7 +57,7 @@ async def test_a_step_of_many_requests_is_handled_over_several_turns(
         prefill.say(FirstToken(room=room, token=OutputToken(0), finish_reason=None, cached_tokens=0))
         await client.until(1)
         on_run = Attempt.on_run
-        async with counting() as count:
+        async with counting_turns() as count:
 
             def noted(self: Attempt, run: TokenRun) -> None:
                 count.note()
@@ -95,6 +69,39 @@ async def test_a_step_of_many_requests_is_handled_over_several_turns(
             decode.say(Tokens(runs=[TokenRun(room, n, [OutputToken(n % 99)], last.get(n)) for n in ids]))
             decode.tokens(room, 1, [7])  # a repetition that comes after all of them
             await client.done()
-            await eventually(lambda: sum(count.events.values()) >= runs)
+            await eventually(lambda: count.total >= runs)
         assert client.ids == [0, *(n % 99 for n in ids)]
-        assert max(count.events.values()) <= 2 * STEPS_PER_TURN
+        assert count.most <= 2 * STEPS_PER_TURN
+
+
+async def test_requests_that_arrive_together_are_parsed_a_few_per_turn(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = [await asyncio.open_connection(rig.host, rig.port) for _ in range(10 * PER_TURN)]
+    async with counting_turns() as count:
+        parse = web.RequestHandler.data_received
+
+        def noted(self: web.RequestHandler, data: bytes) -> None:
+            count.note()
+            parse(self, data)
+
+        monkeypatch.setattr(web.RequestHandler, "data_received", noted)
+        for _, writer in connections:
+            writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = await asyncio.wait_for(
+            asyncio.gather(*(reader.read() for reader, _ in connections)), PATIENCE
+        )
+    assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
+    assert count.most <= 2 * PER_TURN
+    for _, writer in connections:
+        writer.close()
+
+
+async def test_bodies_that_arrive_together_are_whole(rig: Rig) -> None:
+    """Pieces that wait for their turn keep their order, and reading goes on after them."""
+    body = {"tokens": [3 + number % 600 for number in range(60_000)]}
+    answers = await asyncio.gather(*(rig.post("/detokenize", body) for _ in range(3 * PER_TURN)))
+    [(status, first, _), *others] = answers
+    assert status == 200
+    assert len(first["prompt"]) > 60_000
+    assert all((status, answer) == (200, first) for status, answer, _ in others)

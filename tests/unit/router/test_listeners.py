@@ -10,16 +10,19 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from common.config import Resolved, load_cluster
 from common.errors import ConfigError
 from common.observability.logs import Log
+from router.accepting import ACCEPTED_PER_TURN
 from router.app import RouterApp, build
 from router.from_config import http_listeners
 from router.http_listeners import HttpListeners
 from router.listeners import ConnectionLimit, TlsFiles, client_address, owner_socket
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.tls_files import AUTHORITY, copy_certificates
+from tests.fakes.turn_count import counting_turns
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import TINY, Serve
 
@@ -281,3 +284,30 @@ async def test_one_address_has_so_many_connections(serve: Serve) -> None:
 )
 def test_addresses_of_one_client_are_one(address: str, name: str) -> None:
     assert client_address(address) == name
+
+
+async def test_every_listener_accepts_a_few_connections_per_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = router(tmp_path)
+    await app.start()
+    crowd = 10 * ACCEPTED_PER_TURN
+    made = web.RequestHandler.connection_made
+    for runner in (app.http.public, app.http.owner):
+        [address] = runner.addresses
+        async with counting_turns() as count:
+
+            def noted(self: web.RequestHandler, transport: asyncio.BaseTransport) -> None:
+                count.note()
+                made(self, transport)
+
+            monkeypatch.setattr(web.RequestHandler, "connection_made", noted)
+            family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+            connections = [socket.socket(family) for _ in range(crowd)]
+            for connection in connections:
+                connection.connect(address)
+            await eventually(lambda: count.total == crowd)
+            assert count.most <= 2 * ACCEPTED_PER_TURN
+            for connection in connections:
+                connection.close()
+    await app.drain()

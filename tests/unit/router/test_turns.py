@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 
 from router.turns import Turns
+from tests.fakes.waiting import eventually
 
 
 class TurnCount:
@@ -78,3 +79,46 @@ async def test_calls_keep_their_order_among_those_that_wait() -> None:
     assert sorted(number for number, _ in order) == list(range(20))
     assert [number for number, _ in order if number % 2 == 0] == list(range(0, 20, 2))
     assert max(Counter(turn for _, turn in order).values()) <= 4
+
+
+class Ticking:
+    """A clock that only work moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self) -> None:
+        self.now += 1.0
+
+
+async def test_calls_that_take_long_end_a_turn_early() -> None:
+    clock = Ticking()
+    turns, order = Turns(per_turn=8, seconds=1.5, clock=clock), []
+
+    def call(number: int) -> None:
+        clock.work()
+        order.append((number, count.turn))
+
+    async with TurnCount() as count:
+        at_once = [turns.call(lambda number=number: call(number)) for number in range(10)]  # type: ignore[misc]
+        assert at_once == [True] * 2 + [False] * 8
+        await eventually(lambda: len(order) == 10)
+    assert [number for number, _ in order] == list(range(10))
+    assert max(Counter(turn for _, turn in order).values()) == 2
+
+
+async def test_a_call_that_raises_does_not_hold_up_the_others() -> None:
+    loop, reported = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    turns, done = Turns(per_turn=1), []
+
+    def fail() -> None:
+        raise ValueError("a defect")
+
+    for function in (lambda: done.append(1), fail, lambda: done.append(2)):
+        turns.call(function)
+    await eventually(lambda: done == [1, 2])
+    assert [str(error) for error in reported] == ["a defect"]

@@ -1,0 +1,119 @@
+"""Accepts connections a few per turn of the event loop, on sockets that already listen.
+
+The event loops' own servers accept everything that waits within one turn: a thousand clients that connect at once would
+hold the loop for a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+
+from common.observability.logs import Log
+
+ACCEPTED_PER_TURN = 8  # per listening socket
+RETRY_SECONDS = 1.0  # after the process or the host has run out of descriptors or memory
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class Acceptor:
+    """Hands each accepted connection to a protocol. Listens from its creation until `close`."""
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        protocol: Callable[[], asyncio.BaseProtocol],
+        log: Log,
+        context: ssl.SSLContext | None = None,
+        handshake_seconds: float | None = None,
+    ) -> None:
+        """`sockets` are bound and listen, and belong to this object from here on.
+
+        Args:
+            context: with it every connection begins with a TLS handshake of at most `handshake_seconds`.
+        """
+        self.sockets = tuple(sockets)
+        self._protocol = protocol
+        self._log = log
+        self._context = context
+        self._handshake_seconds = handshake_seconds
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._retries: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._closed = False
+        for listener in self.sockets:
+            listener.setblocking(False)
+            self._watch(listener)
+
+    def close(self) -> None:
+        """Stop listening. Connections that were accepted stay open, unless their handshake is still under way."""
+        if self._closed:
+            return
+        self._closed = True
+        for retry in self._retries.values():
+            retry.cancel()
+        for listener in self.sockets:
+            self._loop.remove_reader(listener)
+            listener.close()
+        for task in self._opening:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Return once no handshake is under way any more."""
+        await asyncio.gather(*self._opening, return_exceptions=True)
+
+    def _watch(self, listener: socket.socket) -> None:
+        self._retries.pop(listener, None)
+        self._loop.add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept some; the loop calls again in its next turn while more wait."""
+        for _ in range(ACCEPTED_PER_TURN):
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in EXHAUSTED:
+                    # The socket stays readable: without a pause the loop would spin.
+                    self._log.warning("cannot accept connections for a moment", reason=str(error))
+                    self._loop.remove_reader(listener)
+                    self._retries[listener] = self._loop.call_later(RETRY_SECONDS, self._watch, listener)
+                    return
+                # Of a connection that ended before it was accepted.
+                continue
+            connection.setblocking(False)
+            task = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                self._protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=self._handshake_seconds if self._context is not None else None,
+            )
+        except (OSError, asyncio.CancelledError):
+            # The client left, or its handshake failed or took too long: nothing of ours to log.
+            connection.close()
+
+
+async def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Sockets that listen at every address of `host`. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    made: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in dict.fromkeys(found):
+            made.append(socket.create_server(address, family=family, backlog=backlog))
+    except BaseException:
+        for each in made:
+            each.close()
+        raise
+    return made

@@ -1,0 +1,43 @@
+"""Counts what happens in each turn of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class TurnCount:
+    """Made by `counting_turns`; a test notes each event."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.events: Counter[int] = Counter()  # turn -> how many
+
+    def note(self, events: int = 1) -> None:
+        self.events[self.turn] += events
+
+    @property
+    def total(self) -> int:
+        return self.events.total()
+
+    @property
+    def most(self) -> int:
+        """Events of the busiest turn."""
+        return max(self.events.values())
+
+    async def run(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def counting_turns() -> AsyncIterator[TurnCount]:
+    count = TurnCount()
+    task = asyncio.create_task(count.run())
+    try:
+        yield count
+    finally:
+        task.cancel()
