@@ -12,6 +12,7 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.process import ClusterOption, SetOption, StatusOption, run_command, run_process
 from router.app import build
+from router.collector import collect_when_quiet, prepare_heap
 
 
 async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
@@ -24,8 +25,11 @@ async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> Non
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, app.http.reload)
     await app.start()
+    prepare_heap()
+    collector = loop.create_task(collect_when_quiet(lambda: app.http.connections))
     reporter.report("ready")
     await stop.wait()
+    collector.cancel()
     await app.drain()
 
 

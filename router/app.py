@@ -27,7 +27,8 @@ from common.observability.logs import Log
 from router.admin_routes import AdminRoutes
 from router.client import View
 from router.control_plane import ControlPlane
-from router.dispatcher import Dispatcher, DispatchLimits
+from router.dispatch_limits import DispatchLimits
+from router.dispatcher import Dispatcher
 from router.fetch_process import FetchProcess
 from router.from_config import http_listeners, registration_rules
 from router.http_listeners import HttpListeners

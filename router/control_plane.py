@@ -146,9 +146,14 @@ class ControlPlane:
 
     def _look(self) -> None:
         self._look_due = False
-        self._on_readable()
+        self._read()
 
     def _on_readable(self) -> None:
+        """Read now, unless a look is due anyway: two in one turn would do twice what one turn should."""
+        if not self._look_due:
+            self._read()
+
+    def _read(self) -> None:
         # A read was scheduled before `close`.
         if self._closed:
             return

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -31,6 +31,7 @@ from common.observability.logs import Log
 from router.admission import Admission, NodeRoom
 from router.attempt import Attempt
 from router.decode_pace import DecodePace
+from router.dispatch_limits import DispatchLimits
 from router.generation import AnswerComplete, GenerationRequest, TokenDelta
 from router.in_flight import InFlight
 from router.legs import placement_messages
@@ -45,20 +46,7 @@ from router.retry_budget import RetryBudget
 from router.timeline import Timeline, Timelines
 from router.turns import Turns
 
-
-@dataclass(frozen=True, slots=True)
-class DispatchLimits:
-    """Limits from the router section of the config."""
-
-    max_attempts: int
-    max_requests: int
-    request_timeout: float
-    placement_wait: float
-    retry_ratio: float = 0.2
-    queue_wait: float = 30.0
-    max_crashes: int = 2
-    reserved_tokens: int = 256  # that a decode node reserves for the answer of a request
-    requests_per_node: int = 1 << 20  # that a decode node may have in its batch or in transfer
+LOSSES_PER_TURN = 64  # requests that hear of the loss of their node in one turn of the loop
 
 
 class Dispatcher:
@@ -93,6 +81,7 @@ class Dispatcher:
         metrics.placement.waiting.set_function(lambda: self.admission.waiting)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
         self._turns = Turns()  # spreads placements over turns of the event loop
+        self._losses = Turns(LOSSES_PER_TURN)
         self._active = 0
         self._ended = asyncio.Event()
         self._ending: RequestError | None = None  # ends every request once `end_all` was called
@@ -125,7 +114,8 @@ class Dispatcher:
                 self._metrics.placement.quarantined.inc()
                 attempt.fail(poison_error())
         for room in aboard:
-            self._attempts[room].lose(node, reason)
+            # Each call wakes a request.
+            self._losses.call(partial(self._attempts[room].lose, node, reason))
 
     def transferred(self, attempt: Attempt, stages: Mapping[str, float]) -> None:
         """The prefill node has handed over the pages. `stages` are in seconds since it received the prompt."""
@@ -343,11 +333,11 @@ class Dispatcher:
             if loop.time() >= until:
                 self._metrics.placement.refused.labels(found).inc()
                 raise unavailable(found)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await changed.wait()
-            except TimeoutError:
-                continue
+            # The node that has come may be what a thousand requests wait for.
+            await self._turns.wait()
 
     def _wait_until(self, flight: InFlight, started: float) -> float:
         return min(started + self._limits.placement_wait, flight.deadline)

@@ -68,12 +68,21 @@ class HttpListeners:
                     "the TLS files cannot be read again; those from before hold", reason=str(error)
                 )
 
+    @property
+    def connections(self) -> int:
+        """How many connections of all listeners are open."""
+        servers = (runner.server for runner in self._runners)
+        return sum(len(server.connections) for server in servers if server is not None)
+
+    @property
+    def _runners(self) -> list[web.AppRunner]:
+        return [self.public, self.owner, *([self.admin] if self.admin is not None else [])]
+
     async def close(self) -> None:
         """Gives answers that are being written a moment, and cancels the rest."""
         if self.watcher is not None:
             self.watcher.cancel()
-        runners = (self.public, self.owner, *([self.admin] if self.admin is not None else []))
-        await asyncio.gather(*(runner.cleanup() for runner in runners))
+        await asyncio.gather(*(runner.cleanup() for runner in self._runners))
         if self.bound:  # else it is another router's
             self.admin_socket.unlink(missing_ok=True)
 

@@ -20,7 +20,8 @@ from common.messages.node_inbox import Registered
 from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
 from router.control_plane import ControlPlane
-from router.dispatcher import Dispatcher, DispatchLimits
+from router.dispatch_limits import DispatchLimits
+from router.dispatcher import Dispatcher
 from router.generation import Batch, GenerationRequest, TokenDelta
 from router.metrics import RouterMetrics
 from router.node_health import NodeHealth

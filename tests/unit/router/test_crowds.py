@@ -15,6 +15,8 @@ from router import dispatcher
 from router.attempt import Attempt
 from router.control_plane import STEPS_PER_TURN
 from router.legs import placement_messages
+from router.node_registry import Node
+from router.placer import Placer
 from router.turns import PER_TURN
 from tests.fakes.router_rig import legs, router_rig
 from tests.fakes.turn_count import counting_turns
@@ -41,6 +43,65 @@ async def test_requests_that_lose_their_node_are_placed_again_a_few_at_a_time(
             decode.say(Goodbye(incarnation=decode.ref.incarnation))
             await eventually(lambda: count.total == requests)
         assert count.most <= 2 * PER_TURN
+        for client in clients:
+            await client.leave()
+
+
+async def test_requests_that_wait_for_a_node_are_placed_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The node is lost first and its successor comes later: all of them wait for the same thing."""
+    requests = 10 * PER_TURN
+    async with router_rig(placement_wait=PATIENCE) as rig:
+        _, decode = await rig.pair(0)
+        clients = [rig.client([1, 2, 3]) for _ in range(requests)]
+        await eventually(lambda: sum(isinstance(each, Reserve) for each in decode.received()) == requests)
+        waiting = 0
+        choose = Placer.choose
+
+        def nowhere(self: Placer, avoid: set[str]) -> Any:
+            nonlocal waiting
+            found = choose(self, avoid)
+            waiting += isinstance(found, str)
+            return found
+
+        monkeypatch.setattr(Placer, "choose", nowhere)
+        decode.say(Goodbye(incarnation=decode.ref.incarnation))
+        await eventually(lambda: waiting == requests)
+        async with counting_turns() as count:
+
+            def noted(*arguments: Any) -> Any:
+                count.note()
+                return placement_messages(*arguments)
+
+            monkeypatch.setattr(dispatcher, "placement_messages", noted)
+            await rig.node("decode", "decode-1")
+            await eventually(lambda: count.total == requests)
+        assert count.most <= 2 * PER_TURN
+        for client in clients:
+            await client.leave()
+
+
+async def test_the_loss_of_a_node_reaches_its_requests_over_several_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher, "LOSSES_PER_TURN", 4)
+    requests = 40
+    async with router_rig(placement_wait=PATIENCE) as rig:
+        _, decode = await rig.pair(0)
+        clients = [rig.client([1, 2, 3]) for _ in range(requests)]
+        await eventually(lambda: sum(isinstance(each, Reserve) for each in decode.received()) == requests)
+        lose = Attempt.lose
+        async with counting_turns() as count:
+
+            def noted(self: Attempt, node: Node, reason: str) -> None:
+                count.note()
+                lose(self, node, reason)
+
+            monkeypatch.setattr(Attempt, "lose", noted)
+            decode.say(Goodbye(incarnation=decode.ref.incarnation))
+            await eventually(lambda: count.total == requests)
+        assert count.most <= 2 * 4
         for client in clients:
             await client.leave()
 
