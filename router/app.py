@@ -42,6 +42,7 @@ from router.placement import POLICIES, decode_cost, prefill_cost
 from router.request_checks import ServedModel
 from router.return_watch import ReturnWatch
 from router.server_info import of_nodes, of_service
+from router.spawner import Spawner
 from router.status_routes import ClusterView, StatusRoutes
 from router.text_pool import TextPool
 from router.text_service import TextService
@@ -62,6 +63,7 @@ class RouterApp:
     control: ControlPlane
     registry: NodeRegistry
     dispatcher: Dispatcher
+    spawner: Spawner
     text_pool: TextPool
     images: Images
     context: zmq.Context[zmq.Socket[bytes]]
@@ -78,7 +80,11 @@ class RouterApp:
     async def start(self) -> None:
         """Listen for nodes, start the text workers, then listen for clients. Raises ConfigError or ModelError."""
         self.control.start(self.registry, self.dispatcher)
-        await self.text_pool.start()
+        try:
+            await self.text_pool.start()
+        except BaseException:
+            await self.spawner.close()
+            raise
         await self.http.start()
 
     @property
@@ -102,6 +108,7 @@ class RouterApp:
         self.events.close()
         await self.images.close()
         await self.text_pool.close()
+        await self.spawner.close()
         self.security.close()
         self.context.term()
 
@@ -252,14 +259,15 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         health,
         events,
     )
-    images, body_bytes = _images(cluster.router, config.vision)
+    spawner = Spawner()
+    images, body_bytes = _images(spawner, cluster.router, config.vision)
     template = resolved.chat_template_path
     if find_chat_template(path, template) is None:
         log.warning(
             "this model has no chat template: /v1/chat/completions is refused; set model.chat_template",
             model=str(path),
         )
-    text_pool = TextPool(path, body_bytes, log, dict(resolved.manifests).get(path), template)
+    text_pool = TextPool(spawner, path, body_bytes, log, dict(resolved.manifests).get(path), template)
     texts = TextService(text_pool, tokenizer)
     router = RouterApp(
         resolved,
@@ -267,6 +275,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         control,
         registry,
         dispatcher,
+        spawner,
         text_pool,
         images,
         context,
@@ -291,13 +300,13 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     return router
 
 
-def _images(section: Router, vision: VisionConfig | None) -> tuple[Images, int]:
+def _images(spawner: Spawner, section: Router, vision: VisionConfig | None) -> tuple[Images, int]:
     """Return the image loader and the largest accepted body, in bytes."""
     if vision is None:
         return NoImages(), section.max_body_bytes
     own = section.images
     limits = ImageLimits(own.max_count, own.max_bytes, own.max_request_bytes, own.max_held_mib << 20)
-    inspector = ImageInspector(own.max_pixels)
-    fetcher = FetchProcess(own.fetch_hosts, own.max_bytes, own.fetch_timeout)
+    inspector = ImageInspector(spawner, own.max_pixels)
+    fetcher = FetchProcess(spawner, own.fetch_hosts, own.max_bytes, own.fetch_timeout)
     in_base64 = own.max_request_bytes * 4 // 3
     return ImageLoader(limits, vision, inspector, fetcher), section.max_body_bytes + in_base64

@@ -13,10 +13,8 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import sys
 import traceback
 from asyncio import Future, StreamReader, StreamWriter
-from asyncio.subprocess import Process
 from collections.abc import Sequence
 
 import msgspec
@@ -24,6 +22,7 @@ import msgspec
 from common.errors import InternalError, InvalidRequest, Overloaded, ProtocolError
 from router.child_process import START_SECONDS, confine, framed, read_frame
 from router.image_fetch import UNREACHABLE, ImageFetcher
+from router.spawner import Child, Spawner
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 256
@@ -66,8 +65,14 @@ class FetchProcess:
     """The router's end. It starts the process when it is first needed, and again after it has died."""
 
     def __init__(
-        self, hosts: Sequence[str], max_bytes: int, timeout: float, program: Sequence[str] = PROGRAM
+        self,
+        spawner: Spawner,
+        hosts: Sequence[str],
+        max_bytes: int,
+        timeout: float,
+        program: Sequence[str] = PROGRAM,
     ) -> None:
+        self._spawner = spawner
         self._rules = ImageFetcher(hosts, max_bytes, timeout)
         self._settings = Settings(tuple(hosts), max_bytes, timeout)
         self._program = tuple(program)
@@ -104,14 +109,14 @@ class FetchProcess:
     async def _running(self) -> _Child:
         async with self._turn:
             if self._child is None or self._child.ended:
-                self._child = await _start(self._program, self._settings)
+                self._child = await _start(self._spawner, self._program, self._settings)
             return self._child
 
 
 class _Child:
     """One child process and the images requested from it."""
 
-    def __init__(self, process: Process, reader: StreamReader, writer: StreamWriter, most: int) -> None:
+    def __init__(self, process: Child, reader: StreamReader, writer: StreamWriter, most: int) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -135,8 +140,7 @@ class _Child:
         return await answer
 
     async def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
         await asyncio.shield(self._listener)
 
     async def _listen(self) -> None:
@@ -156,16 +160,14 @@ class _Child:
             await _end(self._process)
 
 
-async def _start(program: tuple[str, ...], settings: Settings) -> _Child:
+async def _start(spawner: Spawner, program: tuple[str, ...], settings: Settings) -> _Child:
     """Start a process and wait until it is ready. Raises InternalError."""
     ours, theirs = socket.socketpair()
     async with contextlib.AsyncExitStack() as undo:
         undo.callback(ours.close)
         try:
             with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable, *program, stdin=theirs.fileno()
-                )
+                process = await spawner.start(program, theirs)
             undo.push_async_callback(_end, process)
             reader, writer = await asyncio.open_connection(sock=ours)
             undo.callback(writer.close)
@@ -178,9 +180,8 @@ async def _start(program: tuple[str, ...], settings: Settings) -> _Child:
     return _Child(process, reader, writer, settings.max_bytes + HEAD)
 
 
-async def _end(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+async def _end(process: Child) -> None:
+    process.kill()
     await process.wait()
 
 

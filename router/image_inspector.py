@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import sys
 import traceback
-from asyncio.subprocess import Process
+from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import msgspec
 
 from common.errors import InternalError, InvalidRequest, Overloaded, ProtocolError
 from common.image_files import decode_image
 from router.child_process import START_SECONDS, confine, framed, read_frame
+from router.spawner import Child, Spawner
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 64
 SECONDS = 3.0  # limit for decoding one image, without its wait for earlier ones
 TURN_SECONDS = 30.0  # limit for that wait
 VERDICT_BYTES = 1 << 16
+PROGRAM = ("-m", "router.image_inspector")
 
 
 class Inspection(msgspec.Struct, frozen=True, array_like=True):
@@ -48,13 +52,26 @@ _verdicts = msgspec.msgpack.Decoder(Verdict)
 _inspections = msgspec.msgpack.Decoder(Inspection)
 
 
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One that runs, and the channel to it."""
+
+    child: Child
+    reader: StreamReader
+    writer: StreamWriter
+
+    async def verdict(self) -> Verdict:
+        return _verdicts.decode(await read_frame(self.reader, VERDICT_BYTES))
+
+
 class ImageInspector:
     """The router's end. It handles one image at a time and starts the process when needed, and again if it died."""
 
-    def __init__(self, max_pixels: int, seconds: float = SECONDS) -> None:
+    def __init__(self, spawner: Spawner, max_pixels: int, seconds: float = SECONDS) -> None:
+        self._spawner = spawner
         self._max_pixels = max_pixels
         self._seconds = seconds
-        self._process: Process | None = None
+        self._process: _Process | None = None
         self._turn = asyncio.Lock()
 
     async def check(self, data: bytes, media_type: str | None) -> tuple[int, int]:
@@ -65,12 +82,11 @@ class ImageInspector:
         frame = framed(Inspection(media_type, self._max_pixels, data))
         async with self._next():
             process = await self._running()
-            assert process.stdin is not None
             try:
                 async with asyncio.timeout(self._seconds):
-                    process.stdin.write(frame)
-                    await process.stdin.drain()
-                    verdict = await _verdict(process)
+                    process.writer.write(frame)
+                    await process.writer.drain()
+                    verdict = await process.verdict()
             except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
                 await self._end()
                 raise InvalidRequest(
@@ -102,42 +118,45 @@ class ImageInspector:
         async with self._turn:
             await self._end()
 
-    async def _running(self) -> Process:
+    async def _running(self) -> _Process:
         """Return a process that is ready for an image. Raises InternalError."""
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None or self._process.child.returncode is not None:
+            await self._end()
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "router.image_inspector",
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                )
+                self._process = await self._start()
                 async with asyncio.timeout(START_SECONDS):
-                    await _verdict(self._process)
+                    await self._process.verdict()
             except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
                 await self._end()
                 raise InternalError(f"cannot start the image inspection process: {error}") from error
-            except BaseException:  # cancelled: its initial verdict must not be read as that on an image
+            except BaseException:
+                # Cancelled: its initial verdict must not be read as that on an image.
                 await self._end()
                 raise
         return self._process
 
+    async def _start(self) -> _Process:
+        """Raises OSError or InternalError."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                child = await self._spawner.start(PROGRAM, theirs, answers=True)
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        return _Process(child, reader, writer)
+
     async def _end(self) -> None:
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await asyncio.shield(process.wait())
-
-
-async def _verdict(process: Process) -> Verdict:
-    assert process.stdout is not None
-    return _verdicts.decode(await read_frame(process.stdout, VERDICT_BYTES))
+        if process is not None:
+            process.child.kill()
+            process.writer.close()
+            await asyncio.shield(process.child.wait())
 
 
 def serve() -> None:
-    """Run the child's end of the pipe. Returns when the router closes its end."""
+    """Run the child's end of the channel. Returns when the router closes its end."""
     confine(ADDRESS_SPACE, OPEN_FILES)
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     verdict = Verdict("")

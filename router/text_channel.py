@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import socket
-import sys
 from asyncio import Future
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from typing import cast
 
@@ -16,6 +12,7 @@ import msgspec
 
 from common.errors import InternalError, ModelError
 from router.child_process import START_SECONDS, frame_head
+from router.spawner import Child, Spawner
 from router.text_jobs import Answer, Job, Settings
 from router.text_work import Payload
 
@@ -42,7 +39,7 @@ class TextChannel(asyncio.Protocol):
     def __init__(self, max_answer_bytes: int) -> None:
         self._max_answer_bytes = max_answer_bytes
         self._loop = asyncio.get_running_loop()
-        self._process: Process | None = None
+        self._process: Child | None = None
         self._transport: asyncio.Transport | None = None
         self._answer: Future[Done] | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -124,8 +121,9 @@ class TextChannel(asyncio.Protocol):
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
+        if self._transport is not None:
+            self._transport.abort()
 
     def _settle(self, outcome: Done | Exception) -> None:
         answer, self._answer = self._answer, None
@@ -140,7 +138,9 @@ class TextChannel(asyncio.Protocol):
             answer.set_result(outcome)
 
 
-async def start_worker(settings: Settings, program: tuple[str, ...] = PROGRAM) -> TextChannel:
+async def start_worker(
+    spawner: Spawner, settings: Settings, program: tuple[str, ...] = PROGRAM
+) -> TextChannel:
     """Ready for jobs. Raises ModelError where it cannot read the model, else InternalError."""
     try:
         ours, theirs = socket.socketpair()
@@ -149,14 +149,8 @@ async def start_worker(settings: Settings, program: tuple[str, ...] = PROGRAM) -
     channel = TextChannel(settings.max_answer_bytes)
     try:
         with theirs:
-            channel._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *program,
-                stdin=theirs.fileno(),
-                stdout=DEVNULL,
-                stderr=DEVNULL,  # a library that prints on every hostile text must not fill the router's log
-                env=os.environ | ENVIRONMENT,
-            )
+            # A library that prints on every hostile text must not fill the router's log.
+            channel._process = await spawner.start(program, theirs, ENVIRONMENT, quiet=True)
         await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
         answer, _ = await channel.ask(settings, b"", START_SECONDS)
     except (OSError, WorkerEnded, WorkerStuck) as error:

@@ -16,6 +16,7 @@ import msgspec
 
 from common.errors import InternalError, InvalidRequest, Overloaded, TandemError
 from common.observability.logs import Log
+from router.spawner import Spawner
 from router.text_channel import TextChannel, WorkerEnded, WorkerStuck, start_worker
 from router.text_jobs import Answer, Job, Settings, too_costly
 from router.text_work import Payload
@@ -160,6 +161,7 @@ class TextPool:
 
     def __init__(
         self,
+        spawner: Spawner,
         path: Path,
         max_body_bytes: int,
         log: Log,
@@ -176,8 +178,8 @@ class TextPool:
         given = None if template is None else str(template)
         small = Settings(str(path), max_body_bytes + MAX_ANSWER_BYTES, manifest=listed, chat_template=given)
         large = msgspec.structs.replace(small, nice=LARGE_NICE)
-        self._small = Lane(partial(start_worker, small), SMALL_SECONDS, log)
-        self._large = Lane(partial(start_worker, large), LARGE_SECONDS, log)
+        self._small = Lane(partial(start_worker, spawner, small), SMALL_SECONDS, log)
+        self._large = Lane(partial(start_worker, spawner, large), LARGE_SECONDS, log)
 
     async def start(self) -> None:
         """Raises ModelError for a model directory that the workers cannot read."""

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.harness import with_children
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SECONDS = 1.0
 POINTS = 24  # samples of a load that a result file shows
@@ -29,9 +31,9 @@ def sample(pid: int, done: int) -> Sample:
     """Sample a running process."""
     status = Path(f"/proc/{pid}/status").read_text()
     threads = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Threads:"))
-    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    processes = [int(each.name) for each in with_children(Path(f"/proc/{pid}"))]
     return Sample(
-        done, _rss(pid), sum(map(_rss, children)), len(list(Path(f"/proc/{pid}/fd").iterdir())), threads
+        done, _rss(pid), sum(map(_rss, processes[1:])), len(list(Path(f"/proc/{pid}/fd").iterdir())), threads
     )
 
 

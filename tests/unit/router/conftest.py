@@ -26,6 +26,7 @@ from router.images import Images, NoImages
 from router.listeners import ConnectionLimit
 from router.openai_routes import OpenAiRoutes
 from router.request_checks import ServedModel
+from router.spawner import Spawner
 from router.status_routes import ClusterView, StatusRoutes
 from router.text_service import TextService, Workers
 from router.text_work import TextWork
@@ -84,6 +85,13 @@ Serve = Callable[..., Awaitable[Rig]]
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return Tokenizer(TINY)
+
+
+@pytest.fixture
+async def spawner() -> AsyncIterator[Spawner]:
+    made = Spawner()
+    yield made
+    await made.close()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from common.errors import InternalError, InvalidRequest, Overloaded
 from router import fetch_process
 from router.child_process import framed
 from router.fetch_process import FetchProcess, Settings, Wanted
+from router.spawner import Spawner
 from tests.fakes.waiting import PATIENCE, eventually
 
 PLAYED = """
@@ -51,9 +52,9 @@ HOST = "https://images.example"
 
 
 @pytest.fixture
-async def played() -> AsyncIterator[FetchProcess]:
+async def played(spawner: Spawner) -> AsyncIterator[FetchProcess]:
     """A real process in which only the hosts are played."""
-    made = FetchProcess(["images.example"], 300_000, PATIENCE, ("-c", PLAYED))
+    made = FetchProcess(spawner, ["images.example"], 300_000, PATIENCE, ("-c", PLAYED))
     yield made
     await made.close()
     await made.close()
@@ -69,15 +70,15 @@ async def test_the_rules_are_those_of_the_router_and_the_limits_hold(played: Fet
         await played.fetch(f"{HOST}/defect")
 
 
-async def test_the_real_process_applies_every_rule() -> None:
+async def test_the_real_process_applies_every_rule(spawner: Spawner) -> None:
     """A name that the loopback has, looked up and refused in the process; with no hosts there is none."""
-    real = FetchProcess(["localhost"], 1_000, PATIENCE)
+    real = FetchProcess(spawner, ["localhost"], 1_000, PATIENCE)
     with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
         await real.fetch("https://localhost/a.png")
     assert real._child is not None
     assert not real._child.ended
     await real.close()
-    none = FetchProcess([], 1_000, PATIENCE)
+    none = FetchProcess(spawner, [], 1_000, PATIENCE)
     with pytest.raises(InvalidRequest, match="this router does not fetch images"):
         await none.fetch("https://localhost/a.png")
     assert none._child is None
@@ -130,6 +131,6 @@ def test_it_ends_with_the_router_whatever_is_on_its_way() -> None:
         assert process.wait(PATIENCE) == 0
 
 
-async def test_a_process_that_does_not_start_is_an_error_of_ours() -> None:
+async def test_a_process_that_does_not_start_is_an_error_of_ours(spawner: Spawner) -> None:
     with pytest.raises(InternalError, match="cannot start the image"):
-        await FetchProcess(["images.example"], 1_000, PATIENCE, ("-c", "")).fetch(f"{HOST}/a.png")
+        await FetchProcess(spawner, ["images.example"], 1_000, PATIENCE, ("-c", "")).fetch(f"{HOST}/a.png")

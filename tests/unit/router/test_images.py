@@ -24,6 +24,7 @@ from router.image_inspector import ImageInspector
 from router.images import Image, ImageLimits, ImageLoader, NoImages
 from router.openai_schema import ContentPart, ImageUrl, Message
 from router.placeholders import place_images
+from router.spawner import Spawner
 from tests.fakes.hostile_images import file, huge, noise, progressive, url
 from tests.fakes.waiting import PATIENCE, eventually
 
@@ -57,8 +58,8 @@ class Fetched:
 
 
 @pytest.fixture
-async def loader() -> AsyncIterator[ImageLoader]:
-    inspector = ImageInspector(max_pixels=1_000, seconds=PATIENCE)
+async def loader(spawner: Spawner) -> AsyncIterator[ImageLoader]:
+    inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
     made = ImageLoader(LIMITS, VISION, inspector, Fetched())
     yield made
     await made.close()
@@ -215,17 +216,17 @@ async def test_parts_of_other_types_are_refused(loader: ImageLoader) -> None:
         assert error.value.param == "messages[0].content[0]"
 
 
-async def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
-    inspector = ImageInspector(max_pixels=1_000, seconds=PATIENCE)
+async def test_a_decoder_that_dies_or_hangs_costs_one_image(spawner: Spawner) -> None:
+    inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
     try:
         await inspector.check(file(), "image/png")
         assert inspector._process is not None
-        os.kill(inspector._process.pid, signal.SIGKILL)
+        os.kill(inspector._process.child.pid, signal.SIGKILL)
         with pytest.raises(InvalidRequest, match="too much time or memory"):
             await inspector.check(file(), "image/png")
         await inspector.check(file(), "image/png")
         inspector._seconds = 0.3
-        os.kill(inspector._process.pid, signal.SIGSTOP)
+        os.kill(inspector._process.child.pid, signal.SIGSTOP)
         with pytest.raises(InvalidRequest, match="too much time or memory"):
             await inspector.check(file(), "image/png")
         inspector._seconds = PATIENCE
@@ -234,9 +235,11 @@ async def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
         await inspector.close()
 
 
-async def test_how_long_an_image_waits_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_how_long_an_image_waits_for_others_is_bounded(
+    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(image_inspector, "TURN_SECONDS", 0.01)
-    inspector = ImageInspector(max_pixels=1_000)
+    inspector = ImageInspector(spawner, max_pixels=1_000)
     async with inspector._turn:
         with pytest.raises(Overloaded, match="the image decoder is busy"):
             await inspector.check(file(), None)
@@ -244,8 +247,8 @@ async def test_how_long_an_image_waits_for_others_is_bounded(monkeypatch: pytest
     await inspector.close()
 
 
-async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next() -> None:
-    inspector = ImageInspector(max_pixels=1_000, seconds=PATIENCE)
+async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next(spawner: Spawner) -> None:
+    inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
     try:
         await inspector.check(file(), None)
         given_up = asyncio.create_task(inspector.check(b"no image", None))
@@ -258,6 +261,7 @@ async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next() -> Non
 
 
 async def test_a_defect_of_ours_is_an_answer_for_the_log_and_not_the_end(
+    spawner: Spawner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def decode(*_: object) -> Pil.Image:
@@ -269,17 +273,19 @@ async def test_a_defect_of_ours_is_an_answer_for_the_log_and_not_the_end(
     async def answered(process: object) -> image_inspector.Verdict:
         return verdict
 
-    inspector = ImageInspector(max_pixels=1_000)
+    inspector = ImageInspector(spawner, max_pixels=1_000)
     await inspector.check(file(), None)
-    monkeypatch.setattr(image_inspector, "_verdict", answered)
+    monkeypatch.setattr(image_inspector._Process, "verdict", answered)
     with pytest.raises(RuntimeError, match="KeyError: 'MPO'"):  # a 500, like every defect
         await inspector.check(file(), None)
     await inspector.close()
 
 
-async def test_a_decoder_that_does_not_start_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decoder_that_does_not_start_is_an_error_of_ours(
+    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    inspector = ImageInspector(max_pixels=1_000)
+    inspector = ImageInspector(spawner, max_pixels=1_000)
     with pytest.raises(InternalError, match="cannot start the image"):
         await inspector.check(file(), None)
     monkeypatch.undo()

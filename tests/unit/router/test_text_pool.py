@@ -21,6 +21,7 @@ from common.errors import InvalidRequest, ModelError, Overloaded
 from common.observability.logs import Log
 from router import text_pool
 from router.openai_schema import Message
+from router.spawner import Spawner
 from router.text_channel import TextChannel, start_worker
 from router.text_jobs import Answer, EncodeTexts, Job, ReadCompletion, RenderChat, Settings
 from router.text_pool import Lane, TextPool
@@ -44,13 +45,13 @@ def program(**constants: int) -> tuple[str, str]:
 
 
 @pytest.fixture
-async def lane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open]:
+async def lane(spawner: Spawner, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open]:
     """Open lanes of one worker each."""
     monkeypatch.setattr(text_pool, "WORKERS", 1)
     lanes: list[Lane] = []
 
     async def opened(path: Path = TINY, seconds: float = PATIENCE, **constants: int) -> Lane:
-        start = partial(start_worker, Settings(str(path), 64 << 20), program(**constants))
+        start = partial(start_worker, spawner, Settings(str(path), 64 << 20), program(**constants))
         lanes.append(Lane(start, seconds, Log("test")))
         await lanes[-1].open()
         return lanes[-1]
@@ -84,9 +85,9 @@ def model(folder: Path, template: str) -> Path:
     return folder
 
 
-async def test_workers_give_the_same_tokens_and_refusals() -> None:
+async def test_workers_give_the_same_tokens_and_refusals(spawner: Spawner) -> None:
     tokenizer = Tokenizer(TINY)
-    pool = TextPool(TINY, 1 << 20, Log("test"))
+    pool = TextPool(spawner, TINY, 1 << 20, Log("test"))
     await pool.start()
     try:
         here = TextService(InProcess(TextWork.load(TINY)), tokenizer)
@@ -247,8 +248,8 @@ async def test_a_job_waits_for_a_worker_no_longer_than_it_may_take(lane: Open) -
     assert (len(opened._waiting), opened._waiting_bytes) == (0, 0)
 
 
-async def test_large_jobs_do_not_hold_up_small_ones() -> None:
-    pool = TextPool(TINY, 1 << 20, Log("test"))
+async def test_large_jobs_do_not_hold_up_small_ones(spawner: Spawner) -> None:
+    pool = TextPool(spawner, TINY, 1 << 20, Log("test"))
     await pool.start()
     try:
         await eventually(lambda: len(pool._large._all) == text_pool.WORKERS)
@@ -268,23 +269,25 @@ async def test_large_jobs_do_not_hold_up_small_ones() -> None:
         await pool.close()
 
 
-async def test_models_that_no_worker_can_read_are_refused_at_the_start(tmp_path: Path) -> None:
-    pool = TextPool(model(tmp_path, "{% for %}"), 1 << 20, Log("test"))
+async def test_models_that_no_worker_can_read_are_refused_at_the_start(
+    spawner: Spawner, tmp_path: Path
+) -> None:
+    pool = TextPool(spawner, model(tmp_path, "{% for %}"), 1 << 20, Log("test"))
     with pytest.raises(ModelError, match="cannot be compiled"):
         await pool.start()
     assert not pool._small._all
     assert not pool._large._all
 
 
-async def test_workers_take_the_template_that_is_given(tmp_path: Path) -> None:
+async def test_workers_take_the_template_that_is_given(spawner: Spawner, tmp_path: Path) -> None:
     given = tmp_path / "mine.jinja"
     given.write_text("{% for %}")
-    pool = TextPool(TINY, 1 << 20, Log("test"), template=given)
+    pool = TextPool(spawner, TINY, 1 << 20, Log("test"), template=given)
     with pytest.raises(ModelError, match=f"{given}: the chat template cannot be compiled"):
         await pool.start()
 
 
-async def test_each_worker_checks_the_manifest_again(tmp_path: Path) -> None:
+async def test_each_worker_checks_the_manifest_again(spawner: Spawner, tmp_path: Path) -> None:
     """Also one that takes the place of another: a file was swapped after the router's own check."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -292,7 +295,7 @@ async def test_each_worker_checks_the_manifest_again(tmp_path: Path) -> None:
     manifest = tmp_path / "MANIFEST"
     sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}" for file in folder.iterdir()]
     manifest.write_text("\n".join(sums) + "\n")
-    pool = TextPool(folder, 1 << 20, Log("test"), manifest)
+    pool = TextPool(spawner, folder, 1 << 20, Log("test"), manifest)
     await pool.start()
     try:
         model(folder, "swapped: {{ messages[0].content }}")
