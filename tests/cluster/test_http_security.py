@@ -110,11 +110,27 @@ async def check_views(keyed: Keyed) -> None:
 
 
 async def check_rotation(keyed: Keyed) -> None:
-    """Without a restart: a new key is accepted, a removed one is not; SIGHUP reloads the certificate."""
-    keyed.write_keys("team-b", "team-c")
-    async with asyncio.timeout(PATIENCE):
-        while [await status(keyed, name) for name in ("team-a", "team-b", "team-c")] != [401, 200, 200]:
-            await asyncio.sleep(0.1)
+    """Without a restart, under load: a new key is accepted, a removed one is not; SIGHUP reloads the certificate.
+
+    Requests that run already finish, those of the removed key too.
+    """
+    async with keyed.client("team-a") as revoked, keyed.client("team-b") as kept:
+        running = [
+            asyncio.create_task(client.complete(PROMPT, 1_000))
+            for client in (revoked, kept)
+            for _ in range(2)
+        ]
+        async with keyed.operator() as operator:
+            async with asyncio.timeout(PATIENCE):
+                while (await operator.node("decode-0"))["load"]["running"] < len(running):
+                    await asyncio.sleep(0.02)
+        keyed.write_keys("team-b", "team-c")
+        async with asyncio.timeout(PATIENCE):
+            while [await status(keyed, name) for name in ("team-a", "team-b", "team-c")] != [401, 200, 200]:
+                await asyncio.sleep(0.1)
+        with pytest.raises(RuntimeError, match="^401"):
+            await revoked.complete(PROMPT)
+        assert len({answer.text for answer in await asyncio.gather(*running)}) == 1
     keyed.processes["router"].send_signal(signal.SIGHUP)
     async with asyncio.timeout(PATIENCE):
         while "read the TLS files again" not in keyed.log("router"):

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 import tokenizers
 import torch
+from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 from deploy.eval_cli import data_url, picture_body
@@ -194,6 +197,27 @@ async def test_bad_pictures_are_400s_that_name_their_part(
         spelled = await refused(client, picture, text="What is <image>?")
         assert spelled["param"] == "messages"
         assert said(await ask(client, good.question)) == good.text.removesuffix("<|end|>")
+
+
+async def test_pictures_reach_the_nodes_of_a_restarted_router(
+    seeing: RunningCluster, replies: list[measure.Reply]
+) -> None:
+    """Images have a link of their own. The picture is one that no node has in its cache."""
+    shown = Image.new("RGB", (32, 32), (1, 2, 3))
+    question = replace(
+        next(each.question for each in replies if each.question.images), images=(np.asarray(shown),)
+    )
+    async with Client(seeing.url) as client:
+        await ask(client, replies[0].question)
+    seeing.kill("router")
+    seeing.launch("router")
+    await seeing.wait_nodes()
+    async with Client(seeing.url) as client:
+        answers = [said(await ask(client, question)) for _ in range(2)]
+        assert answers[0] == answers[1]
+        for reply in replies[:4]:
+            assert said(await ask(client, reply.question)) == reply.text.removesuffix("<|end|>")
+        await client.wait_idle()
 
 
 async def test_pictures_are_placed_again_when_their_node_dies(
