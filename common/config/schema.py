@@ -237,7 +237,7 @@ class Health(Section, frozen=True, kw_only=True):
     """How soon the cluster notices."""
 
     heartbeat_interval: Seconds = 0.25
-    node_timeout: Seconds = 3.0  # no heartbeat for so long: the node is lost
+    node_timeout: Seconds = 2.5  # no heartbeat for so long: the node is lost
     # a main loop is hung so long past the work that it announced; idle loops turn every 100 ms
     loop_timeout: Annotated[float, Meta(ge=1, le=86_400)] = 3.0
     # after so long a hung node ends its process, with stacks in its log, to be started again; 0: it does not
