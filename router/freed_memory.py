@@ -15,13 +15,13 @@ TRIM_SECONDS = 10.0
 
 
 def find_trim() -> Callable[[], None]:
-    """Return what trims the heap; a no-op with C libraries that have no `malloc_trim`."""
+    """Return a function that trims the heap; a no-op in C libraries without `malloc_trim`."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is None:
         return lambda: None
 
     def trim() -> None:
-        # ctypes releases the interpreter lock. 300 MiB of free memory take 20 ms.
+        # ctypes releases the GIL. 300 MiB of free memory take 20 ms.
         malloc_trim(ctypes.c_size_t(0))
 
     return trim
@@ -33,18 +33,18 @@ class FreedMemory:
     def __init__(
         self, trim: Callable[[], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`trim` runs in a thread; default: that of the C library."""
+        """`trim` runs in a thread; the default is the C library's `malloc_trim`."""
         self._trim = trim or find_trim()
         self._clock = clock
         self._freed = False
         self._trimmed_at = float("-inf")
 
     def connection_ended(self) -> None:
-        """Some connection ended: its memory is free, or will be once its last messages are read."""
+        """Note that a connection ended: its memory is free, or will be once its last messages are read."""
         self._freed = True
 
     async def give_back(self) -> None:
-        """Trim if it is time to. Called every now and then."""
+        """Trim the heap if that is due. Called periodically."""
         if self._freed and self._clock() - self._trimmed_at >= TRIM_SECONDS:
             self._freed = False
             self._trimmed_at = self._clock()

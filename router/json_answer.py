@@ -1,4 +1,7 @@
-"""JSON answers of any size: large ones are written piece by piece, so that no write holds the event loop for long."""
+"""Writes JSON answers of any size.
+
+Large ones are written in pieces, so that no write blocks the event loop for long.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from aiohttp import web
 
 from router.http_errors import REQUEST_ID, request_id_key
 
-PIECE = 1 << 17  # bytes in one write; a smaller body is an ordinary response
-WRITE_TIMEOUT = 30.0  # seconds that a reader may leave its socket full before it is dropped
+PIECE = 1 << 17  # bytes per write; a smaller body is an ordinary response
+WRITE_TIMEOUT = 30.0  # seconds that a client may leave its socket full before it is disconnected
 JSON = "application/json"
 Part = bytes | bytearray
 
@@ -18,7 +21,7 @@ Part = bytes | bytearray
 async def send_json(
     request: web.Request, parts: Sequence[Part], write_timeout: float = WRITE_TIMEOUT
 ) -> web.StreamResponse:
-    """Answer 200 with the body that `parts` make together. A client that leaves or falls asleep is cut off."""
+    """Answer 200 with the concatenated `parts`. A client that leaves or stops reading is disconnected."""
     size = sum(map(len, parts))
     if size <= PIECE:
         return web.Response(body=b"".join(parts), content_type=JSON)
@@ -29,7 +32,7 @@ async def send_json(
         for piece in _pieces(parts):
             async with asyncio.timeout(write_timeout):
                 await response.write(piece)
-            # a socket that takes everything at once never makes `write` wait
+            # If the socket accepts everything at once, `write` never yields to the event loop.
             await asyncio.sleep(0)
         await response.write_eof()
     except (ConnectionError, TimeoutError):
@@ -39,7 +42,7 @@ async def send_json(
 
 
 def _pieces(parts: Sequence[Part]) -> Iterator[Part]:
-    """The same bytes in pieces of at most PIECE, none of them much smaller where parts are small."""
+    """Yield the same bytes in pieces of at most PIECE; small parts are joined."""
     held = bytearray()
     for part in parts:
         if len(held) + len(part) <= PIECE:

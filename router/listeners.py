@@ -1,4 +1,4 @@
-"""Sockets that HTTP comes in by: TLS, the admin socket, and how many connections one client may have."""
+"""The sockets of HTTP listeners: TLS, the admin socket, and the limit of connections per client."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ BACKLOG = 1024
 
 
 class TlsFiles:
-    """An SSL context that can take up renewed files while it serves."""
+    """An SSL context that can reload its files while it serves."""
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        """Raises ConfigError with the key of the file that cannot be used."""
+        """Read the files. Raises ConfigError with the config key of an unusable file."""
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self.context = self._current = self._read()
-        self.context.sni_callback = self._switch  # OpenSSL calls it for clients that send no name, too
+        self.context.sni_callback = self._switch  # OpenSSL also calls it for clients that send no name
 
     def load(self) -> None:
-        """For connections that come from now on. Raises ConfigError; then the files read before stay in use."""
+        """Reload the files for new connections. Raises ConfigError; then the previous files stay in use."""
         self._current = self._read()
 
     def _switch(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """A context of its own for each reading: one that is loaded twice keeps authorities, and half of a pair."""
+        """Use a new context for each reload: one that is loaded twice keeps old authorities, and half of a pair."""
         connection.context = self._current
 
     def _read(self) -> ssl.SSLContext:
@@ -48,14 +48,14 @@ class TlsFiles:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 "router.tls.cert",
-                f"{self._cert} and {self._key} are no certificate in PEM and its key: {error}",
+                f"{self._cert} and {self._key} are not a PEM certificate and its key: {error}",
             ) from error
         if self._client_ca is not None:
             try:
                 context.load_verify_locations(self._client_ca)
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    "router.tls.client_ca", f"{self._client_ca} is no certificate in PEM: {error}"
+                    "router.tls.client_ca", f"{self._client_ca} is not a PEM certificate: {error}"
                 ) from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
@@ -66,7 +66,7 @@ def _no_password() -> str:
 
 
 def owner_socket(path: Path) -> socket.socket:
-    """A bound Unix socket of mode 0600. Raises ConfigError where something else lies there, or listens."""
+    """Bind a Unix socket with mode 0600. Raises ConfigError if the path is taken by a file or a listener."""
     key = "router.admin"
     try:
         if stat.S_ISSOCK(path.lstat().st_mode):
@@ -76,7 +76,7 @@ def owner_socket(path: Path) -> socket.socket:
                     raise ConfigError(
                         key, f"another router listens at {path}; stop it, or choose another path"
                     )
-            path.unlink()  # left by one that was killed
+            path.unlink()  # left by a router that was killed
         else:
             raise ConfigError(key, f"{path} exists and is not a socket; remove it, or choose another path")
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def owner_socket(path: Path) -> socket.socket:
 
 
 class ConnectionLimit:
-    """Counts the open connections of each client; the map is as large as there are clients connected."""
+    """Counts the open connections of each connected client."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -105,7 +105,7 @@ class ConnectionLimit:
         return len(self._open)
 
     def opened(self, client: str) -> bool:
-        """False: it has more than it may. Either way `closed` has to follow."""
+        """Count a connection. Return False if the client exceeds its limit; `closed` must follow in any case."""
         self._open[client] += 1
         return self._open[client] <= self._most
 
@@ -116,13 +116,13 @@ class ConnectionLimit:
 
 
 def peer_of(transport: asyncio.BaseTransport | None) -> str | None:
-    """The address at the other end; None: there is none, as on a Unix socket."""
+    """The address of the peer; None on a Unix socket, which has none."""
     peer = transport.get_extra_info("peername") if transport is not None else None
     return client_address(str(peer[0])) if isinstance(peer, tuple) else None
 
 
 def client_address(text: str) -> str:
-    """One name for one client: IPv6 by its /64 network, of which one host may have all addresses."""
+    """One name per client: for IPv6 its /64 network, because one host may have all addresses of it."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:

@@ -1,9 +1,9 @@
-"""A worker process for texts: confined in memory and time, killed when it takes too much, one job at a time.
+"""A worker process for texts: limited in memory and time, killed when it exceeds them, one job at a time.
 
-    python -m router.text_process      the router's socket as standard input, until it closes
+    python -m router.text_process      its standard input is a socket to the router; it runs until that closes
 
-A frame is two lengths of 4 bytes, little-endian, then a head (msgpack) and a payload. Settings come first, answered by
-an empty Answer once the worker is ready; then jobs, each answered before the next.
+A frame is two 4-byte little-endian lengths, then a head (msgpack) and a payload. The router sends Settings first, which
+the worker answers with an empty Answer once it is ready, and then jobs, each answered before the next.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _jobs: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job)
 
 
 def limit_cpu(seconds: float) -> None:
-    """The kernel ends this process (SIGPROF) once it has computed for so long from now on; 0 lifts the limit.
+    """Let the kernel end this process (SIGPROF) after `seconds` more of CPU time; 0 removes the limit.
 
-    CPU time, not wall time: a busy machine must not refuse anybody. By a signal that is not handled, since Python would
-    handle it only between two bytecodes, and one operation can take for ever.
+    The limit is CPU time, not wall time, because a busy machine must not refuse requests. The signal is not handled:
+    Python would handle it only between two bytecodes, and a single operation can take for ever.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer jobs. Returns when the router closes its end."""
+    """Answer jobs until the router closes its end."""
     head, _ = _receive(channel)
     settings = _settings.decode(head)
     os.nice(settings.nice)
@@ -58,7 +58,7 @@ def serve(channel: socket.socket) -> None:
         return
     trim = _memory_trimmer()
     gc.freeze()
-    gc.set_threshold(200_000, 20, 100)  # a large body is millions of objects, none of them in a cycle
+    gc.set_threshold(200_000, 20, 100)  # a large body has millions of objects, none in a cycle
     _send(channel, Answer(), b"")
     while True:
         try:
@@ -69,9 +69,7 @@ def serve(channel: socket.socket) -> None:
         answer, result = _do(work, job, payload)
         limit_cpu(0)
         if len(result) > settings.max_answer_bytes:
-            message = (
-                f"the answer would have {len(result)} bytes, at most {settings.max_answer_bytes} are sent"
-            )
+            message = f"the answer would have {len(result)} bytes; the limit is {settings.max_answer_bytes}"
             answer, result = refusal(InvalidRequest(message, param=too_costly(job)[1])), b""
         _send(channel, answer, result)
         if len(payload) >= LARGE_JOB:
@@ -82,17 +80,17 @@ def serve(channel: socket.socket) -> None:
 def _do(work: TextWork, job: Job, payload: Payload) -> tuple[Answer, Payload]:
     try:
         return work.do(job, payload)
-    except Exception:  # a defect of ours: the other requests do not wait for a new process
+    except Exception:  # a bug of ours: other requests must not wait for a new process
         return Answer(defect=traceback.format_exc()[-MAX_DEFECT:]), b""
 
 
 def _memory_trimmer() -> ctypes._NamedFuncPointer | type[bool]:
-    """glibc's malloc_trim; a no-op in other C libraries."""
+    """Return glibc's malloc_trim; a no-op in other C libraries."""
     return getattr(ctypes.CDLL(None), "malloc_trim", bool)
 
 
 def _receive(channel: socket.socket) -> tuple[bytearray, bytearray]:
-    """(head, payload). Raises EOFError."""
+    """Return (head, payload). Raises EOFError."""
     lengths = _exactly(channel, 8)
     head = _exactly(channel, int.from_bytes(lengths[:4], "little"))
     return head, _exactly(channel, int.from_bytes(lengths[4:], "little"))
@@ -122,7 +120,7 @@ def main() -> None:
     confine(ADDRESS_SPACE, OPEN_FILES)
     try:
         serve(socket.socket(fileno=0))
-    except OSError:  # the router is gone
+    except OSError:  # the router has ended
         sys.exit(1)
 
 

@@ -1,7 +1,7 @@
-"""The complete answer of a request that is no stream, encoded while its tokens come.
+"""Builds the complete answer of a request that is not streamed, encoding it while tokens arrive.
 
 An answer may have a hundred thousand tokens with twenty log-probabilities each: building all of it at the end would
-hold the event loop for seconds, and the objects take more memory than their JSON.
+block the event loop for seconds, and the objects take more memory than their JSON.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import msgspec
 
 from router.openai_responses import Format, Piece, Usage
 
-LARGE_TEXT = 1 << 16  # characters that are encoded in one turn of the event loop
+LARGE_TEXT = 1 << 16  # characters encoded in one turn of the event loop
 _encode = msgspec.json.Encoder().encode
 
 
 class WholeChoice:
-    """One choice; `add` its pieces in order."""
+    """One choice of the answer; `add` its pieces in order."""
 
     def __init__(self, form: Format, index: int) -> None:
         self._form = form
@@ -36,11 +36,11 @@ class WholeChoice:
 
     @property
     def characters(self) -> int:
-        """Of its text."""
+        """Number of characters of its text."""
         return sum(map(len, self._texts))
 
     def parts(self) -> list[bytes]:
-        """The choice as JSON; nothing is added afterwards."""
+        """The choice as JSON. Nothing may be added afterwards."""
         form, text = self._form, _encode("".join(self._texts))
         return [
             form.before_text(self._index),
@@ -54,7 +54,7 @@ class WholeChoice:
 
 
 async def whole_answer(form: Format, choices: list[WholeChoice], usage: Usage) -> list[bytes]:
-    """The body, in parts that follow each other. Long texts are encoded in turns of their own."""
+    """Return the body as consecutive parts. Long texts are encoded in separate turns of the event loop."""
     parts, since = [form.before_choices()], 0
     for number, choice in enumerate(choices):
         since += choice.characters
@@ -66,7 +66,7 @@ async def whole_answer(form: Format, choices: list[WholeChoice], usage: Usage) -
 
 
 def _object(names: tuple[str, ...], columns: tuple[list[bytes], ...], constant: bytes) -> list[bytes]:
-    """A JSON object of lists, and what is the same in each; null without lists."""
+    """Build a JSON object of the named lists and the constant members; null if there are no lists."""
     if not names:
         return [b"null"]
     parts: list[bytes] = []
