@@ -1,4 +1,4 @@
-"""Counts what happens in each turn of the event loop."""
+"""Counts the events that a test notes in each turn of the event loop."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 
 class TurnCount:
-    """Made by `counting_turns`; a test notes each event."""
+    """Counts turns of the event loop and the events in each; `counting_turns` makes and runs it."""
 
     def __init__(self) -> None:
         self.turn = 0
-        self.events: Counter[int] = Counter()  # turn -> how many
+        self.events: Counter[int] = Counter()  # turn -> number of events
 
     def note(self, events: int = 1) -> None:
         self.events[self.turn] += events

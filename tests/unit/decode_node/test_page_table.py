@@ -26,7 +26,7 @@ def test_cells_are_set_and_the_others_stay() -> None:
 
 
 def test_storage_never_moves() -> None:
-    """Graphs bake the address in."""
+    """Graphs contain the address."""
     table = PageTable(3, 4, CPU)
     address = table.pages.data_ptr()
     table.write([(1, 0, 1), (1, 1, 2)])

@@ -1,4 +1,4 @@
-"""The attention ops against a dense product in float64, with NaN in everything that must not be read."""
+"""The attention ops against dense attention in float64, with NaN in everything that must not be read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cache:
 def test_extend_equals_dense(page_size: int, window: int | None) -> None:
     cache, query_lens = Cache([1, 9, 700, 640, 33], page_size), [1, 9, 600, 30, 1]
     query = torch.randn(sum(query_lens) + 4, HEADS, DIM)
-    query[-4:] = torch.nan  # padding behind the last request
+    query[-4:] = torch.nan  # padding after the last request
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     tail = starts, torch.tensor(cache.lengths, dtype=torch.int32), window, SCALE
     out = extend_attention(query, *cache.planes, cache.page_table, *tail)
@@ -121,7 +121,7 @@ def test_storing_converts_to_the_dtype_of_the_pool() -> None:
 
 
 def test_the_ops_are_single_calls_that_declare_what_they_write() -> None:
-    """The tape and CUDA graphs see one call each, and copy-in of inputs knows which are mutated."""
+    """The tape and CUDA graphs see one call each, and the copy-in of inputs knows which are mutated."""
     schema = torch.ops.tandem.rotary_kv_write.default._schema
     assert [a.name for a in schema.arguments if a.alias_info is not None] == [
         "qkv",

@@ -1,4 +1,4 @@
-"""Products of few rows, and the likeliest tokens of a draft head, in Triton's interpreter on the CPU."""
+"""Products of few rows, and the top tokens of a draft head, in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_gated_linear(dtype: torch.dtype, rows: int, width: int, depth: int) -> 
 def test_a_product_in_parts_and_the_norm_that_adds_them_up(
     parts: int, depth: int, rows: int, size: int
 ) -> None:
-    """What lies behind x and the weight is not read, whatever parts are left empty."""
+    """Memory past x and the weight is not read, whichever parts are left empty."""
     poison = torch.full((max(rows, size) + 8, depth), torch.nan)
     x, weight = poison.clone()[:rows].normal_(), poison.clone()[:size].normal_() / depth**0.5
     residual, gain = torch.randn(rows, size), torch.randn(size)
@@ -137,7 +137,7 @@ def test_the_reference_of_a_product_with_its_norm_is_one_after_the_other(bias: b
 )
 @pytest.mark.parametrize("rows", [1, 16])
 def test_what_ends_a_block_is_divided(rows: int, size: int, depth: int, parts: int) -> None:
-    """Into hardly fewer programs than there are processors, or so many that two of each run at once; none is empty."""
+    """Into about as many programs as there are processors, or enough that two run on each at once; none is empty."""
     tiles = divide_depth(rows, size, depth, H200)
     assert tiles is not None
     assert tiles.parts == parts
@@ -152,7 +152,7 @@ def test_what_is_wide_or_shallow_or_of_many_rows_is_not_divided() -> None:
     assert divide_depth(1, 4096, 1024, H200) is None
     assert divide_depth(129, 4096, 14336, H200) is None
     assert divide_depth(128, 4096, 14336, H200) is not None
-    assert divide_depth(17, 5120, 17408, H200) is None  # 160 programs: 28 would run behind the others
+    assert divide_depth(17, 5120, 17408, H200) is None  # 160 programs: 28 would run after the others
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,12 @@ def test_of_many_programs_two_share_a_processor(rows: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "size", "gated"),
     [
-        (1, 4096, False),  # too few programs for the memory
+        (1, 4096, False),  # too few programs to saturate the memory
         (1, 2 * 4096, True),
-        (129, 6144, False),  # bound by operations
+        (129, 6144, False),  # bound by arithmetic
         (129, 28672, True),
         (128, 128256, False),
-        (64, 2 * 17408, True),  # 272 programs on 132 processors: the last 8 would run alone
+        (64, 2 * 17408, True),  # 272 programs on 132 processors: the last 8 would run by themselves
         (128, 2 * 18944, True),
     ],
 )
@@ -207,7 +207,7 @@ def test_top_tokens(count: int, rows: int, size: int, block: int) -> None:
 
 @pytest.mark.filterwarnings(
     "ignore:All-NaN slice", "ignore:invalid value"
-)  # numpy's opinion of the broken row
+)  # numpy's result for the broken row
 def test_top_tokens_of_equal_and_of_broken_logits() -> None:
     logits = torch.zeros(3, 100)
     logits[1] = torch.nan

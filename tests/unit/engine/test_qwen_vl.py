@@ -1,4 +1,4 @@
-"""Qwen2.5-VL against transformers: sizes and pixels, rows of the tower, layouts of files, what start-up refuses."""
+"""Qwen2.5-VL against transformers: sizes and pixels, rows of the tower, file layouts, what start-up refuses."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_sizes_are_those_of_transformers(width: int, height: int, limits: tuple[
 
 
 def test_patches_are_those_of_transformers(path: Path) -> None:
-    """Resized, normalised and cut as its PIL processor does, to the last bits of float32."""
+    """Resized, normalized and cut as by its PIL processor, to the last bits of float32."""
     pictures = [picture(*size) for size in SIZES]
     found, (wanted, grids) = pixels(path, pictures), processed(pictures)
     assert [[2 * each.rows, 2 * each.columns] for each in found] == grids[:, 1:].tolist()
@@ -94,7 +94,7 @@ def test_patches_are_those_of_transformers(path: Path) -> None:
 
 @torch.inference_mode()
 def test_rows_of_images_of_different_sizes_are_those_of_transformers(model: Any, path: Path) -> None:
-    """Windows that are full, cut and single; several images in one forward, and each alone."""
+    """Windows that are full, cut and single; several images in one forward, and each by itself."""
     pictures = [picture(*size) for size in SIZES]
     wanted, grids = processed(pictures)
     theirs = model.model.get_image_features(wanted, grids).pooler_output
@@ -119,7 +119,7 @@ def test_what_runs_before_serving_has_windows_that_are_full_and_cut(path: Path) 
 
 
 class Operations(TorchDispatchMode):
-    """Names of calls that compute or copy: on a GPU a launch each, but for gated_linear, which has two."""
+    """Names of calls that compute or copy: one launch each on a GPU, except gated_linear, which has two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations(depth: int, whole: list[int], path: Path) -> list[str]:
-    """Of a tower over one image whose windows are all full."""
+    """The operations of a tower over one image whose windows are all full."""
     vision = vision_of(path)
     options = json.loads(vision.tower_options) | {"depth": depth, "fullatt_block_indexes": whole}
     part = QwenPart(replace(vision, tower_options=json.dumps(options)), 48, CPU)
@@ -151,7 +151,7 @@ def operations(depth: int, whole: list[int], path: Path) -> list[str]:
 
 
 def test_the_tower_has_few_launches(path: Path) -> None:
-    """A block had 45 on a GPU, which took the host 7 times as long as the arithmetic; a block that sees all, too."""
+    """A block once had 45 on a GPU, which took the host 7 times as long as the arithmetic; global blocks did, too."""
     around = operations(1, [], path)
     block = Counter(operations(2, [], path)) - Counter(around)
     assert block == {
@@ -220,7 +220,7 @@ def test_a_tied_head_and_a_processor_file_of_transformers_5(tmp_path: Path) -> N
 
 
 def test_a_file_as_published(tmp_path: Path) -> None:
-    """As those of Qwen2.5-VL-7B-Instruct."""
+    """As in Qwen2.5-VL-7B-Instruct."""
     config = {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "bos_token_id": 151643,

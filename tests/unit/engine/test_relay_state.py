@@ -1,4 +1,4 @@
-"""The relay row: set whole, and by nobody else's batch."""
+"""The relay row: written as a whole, and unaffected by other batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def junk() -> RelayState:
 
 
 def test_a_row_is_set_whole() -> None:
-    """Whoever had the row before: hand-over, resume and migration rely on it. Other rows keep what they have."""
+    """Hand-over, resume and migration rely on it, whoever had the row before. Other rows are unchanged."""
     relay = junk()
     relay.write_row(1, [3, 4, 5, 6], 1, SAMPLING, DRAFT, rope_delta=-2)
     assert {name: column[1].tolist() for name, column in columns(relay).items()} == {
@@ -58,7 +58,7 @@ def test_a_row_without_images_turns_as_it_stands() -> None:
 
 
 def test_padding_rows_stay_zero_whatever_a_batch_has_for_them() -> None:
-    """Row 0 is gathered as a request of no tokens: what a padded batch computed there is no draft state."""
+    """Row 0 is gathered as a request of no tokens: what a padded batch computed there is not draft state."""
     relay = RelayState.allocate(2, 64, torch.device("cpu"), SHAPE)
     state = EagleDraftInput.zeros(2, 2, 3, torch.float32, torch.device("cpu"))
     for column in (state.probs, state.ids, state.hidden):

@@ -1,4 +1,4 @@
-"""What each role is composed of, asked of nodes that `build` made: nothing of the other, neither kinds nor bytes."""
+"""What each role is composed of, checked on nodes that `build` made: nothing of the other role."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SLOTS = {
 
 @dataclass
 class Held:
-    """What lives because of one node."""
+    """Objects that are alive because of one node."""
 
     objects: list[Any]
 
@@ -82,7 +82,7 @@ def built(role: str, tmp_path: Path, algorithm: str, **sizes: Mapping[str, Any])
     log = Log("roles")
     build: Any = {"prefill": prefill_node.build.build, "decode": decode_node.build.build}[role]
     gc.collect()
-    gc.freeze()  # what lived before is not looked through
+    gc.freeze()  # older objects are not examined
     try:
         node = build(load_cluster(file, (), {}), f"{role}-0", StartupReporter(None, log), log)
         gc.collect()
@@ -99,7 +99,7 @@ def built(role: str, tmp_path: Path, algorithm: str, **sizes: Mapping[str, Any])
     ("role", "algorithm"), [("prefill", "eagle3"), ("decode", "none"), ("decode", "eagle3")]
 )
 def test_a_node_holds_nothing_of_the_other_role(role: str, algorithm: str, tmp_path: Path) -> None:
-    """Rows A10, X1, L9 and issue 3 part 4, by what is captured and by memory: kinds, static inputs, bytes."""
+    """Row A10, by what is captured and by memory: kinds, static inputs, bytes."""
     other = "decode" if role == "prefill" else "prefill"
     grown = {"decode": {"max_running": 64}, "prefill": {"chunk_tokens": 512, "max_batch": 64}}
     with built(role, tmp_path, algorithm) as held:

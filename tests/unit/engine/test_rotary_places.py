@@ -25,12 +25,12 @@ from common.engine.ops.triton_kernel import tl
 from common.messages.generation import ImageSpan
 
 MERGE = 2
-# text between images, as templates put it there: transformers takes neighbours for one image
+# Text between images, as templates insert it: transformers takes adjacent images for one.
 LAYOUTS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)), max_size=4)
 
 
 def spans_of(layout: list[tuple[int, int, int]]) -> tuple[tuple[ImageSpan, ...], int]:
-    """(images, where the text behind them begins)."""
+    """(images, position at which the text after them begins)."""
     spans: list[ImageSpan] = []
     end = 0
     for text, rows, columns in layout:

@@ -1,4 +1,4 @@
-"""The integers of a round by kernels, in Triton's interpreter on the CPU, against their torch references."""
+"""The integer inputs of a round, computed by kernels in Triton's interpreter, against their torch references."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("width", [1, 7, 1500])
 def test_gather_rows(width: int) -> None:
-    """Pages that a request does not hold read as padding, whatever the table has there."""
+    """Pages that a request does not hold read as padding, whatever the table contains there."""
     state = (
         torch.randint(1 << 40, (6,)),
         torch.randint(1 << 20, (6,), dtype=torch.int32),
@@ -29,7 +29,7 @@ def test_gather_rows(width: int) -> None:
     )
     pages = torch.randint(1, 1 << 30, (6, width), dtype=torch.int32)
     wide = torch.tensor([[3, width, 9], [0, 0, 9], [5, width // 2, 9], [1, 1, 9]])
-    placed = wide[:, :2]  # what the host says of a round holds more columns
+    placed = wide[:, :2]  # the host's tensor has more columns
     outputs = gather_rows_triton(placed, *state, pages)
     for actual, expected in zip(outputs, gather_rows(placed, *state, pages), strict=True):
         assert actual.dtype == expected.dtype
@@ -45,7 +45,7 @@ def test_window_places(page_size: int, nodes: int, first: int) -> None:
     seq_len, delta = torch.tensor([0, 15, 16, 77]), torch.tensor([0, -3, 0, -70])
     table = torch.randint(1 << 20, (4, 100 // page_size + 1), dtype=torch.int32)
     trees = torch.randint(4, (4, nodes))
-    level = torch.tensor(3).expand(4, nodes)  # of a draft tree: no strides
+    level = torch.tensor(3).expand(4, nodes)  # as in a draft tree: without strides
     for depth in (trees, torch.arange(nodes).expand(4, -1), level):
         args = seq_len, delta, table, depth, first, page_size
         for actual, expected in zip(window_places_triton(*args), window_places(*args), strict=True):

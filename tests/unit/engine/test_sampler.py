@@ -88,7 +88,7 @@ def chi_squared(token_ids: Tensor, probs: Tensor) -> float:
         ({"temperature": 3.0}, (LOGITS / 3).softmax(-1)),
         ({"top_k": 3}, LOGITS.masked_fill(torch.arange(8) > 2, -torch.inf).softmax(-1)),
         ({"top_p": 0.7}, LOGITS.masked_fill(torch.arange(8) > 2, -torch.inf).softmax(-1)),
-        # top-k first: of the best two, renormalised, the first alone has 0.62 >= 0.6
+        # top-k first: of the best two, renormalized, the first has 0.62 >= 0.6 by itself
         ({"top_k": 2, "top_p": 0.6}, LOGITS.masked_fill(torch.arange(8) > 0, -torch.inf).softmax(-1)),
         # temperature before top-p: the flat distribution needs four tokens
         (
@@ -176,7 +176,7 @@ def test_filter_edges() -> None:
 def test_top_p_of_one_removes_nothing_whatever_the_sums_round_to() -> None:
     torch.manual_seed(0)
     assert len(kept(torch.randn(50_000).tolist())) == 50_000
-    assert kept([30.0, 0.0, 1.0]) == [0, 1, 2]  # the first alone rounds to 1
+    assert kept([30.0, 0.0, 1.0]) == [0, 1, 2]  # the first one's probability rounds to 1
 
 
 def test_noise_is_finite_at_both_ends_of_the_random_words() -> None:
@@ -220,7 +220,7 @@ def test_logits_that_mean_nothing_are_flagged_by_row(bad: float) -> None:
     logits = torch.zeros(4, 8)
     logits[1, 3] = bad
     logits[2] = -torch.inf
-    logits[3, :7] = -torch.inf  # one token allowed: fine
+    logits[3, :7] = -torch.inf  # one allowed token is valid
     for batch in (make(4), make(4, temperature=0.0, all_greedy=True)):
         out = sample(logits, batch)
         assert out.invalid.tolist() == [False, True, True, False]

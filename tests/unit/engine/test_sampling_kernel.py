@@ -1,4 +1,4 @@
-"""The sampling kernel in Triton's interpreter: the same random words, the same tokens, valid ids whatever comes in."""
+"""The sampling kernel in Triton's interpreter: the same random words and tokens, valid ids for any input."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tokens_equal_the_reference(vocab: int, filtered: bool) -> None:
 
 
 def test_the_word_of_a_token_is_the_one_of_philox() -> None:
-    """With equal logits the largest word loses and the smallest wins: v is small where noise is large."""
+    """With equal logits the token with the smallest word wins, because small values mean large noise."""
     seed, position = torch.tensor([7, -1]), torch.tensor([1 << 33, 3])
     tokens, _ = sample_tokens_triton(torch.zeros(2, 5000), torch.ones(2), seed, position, None, False)
     assert torch.equal(tokens, token_words(seed, position, 5000).argmin(-1))

@@ -1,4 +1,4 @@
-"""Tiles as measured on an H200, and cut until they fit GPUs of less shared memory."""
+"""Tiles as measured on an H200, and reduced until they fit GPUs with less shared memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def attention_tiles() -> list[tuple[int, int, int, int, int]]:
 
 
 def product_tiles(processors: int, shared: int) -> list[tuple[Tiles, int]]:
-    """Tiles and the matrices each program multiplies, of 1 to 128 rows."""
+    """Tiles, and the number of matrices that each program multiplies, for 1 to 128 rows."""
     chosen: list[tuple[Tiles | None, int]] = []
     for rows in (1, 16, 17, 32, 48, 64, 128):
         chosen += [(choose_tiles(rows, size, processors, shared), 1) for size in (6144, 16384, 151936)]
@@ -95,7 +95,7 @@ def test_what_is_chosen_fits(room: Room) -> None:
 
 
 def test_16_bits_and_heads_of_128_are_as_on_an_h200_everywhere() -> None:
-    """What was measured is left alone wherever it fits: by its own sum, not by the H200's."""
+    """Measured tiles are kept wherever they fit the GPU at hand."""
     for room in (A100, RTX):
         for rows, keys in ((16, 128), (64, 128), (128, 128)):
             assert cut_attention(rows, keys, 2, 128, 2, room) == (rows, keys)

@@ -24,7 +24,7 @@ PAGE = 16
 @pytest.mark.parametrize("width", [1, 7, 1030])
 @pytest.mark.parametrize("rows", [[3], [5, 1, 0, 4, 0], []])
 def test_what_a_step_reads(width: int, rows: list[int]) -> None:
-    """Last token, rotary position, slot, length and pages; a padding row is one of one token in page 0."""
+    """Last token, rotary position, slot, length and pages; a padding row is a request of one token in page 0."""
     pages = torch.randint(1, 1 << 30, (6, width), dtype=torch.int32)
     seq_len = torch.randint(0, width * PAGE, (6,), dtype=torch.int32)
     last, delta = torch.randint(1 << 40, (6,)), -torch.randint(900, (6,))
@@ -46,7 +46,7 @@ def test_what_a_step_reads(width: int, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("rows", [[3], [5, 1, 0, 4, 0], [], [*range(7, 0, -1), 0, 0]])
 def test_what_a_step_leaves(rows: list[int]) -> None:
-    """Each row its token and its length; row 0 and those that are not in the batch stay as they are."""
+    """Each row gets its token and length; row 0 and rows outside the batch are unchanged."""
     chosen = torch.tensor(rows, dtype=torch.int64)
     tokens, lengths = (
         torch.randint(1 << 40, (len(rows), 2))[:, 0],

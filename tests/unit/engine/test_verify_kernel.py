@@ -1,4 +1,4 @@
-"""The tree attention kernel in Triton's interpreter against a dense product in float64, among poison."""
+"""The tree attention kernel in Triton's interpreter against dense attention in float64, surrounded by poison."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
 ]
-# parents of the slots; the second has no branches, the third no depth
+# Parents of the slots; the second tree has no branches, the third no depth.
 TREES = [[-1, 0, 0, 1, 1, 3, 5, 2], [-1, 0, 1, 2, 3, 4, 5, 6], [-1, 0, 0, 0, 0, 0, 0, 0]]
 
 
 def tree_masks(trees: list[list[int]], new: int) -> Tensor:
-    """[B, new, W]: rows of the last `new` slots, built by walking up."""
+    """[B, new, W]: mask rows of the last `new` slots, built by walking up the tree."""
     mask = torch.zeros(len(trees), len(trees[0]), len(trees[0]), dtype=torch.bool)
     for tree, rows in zip(trees, mask, strict=True):
         for node in range(len(tree)):
@@ -32,7 +32,7 @@ def tree_masks(trees: list[list[int]], new: int) -> Tensor:
 
 
 def visible(cache: Cache, row: int, mask: Tensor, window: int | None) -> Tensor:
-    """[new, length] by the depths of the tree's slots, from the row's parents."""
+    """[new, length] visibility by the depths of the tree's slots, from the row's parents."""
     width, length = mask.shape[1], cache.lengths[row]
     depths: list[int] = []
     for parent in TREES[row]:
@@ -81,7 +81,7 @@ def test_trees(dtype: torch.dtype, page_size: int, window: int | None, new: int,
 def test_shapes_and_strides(heads: int, kv_heads: int, dim: int) -> None:
     cache = Cache([150, 17], 16, kv_heads, dim, torch.float32)
     masks = tree_masks(TREES[1:2], 4).expand(2, -1, -1)  # one mask for all requests
-    wide = torch.randn(8, 2 * heads * dim)  # queries inside a merged row
+    wide = torch.randn(8, 2 * heads * dim)  # queries are part of a merged row
     query = wide[:, : heads * dim].unflatten(1, (heads, dim))
     lengths = torch.tensor(cache.lengths, dtype=torch.int32)
     out = verify_triton(query, *cache.planes, cache.page_table, lengths, masks, 160, None, dim**-0.5)
@@ -95,7 +95,7 @@ def test_shapes_and_strides(heads: int, kv_heads: int, dim: int) -> None:
 
 @pytest.mark.parametrize("length", [33, 36, 48])
 def test_a_part_of_which_some_rows_see_nothing(length: int) -> None:
-    """The last part holds slots of the tree alone: it must not count for those that see none of them."""
+    """The last part holds only slots of the tree: it must not count for rows that see none of them."""
     cache = Cache([length], 16, 1, 16, torch.float32)
     masks = tree_masks([TREES[0]], 8)
     query, lengths = torch.randn(8, 2, 16), torch.tensor([length], dtype=torch.int32)
@@ -108,7 +108,7 @@ def test_a_part_of_which_some_rows_see_nothing(length: int) -> None:
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("new", [64, 70])  # with and without a bit for each slot
 def test_more_rows_and_slots_than_one_tile(new: int, window: int | None) -> None:
-    """A chain behind 11 tokens: its rows take two tiles; as causal attention."""
+    """A chain after 11 tokens, whose rows take two tiles, equals causal attention."""
     heads, kv_heads, dim, length = 2, 1, 16, new + 11
     cache = Cache([length], 16, kv_heads, dim, torch.float32)
     masks = torch.ones(new, new, dtype=torch.bool).tril()[None]

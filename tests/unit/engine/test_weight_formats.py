@@ -34,7 +34,7 @@ def dense(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def path(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An 8-bit checkpoint with some dense products, and the record that makes it known."""
+    """An 8-bit checkpoint with some dense products, and the record that defines its format."""
     int8_format.write_checkpoint(dense, tmp_path / "int8", IGNORED)
     monkeypatch.setitem(FORMATS, METHOD, ROW)
     return tmp_path / "int8"
@@ -73,7 +73,7 @@ def test_nodes_of_other_settings_do_not_share_pages(path: Path) -> None:
 
 
 def test_quantised_weights_are_loaded_as_they_are(path: Path) -> None:
-    """The parts of a merged product one after another; `dense` gives them back in floats."""
+    """The parts of a merged product are consecutive; `dense` returns them as floats."""
     stored = load_file(path / "model.safetensors")
     model, _ = load_model(path)
     name = "model.layers.1.self_attn"

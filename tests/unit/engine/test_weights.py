@@ -60,7 +60,7 @@ def test_half_precision_checkpoints(dtype: torch.dtype, tmp_path: Path) -> None:
     path = families.save(model, tmp_path, dtype)
     wide, config = load_model(path)
     assert config.dtype == str(dtype).removeprefix("torch.")
-    assert wide.lm_head.dense().dtype == torch.float32  # auto, on the CPU
+    assert wide.lm_head.dense().dtype == torch.float32  # "auto" on the CPU
     assert torch.equal(wide.lm_head.dense(), model.lm_head.weight.float())
     narrow = load_model(path, dtype=config.dtype)[0]
     assert all(value.dtype == dtype for value in tensors(narrow).values())
@@ -98,7 +98,7 @@ def test_harmless_tensors_are_ignored(tmp_path: Path) -> None:
     rewrite(
         path,
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(6),
-        lm_head__weight=torch.zeros(96, 48),  # tied: the embedding is used
+        lm_head__weight=torch.zeros(96, 48),  # tied: the embedding is used instead
     )
     model = load_model(path)[0]
     assert all(torch.equal(value, expected[name]) for name, value in tensors(model).items())
@@ -154,13 +154,13 @@ def test_truncated_and_corrupt_files_are_named(damage: object, path: Path) -> No
 
 
 def test_a_header_that_lies_about_its_tensors_is_refused(path: Path) -> None:
-    """Shapes and sizes that our header check takes at face value are checked by safetensors itself."""
+    """Shapes and sizes that our header check trusts are checked by safetensors itself."""
     file = path / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     first, second = header["model.norm.weight"], header["model.layers.0.input_layernorm.weight"]
-    first["data_offsets"] = second["data_offsets"]  # two tensors in one place
+    first["data_offsets"] = second["data_offsets"]  # two tensors at the same place
     text = json.dumps(header).encode().ljust(length)
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     with pytest.raises(ModelError, match=r"model\.safetensors"):

@@ -1,4 +1,4 @@
-"""Which batches are one whole prompt, so that they may be computed without pages."""
+"""Which batches are one whole prompt, so that they can be computed without pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_other_modes_are_not_prompts() -> None:
 
 
 def test_the_cpu_path_never_takes_it() -> None:
-    """Announced or not: on the CPU pages are read, and the numbers of a request stay what they are."""
+    """Announced or not, the CPU path reads pages, and the numbers of a request are unchanged."""
     pool = plain_pool(1, 1, 16, 16, 80, torch.float32, "cpu")
     attention = PagedAttention(pool, [None], whole_prompt_tokens=(1024,))
     query = torch.randn(1024, 1, 16)

@@ -1,4 +1,4 @@
-"""Keys of images in the prefix cache: by content, row by row, apart from everything that token ids can give."""
+"""Keys of images in the prefix cache: by content, row by row, distinct from all keys of token ids."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_spans_take_the_place_of_ids_and_nothing_else() -> None:
 
 @given(st.lists(st.integers(0, 200_000), min_size=2, max_size=30), DIGESTS)
 def test_pairs_with_image_rows_are_like_no_pair_of_tokens(ids: list[int], digest: bytes) -> None:
-    """With a draft that shares the pages a key stands for two positions: text keeps the keys that it had."""
+    """With a draft that shares the pages a key covers two positions: keys of text are unchanged."""
     text = np.asarray(ids, dtype=np.int64)
     assert np.array_equal(as_bigram_keys(text), (text[:-1] << 32) | text[1:])
     whole = with_images([*ids, 0, 0, 0, *ids], [ImageSpan(len(ids), 3, digest)])

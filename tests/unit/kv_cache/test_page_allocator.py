@@ -39,7 +39,7 @@ def test_a_freed_page_rests_longest() -> None:
 
 @pytest.mark.parametrize("page", [0, -1, -4, 3, 5, 99])
 def test_freeing_what_is_not_held_raises(page: int) -> None:
-    """Page 0, pages that do not exist (from either end), and pages that are free already."""
+    """Page 0, page ids out of range on both sides, and pages that are already free."""
     allocator = PageAllocator(5)
     assert allocator.allocate(2) == [1, 2]
     with pytest.raises(ValueError, match="not held"):

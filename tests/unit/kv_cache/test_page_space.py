@@ -1,4 +1,4 @@
-"""Leases over free list and prefix cache."""
+"""Leases over the free list and the prefix cache."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_cached_pages_give_way_but_not_those_just_matched() -> None:
         lease.commit(as_keys(tokens))
         lease.release()
     assert (pages.free_pages, pages.cache.cached_pages) == (0, 4)
-    lease = take(pages, [1, 1, 2, 2, 5, 5, 6, 6], 4)  # needs both of the others' pages
+    lease = take(pages, [1, 1, 2, 2, 5, 5, 6, 6], 4)  # needs the pages of both others
     assert lease.cached_pages == 2
     assert len(set(lease.pages)) == 4
     assert (pages.cache.cached_pages, pages.leased_pages) == (2, 2)
@@ -117,17 +117,17 @@ def test_growing() -> None:
 
 
 def test_two_requests_with_the_same_prompt_at_once() -> None:
-    """Both computed it, since neither saw the other's: one copy is cached, the other stays its owner's."""
+    """Both computed it, because neither saw the other's: one copy is cached, the other stays with its owner."""
     pages = space()
     first, second = take(pages, [1, 2, 3, 4], 3), take(pages, [1, 2, 3, 4], 3)
     first.commit(as_keys([1, 2, 3, 4]))
     before = list(second.pages)
     second.commit(as_keys([1, 2, 3, 4]))
-    assert second.pages == before  # goes on with its own copy
+    assert second.pages == before  # it continues with its own copy
     pages.check_integrity()
     assert (pages.cache.cached_pages, pages.leased_pages) == (2, 4)
     first.release()
-    assert pages.cache.evictable_pages == 0  # the second still protects the shared prefix
+    assert pages.cache.evictable_pages == 0  # the second lease still protects the shared prefix
     second.release()
     pages.check_integrity()
     assert (pages.cache.cached_pages, pages.leased_pages, pages.free_pages) == (2, 0, 6)
@@ -172,7 +172,7 @@ def test_committing_less_than_was_cached_keeps_the_protection() -> None:
 
 
 def test_releasing_twice_raises() -> None:
-    """Otherwise it would take away the lock of another request with the same prefix."""
+    """Otherwise it would remove the lock of another request with the same prefix."""
     pages = space()
     first, second = take(pages, [1, 2], 1), take(pages, [1, 2], 1)
     first.commit(as_keys([1, 2]))
@@ -209,7 +209,7 @@ def test_keys_are_what_the_tree_compares() -> None:
 def test_a_hit_knows_the_tokens_that_its_kv_depends_on(
     lookahead: int, page_size: int, first: list[int], second: list[int], wanted: list[int]
 ) -> None:
-    """C2, 6.12: KV of position t depends on tokens up to t + lookahead, so those agree behind a hit, too."""
+    """KV at position t depends on tokens up to t + lookahead, so these must match after a hit, too."""
     pages = PageSpace(page_size, 65, RadixCache(page_size), keys_with_lookahead(lookahead))
     owner: dict[int, tuple[list[int], int]] = {}
     for text in (first, second):
@@ -232,7 +232,7 @@ def test_a_hit_knows_the_tokens_that_its_kv_depends_on(
 
 
 def test_keys_with_lookahead_are_a_view() -> None:
-    """C3: a million tokens cost nothing: they are not copied."""
+    """Keys of a million tokens cost nothing, because they are not copied."""
     ids = np.arange(1_000_000)
     keys = keys_with_lookahead(3)(ids)
     assert keys.shape == (999_997, 4)

@@ -1,8 +1,8 @@
-"""Page bookkeeping against a model that a reader can check by eye: a dict of all cached prefixes.
+"""Page bookkeeping against a simple model: a dict of all cached prefixes.
 
-The tree under test splits edges, evicts in parts and counts locks; the model has one entry per cached page, keyed by
-the whole prefix that the page ends, with the time it was last used. Both must agree after every step. To the model, a
-salt makes other tokens of its sequence's tokens: token t of a sequence with salt s is t + 2 * s.
+The tree under test splits edges, evicts parts and counts locks. The model has one entry per cached page, keyed by the
+whole prefix that ends with the page, with the time of its last use. Both must agree after every step. In the model, a
+salt changes the tokens of its sequence: token t of a sequence with salt s is t + 2 * s.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SALTED = st.builds(_sequence, st.integers(0, len(SALTS) - 1), BITS)
 
 
 def keys_of(tokens: list[int]) -> Keys:
-    """What the tree is given of a sequence, beside its salt."""
+    """The keys of a sequence for the tree, without its salt."""
     return as_keys([token % 2 for token in tokens])
 
 
 def salt_of(tokens: list[int]) -> bytes:
-    """Of an empty sequence it makes no difference."""
+    """The salt of a sequence; for an empty one it makes no difference."""
     return SALTS[tokens[0] // 2] if tokens else b""
 
 
@@ -54,7 +54,7 @@ class Cached:
 
 
 class PageSpaceMachine(RuleBasedStateMachine):
-    """Requests come, grow, commit and go; everything in the tree is checked against `self.cached`."""
+    """Requests arrive, grow, commit and leave; the whole tree is compared with `self.cached`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
         return [tuple(tokens[: (index + 1) * self.size]) for index in range(count)]
 
     def longest(self, tokens: list[int], count: int) -> list[Prefix]:
-        """The cached prefixes of at most `count` pages, shortest first; marks them used."""
+        """The cached prefixes of at most `count` pages, shortest first; marks them as used."""
         self.clock += 1
         found: list[Prefix] = []
         for prefix in self.prefixes(tokens, min(count, len(tokens) // self.size)):
@@ -96,7 +96,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
         return len(self.cached) - len(self.locked().union(also_locked))
 
     def expect_eviction(self, count: int, also_locked: list[Prefix]) -> None:
-        """The tree has evicted: exactly `count` pages, unlocked, least recently used, never a prefix of one kept."""
+        """Expect an eviction of exactly `count` unlocked, least recently used pages, never a prefix of a kept one."""
         kept = self.tree()
         gone = {prefix: cached for prefix, cached in self.cached.items() if prefix not in kept}
         assert len(gone) == max(count, 0)
@@ -108,7 +108,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
         assert not gone or not leaves or max(cached.used for cached in gone.values()) <= min(leaves)
 
     def tree(self) -> dict[Prefix, int]:
-        """What the tree under test holds: prefix -> page."""
+        """The content of the tree under test: prefix -> page."""
         found: dict[Prefix, int] = {}
         stack: list[tuple[Node, Prefix, int]] = [(self.cache._root, (), 0)]
         while stack:
@@ -121,7 +121,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
                 stack.append((child, whole, SALTS.index(child.salt) if node is self.cache._root else salt))
         return found
 
-    # -- what requests do --------------------------------------------------------------------------------------
+    # -- actions of requests -------------------------------------------------------------------------------------
 
     @rule(tokens=SALTED, extra=st.integers(0, 3), spare=st.integers(0, 4))
     def lease(self, tokens: list[int], extra: int, spare: int) -> None:
@@ -153,7 +153,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
         assert fresh is not None
         assert held.lease.pages[len(held.lease.pages) - count :] == fresh
         self.expect_eviction(count - free, [])
-        if held.tokens:  # a lease keeps the salt that it began with
+        if held.tokens:  # a lease keeps its initial salt
             more = _sequence(held.tokens[0] // 2, more)
         held.tokens = (held.tokens + more)[: len(held.lease.pages) * self.size]
 
@@ -185,7 +185,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
             expected = [self.cached[prefix].page for prefix in self.longest(tokens, len(tokens))]
             assert self.cache.match(keys_of(tokens), salt_of(tokens)).pages == expected
 
-    # -- what always holds -------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------
 
     @invariant()
     def every_page_is_in_one_place(self) -> None:

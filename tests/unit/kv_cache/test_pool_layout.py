@@ -102,7 +102,7 @@ def test_planes_have_their_own_shapes_dtypes_and_number_of_entries() -> None:
     assert (conv.items, conv.entry, conv.page_bytes) == (3, (32, 3), 32 * 3 * 2)
     assert (latent.items, latent.entry, latent.page_bytes) == (5, (24,), 2 * 24 * 4)
     assert layout.planes == (latent,)
-    assert spec.token_bytes == 24 * 4  # state is not counted by the token
+    assert spec.token_bytes == 24 * 4  # state per request is not included
 
 
 @pytest.mark.parametrize(

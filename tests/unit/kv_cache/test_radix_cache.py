@@ -308,14 +308,14 @@ def test_salts_never_share_a_page() -> None:
     for salt, pages in ((b"a", [11, 12, 13]), (b"bb", [21, 22, 23]), (b"", [31, 32, 33])):
         assert (
             cache.match(keys[:2], salt).pages == pages[:1]
-        )  # splits the edge: the salt goes with its upper half
+        )  # splits the edge: the salt stays with its upper half
         assert cache.match(keys, salt).pages == pages
         cache.check_integrity()
     assert cache.match(keys, b"b").pages == []
 
 
 def test_a_salt_is_not_mistaken_for_keys() -> None:
-    """Nobody finds pages by a prompt that looks like another's salt."""
+    """A prompt that looks like another's salt finds no pages."""
     cache = RadixCache(1)
     cache.insert(as_keys([7]), [21], as_keys([5]).tobytes())
     assert cache.match(as_keys([5, 7])).pages == []
@@ -330,7 +330,7 @@ def test_salts_that_nothing_is_cached_for_take_no_memory() -> None:
         cache.match(as_keys([1]), salt)
         cache.match(as_keys([9]), b"never used" + salt)
     assert len(cache._root.children) == 100
-    assert cache.evict(150)[:3] == [2, 1, 4]  # the order is by use, across salts
+    assert cache.evict(150)[:3] == [2, 1, 4]  # ordered by last use, across salts
     cache.check_integrity()
     assert len(cache._root.children) == 25
     assert cache.evict(99) != []

@@ -1,4 +1,4 @@
-"""Prefill and decode ends joined by queues: real Sender, Receiver and endpoints; clock and wire belong to the test."""
+"""Prefill and decode ends joined by queues: real Sender, Receiver and endpoints; the test controls clock and wire."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def noise(nbytes: int, seed: int = 1) -> bytearray:
 
 
 def page_bytes(memory: memoryview, shape: PoolLayout, page: int) -> bytes:
-    """One page over all planes."""
+    """The bytes of one page over all planes."""
     return b"".join(
         bytes(memory[plane.offset + page * plane.page_bytes : plane.offset + (page + 1) * plane.page_bytes])
         for plane in shape.planes
@@ -69,7 +69,7 @@ class Prefill:
         self.endpoint = endpoint
         endpoint.register(self.layout, self.kv)
         self.decodes: dict[bytes, Decode] = {}
-        self.sent: list[tuple[bytes, bytes]] = []  # every frame ever
+        self.sent: list[tuple[bytes, bytes]] = []  # all frames so far
         self.sender = Sender(self.incarnation, node, endpoint, self.layout, self._send, clock, limits)
 
     def _send(self, peer: bytes, frame: bytes) -> bool:
@@ -105,7 +105,7 @@ class Decode:
         self.receiver = Receiver(self.incarnation, node, endpoint, self.layout, clock, limits, record_slots)
 
     def connect(self, prefill: Prefill, deliver: Callable[[bytes], object] | None = None) -> None:
-        """`deliver` instead of the prefill's `handle` lets a test hold frames back."""
+        """Connect. `deliver` replaces the prefill's `handle`, so that a test can hold frames back."""
         prefill.decodes[self.identity] = self
         self.receiver.connect(
             prefill.incarnation, deliver or (lambda frame: prefill.sender.handle(self.identity, frame))

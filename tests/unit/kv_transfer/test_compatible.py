@@ -1,4 +1,4 @@
-"""The sentences of pairs of layouts that cannot exchange pages."""
+"""The errors for pairs of layouts that cannot exchange pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_incompatible_pairs_get_a_sentence_with_both_values(other: PoolLayout, w
 
 
 def test_a_long_fingerprint_is_compared_whole_and_shown_in_part() -> None:
-    """Two nodes that draft otherwise serve the same target: the sentence says so, and fits on a screen."""
+    """Two nodes with different drafts serve the same target: the error says so and fits on a screen."""
     ours, theirs = (layout(fingerprint=f"{'a' * 64}+{'b' * 63}{end}") for end in "cd")
     sentence = compatible(ours, theirs)
     assert sentence is not None

@@ -1,4 +1,4 @@
-"""Which clusters get CUDA IPC, and which are refused before anything is loaded."""
+"""Which clusters use CUDA IPC, and which are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_memory_of_a_killed_predecessor_is_waited_for(monkeypatch: pytest.Monkey
 
 
 def check_node(path: Path, given: Cluster, device: torch.device, wish: PoolWish) -> None:
-    """As a node with 64 rows checks its memory before it loads weights, without a draft."""
+    """Check the memory as a node with 64 rows does before it loads weights, without a draft."""
     plan = node_plan(given, "decode", "d", path)
     plan = msgspec.structs.replace(plan, pool=wish, max_rows=64)
     serving_model._check_memory(plan, device, serving_model._pool_spec(plan, device, None))
@@ -221,7 +221,7 @@ def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: 
     assert beside == plan.weights + memory.WORKING_BYTES + plan.sampling + (32_768 + 16) * per_token
     assert plan.weights > 0
     assert alone == plan
-    assert nobody == -plan.total  # no node of the file is there: not asked in earnest
+    assert nobody == -plan.total  # no node of the file is on it: only a test asks
 
 
 def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: py
 
 
 def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights and what a forward of it takes, also where a node beside it is the one that asks."""
+    """Its weights, and the memory of its forward, also if another node on the GPU asks."""
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
     given, path, gpu = cluster("cuda", "cuda:0"), MODEL.parent / "tiny-vision", torch.device("cuda", 0)
@@ -255,7 +255,7 @@ def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.M
     language = [*load_model(path, "bfloat16", torch.device("cpu"))[0].parameters()]
     count = lambda parameters: 2 * sum({each.data_ptr(): each.numel() for each in parameters}.values())  # noqa: E731
     assert blind.weights == count(language)
-    behind = sees.weights - count(language) - count(tower)  # in the file, and not loaded: no feature needs it
+    behind = sees.weights - count(language) - count(tower)  # in the file but not loaded: no feature needs it
     norm = 2 * 2 * part.tower.config.hidden_size
     assert behind == count(layer) + norm
     assert sees.encoder == encoder_bytes(config.vision, config.hidden_size, torch.bfloat16) > 0
@@ -266,7 +266,7 @@ def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.M
 
 
 def test_what_a_share_leaves_is_the_pool() -> None:
-    """Issue 3 part 4: KV memory is what remains after weights, graphs and room to work."""
+    """KV memory is what remains after weights, graphs and working memory."""
     plan = MemoryPlan(15 * GIB, 0, graphs=3 * GIB, sampling=GIB)
     pages = plan_pool(139 * GIB, plan, PoolWish(None, 0.5, "decode"), 2 << 20)
     assert pages == (69.5 - 15 - 3 - 1 - 2) * 512
@@ -309,7 +309,7 @@ def test_auto_is_a_number_on_a_cpu_and_a_share_on_a_gpu() -> None:
 
 
 def test_the_pool_follows_the_trial_of_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was loaded with a pool for a trial gets the pages that are left, and requests as long as they hold."""
+    """A model loaded with a trial pool gets the remaining pages, and requests as long as they allow."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 4 * GIB))
     served = load(cluster("cpu", "cpu"))
     assert (served.num_pages - 1) * served.page_size == 65_536
@@ -325,7 +325,7 @@ def test_the_pool_follows_the_trial_of_the_graphs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue 3 part 4: what passed before loading is refused with the arithmetic once the graphs are measured."""
+    """What passed before loading is refused with the calculation once the graphs are measured."""
     monkeypatch.setattr(memory, "PATIENCE", 0.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 6 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: GIB)
@@ -349,7 +349,7 @@ def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest
 
 
 def kv_bytes(served: serving_model.ServingModel) -> int:
-    """Of one page, by the layout that is allocated."""
+    """Bytes of one page, by the layout that is allocated."""
     layouts = [
         PoolLayout(fingerprint="f", spec=served.spec, num_pages=pages).total_bytes for pages in (64, 128)
     ]

@@ -37,7 +37,7 @@ ELSEWHERE = ProcessIdentity(process.current().host, 1, 1)
 
 
 class Pair:
-    """A prefill and a decode end of one host; both live here, so the decode node pretends another pid."""
+    """A prefill and a decode end on one host, both in this process, so the decode node claims another pid."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, int] = (0, 0), **host: object
@@ -114,7 +114,7 @@ def pair(monkeypatch: pytest.MonkeyPatch):
     made.close()
 
 
-# -- what a Hello says -----------------------------------------------------------------------------------------
+# -- the content of Hello ----------------------------------------------------------------------------------------
 
 
 def test_the_description_crosses_the_wire(pair: Pair) -> None:
@@ -210,7 +210,7 @@ def test_host_pools_as_memory() -> None:
 def test_a_room_arrives(
     monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, int], peer_access: bool, opened_for: int
 ) -> None:
-    """Opened for the sending GPU; for the other one, and copied by the driver, where they do not reach each other."""
+    """For the sending GPU; for another GPU, and copied by the driver if the two cannot access each other."""
     pair = Pair(monkeypatch, gpus, peer_access=peer_access)
     pair.connect()
     assert pair.cuda.opened == [(opened_for, pair.cuda.opened[0][1])]
@@ -335,7 +335,7 @@ def test_any_copies_by_the_driver(pair: Pair) -> None:
     assert torch.equal(pair.pool[400:403], pair.source[1000:1003])
 
 
-# -- who is dead -----------------------------------------------------------------------------------------------
+# -- proof of death ----------------------------------------------------------------------------------------------
 
 
 def test_under_mps_the_death_of_a_client_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +357,7 @@ def test_layouts_with_pages_of_several_sizes(monkeypatch: pytest.MonkeyPatch) ->
     other = layers_layout("tiny", "float32", 2, 6, [(2, 4), (2, 4)])
     write = pair.sending.write_pages(
         peer, pair_plan(SRC, other), [1], [5], 1, checksums=False
-    )  # a smaller pool's offsets
+    )  # the offsets of a smaller pool
     assert pair.sending.poll(write.ticket) is WriteState.DONE
     assert len(write.digests) == 0
     assert page_bytes(pair.pool.numpy().data, other, 5) == page_bytes(pair.source.numpy().data, SRC, 1)

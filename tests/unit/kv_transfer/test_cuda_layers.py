@@ -1,4 +1,4 @@
-"""Pages that leave layer by layer over CUDA IPC, on a runtime of host memory: launches, events, tickets, checksums."""
+"""Pages sent layer by layer over CUDA IPC, on a runtime of host memory: launches, events, tickets, checksums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LISTS = [PageList([1, 2], [3, 9], 1), PageList([5], [4], 2)]  # of two rooms
 def test_layers_leave_behind_events(
     monkeypatch: pytest.MonkeyPatch, peer_access: bool, checksums: bool
 ) -> None:
-    """One launch per layer for both rooms, behind what the computing stream has stored; the rest room by room."""
+    """One launch per layer for both rooms, after what the computing stream has stored; the rest room by room."""
     pair = Pair(monkeypatch, (0, 1), peer_access=peer_access)
     peer = pair.sending.attach(pair.target())
     lane, layers = pair.cuda.lanes[-2:]
@@ -81,9 +81,9 @@ def test_where_all_layers_have_left_nothing_is_launched(pair: Pair) -> None:
 
 
 def test_a_launch_that_fails_between_two_layers(pair: Pair) -> None:
-    """The forward goes on, nothing more is launched, and the rooms fail once what was launched has settled."""
+    """The forward continues, nothing more is launched, and the rooms fail once launched copies have settled."""
     peer = pair.sending.attach(pair.target())
-    lane = pair.cuda.lanes[-1]  # of layers
+    lane = pair.cuda.lanes[-1]  # the one of layers
     write = pair.sending.write_layers(peer, PLAN, LISTS, True)
     write.send(range(2))
     lane.held, lane.launch_fault = True, "CUDA error: unspecified launch failure"
@@ -101,7 +101,7 @@ def test_a_launch_that_fails_between_two_layers(pair: Pair) -> None:
 
 
 def test_pages_that_are_complete_do_not_stand_behind_the_next_forward(pair: Pair) -> None:
-    """Forward 2 is launched, and then what forward 1 has left is sent: its room need not wait for forward 2."""
+    """Forward 2 is launched before the rest of forward 1 is sent: its room need not wait for forward 2."""
     peer = pair.sending.attach(pair.target())
     layers = pair.cuda.lanes[-1]
     first, second = (pair.sending.write_layers(peer, PLAN, [pages], True) for pages in LISTS)
@@ -120,7 +120,7 @@ def test_pages_that_are_complete_do_not_stand_behind_the_next_forward(pair: Pair
 
 
 def test_a_first_layer_does_not_wait_for_the_forward(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a peer's layout becomes is copied to the GPU and waited for: before the lane stands behind the forward."""
+    """The converted layout of a peer is copied to the GPU before the stream waits for the forward."""
     peer = pair.sending.attach(pair.target())
     assert isinstance(peer, Mapped)
     made: list[bool] = []
@@ -130,7 +130,7 @@ def test_a_first_layer_does_not_wait_for_the_forward(pair: Pair, monkeypatch: py
 
 
 def test_a_peer_that_is_let_go_of_during_a_launch(pair: Pair) -> None:
-    """Copies without a ticket end before the memory is unmapped, and nothing is copied behind that."""
+    """Copies without a ticket end before the memory is unmapped, and nothing is copied after that."""
     peer = pair.sending.attach(pair.target())
     layers = pair.cuda.lanes[-1]
     write = pair.sending.write_layers(peer, PLAN, LISTS, False)
@@ -146,7 +146,7 @@ def test_a_peer_that_is_let_go_of_during_a_launch(pair: Pair) -> None:
 
 
 def test_sums_of_layers_live_until_the_other_lane_has_read_them(pair: Pair) -> None:
-    """A write is let go of with its room; the allocator must not hand its sums to a forward before they are read."""
+    """A write is released with its room; its checksums must not be reused by a forward before they are read."""
     peer = pair.sending.attach(pair.target())
     lane = pair.cuda.lanes[-2]
     write = pair.sending.write_layers(peer, PLAN, LISTS, True)

@@ -1,4 +1,4 @@
-"""The page kernel: its reference on the CPU, and the kernel itself under Triton's interpreter."""
+"""The page kernel: its reference on the CPU, and the kernel itself in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_pages_and_checksums_of_any_shape(
         assert page_bytes(b.numpy().data, dst, page) == page_bytes(before.numpy().data, dst, page)
     expected = [by_hand(page_bytes(a.numpy().data, src, page), word) for page in taken]
     assert as_digests(sums.tolist()) == expected
-    assert sums_of(dst, b, given) == expected  # where a page lies does not matter
+    assert sums_of(dst, b, given) == expected  # the position of a page does not matter
 
 
 def test_planes_sent_one_after_another_add_up() -> None:

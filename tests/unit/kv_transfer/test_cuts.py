@@ -1,4 +1,4 @@
-"""Cuts between tensor-parallel sizes, against a list of what each rank holds."""
+"""Cuts between tensor-parallel sizes, against lists of what each rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a transport describes its memory in Hello: by name and raw bytes, which only its own endpoint reads."""
+"""How a transport describes its memory in Hello: by name and raw bytes, which only its own endpoint parses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_each_endpoint_reads_its_own_description_and_no_other(sender: type[Sende
     ],
 )
 def test_what_cannot_be_read_is_refused(body: bytes) -> None:
-    """By a sentence: Hello itself was decoded without looking into the description."""
+    """It is refused with an error: Hello itself was decoded without parsing the description."""
     wire = msgspec.structs.replace(to_wire(TCP), body=msgspec.Raw(body))
     with pytest.raises(HandshakeRefused, match="its tcp description cannot be read"):
         from_wire(wire, TcpDescription)
@@ -76,7 +76,7 @@ def test_another_form_of_the_same_transport_is_refused() -> None:
 
 
 def test_the_hash_covers_structs_inside_of_structs() -> None:
-    """The lifeline of nixl, for one, is a description of tcp."""
+    """For example, the lifeline of nixl is a description of tcp."""
     inner = [msgspec.defstruct("Inner", [(name, int)]) for name in ("x", "y", "x")]
     first, second, third = (schema_hash([msgspec.defstruct("Outer", [("inner", each)])]) for each in inner)
     assert first == third != second

@@ -36,7 +36,7 @@ from tests.unit.kv_transfer.rig import (
 
 
 class Rig:
-    """One prefill and one decode node that have shaken hands, over a loopback without fence (as shm is)."""
+    """One prefill and one decode node after their handshake, over a loopback without fence (like shm)."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Rig:
         return generation
 
     def say(self, message: messages.ReceiverInbox) -> None:
-        """A frame that the prefill node sends, as if."""
+        """Inject a frame as if the prefill node had sent it."""
         self.receiver.handle(self.prefill.incarnation, messages.encode(message, self.prefill.incarnation))
 
     def ask(self, message: messages.SenderInbox) -> None:
@@ -99,7 +99,7 @@ def test_abort_before_any_write_is_acknowledged_at_once() -> None:
     assert rig.receiver.quarantined_pages == 2
     assert rig.prefill.poll() == [TransferLost(1, "client_gone", "client gone")]
     assert rig.decode.poll() == [PagesFree(1, (4, 5))]
-    rig.sender.send_pages(1, [1, 2], 0)  # the prefill node has not looked yet: ignored
+    rig.sender.send_pages(1, [1, 2], 0)  # the prefill node has not read the abort yet: ignored
     rig.sender.finish(1, RECORD)
     rig.assert_idle()
 
@@ -125,7 +125,7 @@ def test_news_of_pages_does_not_end_a_quarantine() -> None:
     rig = Rig({1: Fault(delay=3.0)})
     rig.begin()
     rig.sender.send_pages(1, [1], 0)  # landed, and its announcement is in the inbox
-    rig.sender.send_pages(1, [2], 1)  # still on the way
+    rig.sender.send_pages(1, [2], 1)  # still in transfer
     rig.receiver.abort(1, "x")
     assert rig.decode.poll() == []
     assert rig.receiver.quarantined_pages == 2
@@ -190,7 +190,8 @@ def test_an_unanswered_abort_is_repeated_and_no_timeout_frees_the_pages() -> Non
     assert rig.receiver.counters.abort_retries == 1000
     rig.sender.handle(rig.decode.identity, heard[-1])
     assert rig.decode.poll() == [PagesFree(1, (4, 5))]
-    rig.sender.handle(rig.decode.identity, heard[0])  # a repetition is acknowledged again, and ignored
+    # a repetition is acknowledged again but otherwise ignored
+    rig.sender.handle(rig.decode.identity, heard[0])
     assert rig.decode.poll() == []
 
 
@@ -202,7 +203,7 @@ def test_a_poisoned_room_never_acks_until_its_process_is_dead() -> None:
     rig.clock.now += 10_000
     assert (rig.prefill.poll(), rig.decode.poll(), rig.sender.draining) == ([], [], 1)
     rig.receiver.peer_lost(rig.prefill.incarnation)
-    assert rig.decode.poll() == []  # lost is not dead
+    assert rig.decode.poll() == []  # lost does not mean dead
     assert rig.receiver.quarantined_pages == 2
     rig.fabric.kill(rig.prefill.incarnation)
     assert rig.decode.poll() == [PagesFree(1, (4, 5))]
@@ -212,7 +213,7 @@ def test_a_poisoned_room_never_acks_until_its_process_is_dead() -> None:
 
 
 def test_late_writes_cannot_hit_pages_that_another_room_got() -> None:
-    """With a fence the pages are free at once, and the write that lands later is turned away."""
+    """With a fence the pages are free at once, and a write that lands later is rejected."""
     rig = Rig({0: Fault(delay=5.0)}, fencing=True)
     rig.begin(1)
     rig.sender.send_pages(1, [1, 2], 0)
@@ -251,7 +252,7 @@ def test_an_abort_that_overtakes_the_prompt_and_one_without_slots() -> None:
     rig.ask(Abort(2, 50, "c", "slots were lost"))
     assert rig.prefill.poll() == [TransferLost(2, "c", "slots were lost")]
     rig.answers()
-    rig.ask(Slots(2, 50, (1,), 0, 0))  # they come after all
+    rig.ask(Slots(2, 50, (1,), 0, 0))  # they arrive after all
     assert rig.answers() == [AbortAck(2, 50)]
     rig.ask(Abort(3, 7, "c", "never heard of"))
     assert rig.answers() == [AbortAck(3, 7)]
@@ -562,7 +563,7 @@ def test_a_stalled_write_is_given_up_but_not_settled() -> None:
     assert rig.prefill.poll() == []
     assert (rig.sender.counters.stalled, rig.sender.draining, rig.sender.writing) == (1, 1, True)
     assert all(not isinstance(said, SenderFailed) for said in rig.answers())
-    rig.sender.peer_lost(rig.decode.incarnation)  # letting go of the memory settles it
+    rig.sender.peer_lost(rig.decode.incarnation)  # releasing the memory settles it
     (lost,) = rig.prefill.poll()
     assert isinstance(lost, TransferLost)
     assert "no byte reached" in lost.reason
@@ -595,21 +596,21 @@ def test_the_death_of_a_prefill_node_fails_its_rooms_at_once() -> None:
 
 
 def test_a_prompt_that_is_worked_on_is_waited_for_and_a_forgotten_one_is_not() -> None:
-    """A wait has no end of its own while the other side names the room; it ends seconds after the last word."""
+    """A wait has no limit while the other side keeps naming the room; it ends seconds after the last message."""
     rig = Rig()
     rig.begin(1)
     for _ in range(20):
         rig.clock.now += LIMITS.first_page_timeout - 1
         assert rig.prefill.poll() == []
         assert rig.decode.poll() == []
-    del rig.sender._rooms[1]  # a defect: nobody will ever write these pages
+    del rig.sender._rooms[1]  # a bug: nobody will ever write these pages
     rig.prefill.poll()
     rig.clock.now += LIMITS.first_page_timeout
     assert isinstance(rig.decode.poll()[0], Failed)
 
 
 def test_a_busy_prefill_node_says_so_first() -> None:
-    """Long work is announced before it begins: meanwhile the loop says nothing, and no room is lost by that."""
+    """Long work is announced before it begins: meanwhile the loop is silent, but no room is lost."""
     rig = Rig()
     rig.begin(1)
     rig.clock.now += 1
@@ -625,7 +626,7 @@ def test_a_busy_prefill_node_says_so_first() -> None:
 
 
 def test_long_work_is_announced_for_rooms_that_are_new_or_come_meanwhile() -> None:
-    """A prompt is computed at once, often before its slots have come: no sign named its room yet."""
+    """A prompt is computed at once, often before its slots arrive, so no message has named its room yet."""
     rig = Rig()
     rig.begin(1)
     rig.sender.signs.announce(5 * LIMITS.first_page_timeout)
@@ -678,7 +679,7 @@ def test_a_flood_of_unknown_rooms_is_bounded_and_answered() -> None:
     assert len(rig.sender._aborted) == 64
     assert rig.sender.active == 0
     assert sum(isinstance(m, SenderFailed) for m in rig.answers()) == 10_000 - 31
-    rig.sender.expect(9)  # slots that came before the flood are still there
+    rig.sender.expect(9)  # slots from before the flood still exist
     assert SlotsGranted(9) in rig.prefill.poll()
     rig.clock.now += LIMITS.early_ttl
     rig.prefill.poll()

@@ -1,4 +1,4 @@
-"""Hello and Welcome: who is refused with which sentence, and what a new life of a node does to the old one."""
+"""Hello and Welcome: which pairs are refused with which error, and the effect of a restarted node on the old one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def refusal(decode: Decode, prefill: Prefill) -> str:
         (layout(fingerprint="other"), "layout", ["decode-0", "model differs", "tiny", "other"]),
         (layout(page_size=4), "layout", ["page size differs", "set the same kv.page_size"]),
         (layout(dtype="bfloat16"), "layout", ["KV dtype of target layer 0 k differs"]),
-        # one node drafts, the other does not: a draft's planes stand behind the target's
+        # One node drafts and the other does not: the draft's planes follow the target's.
         (layers_layout("tiny", "float32", 2, 16, [(2, 4)] * 3), "layout", ["decode-0"]),
     ],
 )
@@ -94,7 +94,7 @@ def test_other_version_is_told_by_both_sides(fabric: Fabric, clock: Clock, prefi
     (event,) = decode.poll()
     assert isinstance(event, PeerRefused)
     assert f"speaks KV protocol 9, this node speaks {messages.PROTOCOL_VERSION}" in event.reason
-    # the other direction: an answer of another version
+    # The other direction: an answer of another version.
     again = decode_node(fabric, clock)
     again.connect(prefill, lambda frame: None)
     answer = bytearray(messages.encode(messages.Refused("?"), prefill.incarnation))
@@ -124,7 +124,7 @@ def test_slots_wait_for_welcome_and_a_silent_peer_times_out(
     heard: list[bytes] = []
     decode.connect(prefill, heard.append)
     decode.receiver.open(1, (prefill.incarnation,), [1], 0)
-    assert len(heard) == 1  # Hello alone
+    assert len(heard) == 1  # only Hello
     begun = clock.now
     while connected and clock.now - begun < MOST_GREETING - 10:
         clock.now += LIMITS.handshake_timeout - 1
@@ -169,7 +169,7 @@ def test_a_restarted_decode_node_ends_its_former_life(fabric: Fabric, clock: Clo
     (lost,) = prefill.poll()
     assert lost == TransferLost(1, NodeLost.code, "decode node decode-0 restarted")
     assert new.poll() == []
-    # what the old life still says is dropped and its Hello refused; its aborts are answered
+    # Messages of the old incarnation are dropped and its Hello refused; its aborts are answered.
     stale = prefill.sender.counters
     prefill.sender.handle(old.identity, messages.encode(Slots(2, 9, (1,), 0, 0), old.incarnation))
     assert stale.stale_incarnation == 1
@@ -180,7 +180,7 @@ def test_a_restarted_decode_node_ends_its_former_life(fabric: Fabric, clock: Clo
     assert "give every decode node its own name" in refused.reason
     assert isinstance(failed, Failed)
     assert free == PagesFree(1, (1, 2))  # the abort over the refused link was acknowledged
-    # the new life over the old one's socket identity: frames of the old one are not mistaken for it
+    # The new incarnation over the old one's socket identity: frames of the old one are not attributed to it.
     prefill.sender.handle(new.identity, messages.encode(Slots(3, 9, (1,), 0, 0), old.incarnation))
     assert prefill.sender.slots(3) is None
     new.receiver.open(4, (prefill.incarnation,), [1], 0)

@@ -82,7 +82,7 @@ def _nixl(library: Any) -> Ends:
 
 
 def _nixl_real() -> Ends:
-    """Skipped where nixl is not installed."""
+    """The real NIXL; skipped if it is not installed."""
     try:
         return _nixl(load_library())
     except ConfigError as error:

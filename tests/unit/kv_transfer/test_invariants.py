@@ -1,8 +1,8 @@
 """Sender, Receiver and loopback under random faults: who may write where, and that everything ends.
 
-Checked at every byte that lands: its page and record slot are in the hands of that very generation. Checked at every
-step: each page is free, held or quarantined, and exactly one of them. Checked at every arrival: the bytes are the
-source's. Checked at the end: with the faults over, nothing is left.
+Checked for every byte that lands: its page and record slot belong to exactly that generation. Checked at every step:
+each page is exactly one of free, held and quarantined. Checked at every arrival: the bytes equal the source's. Checked
+at the end: once the faults are over, nothing remains.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Transfers(RuleBasedStateMachine):
         self.free = set(range(POOL))
         self.held: dict[
             int, tuple[int, tuple[int, ...]]
-        ] = {}  # room -> generation, pages; until PagesFree or Arrived
+        ] = {}  # room -> (generation, pages), until PagesFree or Arrived
         self.source: dict[int, list[int]] = {}  # room -> source pages
         self.expected: dict[int, int] = {}  # room -> pages sent, on the living prefill node
         self.corrupting: set[int] = set()  # generations whose writes were damaged
@@ -77,7 +77,7 @@ class Transfers(RuleBasedStateMachine):
         self.decode.connect(self.prefill, self.to_prefill.append)
 
     def landing(self, receiver: str, region: Region, start: int, length: int, generation: int) -> None:
-        """A write is about to land."""
+        """Called when a write is about to land."""
         if self.fencing and generation not in self.decode.endpoint.windows:  # type: ignore[attr-defined]
             raise AssertionError("the fence let something through")
         if region is Region.RECORDS:
@@ -93,7 +93,7 @@ class Transfers(RuleBasedStateMachine):
         mine = next((pages for g, pages in self.held.values() if g == generation), ())
         assert set(range(first, last + 1)) <= set(mine), "a write into pages of nobody or somebody else"
 
-    # ---- what nodes do
+    # ---- actions of nodes
 
     @rule(
         count=st.integers(0, 3),
@@ -125,7 +125,7 @@ class Transfers(RuleBasedStateMachine):
         finish=st.sampled_from([True, True, False]),
     )
     def begin(self, count: int, held: int, source: list[int], fault: Fault, finish: bool) -> None:
-        """The usual way in one go, with one fault: random single steps seldom come this far."""
+        """Run the usual sequence at once, with one fault: random single steps seldom get this far."""
         self.open(count, held, source, None)
         self.expect(0)
         self.deliver(8)
@@ -198,7 +198,7 @@ class Transfers(RuleBasedStateMachine):
                 assert isinstance(event, Failed)
                 assert event.room in self.held
 
-    # ---- what the world does
+    # ---- events in the environment
 
     @rule(n=st.integers(1, 8))
     def deliver(self, n: int) -> None:
@@ -259,7 +259,7 @@ class Transfers(RuleBasedStateMachine):
     def mishap(self, what: str) -> None:
         getattr(self, what)()
 
-    # ---- what must hold
+    # ---- invariants
 
     @invariant()
     def every_page_is_in_one_place(self) -> None:
@@ -284,12 +284,12 @@ class Transfers(RuleBasedStateMachine):
         self.poll()
 
     def teardown(self) -> None:
-        """The faults are over: everything must end without anybody's help."""
+        """The faults are over: everything must end without outside help."""
         if not hasattr(self, "decode"):
             return
         self.faults.clear()
         self.settle()
-        # a node may work on a granted room for as long as it says so; every request has a deadline of its own
+        # A node may work on a granted room for as long as it reports so; every request has its own deadline.
         for room in [*self.expected]:
             self.prefill.sender.cancel(room, "deadline_exceeded", "the request's deadline passed")
         self.settle()
@@ -299,4 +299,4 @@ class Transfers(RuleBasedStateMachine):
 
 
 Transfers.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestTransfers = pytest.mark.timeout(600)(Transfers.TestCase)  # a failure is shrunk for minutes
+TestTransfers = pytest.mark.timeout(600)(Transfers.TestCase)  # shrinking a failure takes minutes

@@ -1,4 +1,4 @@
-"""Pages that leave layer by layer during a forward: every plane once, the record behind all, faults in between."""
+"""Pages sent layer by layer during a forward: every plane once, the record after all, faults in between."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def said(rig: Rig) -> list[object]:
 @pytest.mark.parametrize("fencing", [False, True])
 @pytest.mark.parametrize("told", range(3))
 def test_a_layer_is_there_before_the_next_is_told(told: int, fencing: bool) -> None:
-    """However many layers the forward tells of: the others follow with `complete`, and the record behind them."""
+    """However many layers the forward announces: the others follow with `complete`, and the record after them."""
     rig = Rig(fencing=fencing)
     send = begin(rig)
     for layer in range(told):
@@ -104,7 +104,7 @@ def test_shared_memory_takes_layers() -> None:
 
 
 def test_a_forward_begins_before_the_one_before_is_complete() -> None:
-    """As on a GPU: launches overlap, and pages are announced in order."""
+    """As on a GPU, launches overlap, and pages are announced in order."""
     rig = Rig()
     rig.begin(1, tuple(DST))
     sends = []
@@ -123,7 +123,7 @@ def test_a_forward_begins_before_the_one_before_is_complete() -> None:
 
 
 def test_rooms_of_one_forward_end_each_on_its_own() -> None:
-    """A damaged layer of one room is that room's loss, told once; the other one arrives."""
+    """A damaged layer of one room fails only that room, once; the other one arrives."""
     rig = Rig({1: Fault(damage="fail")})  # layer 0 of the second room
     rig.begin(1, (4, 5))
     rig.begin(2, (6,))
@@ -172,7 +172,7 @@ def test_a_room_cancelled_with_nothing_sent_yet() -> None:
     rig.sender.cancel(1, "client_gone", "the client went away")
     send.close()
     assert PagesFree(1, tuple(DST)) in said(rig)
-    follow(rig, RoomPages(1, SRC, 0)).close()  # lost a moment ago: no misuse
+    follow(rig, RoomPages(1, SRC, 0)).close()  # lost a moment ago: this is allowed
     assert rig.sender.active == rig.fabric.writes == 0
 
 
@@ -189,7 +189,7 @@ def test_a_decode_node_that_dies_between_two_layers() -> None:
 
 
 def test_a_long_forward_is_no_stall() -> None:
-    """Time counts from `complete`: before it nothing can move."""
+    """Time counts from `complete`, because nothing can move before it."""
     rig = Rig({2: Fault(damage="stick")})
     send = begin(rig)
     for layer in range(2):
@@ -236,7 +236,7 @@ def test_damage_in_a_layer_is_found_by_the_checksums() -> None:
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_every_plane_of_every_page_exactly_once(data: st.DataObject) -> None:
-    """Any cut into chunks, followed or not, from any layer on, any number told, up to two forwards under way."""
+    """Any division into chunks, followed or not, from any layer, any number announced, up to two forwards in flight."""
     rig = Rig()
     total = data.draw(st.integers(1, 12), label="pages")
     held = data.draw(st.integers(0, total - 1), label="held")
@@ -283,7 +283,7 @@ def test_every_plane_of_every_page_exactly_once(data: st.DataObject) -> None:
     assert rig.sender.counters.pages_written == len(dst)
 
 
-# -- who takes layers ------------------------------------------------------------------------------------------
+# -- which transports support layers -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_every_plane_of_every_page_exactly_once(data: st.DataObject) -> None:
     [("shm", ShmSender), ("cuda_ipc", CudaIpcSender), ("tcp", TcpSender), ("nixl", NixlSender)],
 )
 def test_config_and_transports_agree(transport: str, endpoint: type) -> None:
-    """Refused by name where the endpoint has no verb for it."""
+    """It is refused by name if the endpoint does not support it."""
 
     def cluster(layers: bool) -> Cluster:
         made = Cluster(model=Model(path="m"), transfer=Transfer(transport=transport, layers=layers))

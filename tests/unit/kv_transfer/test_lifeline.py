@@ -1,4 +1,4 @@
-"""Lifelines: only the end of the one connection that proved its key counts, and only some time after it."""
+"""Lifelines: only the end of the connection that proved its key counts, and only some time after it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keeper(clock: Clock) -> Iterator[LifelineKeeper]:
 
 
 def look(keeper: LifelineKeeper, clock: Clock, who: str = "p", seconds: float = 0.0) -> bool:
-    """What the keeper says after it has looked, and some time has passed."""
+    """The keeper's verdict after it has polled and some time has passed."""
     with keeper._lock:
         keeper._look(clock.now)
     clock.now += seconds
@@ -46,7 +46,7 @@ def look(keeper: LifelineKeeper, clock: Clock, who: str = "p", seconds: float = 
 
 
 def met(keeper: LifelineKeeper, who: str = "p") -> None:
-    """Its thread and the kernel take their time; the clock stands still meanwhile."""
+    """Wait for the connection: thread and kernel need a moment, while the clock stands still."""
     until(lambda: keeper._lines[who].sock is not None)
 
 
@@ -56,7 +56,7 @@ def ended(keeper: LifelineKeeper, who: str = "p") -> None:
 
 def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LifelineKeeper, clock: Clock) -> None:
     lines = Lifelines()
-    assert not look(keeper, clock, seconds=100)  # nobody described
+    assert not look(keeper, clock, seconds=100)  # nobody was described
     lines.hold(keeper.describe("p"))
     met(keeper)
     keeper.describe("q")
@@ -80,7 +80,7 @@ def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LifelineKeeper, clock: Cl
     assert not look(keeper, clock)
 
     class TimedOut:
-        """As Linux has it: said once, and read again it looks like an end."""
+        """Behaves like Linux: the error is reported once, and the next read looks like an end."""
 
         told = False
 
@@ -99,7 +99,7 @@ def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LifelineKeeper, clock: Cl
     assert not look(keeper, clock, seconds=100)
     assert not look(keeper, clock, seconds=100)
     lines.close()
-    lines.hold(description)  # it takes the place of the one that was lost
+    lines.hold(description)  # it replaces the lost one
     met(keeper)
     assert not look(keeper, clock)
     (sock,) = lines._socks.values()
@@ -120,7 +120,7 @@ def challenge_of(connection: socket.socket) -> bytes:
 
 
 def test_a_recorded_proof_proves_nothing(keeper: LifelineKeeper, clock: Clock) -> None:
-    """Somebody has listened to a sender whose connection is lost later, and repeats what it said."""
+    """An attacker recorded a sender whose connection is lost later, and replays its messages."""
     description = keeper.describe("p")
     lines = Lifelines()
     with closing(Wire(description.port)) as wire:
@@ -147,7 +147,7 @@ def closed(connection: socket.socket) -> bool:
 
 
 def test_other_connections_prove_nothing(keeper: LifelineKeeper, clock: Clock) -> None:
-    """Of strangers, with another key, and a second one with the right key."""
+    """Connections of unknown peers, with another key, and a second one with the right key."""
     description = keeper.describe("p")
     where = (description.host, description.port)
     for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, None):
@@ -186,7 +186,7 @@ def test_a_new_connection_revokes_the_proof(keeper: LifelineKeeper, clock: Clock
 def test_strangers_are_bounded_and_sent_away(
     keeper: LifelineKeeper, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest gives way, so that a flood keeps no sender out; one that stays silent goes after a while."""
+    """The oldest is dropped, so that a flood keeps no sender out; a silent one is dropped after a while."""
     monkeypatch.setattr(lifeline, "_MAX_STRANGERS", 2)
     where = (keeper.describe("p").host, keeper.describe("p").port)
     silent = [socket.create_connection(where, timeout=PATIENCE) for _ in range(3)]
@@ -203,7 +203,7 @@ def test_strangers_are_bounded_and_sent_away(
 
 
 def test_who_gives_no_challenge_is_refused(clock: Clock) -> None:
-    """Something else listens there."""
+    """Some other program listens there."""
 
     def answer() -> None:
         with closing(listener.accept()[0]) as connection:

@@ -81,7 +81,7 @@ def ends() -> Iterator[Ends]:
 
 
 def test_pages_land_in_pieces_that_show_progress(ends: Ends) -> None:
-    """Pools of different sizes; each transfer has at most max_inflight_bytes; lists are made once and given back."""
+    """Pools of different sizes; a transfer has at most max_inflight_bytes; lists are made once and released."""
     peer = ends.attach()
     write = ends.sender.write_pages(peer, PLAN, [1, 5, 2], [11, 3, 4], 1, True)
     assert ends.sender.poll(write.ticket) is WriteState.DONE
@@ -125,7 +125,7 @@ def test_a_write_is_pending_until_its_last_transfer_has_landed(ends: Ends) -> No
 
 
 def test_a_fault_settles_only_when_what_was_posted_must_have_landed(ends: Ends) -> None:
-    """NIXL reports an error while other pieces may be on their way; meanwhile nothing new is posted."""
+    """NIXL reports an error while other pieces may be in transfer; meanwhile nothing new is posted."""
     peer = ends.attach()
     ends.net.held = True
     write = ends.sender.write_pages(peer, PLAN, [1, 2, 3], [1, 2, 3], 1, False)
@@ -141,7 +141,7 @@ def test_a_fault_settles_only_when_what_was_posted_must_have_landed(ends: Ends) 
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     assert ends.sender.trouble(peer) == "NIXL_ERR_REMOTE_DISCONNECT"
     assert not ends.net.under_way
-    ends.net.fault = ""  # the next write joins the peer anew
+    ends.net.fault = ""  # the next write connects to the peer again
     write = ends.sender.write_pages(peer, PLAN, [4], [4], 2, False)
     assert ends.sender.poll(write.ticket) is WriteState.DONE
     assert ends.landed(4) == page_bytes(ends.kv, LAYOUT, 4)
@@ -153,7 +153,7 @@ def test_a_transfer_that_nixl_refuses_fails_and_is_never_raised(ends: Ends) -> N
     write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, True)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     assert ends.sender.trouble(peer) == "NIXL_ERR_INVALID_PARAM"
-    del ends.net.agents[DECODE]  # it cannot be joined again either
+    del ends.net.agents[DECODE]  # it cannot be connected to again either
     write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, True)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     too_long = ends.sender.write_record(peer, 0, bytes(LIMITS.record_bytes + 1), 1)
@@ -183,7 +183,7 @@ def test_what_detach_could_not_stop_keeps_the_peer_out_until_it_has_ended(ends: 
 def test_close_with_a_stuck_transfer_leaves_the_lifeline_to_the_process(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end would say that nothing is written any more."""
+    """Its end would claim that nothing is written any more."""
     monkeypatch.setattr("kv_transfer.transport.nixl.sender._CLOSE_SECONDS", 0.01)
     peer = ends.attach()
     keeper = ends.receiver._lifelines
@@ -286,7 +286,7 @@ def test_cuts(most: int) -> None:
 
 
 def gpu_ends(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeNixl, NixlSender, NixlReceiver, FakeCuda]:
-    """Pools that are host memory in truth; checksums by the reference of the kernel."""
+    """Pools that are really host memory; checksums are computed by the kernel's reference."""
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     net, cuda = FakeNixl(), FakeCuda(FakeHost())
     receiver = NixlReceiver(DECODE, "lo", device=1, cuda=cuda, library=net)  # type: ignore[arg-type]
@@ -301,7 +301,7 @@ def gpu_ends(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeNixl, NixlSender, Nix
 
 
 def test_pools_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registered as memory of their GPUs; a write is done when its checksums are on the host, too."""
+    """Registered as memory of their GPUs; a write is done only when its checksums are on the host, too."""
     net, sender, receiver, cuda = gpu_ends(monkeypatch)
     assert [region[2:] for region in net.agents[DECODE].regions] == [(1, "VRAM"), (0, "DRAM")]
     target = Target(DECODE, receiver.describe("p"), LAYOUT.total_bytes, 256)
@@ -310,7 +310,7 @@ def test_pools_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         lane.held = True
     plan = pair_plan(LAYOUT, LAYOUT)
     write = sender.write_pages(peer, plan, [1, 2], [5, 6], 1, True)
-    assert sender.poll(write.ticket) is WriteState.PENDING  # landed, but nobody could read the checksums
+    assert sender.poll(write.ticket) is WriteState.PENDING  # landed, but its checksums are not readable yet
     for lane in cuda.lanes:
         lane.held = False
     assert sender.poll(write.ticket) is WriteState.DONE
@@ -345,7 +345,7 @@ def test_a_gpu_that_cannot_show_what_a_network_card_wrote_is_refused(monkeypatch
     receiver.close()
 
 
-# ---- with the state machines above
+# ---- with the state machines of kv_transfer
 
 
 def pair(clock: Clock) -> tuple[FakeNixl, Prefill, Decode]:
@@ -366,7 +366,7 @@ def granted(prefill: Prefill, decode: Decode, room: int, pages: list[int]) -> No
 
 
 def test_an_abort_is_answered_only_when_nothing_can_land_any_more() -> None:
-    """Even where the prefill node let go of the decode node meanwhile: pages stay in quarantine until then."""
+    """Even if the prefill node has meanwhile dropped the decode node: until then pages stay in quarantine."""
     clock = Clock()
     net, prefill, decode = pair(clock)
     granted(prefill, decode, 1, [1, 2])
@@ -385,7 +385,7 @@ def test_an_abort_is_answered_only_when_nothing_can_land_any_more() -> None:
     assert decode.poll() == [PagesFree(1, (1, 2))]
     acks = [messages.decode_for_receiver(frame)[1] for _, frame in prefill.sent]
     assert sum(isinstance(each, AbortAck) for each in acks) == 1
-    assert same_pages(prefill, [3, 4], decode, [1, 2])  # landed, late, where nobody was
+    assert same_pages(prefill, [3, 4], decode, [1, 2])  # landed late, where nobody reads
     prefill.sender.close()
     decode.receiver.shutdown()
 

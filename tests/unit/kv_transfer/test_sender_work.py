@@ -1,4 +1,4 @@
-"""What a turn of the prefill node costs: prompts that wait for their turn or for slots are not looked at."""
+"""The cost of a turn of the prefill node: prompts that wait for their turn or for slots are not visited."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Child:
-    """A python process that has printed one line and sleeps."""
+    """A Python process that has printed one line and sleeps."""
 
     def __init__(self, code: str) -> None:
         self.popen = subprocess.Popen(
@@ -104,7 +104,7 @@ def test_segments_are_private_and_gone_after_close_while_the_view_lives(receiver
     view = receiver.kv
     receiver.close()
     assert not any(path.exists() for path in paths)
-    view[0] = 1  # the engine's pool is still there
+    view[0] = 1  # the engine's pool still exists
     receiver.close()
 
 
@@ -158,7 +158,7 @@ def test_no_room_in_dev_shm_is_a_sentence() -> None:
 
 @pytest.fixture
 def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Instead of /dev/shm, where clusters that start beside this test sweep, too."""
+    """A directory instead of /dev/shm, which clusters that start next to this test sweep, too."""
     monkeypatch.setattr(shm_segment, "SHM_DIR", tmp_path)
     return tmp_path
 
@@ -185,7 +185,7 @@ def test_a_killed_owner_is_swept_and_a_living_one_is_not(
     assert path.exists()
     os.kill(owner.popen.pid, signal.SIGKILL)
     owner.popen.wait()
-    assert path.exists()  # nobody could clean up
+    assert path.exists()  # nobody could clean it up
     removed = sweep_orphans()
     assert {owner.line, owner.line.replace(".kv", ".records")} <= set(removed)
     assert not path.exists()
@@ -215,10 +215,10 @@ def test_death_is_proved_by_the_process_and_by_nothing_less(
     os.kill(sender.popen.pid, signal.SIGSTOP)
     until(lambda: Path(f"/proc/{sender.popen.pid}/stat").read_text().rpartition(") ")[2][0] == "T")
     receiver.expel("p")
-    assert not receiver.proves_dead("p")  # stopped: it may go on and write
+    assert not receiver.proves_dead("p")  # it is only stopped: it may continue to write
     assert receiver.revoke(1) is False
     os.kill(sender.popen.pid, signal.SIGKILL)
-    until(lambda: receiver.proves_dead("p"))  # a zombie already proves it
+    until(lambda: receiver.proves_dead("p"))  # a zombie is already dead
     sender.popen.wait()
     assert receiver.proves_dead("p")
     receiver.forget("p")
@@ -230,7 +230,7 @@ def test_a_watch_is_not_fooled_by_another_process_with_the_same_pid(child: Calla
     other = ProcessIdentity(alive.identity.host, alive.identity.pid, alive.identity.started - 1)
     assert ProcessWatch(other).dead
     alive.end()
-    assert ProcessWatch(other).dead  # no such pid at all
+    assert ProcessWatch(other).dead  # there is no such pid
     alive.popen = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
 
 
@@ -295,7 +295,7 @@ def test_the_receiver_frees_pages_of_a_killed_sender_and_keeps_those_of_a_stoppe
     sender.end()
     assert decode.poll() == [PagesFree(1, (1, 2))]
     assert decode.receiver.quarantined_pages == 0
-    # without any word from the router: the death of a process is seen at the next poll
+    # Without any message from the router, the death of a process is noticed at the next poll.
     second = child("print('up', flush=True)")
     peer = secrets.token_hex(16)
     decode.receiver.connect(peer, said.append)

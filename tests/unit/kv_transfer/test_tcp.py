@@ -1,4 +1,4 @@
-"""TCP: the fence, the key, bounds and time limits, against hand-made connections and against real endpoints."""
+"""TCP: the fence, the key, bounds and time limits, against raw connections and against real endpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PEER = "0a" * 16
 
 @pytest.fixture
 def clock() -> Clock:
-    """The receiver's: it stands still, so that nobody is too slow for it."""
+    """The receiver's clock, which stands still, so that nobody is too slow for it."""
     return Clock()
 
 
@@ -58,7 +58,7 @@ def description(receiver: TcpReceiver, peer: str = PEER) -> TcpDescription:
 
 
 def passed(clock: Clock, seconds: float) -> bool:
-    """Again and again while a test waits: the other thread may note an hour just after it was moved."""
+    """Advance the clock repeatedly while a test waits: the other thread may read the time just after an advance."""
     clock.now += seconds
     return True
 
@@ -73,7 +73,7 @@ def settle(sender: TcpSender, ticket: Ticket) -> WriteState:
 
 
 class Raw:
-    """A hand-made connection."""
+    """A raw connection."""
 
     def __init__(self, receiver: TcpReceiver, key: bytes | None = None) -> None:
         where = description(receiver)
@@ -93,7 +93,7 @@ class Raw:
 
     @property
     def closed(self) -> bool:
-        """True once the other side has closed, whatever came before."""
+        """True once the other side has closed, whatever it sent before."""
         try:
             while self.sock.recv(1000):
                 pass
@@ -124,7 +124,7 @@ def frame(offset: int, data: bytes, generation: int = 1, region: Region = Region
 
 
 def rows(offset: int, rows: int, length: int, stride: int) -> bytes:
-    """A frame of several rows, all of their bytes 0x55."""
+    """A frame of several rows, whose bytes are all 0x55."""
     return tcp_frames.pack(Frame(Region.KV, 1, offset, length, rows, stride)) + b"\x55" * (rows * length)
 
 
@@ -171,7 +171,7 @@ def test_after_revoke_not_one_byte_of_a_frame_under_way_lands(
     connection.sock.sendall(data[:-10])
     until(lambda: receiver.kv[2 * PAGE - 11] == 0x55)
     receiver.revoke(1)
-    receiver.kv[PAGE : 2 * PAGE] = bytes(PAGE)  # the pages are given to somebody else
+    receiver.kv[PAGE : 2 * PAGE] = bytes(PAGE)  # the pages now belong to another room
     connection.sock.sendall(data[-10:])
     magic, status, length = tcp_frames.ACK.unpack(connection.read(tcp_frames.ACK.size))
     assert (magic, status, length) == (tcp_frames.ACK_MAGIC, tcp_frames.REVOKED, PAGE)
@@ -208,7 +208,7 @@ def test_rows_that_overlap_or_hold_nothing_are_no_header(length: int, count: int
     "bad",
     [
         frame(0, b"x" * PAGE),  # page 0 was not announced
-        frame(PAGE, b"x" * (PAGE + 1)),  # one byte beyond
+        frame(PAGE, b"x" * (PAGE + 1)),  # one byte too long
         frame(2 * PAGE - 1, b"xx"),
         frame(LAYOUT.planes[1].offset - 1, b"x"),  # the gap between planes
         frame(10**12, b"x"),
@@ -216,8 +216,8 @@ def test_rows_that_overlap_or_hold_nothing_are_no_header(length: int, count: int
         frame(PAGE, b"x", generation=2),  # of another peer
         frame(0, b"x", region=Region.RECORDS),  # another slot
         frame(64, b"x" * 65, region=Region.RECORDS),
-        rows(PAGE, 2, 8, PAGE),  # the second row lies in page 2
-        rows(PAGE - 8, 2, 8, 8),  # the first row lies in page 0
+        rows(PAGE, 2, 8, PAGE),  # the second row is in page 2
+        rows(PAGE - 8, 2, 8, 8),  # the first row is in page 0
         rows(PAGE, 2, 8, 1 << 40),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_wrong_key_is_refused_and_nothing_of_it_is_read(
     connection.sock.sendall(frame(PAGE, b"x" * PAGE))
     assert connection.closed
     replay = raw()
-    replay.sock.sendall(tcp_frames.proof(description(receiver).key, b"\0" * 32))  # of another challenge
+    replay.sock.sendall(tcp_frames.proof(description(receiver).key, b"\0" * 32))  # answers another challenge
     assert replay.closed
     assert receiver.dropped == {"proof": 2}
     assert not any(receiver.kv)
@@ -291,7 +291,7 @@ def test_silent_and_stuck_peers_are_dropped_and_idle_ones_kept(
         calm.sock.sendall(frame(PAGE, b"y" * PAGE))
         assert len(calm.read(tcp_frames.ACK.size)) == tcp_frames.ACK.size
         clock.now += 1000
-        receiver._nudge()  # to look who is overdue
+        receiver._nudge()  # makes it check for overdue connections
 
 
 def test_an_expelled_peer_is_cut_off_and_needs_a_new_key(receiver: TcpReceiver, sender: TcpSender) -> None:
@@ -306,7 +306,7 @@ def test_an_expelled_peer_is_cut_off_and_needs_a_new_key(receiver: TcpReceiver, 
     assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.FAILED
     assert (
         settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.FAILED
-    )  # tries again, in vain
+    )  # retries in vain
     assert any(word in sender.trouble(peer) for word in ("closed the connection", "reset", "Broken pipe"))
     assert description(receiver).key != old
 
@@ -320,7 +320,7 @@ def test_strangers_are_bounded(
     assert oldest.closed, "the oldest gives way: a peer that comes during a flood gets its time, too"
     assert receiver.dropped["full"] == 1
     until(lambda: passed(clock, SMALL.handshake_timeout) and receiver.dropped["silent"] == 3)
-    assert all(each.closed for each in (*others, newest))  # they never spoke
+    assert all(each.closed for each in (*others, newest))  # they never sent anything
 
 
 def test_a_peer_gets_in_while_strangers_keep_coming(
@@ -336,7 +336,7 @@ def test_a_peer_gets_in_while_strangers_keep_coming(
 
 
 def test_inflight_bytes_are_bounded() -> None:
-    """A peer that reads nothing: the sender stops at the bound, gives up in time, and everything settles."""
+    """With a peer that reads nothing, the sender stops at the bound, gives up in time, and everything settles."""
     limits = msgspec.structs.replace(LIMITS, max_frame_bytes=1024, max_inflight_bytes=4096, stall_timeout=7)
     clock = Clock()
     sender = TcpSender(limits, clock)
@@ -377,7 +377,7 @@ def test_nobody_listens_or_somebody_else(sender: TcpSender) -> None:
         assert settle(sender, ticket) is WriteState.FAILED
         assert "not a decode node" in sender.trouble(peer)
         accepted.close()
-    with socket.socket() as deaf:  # holds its port, so that nobody else listens there meanwhile
+    with socket.socket() as deaf:  # holds its port, so that nobody else listens there
         deaf.bind(("127.0.0.1", 0))
         where = TcpDescription("127.0.0.1", deaf.getsockname()[1], bytes(32))
         peer = sender.attach(Target("0b" * 16, where, LAYOUT.total_bytes, 256))
@@ -386,7 +386,7 @@ def test_nobody_listens_or_somebody_else(sender: TcpSender) -> None:
 
 
 def test_detach_settles_at_once_even_while_connecting_or_stalled(sender: TcpSender) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts in the kernel and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, but nothing is sent
         port = server.getsockname()[1]
         where = Target("0b" * 16, TcpDescription("127.0.0.1", port, bytes(32)), LAYOUT.total_bytes, 256)
         peer = sender.attach(where)

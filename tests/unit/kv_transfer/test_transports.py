@@ -1,4 +1,4 @@
-"""The table of transports: each row is a record, and only what is chosen is imported."""
+"""The table of transports: each row is a record, and only the chosen transport is imported."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_auto_finds_a_transport_for_every_topology() -> None:
 
 
 def test_a_key_that_two_transports_read_is_declared_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`transfer.max_inflight_mib` is of tcp and of nixl."""
+    """For example `transfer.max_inflight_mib` of tcp and nixl."""
     transfer = cluster_schema()(model=Model(path="m")).transfer
     assert [transport_kind(name).read(transfer).max_inflight_mib for name in ("tcp", "nixl")] == [64, 64]
 
@@ -86,7 +86,7 @@ def test_a_section_made_without_the_loader_has_the_defaults() -> None:
     ],
 )
 def test_only_what_is_chosen_is_imported(call: str, imported: set[str]) -> None:
-    """The schema asks for all records; those load neither torch nor an endpoint."""
+    """The schema needs all records, which import neither torch nor an endpoint."""
     code = (
         "import sys; from common.named import named\n"
         f"function = named({call!r})\n"

@@ -1,4 +1,4 @@
-"""Requests between all tensor-parallel sizes, through real senders, receivers and transports, byte for byte.
+"""Transfers between all tensor-parallel sizes, through real senders, receivers and transports, byte for byte.
 
 Each case is one family of planes and one pair of sizes. Every rank has a pool of its own, filled with its share of
 pools that no rank holds as a whole; afterwards every decode rank holds exactly its share of what was sent.
@@ -84,7 +84,7 @@ def view(memory: memoryview, placed: PlacedPlane) -> npt.NDArray[np.uint8]:
 
 
 def share(plane: Plane, whole: npt.NDArray[np.uint8], rank: int, size: int) -> npt.NDArray[np.uint8]:
-    """What a rank holds of a plane, by its definition: the heads of each group that are its own."""
+    """What a rank holds of a plane, by definition: its own heads of each group."""
     if not plane.groups:
         return whole
     index: list[int] = []
@@ -115,7 +115,7 @@ class Cluster:
         return tuple(each.incarnation for each in self.decodes if prefill in self.peers(each))
 
     def begin(self, room: int, held: int = 1) -> None:
-        """Everything up to the pages: prompts are expected, memory is set aside, pages wait to be sent."""
+        """Run everything up to the pages: prompts are expected, memory is reserved, pages wait to be sent."""
         for prefill in self.prefills:
             if decodes := self.fed_by(prefill):
                 prefill.sender.expect(room, decodes=decodes)
@@ -193,7 +193,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def expect_shares(cluster: Cluster, source: Pools, before: Pools, sent: bool) -> None:
-    """Every decode rank holds its share of the source where it was sent, and what it held before elsewhere."""
+    """Expect that every decode rank holds its share of the source where it was sent, and is unchanged elsewhere."""
     for decode in cluster.decodes:
         assert isinstance(decode.kv, memoryview)
         rank, size = decode.layout.tp_rank, decode.layout.tp_size
@@ -241,7 +241,7 @@ UNEQUAL = [(pair, family) for pair in ((2, 1), (1, 2), (2, 4)) for family in ("g
 def test_one_damaged_part_fails_the_request_on_all_its_ranks(
     damage: str, sizes: tuple[int, int], family: str
 ) -> None:
-    """Whichever write is hit, no rank that got it says Arrived, and its pages come back exactly once."""
+    """Whichever write is hit, none of the affected ranks reports Arrived, and pages are returned exactly once."""
     spec = PoolSpec(TOKENS, FAMILIES[family])
     for hit in range(3):
         cluster = make("loopback", spec, sizes, whole_planes(spec, True, 1))
@@ -289,7 +289,7 @@ def test_a_rank_that_has_nothing_to_give_is_refused_with_those_that_do() -> None
 
 @pytest.fixture
 def half_done() -> Iterator[Cluster]:
-    """Rank 0's part has arrived (two writes of pages, the state, the record), rank 1's writes hang."""
+    """Rank 0's part has arrived (two writes of pages, the state, the record); rank 1's writes hang."""
     spec = PoolSpec(TOKENS, FAMILIES["state"])
     cluster = make("loopback", spec, (2, 1), whole_planes(spec, True, 1))
     assert cluster.fabric is not None

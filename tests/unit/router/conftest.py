@@ -60,7 +60,7 @@ class Rig:
     async def post(
         self, path: str, body: Any, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
-        """Status, JSON, headers (lower case). `body`: bytes as they are, else a value."""
+        """Return (status, JSON, lower-case headers). `body`: bytes are sent unchanged, other values as JSON."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} | (headers or {})
         async with self.session.post(self.url + path, data=raw, headers=headers) as response:
@@ -68,14 +68,14 @@ class Rig:
             return response.status, await response.json(), found
 
     async def raw(self, path: str, body: Any, headers: dict[str, str] | None = None) -> bytes:
-        """The body of a streamed answer."""
+        """Return the body of a streamed answer."""
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
             return await response.read()
 
     async def settled(self, closed: int) -> None:
-        """The generator saw `closed` early closes and is idle, soon."""
+        """Wait until the generator has seen `closed` early closes and is idle."""
         await eventually(lambda: len(self.generator.closed) >= closed and not self.generator.active)
 
 
@@ -96,7 +96,7 @@ async def spawner() -> AsyncIterator[Spawner]:
 
 @pytest.fixture
 async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
-    """Start servers: `await serve(write_timeout=..., ...)`. Without `workers` texts are worked on in this process."""
+    """Start servers: `await serve(write_timeout=..., ...)`. Without `workers`, texts are processed in this process."""
     runners: list[web.AppRunner] = []
     sessions: list[aiohttp.ClientSession] = []
 
@@ -142,7 +142,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         runners.append(runner)
         await runner.setup()
         listener = socket.create_server(("127.0.0.1", 0))
-        if send_buffer is not None:  # inherited by connections: a reader that sleeps is noticed after little
+        if send_buffer is not None:  # inherited by connections, so that a slow reader is noticed soon
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         await web.SockSite(runner, listener).start()
         host, port = runner.addresses[0][:2]

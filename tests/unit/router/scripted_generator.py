@@ -1,4 +1,4 @@
-"""A generator that says what a test tells it, and counts how its requests end."""
+"""A generator with scripted answers that counts how its requests end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ScriptedGenerator:
 
     scripts: list[Sequence[Step]] = field(default_factory=list)
     requests: list[GenerationRequest] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)  # request ids that were closed before their script's end
+    closed: list[str] = field(default_factory=list)  # ids of requests closed before the end of their script
     active: int = 0
 
     def will(self, *steps: Step) -> None:
@@ -47,7 +47,7 @@ class ScriptedGenerator:
 def delta(
     ids: Sequence[int], finish_reason: str | None = None, cached: int | None = None, top: int | None = None
 ) -> TokenDelta:
-    """Tokens that arrive together; `top`: with log-probabilities and that many alternatives."""
+    """Tokens that arrive together; `top`: with log-probabilities and this many alternatives."""
     return TokenDelta([OutputToken(each, _logprob(each, top)) for each in ids], finish_reason, cached)
 
 

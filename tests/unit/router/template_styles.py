@@ -1,8 +1,8 @@
-"""Chat templates in the styles that models are published with; the wording is ours."""
+"""Chat templates in the styles with which models are published; the wording is our own."""
 
 from __future__ import annotations
 
-# Only parts: a text has no parts of type 'text', so it would vanish.
+# Takes only parts: a string has no parts of type 'text', so it would vanish.
 LLAVA = """\
 {%- for m in messages -%}
 {%- if m['role'] != 'system' %}{{ m['role'] | upper + ': ' }}{% endif -%}
@@ -11,7 +11,7 @@ LLAVA = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif -%}"""
 
-# Either form, and a default system message.
+# Takes either form, and has a default system message.
 QWEN_VL = """\
 {%- for m in messages -%}
 {%- if loop.first and m['role'] != 'system' %}{{ '[system]You help.[end]' }}{% endif -%}
@@ -27,7 +27,7 @@ QWEN_VL = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '[assistant]' }}{% endif -%}"""
 
-# Only texts: adding a list to a text is an error.
+# Takes only strings: adding a list to a string is an error.
 QWEN = """\
 {%- if messages[0]['role'] == 'system' %}{{ '[system]' + messages[0]['content'] + '[end]' }}
 {%- else %}{{ '[system]You help.[end]' }}
@@ -39,7 +39,7 @@ QWEN = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '[assistant]' }}{% endif -%}"""
 
-# Only texts: a list would be printed as Python writes it.
+# Takes only strings: a list would be printed as Python writes it.
 LLAMA_3 = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -47,7 +47,7 @@ LLAMA_3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '[assistant]\n\n' }}{% endif -%}"""
 
-# As Llama 3, with pictures: user and assistant messages in either form, system messages only as texts.
+# Like Llama 3, with pictures: user and assistant messages in either form, system messages only as strings.
 LLAMA_3_VISION = """\
 {%- if messages[0]['role'] == 'system' %}
 {{- '[system]' + messages[0]['content'] | trim + '[eot]' }}
@@ -64,7 +64,7 @@ LLAMA_3_VISION = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '[assistant]' }}{% endif -%}"""
 
-# Only texts, strict alternation, and the system message printed before the last user message.
+# Takes only strings, requires alternation, and prints the system message before the last user message.
 MISTRAL = """\
 {%- if messages[0]['role'] == 'system' %}
 {%- set system_message = messages[0]['content'] %}
@@ -85,7 +85,7 @@ MISTRAL = """\
 {%- endif %}
 {%- endfor -%}"""
 
-# As Gemma 3: the system message joins the first user message, and only its first part is looked at.
+# Like Gemma 3: the system message joins the first user message, and only its first part is used.
 GEMMA = """\
 {%- set prefix = '' %}
 {%- if messages[0]['role'] == 'system' %}

@@ -1,4 +1,4 @@
-"""The gate in front of the nodes: what is let in, who waits, for how long, and what is left behind."""
+"""Admission control: which requests are admitted, which wait, for how long, and that nothing leaks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_a_request_larger_than_everything_goes_in_alone() -> None:
 
 
 async def test_without_decode_nodes_the_gate_is_open() -> None:
-    """Whether to wait for one that comes back, or to refuse, is for the placement to say."""
+    """Placement decides whether to wait for a node that returns, or to refuse."""
     rig = Rig(Room(0, 0, 0))
     for number in range(5):
         rig.ask(str(number), 100)
@@ -162,7 +162,7 @@ async def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once() -> None:
 
 
 async def test_a_flood_of_one_client_refuses_no_other_client() -> None:
-    """What the flood has waiting is served after the other client's request, so it is no reason to refuse that."""
+    """The flood's waiting requests are served after the other client's request, so they are no reason to refuse it."""
     rig = Rig(longest_wait=20.0)
     rig.ask("done", 900, client="greedy")
     await rig.settle()

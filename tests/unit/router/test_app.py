@@ -1,4 +1,4 @@
-"""The router as it is composed: what it imports, and how it drains."""
+"""The composed router: what it imports, and how it drains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def test_the_router_needs_no_torch() -> None:
-    """Nor transformers, or a node's code: it starts in a fraction of a second and runs on any machine."""
+    """It imports neither torch, nor transformers, nor node code: it starts quickly and runs on any machine."""
     program = (
         "import sys, router.__main__; "
         "heavy = {'torch', 'transformers', 'triton', 'safetensors'}; "
@@ -70,7 +70,7 @@ decode: {{nodes: [{{name: d0}}]}}
 async def test_without_nodes_and_while_draining(cluster: Path) -> None:
     app = build(load_cluster(cluster, []), Log("test"))
     await app.start()
-    app.control.refused_messages = 3  # as test_control_plane.py counts them
+    app.control.refused_messages = 3  # test_control_plane.py tests the counting
     host, port = app.runner.addresses[0][:2]
     body = {"messages": [{"role": "user", "content": "hi"}]}
     async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
@@ -113,7 +113,7 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
 
 
 def node_of(context: zmq.Context[zmq.Socket[bytes]], app: RouterApp, name: str) -> FakeNode:
-    """A node of the cluster file that says of itself what the file asks for."""
+    """A node of the cluster file whose registration matches the file."""
     expected = app.control.rules.nodes[name]
     return FakeNode(
         context,
@@ -128,7 +128,7 @@ def node_of(context: zmq.Context[zmq.Socket[bytes]], app: RouterApp, name: str) 
 
 
 async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> None:
-    """200 while each role has a node; a node that drains counts as missing, one that is in no file as nothing."""
+    """200 while each role has a node; a draining node counts as missing, one that is in no file does not count."""
     nodes = ["prefill.nodes=[{name: p0}, {name: p1}]", "health.node_timeout=600"]
     app = build(load_cluster(cluster, nodes), Log("test"))
     await app.start()
@@ -164,7 +164,7 @@ async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> Non
 async def test_what_is_not_done_in_time_ends_with_an_error(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream with an error event and no [DONE], whatever has not begun with 503; both nodes are told to stop."""
+    """A stream ends with an error event and no [DONE], other requests with 503; both nodes get aborts."""
     monkeypatch.setattr("router.http_server.SHUTDOWN_SECONDS", PATIENCE)
     app = build(load_cluster(cluster, ["health.drain_timeout=0.2", "health.node_timeout=600"]), Log("test"))
     await app.start()
@@ -197,7 +197,7 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
 
 
 async def test_a_request_whose_text_is_worked_on_is_finished_before_the_router_ends(cluster: Path) -> None:
-    """It was taken in, though no node has it yet."""
+    """It was accepted although no node has it yet."""
     drain = f"health.drain_timeout={PATIENCE}"
     app = build(load_cluster(cluster, [drain, "health.node_timeout=600"]), Log("test"))
     await app.start()
@@ -233,7 +233,7 @@ async def test_a_request_whose_text_is_worked_on_is_finished_before_the_router_e
 
 
 async def test_a_port_that_is_taken_for_a_moment(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router before this one may still be going."""
+    """The previous router may still be exiting."""
     monkeypatch.setattr("router.http_listeners.BIND_SECONDS", PATIENCE)
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -279,7 +279,7 @@ async def test_a_model_without_a_chat_template_is_announced(
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 async def test_a_host_that_is_not_ours_is_blamed_and_not_the_port(cluster: Path, host: str) -> None:
-    """192.0.2.0/24 is for documentation: no machine has it."""
+    """192.0.2.0/24 is reserved for documentation: no machine has it."""
     app = build(load_cluster(cluster, [f"router.host={host}", "security.open_http=true"]), Log("test"))
     with pytest.raises(ConfigError, match=rf"^router\.host: this host has no address {host}; write 127"):
         await app.start()
@@ -288,7 +288,7 @@ async def test_a_host_that_is_not_ours_is_blamed_and_not_the_port(cluster: Path,
 
 @pytest.mark.parametrize("key", ["router.images.fetch_hosts=[a.example]", "prefill.image_cache_mib=1"])
 def test_settings_of_images_are_refused_where_the_model_takes_none(cluster: Path, key: str) -> None:
-    """Issue 3 part 2: no option is read and then ignored; more likely the model is not the one that was meant."""
+    """No option is read and then ignored; more likely the model is not the intended one."""
     path, _, _ = key.partition("=")
     with pytest.raises(
         ConfigError, match=rf"{path}: .* would have no effect: this model takes no images; .*--set"

@@ -1,4 +1,4 @@
-"""API keys over real HTTP: which routes they open, what refusals say, what each scope is shown."""
+"""API keys over real HTTP: which routes they open, what errors say, what each scope can see."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_what_each_scope_is_shown(serve: Serve) -> None:
     assert await view(admin, "none") == "401"
     assert (await get(public, "/metrics", bearer("secret-a")))[0] == 403
     assert (await get(public, "/metrics", bearer("secret-ops")))[0] == 200
-    # no file paths for those who only use the service
+    # Clients that only use the service see no file paths.
     for path in ("/v1/models", "/v1/models/tiny-target", "/model_info"):
         assert "deploy/tiny_models" not in (await get(public, path, bearer("secret-a")))[1]
         assert "deploy/tiny_models" in (await get(public, path, bearer("secret-both")))[1]
@@ -221,7 +221,7 @@ async def test_refused_clients_are_logged_once_a_second_without_their_keys(
 
 
 def test_all_keys_are_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SECURITY.md control 5: the time of a look-up says nothing about which keys exist."""
+    """Security control 5 (SECURITY.md): the time of a look-up says nothing about which keys exist."""
     compared: list[bytes] = []
 
     def compare(expected: bytes, given: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Keys that come and go while the router serves."""
+"""Keys that are added and removed while the router serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes.waiting import eventually
 
 
 class Watched:
-    """A key file with a ring that follows it."""
+    """A key file, and a key ring that follows it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class Watched:
         self.task = asyncio.create_task(self.file.watch())
 
     def write(self, *names: str) -> None:
-        """Replaced as a whole, as deploy/api_key does."""
+        """Replace the file atomically, as deploy/api_key does."""
         rows = [f"- {{id: {name}, sha256: '{api_key(name, name).sha256}'}}" for name in names]
         self.put("\n".join(rows) or "[]")
 
@@ -91,7 +91,7 @@ async def test_a_file_that_is_gone_or_open_to_others_keeps_the_keys(
 async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has not changed since; a key that was revoked in it must not stay valid."""
+    """It has not changed since, but a key revoked in it must not stay valid."""
     failures = [ConfigError("security.api_keys", "too many open files")] * 3
 
     def read(path: Path) -> tuple[ApiKey, ...]:
@@ -106,7 +106,7 @@ async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(
 
 
 async def test_asked_it_reads_at_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGHUP: whatever the time stamps say."""
+    """SIGHUP reloads it whatever the time stamps say."""
     watched.task.cancel()
     monkeypatch.setattr(auth_keys, "CHECK_SECONDS", 3600.0)
     file = KeyFile(watched.path, lambda path: [api_key("c", "c")], watched.ring.replace, Log("test"))

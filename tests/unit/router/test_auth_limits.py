@@ -1,4 +1,4 @@
-"""Limits of API keys: the buckets by a scripted clock, and what clients see of them over HTTP."""
+"""Limits of API keys: the buckets on a scripted clock, and what clients see of them over HTTP."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_requests_refill_all_the_time() -> None:
     with pytest.raises(RateLimited):
         limited.admit()
     clock.now += 1e6
-    for _ in range(3):  # never more than a minute's worth
+    for _ in range(3):  # never more than a minute's allowance
         limited.admit().release()
     with pytest.raises(RateLimited):
         limited.admit()
@@ -120,7 +120,7 @@ def test_a_changed_file_keeps_what_was_used() -> None:
     st.lists(st.tuples(st.floats(0, 100), st.integers(0, 2000)), max_size=30),
 )
 def test_a_bucket_gives_no_more_than_its_rate(per_minute: int, uses: list[tuple[float, int]]) -> None:
-    """Over any time, what is taken while it is not empty is at most a minute's worth, the rate, and one last use."""
+    """Usage while the bucket is not empty is at most a minute's allowance, the rate times the time and a last use."""
     clock, start = Clock(), Clock().now
     bucket, taken, last = Bucket(per_minute, clock.now), 0, 0
     for pause, amount in uses:
@@ -168,7 +168,7 @@ async def test_clients_see_their_limits(serve: Serve) -> None:
     assert int(headers["x-ratelimit-remaining-tokens"]) == 1000 - 2 * used
     assert "x-ratelimit-limit-requests" not in (await rig.post(CHAT, BODY, bearer("secret-b")))[2]
     async with rig.session.get(rig.url + "/v1/models", headers=bearer("secret-a")) as response:
-        assert response.status == 200  # reading goes on
+        assert response.status == 200  # reads are not limited
 
 
 async def test_requests_that_end_in_any_way_free_their_place(serve: Serve) -> None:

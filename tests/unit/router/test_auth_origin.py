@@ -28,7 +28,7 @@ def open_gate(allowed: tuple[str, ...] = (), cors: Cors | None = None) -> OpenGa
 
 
 async def ask(rig: Rig, *headers: str, path: str = "/v1/models", method: str = "GET") -> tuple[int, str]:
-    """With exactly these headers. Status and the whole answer."""
+    """Send exactly these headers; return the status and the whole answer."""
     reader, writer = await asyncio.open_connection(rig.host, rig.port)
     lines = [f"{method} {path} HTTP/1.1", *headers, "Connection: close", "", ""]
     writer.write("\r\n".join(lines).encode())
@@ -72,7 +72,7 @@ async def test_hosts(serve: Serve, host: str, status: int) -> None:
     if status == 403:
         assert '"code":"permission_denied"' in answer
         assert "router.allowed_hosts" in answer
-    assert (await ask(rig, f"Host: {host}", path="/health"))[0] == 200  # probes come under any name
+    assert (await ask(rig, f"Host: {host}", path="/health"))[0] == 200  # probes may use any host name
 
 
 async def test_several_hosts_and_none(serve: Serve) -> None:
@@ -155,7 +155,7 @@ async def test_no_cors_by_default(rig: Rig) -> None:
 
 
 async def test_probes_tell_pages_of_others_nothing_of_the_nodes(serve: Serve) -> None:
-    """A page can come under a name of its own that it has bound to 127.0.0.1."""
+    """A page can use a name of its own that it has bound to 127.0.0.1."""
     rig = await serve(gate=open_gate())
     rig.missing = [{"name": "decode-1", "role": "decode"}]
     for header in ("Host: evil.example.com", f"Host: 127.0.0.1\r\nOrigin: {PAGE}"):

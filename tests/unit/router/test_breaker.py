@@ -1,4 +1,4 @@
-"""Circuit breakers by a clock that the test moves."""
+"""Circuit breakers on a clock that the test advances."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_the_checked_in_model() -> None:
 
 
 def test_equals_transformers() -> None:
-    """The same text as the library that models are made with, for the checked-in template and a thorny one."""
+    """The text equals that of transformers, for the checked-in template and a difficult one."""
     import transformers
 
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(TINY)
@@ -121,7 +121,7 @@ def test_nothing_of_python_is_reachable(tmp_path: Path, source: str) -> None:
 def test_work_and_memory_are_bounded(tmp_path: Path, source: str) -> None:
     template = made(tmp_path, source)
     with pytest.raises(InvalidRequest) as found:
-        template.render(HI)  # returns at all: each of them would run for years
+        template.render(HI)  # must return: each of them would run for years
     assert found.value.param == "messages"
 
 
@@ -213,7 +213,7 @@ def test_a_model_without_a_template_is_found_out_without_compiling(tmp_path: Pat
 
 
 def test_images_reach_the_template_as_parts(tmp_path: Path) -> None:
-    """What transformers gives a processor's template; text parts stay parts where the template prints them."""
+    """As transformers passes them to a processor's template; text parts stay parts if the template prints them."""
     parts = "{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}[{{ p.text }}]{% endif %}{% endfor %}"
     one = "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %};"
     template = "{% for m in messages %}" + one + "{% endfor %}"

@@ -1,4 +1,4 @@
-"""Every text of a conversation reaches the prompt, in the form that the model's template was written for."""
+"""Every text of a conversation reaches the prompt, in the form for which the model's template was written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parts(*texts: str) -> list[ContentPart]:
 
 
 def conversation(form: str) -> list[Message]:
-    """System, user, assistant, user; each as a text, as one part, or as two."""
+    """System, user, assistant, user; each as a string, as one part, or as two."""
 
     def content(text: str) -> Any:
         return {"text": text, "part": parts(text), "parts": parts(f"{text}-a", f"{text}-b")}[form]
@@ -53,7 +53,7 @@ WHOLE = {
     "MISTRAL": "<s>[INST] ask[/INST] reply</s>[INST] sys\n\nmore[/INST]",
     "GEMMA": "[user]sys\n\nask[end][assistant]reply[end][user]more[end][model]",
 }
-BETWEEN_PARTS = {  # of user messages
+BETWEEN_PARTS = {  # separators of user messages
     "LLAVA": " ",
     "QWEN_VL": "",
     "QWEN": "\n",
@@ -73,7 +73,7 @@ def test_no_text_of_a_conversation_is_lost(tmp_path: Path, style: str, form: str
 
 @pytest.mark.parametrize("style", sorted(WHOLE))
 def test_several_text_parts_of_a_message(tmp_path: Path, style: str) -> None:
-    """They stay parts where the template prints parts; a template of texts gets them as lines."""
+    """They stay parts if the template prints parts; a template for strings gets them as lines."""
     prompt = template_of(tmp_path, getattr(styles, style)).render(conversation("parts"))
     for text in ("ask", "more"):
         assert f"{text}-a{BETWEEN_PARTS[style]}{text}-b" in prompt
@@ -152,7 +152,7 @@ def test_an_empty_message_is_rendered(tmp_path: Path, style: str) -> None:
 
 
 def test_as_transformers_renders_the_form_of_the_template(tmp_path: Path) -> None:
-    """The same prompt as the library's, which has to be given the right form by its caller."""
+    """The prompt equals that of transformers, whose caller has to pass the right form."""
     import transformers
 
     from tests.unit.router.conftest import TINY

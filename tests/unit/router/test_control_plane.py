@@ -1,4 +1,4 @@
-"""What nodes may say to the router, and how soon their death is noticed."""
+"""What nodes may send to the router, and how soon their death is noticed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_a_flood_of_strangers_costs_no_node_and_few_log_lines(
 
 
 async def test_a_second_process_under_a_name_is_refused_while_the_first_lives() -> None:
-    """Requests go on meanwhile, and the first process keeps the name."""
+    """Requests continue meanwhile, and the first process keeps the name."""
     clock = Clock()
     async with router_rig(clock) as rig:
         prefill, decode = await rig.pair()
@@ -200,7 +200,7 @@ async def test_heartbeats_are_echoed_and_an_unknown_node_is_told_so() -> None:
 
 
 async def test_what_arrives_while_an_answer_is_sent_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sending takes in the edge of ZMQ's descriptor: no later look at the clock may be needed to find the message."""
+    """Sending consumes the edge of ZMQ's descriptor: the message must be found without waiting for a timer."""
     monkeypatch.setattr(control_plane, "SWEEP_INTERVAL", 3600.0)
     async with router_rig() as rig:
         first, second = await rig.pair()
@@ -212,7 +212,7 @@ async def test_what_arrives_while_an_answer_is_sent_is_read_at_once(monkeypatch:
                 spoke = True
                 second.beat()
                 assert select.select([rig.control._socket.fileno()], [], [], PATIENCE)[0]
-                time.sleep(0.01)  # ZMQ looks at its commands once in a millisecond, or so
+                time.sleep(0.01)  # ZMQ processes commands about once per millisecond
             handle(speaker, message, nbytes)
 
         monkeypatch.setattr(rig.control, "_on_message", interrupted)
@@ -240,7 +240,7 @@ async def test_nobody_speaks_for_another() -> None:
             liar.beat("draining", incarnation=decode.ref.incarnation)
         decode.say(
             FirstToken(room=room, token=OutputToken(9), finish_reason="stop", cached_tokens=0)
-        )  # not its part
+        )  # a message that is not its own
         prefill.say(Tokens(runs=[TokenRun(room, 0, [OutputToken(9)], "stop")]))
         await asyncio.sleep(0.05)
         assert not client.task.done()
@@ -329,7 +329,7 @@ def test_what_closed_is_looked_for_within_a_second() -> None:
 
 
 async def test_a_closed_socket_is_noticed_without_heartbeats() -> None:
-    """The registry's clock stands still: it is not silence that gives the node up."""
+    """The registry's clock stands still, so it is not silence that reveals the loss."""
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         client = rig.client()
@@ -345,7 +345,7 @@ async def test_a_closed_socket_is_noticed_without_heartbeats() -> None:
 
 
 async def test_a_killed_process_is_noticed_without_heartbeats() -> None:
-    """A process of its own holds the sockets and is killed: nothing is closed properly."""
+    """A separate process holds the sockets and is killed, so nothing is closed properly."""
     async with router_rig() as rig:
         node = rig.fake("decode", "decode-0")
         program = (
@@ -421,7 +421,7 @@ async def test_a_node_that_says_goodbye_is_forgotten() -> None:
 
 
 async def test_the_sweep_survives_an_error() -> None:
-    """Whatever goes wrong while one node is given up, later silence is still noticed."""
+    """Whatever fails while one node is removed, later silence is still noticed."""
     clock = Clock()
     async with router_rig(clock=clock) as rig:
         await rig.pair()
@@ -456,7 +456,7 @@ async def test_nothing_is_touched_after_close(caplog: pytest.LogCaptureFixture) 
         rig.nodes.remove(decode)
         await asyncio.sleep(0.01)
         rig.control.send("nobody", Drain())
-    await asyncio.sleep(0.6)  # probes that were scheduled before
+    await asyncio.sleep(0.6)  # for probes that are already scheduled
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
@@ -464,8 +464,8 @@ async def test_nothing_is_touched_after_close(caplog: pytest.LogCaptureFixture) 
 async def test_the_last_words_of_a_node_that_leaves_arrive(
     attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drained node sends its last tokens and Goodbye and closes at once: nothing of it may be dropped."""
-    monkeypatch.setattr("common.ipc.channel.LINGER_MS", 60_000)  # however long this machine is busy elsewhere
+    """A drained node sends its last tokens and Goodbye and closes at once: none of it may be dropped."""
+    monkeypatch.setattr("common.ipc.channel.LINGER_MS", 60_000)  # even if this machine is busy for a while
     async with router_rig() as rig:
         prefill = await rig.node("prefill", "prefill-0")
         rig.expect("decode", "decode-0")
@@ -503,7 +503,7 @@ async def test_the_last_words_of_a_node_that_leaves_arrive(
 
 
 async def test_many_sockets_that_close_cost_one_row_of_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody who connects and leaves a thousand times a second must not fill the loop with timers."""
+    """A peer that connects and disconnects a thousand times a second must not fill the loop with timers."""
     async with router_rig() as rig:
         begun: list[tuple[float, ...]] = []
         monkeypatch.setattr(rig.control, "_probe_after", begun.append)
@@ -527,7 +527,7 @@ async def test_many_sockets_that_close_cost_one_row_of_probes(monkeypatch: pytes
 
 
 async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
-    """ARCHITECTURE.md: whoever asks and leaves cannot fill the router's memory. As where too many messages wait."""
+    """Clients that send requests and disconnect cannot fill the router's memory."""
     data = b"x" * (1 << 20)
     image = PromptImage(ImageSpan(0, 1, hashlib.sha256(data).digest()), data)
     asked = GenerationRequest("r", [1, 2, 3], SamplingParams(max_tokens=9), images=(image,))
@@ -549,7 +549,7 @@ async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
             assert isinstance(failures[-1], NodeLost | Unavailable)
             assert rig.registry.count("prefill") == 1
             async with asyncio.timeout(PATIENCE):
-                while await place() is not None:  # until the node takes them again
+                while await place() is not None:  # until the node accepts them again
                     stalled.drain()
                     prefill.beat()
         rig.nothing_left()
@@ -581,7 +581,7 @@ async def test_tokens_outside_of_the_vocabulary_do_not_reach_the_client() -> Non
 
 
 async def test_a_node_that_sends_garbage_is_lost_and_its_successor_is_served() -> None:
-    """RELIABILITY.md, 15. Its own process ends by Rejected; the other node and the client notice nothing else."""
+    """Its process ends on Rejected; the other node and the client notice nothing."""
     async with router_rig() as rig:
         prefill, liar = await rig.pair()
         client = rig.client()
@@ -602,7 +602,7 @@ async def test_a_node_that_sends_garbage_is_lost_and_its_successor_is_served() -
 
 
 async def test_a_flood_leaves_the_loop_its_turns() -> None:
-    """However much one node sends, other callbacks run between two portions of it, and other nodes are heard."""
+    """However much one node sends, other callbacks run between two batches of it, and other nodes are heard."""
     async with router_rig() as rig:
         flood, other = await rig.node("decode", "decode-0"), await rig.node("decode", "decode-1")
         turns = 0
@@ -637,7 +637,7 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
 
 
 async def test_who_knows_a_name_and_an_incarnation_does_not_get_its_messages() -> None:
-    """Decode nodes know the incarnations of prefill nodes. The routing id of a control link holds a secret as well."""
+    """Decode nodes know prefill nodes' incarnations, but the routing id of a control link also contains a secret."""
     async with router_rig() as rig:
         prefill = await rig.node("prefill", "prefill-0", link_secret="s" * 32)
         decode = await rig.node("decode", "decode-0")

@@ -128,7 +128,7 @@ async def test_a_step_of_many_requests_is_handled_over_several_turns(
             ids = range(1, runs + 1)
             last = {runs: "length"}
             decode.say(Tokens(runs=[TokenRun(room, n, [OutputToken(n % 99)], last.get(n)) for n in ids]))
-            decode.tokens(room, 1, [7])  # a repetition that comes after all of them
+            decode.tokens(room, 1, [7])  # a repetition that arrives after all of them
             await client.done()
             await eventually(lambda: count.total >= runs)
         assert client.ids == [0, *(n % 99 for n in ids)]

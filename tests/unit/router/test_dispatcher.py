@@ -1,4 +1,4 @@
-"""One request end to end, against fake nodes that speak the real messages."""
+"""One request end to end, against fake nodes that use the real messages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_the_end_with_the_first_token_releases_the_reservation() -> None:
 
 
 async def test_a_fast_decode_node_does_not_abort_the_prefill_leg() -> None:
-    """All tokens are here before the prefill node has said that it is done: it is about to, with its stages."""
+    """All tokens are here before the prefill node reports that it is done, which it is about to do."""
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         client = rig.client(max_tokens=2)
@@ -129,7 +129,7 @@ async def test_placed_again_with_what_it_has_said(cause: str, said: int) -> None
         new_prefill = prefill if again.prefill.name == "prefill-0" else other_prefill
         assert new_prefill is other_prefill or cause in ("decode lost", "preempted")
         prompt = await new_prefill.expect(Prefill)
-        # late words of the old attempt change nothing
+        # Late messages of the old attempt change nothing.
         if cause in ("transfer", "preempted"):
             decode.tokens(reserve.room, said, [99], "stop")
         first_token(new_prefill, prompt.room, 60, cached=3)
@@ -137,7 +137,7 @@ async def test_placed_again_with_what_it_has_said(cause: str, said: int) -> None
         await client.done()
         assert (client.ids, client.finish, client.error) == ([*text, 60, 61], "length", None)
         assert client.deltas[0].cached_tokens == (2 if said else 3)
-        # whoever still held the first attempt was told to stop; who ended it was not
+        # A node that still held the first attempt was told to stop; the one that ended it was not.
         for node in (prefill, decode):
             if node is not (prefill if cause == "prefill lost" else decode):
                 assert (await node.expect(Abort)).room == reserve.room
@@ -146,7 +146,7 @@ async def test_placed_again_with_what_it_has_said(cause: str, said: int) -> None
 
 
 async def test_tokens_that_came_before_the_failure_are_not_lost() -> None:
-    """They arrive in the same batch as the failure: the client gets them, the continuation counts them."""
+    """They arrive in the same batch as the failure: the client gets them, and the continuation counts them."""
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         client = rig.client([1])
@@ -173,7 +173,7 @@ async def test_tokens_that_came_before_the_failure_are_not_lost() -> None:
 async def test_errors_that_another_try_would_not_mend_pass_through(
     role: str, code: str, error: type[Exception]
 ) -> None:
-    """And the other leg is stopped: a reservation that is too large leaves no prompt behind, nor the other way."""
+    """The other node is told to stop: a reservation that is too large leaves no prompt, nor the reverse."""
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         client = rig.client()
@@ -190,8 +190,8 @@ async def test_errors_that_another_try_would_not_mend_pass_through(
 
 @pytest.mark.parametrize("room_comes", [True, False])
 async def test_a_full_queue_keeps_a_request_with_text_waiting(room_comes: bool) -> None:
-    """A new request is refused with 503; one that was taken in has a client that reads: it waits for placement_wait."""
-    async with router_rig(placement_wait=0.3) as rig:  # room for the first pause, and never for two
+    """A new request is refused with 503; one with text has a client that reads, so it waits for placement_wait."""
+    async with router_rig(placement_wait=0.3) as rig:  # enough for the first pause, and never for two
         prefill, decode = await rig.pair()
         client = rig.client([1])
         reserve, _ = await legs(prefill, decode)
@@ -214,7 +214,7 @@ async def test_a_full_queue_keeps_a_request_with_text_waiting(room_comes: bool) 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_new_request_leaves_a_full_queue_for_another_node(role: Role) -> None:
-    """Where all are full the client is told, as by a single node."""
+    """If all are full the client is told so, as by a single node."""
     async with router_rig() as rig:
         nodes = {"prefill": [await rig.node("prefill", "p")], "decode": [await rig.node("decode", "d")]}
         nodes[role].append(await rig.node(role, "other"))
@@ -238,7 +238,7 @@ async def test_a_new_request_leaves_a_full_queue_for_another_node(role: Role) ->
 async def test_the_end_of_all_reaches_requests_that_are_between_nodes(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.retries.FULL_QUEUE_SECONDS", 2 * PATIENCE)  # nothing but the end ends a pause
+    monkeypatch.setattr("router.retries.FULL_QUEUE_SECONDS", 2 * PATIENCE)  # only the end ends a pause
     async with router_rig(placement_wait=300.0) as rig:
         prefill, decode = await rig.pair()
         client = rig.client([1])
@@ -276,7 +276,7 @@ async def test_attempts_are_bounded() -> None:
 
 @pytest.mark.parametrize("says", [True, False])
 async def test_preemption_counts_as_a_failure_only_where_nothing_was_said(says: bool) -> None:
-    """A pool that is short for long must not end a request that gets further with every placement."""
+    """A small pool must not end a request that makes progress with every placement."""
     async with router_rig(max_attempts=3) as rig:
         prefill, decode = await rig.pair()
         client = rig.client(max_tokens=10)
@@ -298,7 +298,7 @@ async def test_preemption_counts_as_a_failure_only_where_nothing_was_said(says: 
 
 
 async def test_another_try_prefers_nodes_that_have_not_failed() -> None:
-    """A node that just began to drain refuses what the router still sends it: three tries must not all go there."""
+    """A node that just began to drain refuses requests: three attempts must not all go there."""
     async with router_rig() as rig:
         prefill = await rig.node("prefill", "prefill-0")
         draining = await rig.node("decode", "decode-0")
@@ -359,7 +359,7 @@ async def test_a_prompt_whose_sibling_failed_is_counted_as_that() -> None:
 
 
 async def test_closing_the_generator_between_two_tokens_frees_at_once() -> None:
-    """aclose at the yield, not at an await: no garbage collection, no other turn of the loop is needed."""
+    """aclose at the yield, not at an await: neither garbage collection nor another turn of the loop is needed."""
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         deltas = rig.dispatcher.generate(_request())
@@ -448,7 +448,7 @@ async def test_no_more_requests_than_allowed() -> None:
 
 
 async def test_requests_that_wait_for_room_show_in_the_metrics() -> None:
-    """They are in no node's queue, and what scales a cluster goes by them."""
+    """They are in no node's queue, but autoscaling depends on them."""
     async with router_rig(requests_per_node=1, queue_wait=600.0) as rig:
         prefill, decode = await rig.pair()
         clients = [rig.client() for _ in range(3)]
@@ -506,7 +506,7 @@ async def test_a_retry_does_not_wait_for_ever() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("comes", [True, False])
 async def test_a_new_request_waits_for_a_node_that_is_expected_back(role: Role, comes: bool) -> None:
-    """The only node of a role restarts: its requests wait, and are answered 503 if it does not come."""
+    """The only node of a role restarts: its requests wait, and are answered with 503 if it does not return."""
     wait = 300.0 if comes else 0.05
     async with router_rig(placement_wait=wait, configured={role: [f"{role}-0"]}) as rig:
         prefill, decode = await rig.pair()
@@ -552,7 +552,7 @@ async def test_nobody_waits_for_a_node_that_has_been_away_for_too_long() -> None
 
 
 async def test_a_router_stall_costs_no_attempt() -> None:
-    """Every node has fenced itself and its sockets are gone: nothing is placed until the nodes are back."""
+    """Every node has fenced itself and closed its sockets: nothing is placed until the nodes return."""
     async with router_rig(max_attempts=2, placement_wait=300.0) as rig:
         prefill, decode = await rig.pair(0)
         other_prefill, other_decode = await rig.pair(1)
@@ -589,7 +589,7 @@ async def test_a_router_stall_costs_no_attempt() -> None:
 
 
 async def test_attempts_are_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pair that fails: three attempts are not spent within a millisecond."""
+    """With one failing pair, three attempts are not used up within a millisecond."""
     pauses: list[float] = []
 
     async def note(seconds: float) -> None:
@@ -608,7 +608,7 @@ async def test_attempts_are_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_link_that_fails_marks_the_pair_and_not_its_nodes() -> None:
-    """Others avoid the pair while both nodes serve on; after the back-off one request tries it again."""
+    """Other requests avoid the pair while both nodes serve on; after the back-off one request tries it again."""
     clock = Clock()
     async with router_rig(clock) as rig:
         prefill, decode = await rig.pair(0)
@@ -659,7 +659,7 @@ async def test_a_link_that_fails_marks_the_pair_and_not_its_nodes() -> None:
 
 
 async def test_retries_of_a_fault_that_every_pair_has_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the budget a request that fails again and again gets 503; a first retry is always allowed."""
+    """Beyond the budget a repeatedly failing request gets 503; a first retry is always allowed."""
     monkeypatch.setattr("router.retries.LONGEST_PAUSE", 0.001)
     async with router_rig(max_attempts=10, retry_ratio=0.0) as rig:
         prefill, decode = await rig.pair()
@@ -685,7 +685,7 @@ async def test_retries_of_a_fault_that_every_pair_has_are_bounded(monkeypatch: p
 
 
 async def test_the_death_of_a_node_moves_all_its_requests() -> None:
-    """However many they are: the retry budget does not bound them, and nobody waits for a trial."""
+    """However many there are, the retry budget does not bound them, and none waits for a trial."""
     async with router_rig(max_requests=300, retry_ratio=0.0) as rig:
         prefill, decode = await rig.pair()
         clients = [rig.client([n + 1]) for n in range(300)]
@@ -730,7 +730,7 @@ async def test_a_draining_node_gets_nothing_new_and_finishes() -> None:
 
 
 async def test_a_node_that_cannot_be_reached_while_placing() -> None:
-    """Its socket is gone and nobody has noticed yet: the request goes elsewhere."""
+    """Its socket is closed and nobody has noticed yet: the request goes elsewhere."""
     async with router_rig() as rig:
         prefill, decode = await rig.pair(0)
         spare = await rig.node("decode", "decode-1")
@@ -747,7 +747,7 @@ async def test_a_node_that_cannot_be_reached_while_placing() -> None:
 
 @pytest.mark.parametrize("bound", ["placement_wait", "request_timeout"])
 async def test_a_pair_that_can_never_be_sent_to_is_not_tried_for_ever(bound: str) -> None:
-    """Its heartbeats come, so it is chosen again and again."""
+    """Its heartbeats arrive, so it is chosen again and again."""
     limits = {"placement_wait": 300.0, "request_timeout": 600.0, bound: 0.2}
     async with router_rig(**limits) as rig:
         prefill, _ = await rig.pair()
@@ -764,7 +764,7 @@ async def test_a_pair_that_can_never_be_sent_to_is_not_tried_for_ever(bound: str
 
 
 async def test_after_the_end_of_all_nothing_begins() -> None:
-    """A request whose text was worked on meanwhile: it must not wait for room either."""
+    """This includes a request whose text was being processed: it must not wait for room either."""
     async with router_rig(max_requests=2) as rig:
         rig.dispatcher.end_all(Unavailable("the router is going away"))
         client = await rig.client().done()
@@ -773,14 +773,14 @@ async def test_after_the_end_of_all_nothing_begins() -> None:
 
 
 async def test_many_at_once_with_nodes_that_come_and_go() -> None:
-    """Every client gets its own text once, though decode nodes leave in the middle of it."""
+    """Every client gets its own text once, although decode nodes leave in the middle of it."""
 
     async def serve_prefill(node: FakeNode) -> None:
         while True:
             prompt = await node.expect(Prefill, timeout=60)
             done = len(prompt.token_ids)
             await asyncio.sleep(0)
-            last = prompt.emitted + 1 == prompt.sampling.max_tokens  # all but one came before a node left
+            last = prompt.emitted + 1 == prompt.sampling.max_tokens  # all but one arrived before a node left
             first_token(node, prompt.room, prompt.token_ids[0] * 1000 + done, "length" if last else None)
 
     async def serve_decode(node: FakeNode) -> None:
@@ -822,7 +822,7 @@ def rooms_of(rig: RouterRig, node: FakeNode) -> dict[int, int]:
 
 
 async def test_what_placement_sees_of_a_request() -> None:
-    """Prompt tokens count until they are computed, the request until its leg is over."""
+    """Prompt tokens count until they are computed, the request until its part on the node is over."""
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         client = rig.client([1, 2, 3])

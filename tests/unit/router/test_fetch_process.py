@@ -1,4 +1,4 @@
-"""The process that fetches images: confined, many at once, and what its death costs (SECURITY.md control 7)."""
+"""The process that fetches images: confined, concurrent, and the effect of its death (security control 7)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HOST = "https://images.example"
 
 @pytest.fixture
 async def played(spawner: Spawner) -> AsyncIterator[FetchProcess]:
-    """A real process in which only the hosts are played."""
+    """A real process in which only the remote hosts are faked."""
     made = FetchProcess(spawner, ["images.example"], 300_000, PATIENCE, ("-c", PLAYED))
     yield made
     await made.close()
@@ -66,12 +66,12 @@ async def test_the_rules_are_those_of_the_router_and_the_limits_hold(played: Fet
     assert said[1].decode() == repr([fetch_process.ADDRESS_SPACE, 0, 0, fetch_process.OPEN_FILES])
     with pytest.raises(InvalidRequest, match="its host answered 404"):
         await played.fetch(f"{HOST}/refused")
-    with pytest.raises(RuntimeError, match="KeyError: 'a defect'"):  # a 500, and the log has it
+    with pytest.raises(RuntimeError, match="KeyError: 'a defect'"):  # a 500, with details in the log
         await played.fetch(f"{HOST}/defect")
 
 
 async def test_the_real_process_applies_every_rule(spawner: Spawner) -> None:
-    """A name that the loopback has, looked up and refused in the process; with no hosts there is none."""
+    """A name of the loopback interface, resolved and refused in the process; with no hosts all are refused."""
     real = FetchProcess(spawner, ["localhost"], 1_000, PATIENCE)
     with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
         await real.fetch("https://localhost/a.png")
@@ -106,7 +106,7 @@ async def test_a_process_that_dies_says_too_much_or_hangs_costs_what_is_on_its_w
 async def test_how_many_are_on_their_way_is_bounded(
     played: FetchProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of clients that have gone included, until they end: nobody piles them up by asking and leaving."""
+    """Fetches of disconnected clients are included until they end, so nobody can accumulate them."""
     monkeypatch.setattr(fetch_process, "AT_ONCE", 2)
     for _ in range(2):
         given_up = asyncio.create_task(played.fetch(f"{HOST}/never"))

@@ -1,4 +1,4 @@
-"""Errors, request ids, media types and raw HTTP that no client library would send."""
+"""Errors, request ids, media types, and raw HTTP that no client library would send."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RAW = json.dumps(BODY).encode()
 
 
 async def exchange(rig: Rig, raw: bytes) -> bytes:
-    """What the server says to these very bytes, until it closes."""
+    """What the server answers to exactly these bytes, until it closes."""
     reader, writer = await asyncio.open_connection(rig.host, rig.port)
     writer.write(raw)
     answer = b""
@@ -84,7 +84,7 @@ async def test_401_and_403_have_openai_codes(rig: Rig) -> None:
 
 
 async def test_other_statuses_do_not(rig: Rig) -> None:
-    """OpenAI's clients repeat every 408 and 5xx unless they are told not to."""
+    """OpenAI's clients repeat every 408 and 5xx unless told not to."""
     for error, status in ((DeadlineExceeded("x"), 408), (InternalError("x"), 500)):
         rig.generator.scripts = [[error]]
         found, _, headers = await rig.post(CHAT, BODY)
@@ -172,7 +172,7 @@ async def test_unknown_routes_and_methods(rig: Rig) -> None:
     ],
 )
 async def test_other_media_types(rig: Rig, kind: str | None) -> None:
-    """A web page can send these to another site without asking; JSON it cannot."""
+    """A web page can send these to another site without a CORS preflight, but not JSON."""
     line = f"Content-Type: {kind}\r\n" if kind else ""
     for path in (CHAT, "/v1/completions", "/tokenize", "/detokenize"):
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{line}Content-Length: {len(RAW)}\r\n\r\n"
@@ -218,7 +218,7 @@ LENGTH = f"Content-Length: {len(RAW)}\r\n"
     ],
 )
 async def test_broken_http_is_refused(rig: Rig, head: str, caplog: pytest.LogCaptureFixture) -> None:
-    """And nobody can fill the log with it."""
+    """Nobody can fill the log with such requests."""
     rig.generator.will(*one_by_one([10]))
     answer = await exchange(rig, head.encode("latin-1") + RAW)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -234,13 +234,13 @@ async def test_broken_http_is_refused(rig: Rig, head: str, caplog: pytest.LogCap
     told = json.loads(body)["error"]
     assert (told["type"], told["code"], told["param"]) == ("invalid_request_error", 400, None)
     assert not rig.generator.requests
-    assert (await rig.post(CHAT, BODY))[0] == 200  # others are served on
+    assert (await rig.post(CHAT, BODY))[0] == 200  # other clients are served
 
 
 CHUNKS = f"{len(RAW):x}\r\n{RAW.decode()}\r\n0\r\n\r\n"
 GET = "GET /live HTTP/1.1\r\nHost: x\r\n"
 LARGE = MAX_BODY + 1
-# What aiohttp or llhttp itself refuses, or would take though it should not: status -> bytes.
+# What aiohttp or llhttp refuses, or would accept although it should not: (status, bytes).
 REFUSED_BY_THE_SERVER: list[tuple[int, str]] = [
     (501, f"{HEAD}Transfer-Encoding: gzip, chunked\r\n\r\n{CHUNKS}"),
     (501, f"{HEAD}Transfer-Encoding: deflate , Chunked\r\n\r\n{CHUNKS}"),
@@ -299,7 +299,7 @@ async def test_every_error_of_the_http_library_has_openais_shape(rig: Rig, case:
     assert b"Content-Type: application/json" in lines
     assert b"x-should-retry: false" in lines
     assert [line for line in lines if line.startswith(b"X-Request-Id: ")]
-    told = json.loads(body)["error"]  # and nothing after it: no second answer to smuggled bytes
+    told = json.loads(body)["error"]  # nothing follows it: smuggled bytes get no second answer
     assert set(told) == {"message", "type", "param", "code"}
     assert (told["type"], told["code"]) == ("invalid_request_error", status)
     assert not rig.generator.requests
@@ -319,7 +319,7 @@ async def test_chunked_bodies_and_expectations_are_taken(rig: Rig) -> None:
 
 @pytest.mark.parametrize("sent", [b"", HEAD.encode(), b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT"])
 async def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SECURITY.md, 6: nothing, a head that never ends, and the same behind a request that was answered."""
+    """No bytes, a head that never ends, and the same after a request that was answered."""
     monkeypatch.setattr("router.http_server.IDLE_SECONDS", 0.05)
     runner = http_runner(web.Application())
     await runner.setup()

@@ -1,4 +1,4 @@
-"""Fetching images: off unless hosts are listed, and then from public addresses alone (SECURITY.md control 7)."""
+"""Image fetching: off unless hosts are configured, and then only from public addresses (security control 7)."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ async def test_nothing_is_fetched_by_default() -> None:
 
 
 async def test_a_listed_name_that_points_inside_is_not_reached() -> None:
-    """DNS rebinding: the checked address is the one that is connected to, and a private one ends it."""
+    """DNS rebinding: the connection goes to the checked address, and a private one is refused."""
     fetcher = ImageFetcher(["images.example"], 1000, PATIENCE, PublicResolver(looking_up("127.0.0.1")))
     with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
         await fetcher.fetch("https://images.example/a.png")
 
 
 class Here(AbstractResolver):
-    """Every name is the test's own server: stands in for addresses that have passed the check."""
+    """Resolves every name to the test's own server, in place of addresses that passed the check."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -129,7 +129,7 @@ class Here(AbstractResolver):
 
 
 class PlainFetcher(ImageFetcher):
-    """Without TLS, which the test's server does not have; everything else is as it is."""
+    """A fetcher without TLS, which the test's server lacks; everything else is unchanged."""
 
     def check(self, address: str) -> URL:
         return URL(address.replace("https://", "http://"))
@@ -184,7 +184,7 @@ async def test_bytes_are_capped_and_redirects_not_followed() -> None:
 
 
 class Rebound(PublicResolver):
-    """The real checks of an address that the test lets pass; only the port is another than 443."""
+    """The real address checks, with an address that the test allows; only the port differs from 443."""
 
     def __init__(self, port: int) -> None:
         super().__init__(looking_up("127.0.0.1"))
@@ -212,7 +212,7 @@ async def test_the_host_behind_a_checked_address_has_to_prove_its_name(
         trusting = ssl.create_default_context(cafile=certificate)
         monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting)
         with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
-            await fetcher.fetch("https://images.example/small")  # the address is a private one
+            await fetcher.fetch("https://images.example/small")  # the address is private
         monkeypatch.setattr(image_fetch, "public", lambda address: address == "127.0.0.1")
         assert await fetcher.fetch("https://images.example/small") == b"x" * 900
         with pytest.raises(InvalidRequest, match=r"cannot be fetched$") as error:

@@ -1,4 +1,4 @@
-"""Images of a chat request: data URLs, limits, decoding in its own process, placeholders (SECURITY.md control 7)."""
+"""Images of a chat request: data URLs, limits, decoding in a process, placeholders (security control 7)."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_a_bad_image_is_a_400_that_names_its_part(loader: ImageLoader, cas
 
 @pytest.mark.parametrize("piece", [4, 8, images.PIECE])
 def test_base64_is_decoded_piece_by_piece_as_in_one(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that decodes 20 MB at once holds the interpreter, and so the event loop, for a tenth of a second."""
+    """A thread that decodes 20 MB at once holds the GIL, and so the event loop, for a tenth of a second."""
     monkeypatch.setattr(images, "PIECE", piece)
     longest = []
     decode = base64.b64decode
@@ -143,10 +143,10 @@ QWEN = QwenVision("", "{}", 6, 7, 4, 2, 2, 256, 1920, 1 / 255, (0.5,) * 3, (0.5,
 
 
 async def test_an_image_takes_as_many_tokens_as_its_size_says(loader: ImageLoader) -> None:
-    """Where they depend on it: after its EXIF has turned it, and refused by its part where it is far too narrow."""
+    """If they depend on the size: after EXIF rotation, and refused with its part's name if it is too narrow."""
     loader._vision = QWEN
     exif = Pil.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # rotate by 90 degrees
     turned = url(file("JPEG", (40, 16), exif=exif), "image/jpeg")
     images = await loader.load(asking(url(file(size=(40, 16))), turned))
     assert [(each.rows, each.columns) for each in images] == [(2, 5), (5, 2)]
@@ -165,7 +165,7 @@ def test_text_that_spells_the_placeholder_of_a_video_is_refused() -> None:
 async def test_count_and_bytes_of_a_request_are_bounded(loader: ImageLoader) -> None:
     with pytest.raises(InvalidRequest, match="4 images in one request, at most 3"):
         await loader.load(asking(*[url(file())] * 4))
-    large = file("PNG", (30, 30)) + b"\0" * 4_500  # bytes behind the end of a PNG are not looked at
+    large = file("PNG", (30, 30)) + b"\0" * 4_500  # bytes past the end of a PNG are ignored
     with pytest.raises(InvalidRequest, match="at most 9000 bytes in total") as error:
         await loader.load(asking(url(large), url(large), url(large)))
     assert error.value.param == "messages[1].content[1].image_url"
@@ -185,7 +185,7 @@ async def test_what_requests_hold_together_is_bounded(loader: ImageLoader) -> No
 
 
 async def test_what_waits_for_the_inspector_is_held_too(loader: ImageLoader) -> None:
-    """Else a few small pictures that decode slowly would let bodies of megabytes pile up behind them."""
+    """Otherwise a few small pictures that decode slowly would let large bodies pile up."""
     large = file() + bytes(4_000)  # 5,500 characters of base64
     async with loader._inspector._turn:  # type: ignore[attr-defined]
         waiting = [asyncio.create_task(loader.load(asking(url(large)))) for _ in range(2)]
@@ -199,7 +199,7 @@ async def test_what_waits_for_the_inspector_is_held_too(loader: ImageLoader) -> 
         assert (await each)[0].data == large
     assert loader.held_bytes == 0
     with loader.hold([Image(bytes(20_000), bytes(32), 1, 4)]):
-        pass  # one that comes alone is taken whatever it takes: the body's limit bounds it
+        pass  # a single one is accepted whatever its size: the body limit bounds it
 
 
 async def test_a_model_of_text_alone_takes_no_images() -> None:
@@ -276,7 +276,7 @@ async def test_a_defect_of_ours_is_an_answer_for_the_log_and_not_the_end(
     inspector = ImageInspector(spawner, max_pixels=1_000)
     await inspector.check(file(), None)
     monkeypatch.setattr(image_inspector._Process, "verdict", answered)
-    with pytest.raises(RuntimeError, match="KeyError: 'MPO'"):  # a 500, like every defect
+    with pytest.raises(RuntimeError, match="KeyError: 'MPO'"):  # a 500, like every bug
         await inspector.check(file(), None)
     await inspector.close()
 
@@ -301,7 +301,7 @@ def test_phones_write_several_pictures_into_one_jpeg() -> None:
 
 
 def test_scans_are_counted_as_the_decoder_reads_them() -> None:
-    """Not what a thumbnail or a film behind the picture holds; fill bytes and restart marks hide none."""
+    """Thumbnails and films after the picture are not counted; fill bytes and restart marks hide none."""
     first = progressive(0)
     assert first.count(b"\xff\xda") == 10
     assert decode_image(progressive(40), 100).size == (8, 6)
@@ -320,7 +320,7 @@ def test_the_first_frame_turned_and_in_rgb() -> None:
     frames[0].save(out, "GIF", save_all=True, append_images=frames[1:])
     assert decode_image(out.getvalue(), 100).getpixel((0, 0)) == (255, 0, 0)
     exif = Pil.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # rotate by 90 degrees
     assert decode_image(file("JPEG", (8, 6), exif=exif), 100).size == (6, 8)
     transparent = io.BytesIO()
     Pil.new("LA", (3, 3)).save(transparent, "PNG")
@@ -339,8 +339,10 @@ def test_placeholders_become_as_many_tokens_as_an_image_has_rows() -> None:
 
 
 def test_a_placeholder_outside_the_vocabulary_is_written_as_a_token_of_the_prompt() -> None:
-    """Penalties of repetition count the prompt's tokens: one of the vocabulary counts as in transformers, one that has
-    no logit must not stand for another that the prompt lacks."""
+    """Repetition penalties count the prompt's tokens: a placeholder in the vocabulary counts, as in transformers.
+
+    One without a logit must not be replaced by a token that the prompt lacks.
+    """
     images = [Image(b"one", b"1" * 32, 1, 4), Image(b"two", b"2" * 32, 1, 1)]
     prompt, placed = place_images([77, 8, 77, 2], images, replace(VISION, image_token_id=77), 50)
     assert prompt == [8, 8, 8, 8, 8, 8, 2]

@@ -1,4 +1,4 @@
-"""Large answers leave in pieces, and the loop serves others between them."""
+"""Large answers are sent in pieces, and the loop serves others between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes.waiting import PATIENCE
 async def answering(
     parts: Sequence[bytes], write_timeout: float = PATIENCE, ended: asyncio.Event | None = None
 ) -> AsyncIterator[TestServer]:
-    """A server that answers every GET with `parts`, and sets `ended` once it has."""
+    """A server that answers every GET with `parts` and sets `ended` afterwards."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         request[request_id_key] = "an-id"

@@ -1,4 +1,4 @@
-"""How deep a body nests is found in one pass, whatever it is made of."""
+"""The nesting depth of a body is found in one pass, whatever it contains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def depth_of(value: Any) -> int:
 
 @given(VALUES, st.integers(1, 7), st.integers(0, 4))
 def test_the_depth_is_that_of_the_value(value: Any, piece: int, limit: int) -> None:
-    """Escapes and strings cut anywhere."""
+    """Escapes and strings may be split anywhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "PIECE", piece)
         patch.setattr(json_body, "MAX_DEPTH", limit)

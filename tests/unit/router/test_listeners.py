@@ -28,7 +28,7 @@ from tests.unit.router.conftest import TINY, Serve
 
 
 def trusting(client: Path | None = None) -> ssl.SSLContext:
-    """A client that knows the authority; `client`: a directory for its own certificate."""
+    """A client that trusts the authority; `client`: a directory with its own certificate."""
     context = ssl.create_default_context(cafile=AUTHORITY)
     if client is not None:
         context.load_cert_chain(*copy_certificates(client, "client"))
@@ -115,7 +115,7 @@ async def test_renewed_certificates_are_taken_up_and_broken_ones_are_not(tmp_pat
 
 
 async def test_a_half_renewed_certificate_changes_nothing(tmp_path: Path) -> None:
-    """A new certificate whose key is not there yet: clients are served with the pair from before."""
+    """With a new certificate whose key is missing, clients are served with the previous pair."""
     cert, key = copy_certificates(tmp_path)
     app = router(tmp_path, f"router.tls.cert={cert}", f"router.tls.key={key}")
     await app.start()
@@ -135,7 +135,7 @@ async def test_an_authority_that_was_replaced_is_not_trusted_any_more(tmp_path: 
     await app.start()
     url = f"https://127.0.0.1:{port_of(app.http)}"
     assert await status(url, tls=trusting(tmp_path)) == 200
-    authority.write_bytes(cert.read_bytes())  # some certificate, which did not sign the client's
+    authority.write_bytes(cert.read_bytes())  # a certificate that did not sign the client's
     app.http.reload()
     with pytest.raises(aiohttp.ClientError):
         await status(url, tls=trusting(tmp_path))

@@ -70,7 +70,7 @@ def test_nodes_are_read_at_scrape_time() -> None:
 
 
 def test_graphs_by_phase_model_and_reason() -> None:
-    """spec/algorithms.md 6.18."""
+    """Counters and gauges of captured forwards."""
     got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
     labels = 'engine="decode-0",model="target",model_name="tiny",phase="decode"'
     assert got[f'graph_replays_total{{{labels},role="decode"}}'] == 19
@@ -80,7 +80,7 @@ def test_graphs_by_phase_model_and_reason() -> None:
 
 
 def test_speculation_by_place_and_by_phase() -> None:
-    """spec/algorithms.md 6.18: how often each draft in a row was accepted, and where the time of a round goes."""
+    """How often the draft at each position was accepted, and the device time of each phase."""
     got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
     labels = 'engine="decode-0",model_name="tiny"'
     for place, count in enumerate((9, 4)):

@@ -1,4 +1,4 @@
-"""Weights and breakers of nodes, and what the choice of a pair makes of them."""
+"""Weights and breakers of nodes, and their effect on the choice of a pair."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_lost_node_takes_its_history_with_it() -> None:
 
 
 def test_what_comes_after_the_loss_of_a_node_is_not_remembered() -> None:
-    """A decode node reports the transfer that failed because its prefill node died: no entry may outlive both."""
+    """A decode node reports a transfer that failed because its prefill node died: no entry may outlive both."""
     rig = Rig()
     rig.join("prefill", "p0")
     rig.join("decode", "d0")

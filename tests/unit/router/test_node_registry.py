@@ -1,4 +1,4 @@
-"""Who is in the cluster, by messages and a clock alone."""
+"""Membership of the cluster, tested with messages and a clock only."""
 
 from __future__ import annotations
 
@@ -139,13 +139,13 @@ def test_refusals() -> None:
         assert sentence is not None
         assert part in sentence
     assert [node.name for node in rig.registry] == ["d"]
-    # a refused process must not push out the one that serves under its name
+    # A refused process must not replace the one that serves under its name.
     assert rig.registry.register(register("decode", "d", "other", model_fingerprint="0" * 64)) is not None
     assert not rig.lost
 
 
 def test_a_living_process_keeps_its_name() -> None:
-    """The other one is refused with a sentence as soon as the first has said something again."""
+    """The other one is refused as soon as the first has been heard from again."""
     rig = Rig()
     registry, newer = rig.registry, register("decode", "d", "newer", pid=7)
     registry.register(register("decode", "d", host="near", pid=5))
@@ -256,7 +256,7 @@ def test_the_least_length_of_all_counts() -> None:
 
 
 def test_a_callback_may_change_the_registry() -> None:
-    """Losing one node makes others known to be lost while the sweep is under way."""
+    """Losing one node may reveal that others are lost while the sweep is in progress."""
     rig = Rig()
     for name in ("a", "b", "c"):
         rig.registry.register(register("prefill", name))

@@ -1,4 +1,4 @@
-"""The `openai` client against the real server: what its types and iterators make of our answers."""
+"""The `openai` client against the real server: its types and iterators accept our answers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ async def test_chat(rig: Rig, stream: bool, top: int | None) -> None:
     [request] = rig.generator.requests
     assert request.sampling.stop_token_ids == (2,)
     prompt = rig.tokenizer.decode(request.token_ids, skip_special_tokens=False)
-    assert prompt == "<|bos|><|user|> hi<|end|>\n<|assistant|>"  # one bos, though the tokenizer adds one too
+    # one bos, although the tokenizer adds one too
+    assert prompt == "<|bos|><|user|> hi<|end|>\n<|assistant|>"
     assert request.token_ids.count(1) == 1
 
 
@@ -103,7 +104,7 @@ async def test_completions(rig: Rig, stream: bool, top: int | None) -> None:
         if "\ufffd" not in token:
             assert TEXT[offset:].startswith(token)
     tops = [each for part in parts for each in part.top_logprobs]
-    assert all(len(each) == max(top, 1) or top == 2 for each in tops)  # the drawn token is always listed
+    assert all(len(each) == max(top, 1) or top == 2 for each in tops)  # the sampled token is always listed
     assert rig.generator.requests[0].token_ids[0] == 1  # completions add the bos
 
 
@@ -155,7 +156,7 @@ async def test_one_failing_prompt_ends_the_others(rig: Rig, stream: bool) -> Non
 
 
 async def test_more_prompts_than_may_be_in_flight_are_refused_for_good(serve: Serve) -> None:
-    """Not with a 503: trying again would never help."""
+    """Not with 503, because a retry could never help."""
     rig = await serve(max_requests=2)
     rig.generator.will(*one_by_one([10]))
     status, answer, headers = await rig.post("/v1/completions", {"prompt": ["a", "b", "c"]})
@@ -166,7 +167,7 @@ async def test_more_prompts_than_may_be_in_flight_are_refused_for_good(serve: Se
 
 
 class OneImage:
-    """Images that weigh what the server still has of a body when an answer begins."""
+    """Records how much of a body the server still holds when an answer begins."""
 
     def __init__(self) -> None:
         self.left: list[int] = []  # bytes
@@ -188,7 +189,7 @@ class OneImage:
 
 
 async def test_an_answer_keeps_no_body_beside_its_images(serve: Serve) -> None:
-    """Neither the bytes that came nor the base64 in them: `router.images.max_held_mib` counts decoded files alone."""
+    """Neither the received bytes nor their base64: `router.images.max_held_mib` counts only decoded files."""
     images = OneImage()
     rig = await serve(served=replace(SERVED, path=str(TINY.with_name("tiny-vision"))), images=images)
     rig.generator.will(*one_by_one([5, 2], "stop"))
@@ -263,7 +264,7 @@ async def test_every_sampling_parameter_arrives_as_it_was_meant(rig: Rig, chat: 
 async def test_the_client_repeats_only_what_may_be_repeated(
     rig: Rig, error: RequestError, calls: int
 ) -> None:
-    """Left to itself it would repeat a 408 and a 500 as well."""
+    """By default it would also repeat a 408 and a 500."""
     rig.generator.scripts = [[error]]
     async with client_of(rig) as client:
         again = client.with_options(max_retries=2)

@@ -1,4 +1,4 @@
-"""Clients that leave or sleep: the generator is closed at once, and nobody else notices."""
+"""Clients that disconnect or stop reading: the generator is closed at once, and others are unaffected."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_a_whole_answer_closes_nothing_early(rig: Rig) -> None:
 
 
 async def test_slow_reader_is_dropped_alone(serve: Serve) -> None:
-    """One reader never reads; its stream is cut after the timeout while another gets every token."""
+    """One client never reads; its stream is cut after the timeout while another one gets every token."""
     rig = await serve(write_timeout=0.3, send_buffer=1 << 14)
     ids = rig.tokenizer.encode(" hello" * 20, add_special_tokens=False)
     flood = [step for _ in range(50_000) for step in (delta(ids), 0.0)]
@@ -127,7 +127,7 @@ async def test_body_that_never_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_body_that_is_said_to_be_too_large_is_not_waited_for(rig: Rig) -> None:
-    """Its length stands in the head: the client need not send it all, nor hold a connection for READ_TIMEOUT."""
+    """The length is in the head: the client need not send the body, nor hold a connection for READ_TIMEOUT."""
     reader, writer = await asyncio.open_connection(rig.host, rig.port)
     head = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"
     writer.write("\r\n".join((*head, f"Content-Length: {10**12}", "", "{")).encode())

@@ -1,4 +1,4 @@
-"""Bytes on the wire of streamed answers."""
+"""The bytes of streamed answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = "<|bos|><|user|> hi<|end|>\n<|assistant|>"
 
 
 async def events(rig: Rig, path: str, body: dict[str, Any]) -> list[Any]:
-    """Every event is one line `data: X` and a blank one; X is JSON or [DONE]."""
+    """Parse events: each is one line `data: X` and an empty one; X is JSON or [DONE]."""
     raw = (await rig.raw(path, body)).decode()
     assert raw.endswith("\n\n")
     lines = raw[:-2].split("\n\n")
@@ -107,7 +107,7 @@ async def test_error_in_mid_stream_has_no_done(rig: Rig) -> None:
 )
 @pytest.mark.parametrize("started", [False, True])
 async def test_defect(rig: Rig, failure: Exception, started: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A defect is told apart from a client that left, stays generic outside and is whole in the log."""
+    """A bug is distinguished from a disconnected client, is generic to the outside, and complete in the log."""
     rig.generator.will(*([delta([10])] if started else []), failure)
     with caplog.at_level(logging.ERROR):
         if started:
@@ -136,7 +136,7 @@ async def test_tokens_that_end_without_a_reason_are_an_error(rig: Rig, stream: b
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_stop_string_over_token_borders(rig: Rig, stream: bool, path: str) -> None:
-    """The stop never shows, tokens up to the one that completes it count, later ones vanish with their logprobs."""
+    """The stop string never appears; tokens up to the one that completes it count; later ones are dropped."""
     ids = [await spelled(rig, each) for each in ("Hello", " E", "N", "D", "more")]
     rig.generator.will(*[delta(each, top=1) for each in ids], 300.0)
     counted = sum(map(len, ids[:4]))
@@ -163,7 +163,7 @@ async def test_stop_string_over_token_borders(rig: Rig, stream: bool, path: str)
         assert offsets[: len(ids[0]) + 1] == [
             len(rig.tokenizer.decode(ids[0][:i], False)) for i in range(len(ids[0]) + 1)
         ]
-        assert offsets[-2:] == [7, 8]  # "N" and "D", though their text was held back
+        assert offsets[-2:] == [7, 8]  # "N" and "D", although their text was held back
     assert len(tokens) == counted
     assert "".join(tokens) == "Hello END"
     await rig.settled(1)
@@ -196,7 +196,7 @@ async def test_half_characters_wait(rig: Rig) -> None:
     rig.generator.scripts = [one_by_one(ids[:-1])]
     *chunks, _ = await events(rig, "/v1/chat/completions", CHAT)
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "é\ufffd"
-    rig.generator.scripts = [[delta(ids[:-1]), delta([], "length")]]  # the reason comes alone
+    rig.generator.scripts = [[delta(ids[:-1]), delta([], "length")]]  # the reason arrives by itself
     *chunks, _ = await events(rig, "/v1/chat/completions", CHAT)
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "é\ufffd"
 

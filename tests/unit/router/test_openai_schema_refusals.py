@@ -1,4 +1,4 @@
-"""One table of what is refused, and one of what is taken: field, value, status, param."""
+"""A table of what is refused and one of what is accepted: field, value, status, param."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAME = object()
 BOTH = (CHAT, TEXT)
 HUGE = 10**40
 
-REFUSED: list[tuple[str, str, Any, Any]] = [  # path, field, value, param (SAME: the field)
+REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME means the field)
     *[
         (path, field, value, SAME)
         for path in BOTH
@@ -29,7 +29,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # path, field, value, param (SAME:
             "stop_token_ids": ([-1], [SERVED.vocab_size], [HUGE], list(range(129))),
             "ignore_eos": (1, "true"),
             "stream": (1, "true", []),
-            "stream_options": ({"include_usage": True}, []),  # the first: not a stream
+            "stream_options": ({"include_usage": True}, []),  # the first without stream
             "n": (2, True, "1", HUGE, 0, [], {}),
             "best_of": (2, True),
             "presence_penalty": (-2.01, 2.01, 10**400, False, "0", []),
@@ -103,7 +103,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # path, field, value, param (SAME:
     (CHAT, "messages", [{"role": 5, "content": "x"}], "messages[0].role"),
     (CHAT, "messages", [{"role": "", "content": "x"}], "messages[0].role"),
     (CHAT, "messages", [{"role": "u" * 65, "content": "x"}], "messages[0].role"),
-    (CHAT, "messages", [{"role": "nobody", "content": "x"}], "messages"),  # the template says so
+    (CHAT, "messages", [{"role": "nobody", "content": "x"}], "messages"),  # refused by the template
     (CHAT, "messages", [{"role": "user", "content": 5}], "messages[0].content"),
     (CHAT, "messages", [{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
     (CHAT, "messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
@@ -189,7 +189,7 @@ TAKEN_TEXT: dict[str, list[Any]] = {
 
 @pytest.fixture(params=["read here", "read by a worker"], autouse=True)
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer is the same for a small body and for one so large that a worker reads it."""
+    """Runs every case with a small body, and with one so large that a worker reads it."""
     if request.param == "read by a worker":
         monkeypatch.setattr(text_service, "SMALL_BODY", -1)
         monkeypatch.setattr(text_service, "SMALL_TEXTS", -1)
@@ -201,7 +201,7 @@ def body_of(path: str, field: str, value: Any) -> dict[str, Any]:
 
 
 async def test_refused(rig: Rig) -> None:
-    """Each field by its name. Rows B4(d, e): no batch has replaced embeddings or prompt logprobs, which are refused."""
+    """Each field is refused by its name. Rows B4(d, e): replaced embeddings and prompt logprobs are refused."""
     wrong = []
     for path, field, value, param in REFUSED:
         status, answer, headers = await rig.post(path, body_of(path, field, value))
@@ -229,7 +229,7 @@ async def test_taken(rig: Rig, path: str) -> None:
 
 
 MESSAGES = b'{"messages":[{"role":"user","content":"x"}],'
-RAW: list[tuple[bytes, Any]] = [  # body of a chat request, param
+RAW: list[tuple[bytes, Any]] = [  # (body of a chat request, param)
     (b"", None),
     (b"null", None),
     (b"[]", None),
@@ -250,13 +250,13 @@ RAW: list[tuple[bytes, Any]] = [  # body of a chat request, param
     (MESSAGES + b'"user":"\\udc00x"}', None),
     (b'{"messages":[{"role":"user","content":"\\ud83d"}]}', None),
     (b'{"messages":[{"role":"user","content":"\xc3("}]}', None),
-    (b'{"messages":[{"role":"user","content":"a\nb"}]}', None),  # a raw line break is no JSON
+    (b'{"messages":[{"role":"user","content":"a\nb"}]}', None),  # a raw line break is invalid JSON
     (b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}', None),
     (MESSAGES + b'"user":' + b"[" * 100_000 + b"}", None),
     (MESSAGES + b'"unknown":' + b"[" * 100_000 + b"}", None),
     (MESSAGES + b'"tools":' + b'{"a":' * 100_000 + b"}", None),
     (b"[" * 500_000, None),
-    (MESSAGES + b'"user":' + b"[" * 64 + b"]" * 64 + b"}", None),  # with the body itself 65
+    (MESSAGES + b'"user":' + b"[" * 64 + b"]" * 64 + b"}", None),  # 65 levels with the body itself
     (MESSAGES + b'"user":' + b'{"a":' * 64 + b"1" + b"}" * 64 + b"}", None),
     (MESSAGES + b'"user":' + b'[{"]":' * 32 + b"1" + b"}]" * 32 + b"}", None),
 ]
@@ -270,7 +270,7 @@ async def test_refused_bytes(rig: Rig) -> None:
 
 
 async def test_json_may_nest_64_deep_and_no_deeper(rig: Rig) -> None:
-    """Brackets inside strings do not count, however they are escaped; neither do many beside each other."""
+    """Brackets inside strings do not count, however they are escaped; neither do many next to each other."""
     rig.generator.will(*one_by_one([10]))
     for user in (
         b"[" * 63 + b"]" * 63,
@@ -286,7 +286,7 @@ async def test_json_may_nest_64_deep_and_no_deeper(rig: Rig) -> None:
 
 
 async def test_too_many_tokens_have_openais_code(rig: Rig) -> None:
-    """Clients look for it to cut the conversation and try again."""
+    """Clients look for the code to cut the conversation and try again."""
     long = [{"role": "user", "content": "x " * 9000}]
     for path, body in (
         (TEXT, {"prompt": [5] * 5000}),

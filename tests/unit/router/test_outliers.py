@@ -1,4 +1,4 @@
-"""Gray failures by given measurements and a clock that the test moves."""
+"""Gray failures, by given measurements and a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes.clock import Clock
 
 
 def after(seconds: float, speeds: dict[str, float], clock: Clock, found: Outliers) -> dict[str, float]:
-    """Weights when all nodes have been measured for so long, twice a second."""
+    """Weights after all nodes were measured for `seconds`, twice per second."""
     for _ in range(int(2 * seconds)):
         for name, per_token in speeds.items():
             for _ in range(3):

@@ -34,7 +34,7 @@ def test_round_robin_is_an_exact_rotation() -> None:
     policy = RoundRobin()
     three = [candidate(name) for name in ("c", "a", "b")]
     assert [policy.choose(three).name for _ in range(7)] == list("abcabca")
-    two = [candidate(name) for name in ("a", "c")]  # b has gone
+    two = [candidate(name) for name in ("a", "c")]  # b has left
     assert [policy.choose(two).name for _ in range(3)] == list("cac")
     four = [candidate(name) for name in "abcd"]
     assert [policy.choose(four).name for _ in range(4)] == list("dabc")
@@ -106,7 +106,7 @@ def shares(policy: RoundRobin | LeastLoaded, weights: dict[str, float], choices:
     st.sampled_from(["round_robin", "least_loaded"]),
 )
 def test_idle_nodes_take_requests_by_their_weight(weights: dict[str, float], name: str) -> None:
-    """Nobody is starved, and a node of reduced weight takes no more than its share."""
+    """None starves, and a node of reduced weight takes no more than its share."""
     policy = POLICIES[name](decode_cost)
     chosen = shares(policy, weights, 500)
     total, most = sum(weights.values()), max(weights.values())

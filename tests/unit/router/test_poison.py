@@ -1,4 +1,4 @@
-"""A request that crashes its nodes among others that do not, in a fleet of fake nodes that are started again."""
+"""A request that crashes its nodes among others that do not, in a fleet of fake nodes that are restarted."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import RouterRig, legs, router_rig
 from tests.fakes.waiting import eventually
 
-POISON = 0  # its tokens are in the vocabulary, and nobody else's
+POISON = 0  # a token id that occurs only in the poison request
 LENGTH = 12
 
 
 @dataclass
 class Fleet:
-    """Nodes that compute prompt[0] * 1000 + position; the role `weak` dies of a prompt that begins with POISON."""
+    """Nodes that compute prompt[0] * 1000 + position; nodes of role `weak` die of prompts that begin with POISON."""
 
     rig: RouterRig
     weak: Role
@@ -50,13 +50,13 @@ class Fleet:
             self.crashes += 1
             self.rig.nodes.remove(node)
             node.close()
-            # a real process takes far longer to start than its death to be noticed
+            # A real process takes far longer to start than its death takes to be noticed.
             await eventually(lambda gone=node.ref.incarnation: self.rig.registry.get(gone) is None)  # type: ignore[misc]
 
     async def _work(
         self, node: FakeNode, kind: type[Prefill] | type[Reserve]
     ) -> list[Prefill | Reserve] | None:
-        """What has come; None: it is poison, and the node dies before it answers anybody."""
+        """Return the received messages; None if one is poison, and the node dies before it answers anything."""
         first = await node.expect(kind)
         await asyncio.sleep(0.005)
         rest = [message for message in node.received() if isinstance(message, kind)]
@@ -116,7 +116,7 @@ async def fleet_of(weak: Role) -> AsyncGenerator[Fleet, None]:
 @pytest.mark.parametrize("weak", ["prefill", "decode"])
 @pytest.mark.parametrize("others", [0, 49])
 async def test_only_the_poison_ends_with_an_error(weak: Role, others: int) -> None:
-    """The fleet has two crashes if the poison is the only suspect, else three: together, together, isolated."""
+    """There are two crashes if the poison is the only suspect, otherwise three: together, together, isolated."""
     async with fleet_of(weak) as fleet:
         rig = fleet.rig
         innocent = [rig.client([n + 1], max_tokens=LENGTH) for n in range(others // 2)]
@@ -131,7 +131,7 @@ async def test_only_the_poison_ends_with_an_error(weak: Role, others: int) -> No
             assert client.ids == [(n + 1) * 1000 + i for i in range(1, LENGTH + 1)]
         assert fleet.crashes == 2 if not others else 2 <= fleet.crashes <= 3
         crashes = fleet.crashes
-        # the client sends it again, with another seed: it is refused and nobody crashes
+        # The client sends it again with another seed: it is refused and no node crashes.
         again = await rig.client([POISON], max_tokens=LENGTH, seed=99).done()
         assert isinstance(again.error, PoisonRequest)
         assert (await rig.client([5], max_tokens=LENGTH).done()).error is None
@@ -142,13 +142,13 @@ async def test_only_the_poison_ends_with_an_error(weak: Role, others: int) -> No
 
 @pytest.mark.parametrize("copies", [2, 6])
 async def test_copies_of_a_poison_cost_no_further_crashes(copies: int) -> None:
-    """The one that is convicted speaks for those that wait, or are between two nodes."""
+    """The verdict on one copy applies to those that wait or are between two nodes."""
     async with fleet_of("prefill") as fleet:
         poison = [fleet.rig.client([POISON], max_tokens=LENGTH) for _ in range(copies)]
         for client in poison:
             await client.done()
             assert isinstance(client.error, PoisonRequest)
-        # both nodes may have had copies when the first crashed, and again when the second did
+        # Both nodes may have had copies at the first crash, and again at the second.
         assert fleet.crashes <= 4
         fleet.rig.nothing_left()
 
@@ -161,7 +161,7 @@ async def test_a_request_that_is_convicted_while_it_waits_for_a_node_is_not_run(
         reserve, _ = await legs(gone, decode)
         rig.registry.lose(rig.registry.node(gone.ref.incarnation), "its socket closed", "closed")
         assert (await decode.expect(Abort)).room == reserve.room
-        # another copy of it comes while the first waits for a prefill node, and waits as well
+        # Another copy arrives while the first waits for a prefill node, and waits as well.
         copy = rig.client([POISON])
         await eventually(lambda: rig.dispatcher.active == 2)
         key = fingerprint(GenerationRequest("r1", [POISON], SamplingParams(max_tokens=10, temperature=0.0)))
@@ -175,7 +175,7 @@ async def test_a_request_that_is_convicted_while_it_waits_for_a_node_is_not_run(
 
 
 async def test_nodes_that_lose_their_connection_convict_nobody() -> None:
-    """A stall of the router closes every socket; the same processes come back."""
+    """A stall of the router closes every socket; the same processes return."""
     async with router_rig(placement_wait=300.0, max_attempts=9) as rig:
         nodes = await rig.pair()
         client = rig.client([1])

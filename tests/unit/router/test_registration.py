@@ -1,4 +1,4 @@
-"""A node cannot change what clients see by what it says of itself: every field is checked against the cluster file."""
+"""A node cannot affect clients through its registration: every field is checked against the cluster file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rules(tmp_path: Path) -> RegistrationRules:
 
 
 def registration(**changes: Any) -> Register:
-    """That of prefill-0, but for the changes of the node or of the registration."""
+    """The registration of prefill-0 with changes of the node or of the registration."""
     node = {
         "name": "prefill-0",
         "role": "prefill",
@@ -114,7 +114,7 @@ def test_a_registration_has_a_size(rules: RegistrationRules) -> None:
         ("tcp://127.0.0.1:0", "tcp://127.0.0.1:41234", "tcp://127.0.0.1:41234"),
         ("tcp://localhost:7000", "tcp://127.0.0.1:7000", "tcp://localhost:7000"),
         ("tcp://[::1]:0", "tcp://[::1]:7000", "tcp://[::1]:7000"),
-        # A name is for decode nodes to resolve: what the node has bound does not matter.
+        # Decode nodes resolve a host name: what the node has bound does not matter.
         ("tcp://node-7:7000", "tcp://10.0.0.7:7000", "tcp://node-7:7000"),
         ("ipc:///run/p.sock", "ipc:///run/p.sock", "ipc:///run/p.sock"),
     ],

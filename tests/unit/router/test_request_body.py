@@ -1,4 +1,4 @@
-"""Bodies on their way: what all of them together may take, and that nothing stays counted."""
+"""Bodies being received: their total is bounded, and no count leaks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def size_of_body(request: web.Request) -> web.Response:
 
 
 async def test_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow clients that never finish; whoever leaves gives its share back."""
+    """Slow clients never finish; a client that disconnects returns its share."""
     monkeypatch.setattr(request_body, "MAX_READING", 2500)
     app = web.Application(client_max_size=2000, middlewares=[error_middleware(Log("test"))])
     app.router.add_post("/", size_of_body)

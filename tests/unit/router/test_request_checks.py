@@ -1,4 +1,4 @@
-"""From fields to SamplingParams."""
+"""Conversion of fields to SamplingParams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a failed request is placed again, by given times and draws."""
+"""When a failed request is placed again, by given times and random values."""
 
 from __future__ import annotations
 

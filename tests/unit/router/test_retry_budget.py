@@ -1,4 +1,4 @@
-"""How many retries the cluster allows, by a clock that the test moves."""
+"""How many retries the cluster allows, on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.fakes.clock import Clock
 
 
 def spend(budget: RetryBudget) -> int:
-    """Everything that is left."""
+    """Take all remaining retries and return their number."""
     taken = 0
     while budget.take():
         taken += 1

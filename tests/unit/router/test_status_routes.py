@@ -1,4 +1,4 @@
-"""Everything that is not generation."""
+"""All routes except generation."""
 
 from __future__ import annotations
 

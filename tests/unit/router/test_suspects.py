@@ -136,7 +136,7 @@ def test_only_poison_is_quarantined_and_crashes_are_bounded(
     crashes = 0
     while running:
         isolated = [key for key in running if table.needs_isolation(key)]
-        tried = set(isolated[:1]) or running  # one at a time, once there are any
+        tried = set(isolated[:1]) or running  # one at a time, if there are any
         placed: dict[int, list[bytes]] = {}
         for key in sorted(tried):
             placed.setdefault(draw.randrange(nodes), []).append(key)
@@ -152,7 +152,7 @@ def test_only_poison_is_quarantined_and_crashes_are_bounded(
                 assert convicted in bad
                 running.discard(convicted)
     assert table.quarantined == poisons
-    # together, together, isolated for the first; the nodes of one round may each crash under others
+    # Together, together, isolated for the first; the nodes of one round may each crash under others.
     assert crashes <= 3 * poisons
     assert crashes >= 2 * bool(poisons)
 

@@ -73,7 +73,7 @@ def pid(lane: Lane) -> int:
 
 
 async def done(lane: Lane, job: Job, payload: bytes) -> Answer:
-    """Raises what the worker raised."""
+    """Run a job. Raises what the worker raised."""
     answer, _ = await lane.run(job, payload)
     answer.check()
     return answer
@@ -112,7 +112,7 @@ async def test_workers_give_the_same_tokens_and_refusals(spawner: Spawner) -> No
 
 
 async def test_a_template_that_takes_too_long_costs_one_worker(lane: Open, tmp_path: Path) -> None:
-    """Comparing two nested lists of 2 ** 40 items is one operation, which no budget of steps can see."""
+    """Comparing two nested lists of 2 ** 40 items is a single operation, which no budget of steps can limit."""
     nested = "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}"
     bomb = "{% for i in range(40) %}" + nested + "{% endfor %}{{ n.a == n.b }}"
     source = (
@@ -129,7 +129,7 @@ async def test_a_template_that_takes_too_long_costs_one_worker(lane: Open, tmp_p
 
 
 async def test_a_job_that_takes_too_much_memory_is_refused(lane: Open) -> None:
-    """Two ways: Python says so and the worker lives, or a library gives up and it dies."""
+    """Either Python raises an error and the worker lives, or a library aborts and it dies."""
     opened = await lane(ADDRESS_SPACE=512 << 20)
     with pytest.raises(InvalidRequest, match="encoding the prompt takes too much") as found:
         await done(opened, TEXTS, msgspec.msgpack.encode(["1é" * (4 << 20)]))
@@ -191,7 +191,7 @@ async def test_a_client_that_leaves_in_the_moment_that_a_worker_gets_free(lane: 
     job = asyncio.create_task(opened.run(TEXTS, msgspec.msgpack.encode(["a"])))
     await eventually(lambda: opened._waiting)
     job.cancel()
-    opened._give(worker)  # before the job has seen that it is cancelled
+    opened._give(worker)  # before the job has noticed its cancellation
     with pytest.raises(asyncio.CancelledError):
         await job
     assert (opened._idle, len(opened._waiting), opened._waiting_bytes) == ([worker], 0, 0)
@@ -288,7 +288,7 @@ async def test_workers_take_the_template_that_is_given(spawner: Spawner, tmp_pat
 
 
 async def test_each_worker_checks_the_manifest_again(spawner: Spawner, tmp_path: Path) -> None:
-    """Also one that takes the place of another: a file was swapped after the router's own check."""
+    """This includes a replacement worker: a file was swapped after the router's own check."""
     folder = tmp_path / "model"
     folder.mkdir()
     model(folder, "{{ messages[0].content }}")

@@ -1,4 +1,4 @@
-"""Stop strings over token borders and inside characters, against a reference on the whole text."""
+"""Stop strings across token boundaries and inside characters, against a reference on the whole text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.router.vocabularies import KINDS, save
 
 
 class Spelled:
-    """A decoder whose tokens are given texts."""
+    """A decoder whose tokens have given texts."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
@@ -28,8 +28,8 @@ class Spelled:
 
 
 def reference(text: str, stops: list[str], include: bool, first: int = 0) -> tuple[str, int | None]:
-    """(text that comes out, length of text at which it was decided). The stop string that ends first, the longest, of
-    those that end behind `first` characters."""
+    """Return (text that comes out, length of text at which this is decided). The stop string that ends first after
+    `first` characters wins, and the longest of those that end at the same place."""
     for end in range(first + 1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -136,7 +136,7 @@ def test_a_stop_string_wins_over_length() -> None:
 
 
 def test_hostile_stops_cost_linear_time() -> None:
-    """Sixteen long stop strings that nearly match everywhere."""
+    """Sixteen long stop strings almost match everywhere."""
     stops = ["a" * (256 - i) + "b" for i in range(16)]
     stream = TextStream(Spelled(["aaaa"]), stops, False)
     start = time.thread_time()

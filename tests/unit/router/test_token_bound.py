@@ -1,4 +1,4 @@
-"""No prompt is refused unencoded that would have fitted: the bound holds for tokenizers that shorten texts, too."""
+"""No prompt that would fit is refused without encoding: the bound also holds for tokenizers that shorten texts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ PRE_TOKENIZERS: list[Callable[[], object]] = [
 
 
 def bytes_alone() -> Tokenizer:
-    """A token for each byte: the bound is as tight as it can be."""
+    """One token per byte: the tightest possible bound."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -100,7 +100,7 @@ def bytes_alone() -> Tokenizer:
 
 
 def characters_alone() -> Tokenizer:
-    """A token for each character, known or not."""
+    """One token per character, known or not."""
     letters = ["?", *"the answr12D", "é", "한", "\u1f82", "▁"]
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     return Tokenizer(models.BPE(vocabulary, [], unk_token="?", fuse_unk=False))
@@ -111,7 +111,7 @@ ALL_KINDS = {**KINDS, "bytes alone": bytes_alone, "characters alone": characters
 
 @pytest.fixture(scope="module")
 def bounded() -> list[tuple[Tokenizer, int]]:
-    """Every combination that has a bound, with it."""
+    """Every combination that has a bound, with that bound."""
     found = []
     for make in ALL_KINDS.values():
         plain = make().to_str()
@@ -141,7 +141,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(
 
 
 def test_usual_tokenizers_have_a_bound() -> None:
-    """GPT-2's and Llama 3's kind, Llama 2's with all bytes, and with the normalizer of Qwen."""
+    """The kinds of GPT-2 and Llama 3, of Llama 2 with all bytes, and with the normalizer of Qwen."""
     assert token_bound.longest_token(bytes_alone()) == 1
     assert token_bound.longest_token(characters_alone()) == 1
     assert token_bound.longest_token(byte_level()) == max(map(len, byte_level().get_vocab()))
@@ -170,7 +170,7 @@ def test_whatever_drops_text_has_no_bound() -> None:
 
 
 def test_no_composition_is_longer_than_assumed() -> None:
-    """Of Unicode as this Python knows it: how many code points NFC makes one of."""
+    """Checks, for the Unicode version of this Python, how many code points NFC composes into one."""
     longest = max(len(unicodedata.normalize("NFD", chr(each))) for each in range(0x110000))
     assert longest == token_bound.COMPOSED
 
@@ -220,7 +220,7 @@ async def test_a_prompt_that_cannot_fit_is_refused_unencoded(
 
 
 async def test_the_texts_of_a_request_count_together(tokenizer: own.Tokenizer) -> None:
-    """64 short prompts are one job, not 64 times a little on the event loop."""
+    """64 short prompts are one job, not 64 small pieces of work on the event loop."""
     workers = InProcess(TextWork(tokenizer, ChatTemplate(TINY)))
     service = TextService(workers, tokenizer)
     await service.encode(["a" * 1000] * 2, False, 4096, ["prompt[0]", "prompt[1]"])

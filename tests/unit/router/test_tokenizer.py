@@ -1,4 +1,4 @@
-"""Encoding and decoding, whole and token by token, for every kind of tokenizer."""
+"""Encoding and decoding, as a whole and token by token, for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_byte_level_is_exact_for_any_tokens(
 def test_answer_is_what_decoding_adds_to_the_prompt(
     all_kinds: dict[str, Tokenizer], pieces: list[str], at: int, skip: bool, kind: str
 ) -> None:
-    """Spaces at the border between prompt and answer included, wherever the border falls between characters."""
+    """This includes spaces at the border between prompt and answer, wherever it falls between characters."""
     text = all_kinds[kind]
     ids = text.encode("".join(pieces), kind == "llama2")
     prompt, answer = ids[:at], ids[at:]
@@ -72,7 +72,7 @@ def test_leading_space_of_the_first_token(all_kinds: dict[str, Tokenizer]) -> No
     assert (
         said(text.stream(True, [*prompt, 2]), [the]) == " the"
     )  # a special token in between does not hide it
-    assert said(text.stream(True, [1]), [the]) == "the"  # nothing but specials before
+    assert said(text.stream(True, [1]), [the]) == "the"  # only special tokens before it
     assert text.stream(True, prompt).step(the) == " the"  # at once, not with the second token
 
 
@@ -89,7 +89,7 @@ def test_character_that_the_prompt_began(all_kinds: dict[str, Tokenizer], kind: 
     assert said(text.stream(True, ids[:2]), ids[2:]) == "€"
     assert said(text.stream(True, ids[:1]), ids[1:]) == "€"
     assert said(text.stream(True), ids[:2]) in ("\ufffd", "\ufffd\ufffd")
-    whole = text.encode("\ufffd", False)  # no open character, though it looks like one
+    whole = text.encode("\ufffd", False)  # not an incomplete character, though it looks like one
     assert said(text.stream(True, whole), ids) == "€"
 
 
@@ -112,7 +112,7 @@ def test_a_character_that_only_the_prompt_has_broken_is_not_in_the_answer(
         assert said(text.stream(True, prompt), words).strip() == "ab"
         assert said(text.stream(True, [*words, *prompt]), words) == word
         assert said(text.stream(True, prompt), []) == ""
-    # bytes that the answer itself breaks are shown
+    # Invalid bytes of the answer itself are shown.
     assert said(text.stream(True, tokens(0xE2)), [*tokens(0x82), *words]).count("\ufffd") == 1
     assert said(text.stream(True, tokens(0xE2)), tokens(0x82)).count("\ufffd") == 1
     assert said(text.stream(True, tokens(0xE2)), [*tokens(0xF0), *words]).count("\ufffd") == 1
@@ -120,7 +120,7 @@ def test_a_character_that_only_the_prompt_has_broken_is_not_in_the_answer(
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2", "tiny"])
 def test_a_replacement_character_that_the_prompt_began(all_kinds: dict[str, Tokenizer], kind: str) -> None:
-    """U+FFFD is a character as well: an answer that completes it has it."""
+    """U+FFFD is a character as well: an answer that completes it contains it."""
     text = all_kinds[kind]
     names = ("<0xEF>", "<0xBF>", "<0xBD>") if kind == "llama2" else ("ï", "¿", "½")
     ids = [text.token_to_id(name) for name in names]
@@ -144,7 +144,7 @@ def test_half_characters_are_never_given_out(all_kinds: dict[str, Tokenizer], ki
 def test_bytes_that_are_no_text_come_out_and_cost_the_same_each(
     all_kinds: dict[str, Tokenizer], kind: str
 ) -> None:
-    """A model that emits broken UTF-8 for ever neither silences its stream nor slows it down."""
+    """A model that emits invalid UTF-8 for ever neither silences its stream nor slows it down."""
     text = all_kinds[kind]
     bad = text.token_to_id("<0xFF>" if kind == "llama2" else "ÿ")
     assert bad is not None
