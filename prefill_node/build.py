@@ -12,10 +12,9 @@ import torch
 import zmq
 
 from common.checkpoint.model_manifest import check_manifests
-from common.config import Cluster, Resolved
+from common.config import Resolved
 from common.config.resolve_node import node_plan
 from common.config.run_directory import control_address, event_directory, peer_address
-from common.config.schema import PrefillSection
 from common.config.transport_choice import choose_layers, choose_transport
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.model_runner import ModelRunner
@@ -56,11 +55,14 @@ from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
 from prefill_node.node import PrefillNode
 from prefill_node.page_sending import ByChunk, ByLayer, PageSending
+from prefill_node.parts import Links, Observation, Scheduling
 from prefill_node.peer_frames import take_peer_frames
 from prefill_node.seeing import Seeing, load_seeing
+from prefill_node.send_orders import SendOrders
 from prefill_node.signalled_attention import SignalledAttention
 from prefill_node.step import PrefillStep
 from prefill_node.warm_up import warm_up
+from prefill_node.worker import DeviceWorker
 
 IMAGES_QUEUED = 16  # messages of up to 16 MiB in this process's memory; more wait at the router
 
@@ -109,7 +111,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved, name)
     check_bind(address, f"prefill.nodes[{name}].peer_address", security)
-    bodies = _bodies(section, own.device)
+    bodies = _bodies(section.compiler, own.device)
     router = control_address(resolved)
     plan = node_plan(cluster, "prefill", name, resolved.model_path, resolved.draft_path, router)
     served = load_serving_model(plan, reporter, log)
@@ -126,9 +128,16 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         log,
     )
     reporter.report("allocating")
-    served = graph_start.sized(served, lambda: _forwards(cluster, served, sight, bodies).graphs)
-    device = served.placement.device
-    forwards = _forwards(cluster, served, sight, bodies)
+    sizes = Sizes(
+        wanted=PhaseSwitch(section.graphs, section.enforce_graphs, cluster.process.poison_graphs),
+        chunk_tokens=section.chunk_tokens,
+        max_batch=section.max_batch,
+        layers=choose_layers(cluster),
+        algorithm=cluster.speculation.algorithm,
+    )
+    served = graph_start.sized(served, lambda: _forwards(sizes, served, sight, bodies).graphs)
+    device, page_size = served.placement.device, served.page_size
+    forwards = _forwards(sizes, served, sight, bodies)
     seeing = forwards.seeing
     layout, carried = forwards.layout, served.draft_shape
     limits = transfer_limits(plan, served.max_model_len, carried.topk, carried.hidden_bytes)
@@ -142,9 +151,10 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     started = time.monotonic()
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     rope = served.config.rope
-    warm_up(forwards.target.forward, forwards.draft, cluster.kv.page_size, device, rope.axes)
+    warm_up(forwards.target.forward, forwards.draft, page_size, device, rope.axes)
     images_run = seeing.embeds.warm_up()
     log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
+    completion = completion_for(device, one_behind=False)
     adjustments = AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device)
     step = PrefillStep(
         forwards.target.forward,
@@ -152,9 +162,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         forwards.draft,
         adjustments,
         rotary_places(rope),
-        cluster.kv.page_size,
+        page_size,
         device,
-        completion_for(device, one_behind=False),
+        completion,
     )
     link = serving_link(
         context,
@@ -173,27 +183,24 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
         lambda: link.announce(COMPILE_SECONDS),
     )
+    orders = SendOrders(
+        sender, page_size, carried.dtype_name, functools.partial(take_peer_frames, peers, sender)
+    )
+    bounds = PrefillLimits(
+        chunk_tokens=section.chunk_tokens,
+        max_batch=section.max_batch,
+        max_queue=section.max_queue,
+        max_model_len=served.max_model_len,
+        vocab_size=served.config.vocab_size,
+        drain_timeout=cluster.health.drain_timeout,
+    )
     node = PrefillNode(
         incarnation,
-        link,
-        peers,
-        sender,
-        page_space(served, section.prefix_cache),
-        step,
-        _sending(forwards.signalled, sender, peers, cluster.kv.page_size),
-        seeing.images,
-        PrefillLimits(
-            chunk_tokens=section.chunk_tokens,
-            max_batch=section.max_batch,
-            max_queue=section.max_queue,
-            max_model_len=served.max_model_len,
-            vocab_size=served.config.vocab_size,
-            drain_timeout=cluster.health.drain_timeout,
-        ),
-        carried,
-        node_graphs.totals(*forwards.graphs),
-        log,
-        events=events,
+        Links(link, peers, sender, seeing.images),
+        Scheduling(page_space(served, section.prefix_cache), forwards.draft.rules, bounds),
+        DeviceWorker(step, _sending(forwards.signalled, sender, orders), completion),
+        orders,
+        Observation(log, node_graphs.totals(*forwards.graphs), events=events),
     )
     return BuiltPrefillNode(node, link, peers, sender, seeing.images, security, context, events)
 
@@ -212,48 +219,53 @@ class Forwards:
     graphs: Sequence[NodeGraphs[Any]]  # of all of them
 
 
-def _bodies(section: PrefillSection, device_name: str) -> CompiledBodies:
+def _bodies(compiler: str | None, device_name: str) -> CompiledBodies:
     """Made once for the trial of the graphs and for the graphs. Raises ConfigError where nothing can be compiled."""
-    compiler = section.compiler or EAGER
+    compiler = compiler or EAGER
     if missing := missing_compiler(compiler, torch.device(device_name)):
         raise ConfigError("prefill.compiler", missing)
     return CompiledBodies(compiler)
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the forwards have to serve."""
+
+    wanted: PhaseSwitch
+    chunk_tokens: int
+    max_batch: int
+    layers: bool  # pages leave layer by layer
+    algorithm: str  # of speculation
+
+
 def _forwards(
-    cluster: Cluster, served: ServingModel, sight: Callable[[PhaseSwitch], Seeing], bodies: CompiledBodies
+    sizes: Sizes, served: ServingModel, sight: Callable[[PhaseSwitch], Seeing], bodies: CompiledBodies
 ) -> Forwards:
-    """With a pool of `served.num_pages`."""
-    section = cluster.prefill
-    wanted = PhaseSwitch(section.graphs, section.enforce_graphs, cluster.process.poison_graphs)
+    """Compose the forwards over a pool of `served.num_pages`."""
     layout = served.layout
     storage = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=served.placement.device)
     pool = KvPool(layout, "target", storage)
-    buckets = prefill_token_buckets(section.chunk_tokens)
+    buckets = prefill_token_buckets(sizes.chunk_tokens)
     attention = PagedAttention(pool, served.config.sliding_windows, buckets)
-    signalled = SignalledAttention(attention) if choose_layers(cluster) else None
+    signalled = SignalledAttention(attention) if sizes.layers else None
     runner = ModelRunner(served.model, pool, signalled or attention)
-    drafting = _draft(cluster, served, runner, wanted)
+    drafting = _draft(sizes, served, runner)
     target = prompt_graphs.prefill_graphs(
-        runner, wanted, section.chunk_tokens, section.max_batch, drafting.draft.hidden_mode, bodies
+        runner, sizes.wanted, sizes.chunk_tokens, sizes.max_batch, drafting.draft.hidden_mode, bodies
     )
-    seeing = sight(wanted)
+    seeing = sight(sizes.wanted)
     graphs: list[NodeGraphs[Any]] = [target, *drafting.graphs, *seeing.graphs]
     return Forwards(layout, runner, attention, signalled, target, drafting.draft, seeing, graphs)
 
 
-def _draft(cluster: Cluster, served: ServingModel, target: ModelRunner, wanted: PhaseSwitch) -> BuiltDraft:
-    """The draft's share of a step. A draft was loaded sharing the target's embedding and head."""
+def _draft(sizes: Sizes, served: ServingModel, target: ModelRunner) -> BuiltDraft:
+    """Make the draft's share of a step. A draft was loaded sharing the target's embedding and head."""
     made, loaded = served.draft_runner(target.pool), served.draft
     runner = None if made is None else made[0]
-    plan = prompt_graphs.DraftPrefillPlan(target, wanted, cluster.prefill.chunk_tokens)
+    plan = prompt_graphs.DraftPrefillPlan(target, sizes.wanted, sizes.chunk_tokens)
     setup = DraftSetup(runner, None if loaded is None else loaded.config, plan)
-    return make_draft(cluster.speculation.algorithm, setup)
+    return make_draft(sizes.algorithm, setup)
 
 
-def _sending(
-    signalled: SignalledAttention | None, sender: Sender, peers: RouterSocket, page_size: int
-) -> PageSending:
-    if signalled is None:
-        return ByChunk()
-    return ByLayer(signalled, sender, page_size, functools.partial(take_peer_frames, peers, sender))
+def _sending(signalled: SignalledAttention | None, sender: Sender, orders: SendOrders) -> PageSending:
+    return ByChunk(sender) if signalled is None else ByLayer(signalled, sender, orders.at_break)

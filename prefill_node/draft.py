@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.host_copies import send_one
 from common.engine.sampling.sampler import SampleOutput
 from prefill_node.graphs.prompt_graphs import DraftPrefillPlan, draft_head_graphs, draft_model_graphs
-from prefill_node.scheduler import Chunk
+from prefill_node.step_plan import PlannedChunk
+from prefill_node.step_rules import PromptRules
 from prefill_node.vision import MergedEmbeds
 
 
@@ -40,13 +41,13 @@ class PrefillDraft(Protocol):
         ...
 
     @property
-    def rewrites(self) -> int:
-        """Number of rows before a chunk that its next forward may write again; never rows of the prefix cache."""
+    def rules(self) -> PromptRules:
+        """What its forwards read after a chunk and write again before it; never rows of the prefix cache."""
         ...
 
     def extend(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[PlannedChunk],
         batch: ForwardBatch,
         output: ForwardOutput,
         sampled: SampleOutput | None,
@@ -56,6 +57,10 @@ class PrefillDraft(Protocol):
 
         `embeds`: the target's input if there are images.
         """
+        ...
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Drop what is kept from chunk to chunk for prompts that end before their last chunk."""
         ...
 
     def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
@@ -75,17 +80,20 @@ class NoDraft:
     """No draft model: decode nodes need only the target's KV."""
 
     hidden_mode = CaptureHiddenMode.NULL
-    rewrites = 0
+    rules = PromptRules()
 
     def extend(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[PlannedChunk],
         batch: ForwardBatch,
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
     ) -> EagleDraftInput | None:
         return None
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """No-op: nothing is kept from chunk to chunk."""
 
     def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
         """No-op: there is no draft model."""
@@ -95,7 +103,7 @@ class EaglePrefill:
     """An EAGLE head. Row t reads the token after t: the prompt's next token, also across chunks, or the drawn token."""
 
     hidden_mode = CaptureHiddenMode.FULL
-    rewrites = 0
+    rules = PromptRules(lookahead=1)
 
     def __init__(self, forward: Callable[[ForwardBatch, Tensor, Tensor | None], EagleDraftInput]) -> None:
         """`forward`: a DraftPrefill, which uses graphs where they fit."""
@@ -103,7 +111,7 @@ class EaglePrefill:
 
     def extend(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[PlannedChunk],
         batch: ForwardBatch,
         output: ForwardOutput,
         sampled: SampleOutput | None,
@@ -118,6 +126,9 @@ class EaglePrefill:
         state = self._forward(replace(batch, input_ids=ids), output.hidden, rotated)
         return state if sampled is not None else None
 
+    def forget(self, keys: Iterable[int]) -> None:
+        """No-op: nothing is kept from chunk to chunk."""
+
     def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
         assert output.hidden is not None
         self._forward(batch, output.hidden, None)
@@ -127,7 +138,7 @@ class ModelPrefill:
     """A draft that is a separate language model: it reads the same tokens at the same positions as the target."""
 
     hidden_mode = CaptureHiddenMode.NULL
-    rewrites = 0
+    rules = PromptRules()
 
     def __init__(self, forward: Callable[[ForwardBatch], ForwardOutput]) -> None:
         """`forward`: a PrefillExtend, which uses graphs where they fit."""
@@ -135,7 +146,7 @@ class ModelPrefill:
 
     def extend(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[PlannedChunk],
         batch: ForwardBatch,
         output: ForwardOutput,
         sampled: SampleOutput | None,
@@ -145,6 +156,9 @@ class ModelPrefill:
             raise ValueError("this draft model reads only token ids and cannot use image embeddings")
         self._forward(replace(batch, logits_rows=batch.logits_rows[:0]))
         return None
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """No-op: nothing is kept from chunk to chunk."""
 
     def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
         """No-op: it uses the target's kernels."""
@@ -169,7 +183,6 @@ def model_draft(setup: DraftSetup) -> BuiltDraft:
     return BuiltDraft(ModelPrefill(graphs.forward), [graphs])
 
 
-def _next_tokens(chunk: Chunk) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    end = chunk.start + chunk.length
-    following = chunk.request.keys[chunk.start + 1 : end + 1]
+def _next_tokens(chunk: PlannedChunk) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    following = chunk.tokens(chunk.start + 1, chunk.end + 1)
     return np.append(following, 0) if chunk.final else following  # 0 is replaced by the drawn token

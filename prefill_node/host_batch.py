@@ -14,44 +14,41 @@ from common.engine.host_copies import Array
 from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
 from common.engine.sampling.sampler import SamplingBatch
 from common.engine.sampling.sampling_plan import SamplingVariant
-from prefill_node.scheduler import Chunk
+from prefill_node.step_plan import FirstDraw, PlannedChunk
 
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """Of T tokens of B prompts."""
+    """T tokens of B prompts."""
 
     lengths: tuple[int, ...]  # [B] new tokens
     ends: tuple[int, ...]  # [B] length after the forward
     arrays: Sequence[Array]  # ids, positions, slots, page table, lengths, starts, last rows of final chunks
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], page_size: int, rotary: RotaryPlaces) -> HostBatch:
-        lengths = [chunk.length for chunk in chunks]
-        ends = [chunk.start + chunk.length for chunk in chunks]
-        ids = np.concatenate([chunk.request.keys[chunk.start : end] for chunk, end in zip(chunks, ends)])
+    def of(cls, chunks: Sequence[PlannedChunk], page_size: int, rotary: RotaryPlaces) -> HostBatch:
+        lengths, ends = [chunk.length for chunk in chunks], [chunk.end for chunk in chunks]
+        ids = np.concatenate([chunk.own_tokens() for chunk in chunks])
         positions = np.concatenate(
-            [
-                rotary.positions([image.span for image in chunk.request.images], chunk.start, end)
-                for chunk, end in zip(chunks, ends)
-            ]
+            [rotary.positions(chunk.images, chunk.start, chunk.end) for chunk in chunks]
         )
         width = max(-(-end // page_size) for end in ends)
         table = np.zeros((len(chunks), width), dtype=np.int32)
         slots, starts = np.empty(len(ids), dtype=np.int64), np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
-        for row, (chunk, end) in enumerate(zip(chunks, ends)):
-            assert chunk.request.lease is not None
-            pages = chunk.request.lease.pages[: -(-end // page_size)]
+        first = 0
+        for row, chunk in enumerate(chunks):
+            pages = np.asarray(chunk.pages, dtype=np.int64)
             table[row, : len(pages)] = pages
-            page, offset = np.divmod(np.arange(chunk.start, end), page_size)
-            slots[starts[row] : starts[row + 1]] = table[row, page].astype(np.int64) * page_size + offset
+            page, offset = np.divmod(np.arange(chunk.start, chunk.end), page_size)
+            slots[first : first + chunk.length] = pages[page] * page_size + offset
+            first += chunk.length
         last_rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.final]
         lens, rows = np.asarray(ends, dtype=np.int32), np.asarray(last_rows, dtype=np.int64)
         return cls(tuple(lengths), tuple(ends), (ids, positions, slots, table, lens, starts, rows))
 
     def on_device(self, sent: Sequence[Tensor], hidden_mode: CaptureHiddenMode) -> ForwardBatch:
-        """`sent`: the arrays, there."""
+        """`sent`: `arrays` as device tensors."""
         ids, positions, slots, table, lens, starts, rows = sent
         return ForwardBatch(
             mode=ForwardMode.EXTEND,
@@ -71,14 +68,15 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class HostDraws:
-    """Of the first tokens of R prompts."""
+    """What the first tokens of R prompts are drawn with."""
 
     # temperature, top_p, top_k, min_p, seed, the drawn token's index in its sequence, its row of AdjustmentRows
     arrays: Sequence[Array]
 
     @classmethod
-    def of(cls, finals: Sequence[Chunk]) -> HostDraws:
-        params = [chunk.request.sampling for chunk in finals]
+    def of(cls, draws: Sequence[FirstDraw], lengths: Sequence[int]) -> HostDraws:
+        """`lengths`: tokens of each prompt."""
+        params = [draw.sampling for draw in draws]
         return cls(
             (
                 np.asarray([p.temperature for p in params], dtype=np.float32),
@@ -86,8 +84,8 @@ class HostDraws:
                 np.asarray([p.top_k for p in params], dtype=np.int32),
                 np.asarray([p.min_p for p in params], dtype=np.float32),
                 np.asarray([p.seed for p in params], dtype=np.int64),
-                np.asarray([chunk.request.num_tokens for chunk in finals], dtype=np.int64),
-                np.arange(1, len(finals) + 1, dtype=np.int64),
+                np.asarray(lengths, dtype=np.int64),
+                np.arange(1, len(draws) + 1, dtype=np.int64),
             )
         )
 
@@ -95,7 +93,7 @@ class HostDraws:
     def on_device(
         sent: Sequence[Tensor], variant: SamplingVariant, adjustments: AdjustmentRows
     ) -> SamplingBatch:
-        """`sent`: the arrays, there. `adjustments` hold what these prompts ask for."""
+        """`sent`: `arrays` as device tensors. `adjustments` hold what these prompts ask for."""
         temperature, top_p, top_k, min_p, seed, position, rows = sent
         adjust = None
         if variant.adjust is not None:

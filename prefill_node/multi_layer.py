@@ -8,7 +8,7 @@ recomputed: the cache keys look as far ahead as the modules do, so their KV is v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +23,8 @@ from common.engine.ops.keep_hidden import keep_hidden
 from common.engine.sampling.sampler import SampleOutput
 from prefill_node.draft import BuiltDraft, DraftSetup
 from prefill_node.graphs.prompt_graphs import draft_module_graphs
-from prefill_node.scheduler import Chunk
+from prefill_node.step_plan import PlannedChunk
+from prefill_node.step_rules import PromptRules
 from prefill_node.vision import MergedEmbeds
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -32,15 +33,15 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 class Windows:
     """The rows of one module for each chunk, on the host. `rows` [B + 1] are the first rows of chunks and the total."""
 
-    def __init__(self, chunks: Sequence[Chunk], step: int) -> None:
+    def __init__(self, chunks: Sequence[PlannedChunk], step: int) -> None:
         self._chunks = chunks
         self._step = step
-        self.first = [max(chunk.start - step, _cached(chunk)) for chunk in chunks]  # positions
-        self.ends = [chunk.start + chunk.length for chunk in chunks]
+        self.first = [max(chunk.start - step, chunk.cached) for chunk in chunks]  # positions
+        self.ends = [chunk.end for chunk in chunks]
         self.lengths = [end - first for first, end in zip(self.first, self.ends)]
         self.rows: Ints = np.concatenate([[0], np.cumsum(self.lengths)])
         # whether a chunk starts one row earlier than for the previous module
-        self.opened = [chunk.start - step >= _cached(chunk) for chunk in chunks]
+        self.opened = [chunk.start - step >= chunk.cached for chunk in chunks]
 
     @property
     def last_rows(self) -> Ints:
@@ -60,13 +61,12 @@ class Windows:
         finals = sum(chunk.final for chunk in self._chunks)
         final = 0
         for chunk, row, first, end in zip(self._chunks, self.rows, self.first, self.ends):
-            known = chunk.request.keys[first + 1 + self._step : end + 1 + self._step]
+            known = chunk.tokens(first + 1 + self._step, end + 1 + self._step)
             ids.append(np.pad(known, (0, end - first - len(known))))
             if chunk.final:
                 past_end = range(first + len(known), end)
                 rows += [int(row) + position - first for position in past_end]
-                total = chunk.request.num_tokens
-                which += [(position + 1 + self._step - total) * finals + final for position in past_end]
+                which += [(position + 1 + self._step - end) * finals + final for position in past_end]
                 final += 1
         return np.concatenate(ids), np.asarray(rows, dtype=np.int64), np.asarray(which, dtype=np.int64)
 
@@ -88,15 +88,17 @@ class MultiLayerPrefill:
         """`modules`: DraftPrefills, which use graphs where they fit."""
         self._modules = tuple(modules)
         self._page_size = page_size
+        # by key, from chunk to chunk of a prompt: [steps - 1, H], what each later module reads first (models/mtp.py)
+        self.kept: dict[int, Tensor] = {}
 
     @property
-    def rewrites(self) -> int:
-        """The last module starts this many rows before a chunk: see `Windows.first`."""
-        return len(self._modules) - 1
+    def rules(self) -> PromptRules:
+        """Module k starts k rows before a chunk (see `Windows.first`) and reads k + 1 tokens past it."""
+        return PromptRules(lookahead=len(self._modules), rewrites=len(self._modules) - 1)
 
     def extend(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[PlannedChunk],
         batch: ForwardBatch,
         output: ForwardOutput,
         sampled: SampleOutput | None,
@@ -107,7 +109,7 @@ class MultiLayerPrefill:
         hidden = output.hidden
         assert hidden is not None
         drawn = hidden.new_zeros(0, 0, dtype=torch.int64) if sampled is None else sampled.token_ids[None]
-        kept = self._kept(chunks, hidden)
+        kept = self._take_kept(chunks, hidden)
         keep = torch.zeros_like(kept)
         owners = torch.arange(len(chunks), device=hidden.device)
         probs: list[Tensor] = []
@@ -128,11 +130,16 @@ class MultiLayerPrefill:
                 lens, starts = send((np.asarray(counts, dtype=np.int64), windows.rows[:-1]), hidden.device)
                 keep_hidden(hidden, owners, keep, step, lens, starts)
         for chunk, own in zip(chunks, keep):
-            chunk.request.draft_kept = own
+            if len(own) and not chunk.final:
+                self.kept[chunk.key] = own
         if sampled is None:
             return None
         finals = send_one(np.flatnonzero([chunk.final for chunk in chunks]), hidden.device)
         return EagleDraftInput(torch.cat(probs, 1), drawn[1:].T, keep.index_select(0, finals).flatten(1))
+
+    def forget(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self.kept.pop(key, None)
 
     def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
         hidden, first = output.hidden, batch.logits_rows
@@ -142,11 +149,10 @@ class MultiLayerPrefill:
         if len(self._modules) > 1:
             keep_hidden(hidden, first, torch.zeros_like(hidden)[:, None], 0, first + 1, first)
 
-    def _kept(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor:
-        """[B, steps - 1, H]: hidden states kept by earlier chunks; unused zeros for prompts that start here."""
+    def _take_kept(self, chunks: Sequence[PlannedChunk], hidden: Tensor) -> Tensor:
+        """[B, steps - 1, H]: take out what earlier chunks have kept; unused zeros for prompts that start here."""
         nothing = hidden.new_zeros(len(self._modules) - 1, hidden.shape[1])
-        states = [chunk.request.draft_kept for chunk in chunks]
-        return torch.stack([nothing if state is None else state for state in states])
+        return torch.stack([self.kept.pop(chunk.key, nothing) for chunk in chunks])
 
     def _batch(self, batch: ForwardBatch, windows: Windows, drawn: Tensor) -> ForwardBatch:
         device = batch.input_ids.device
@@ -182,9 +188,3 @@ def module_draft(setup: DraftSetup) -> BuiltDraft:
     graphs = draft_module_graphs(setup.runner, setup.config, setup.plan)
     page_size = setup.plan.target.pool.page_size
     return BuiltDraft(MultiLayerPrefill([each.forward for each in graphs], page_size), graphs)
-
-
-def _cached(chunk: Chunk) -> int:
-    """Number of tokens whose KV came from the prefix cache."""
-    assert chunk.request.lease is not None
-    return chunk.request.lease.cached_tokens

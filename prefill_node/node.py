@@ -7,14 +7,10 @@ and reads the results of the previous one (common.node.overlap).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
 import zmq
 
-from common.engine.sampling.sampler import read_tokens
 from common.engine.sampling.sampling_plan import finish_reason
-from common.engine.state.draft_row import DraftShape
-from common.engine.state.relay_state import draft_rows
 from common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -23,30 +19,26 @@ from common.errors import (
     RequestError,
     TransferFailed,
 )
-from common.ipc import RouterSocket
 from common.kv_cache.image_keys import with_images
-from common.kv_cache.page_space import PageLease, PageSpace
+from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
 from common.messages.generation import ImageSpan, OutputToken
-from common.messages.identity import GraphTotals
-from common.messages.prefill_inbox import Prefill, PrefillMessage
+from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone
 from common.node.announced_work import AnnouncedWork
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
-from common.node.router_link import RouterLink
-from common.observability.event_log import NO_EVENTS, EventLog
-from common.observability.logs import Log
-from kv_transfer.sender import Delivered, Sender, SlotsGranted, TransferLost
-from prefill_node.images import ARRIVAL_SECONDS, Images
-from prefill_node.limits import PrefillLimits
-from prefill_node.page_sending import PageSending
+from kv_transfer.sender import Delivered, SlotsGranted, TransferLost
+from prefill_node.images import ARRIVAL_SECONDS
+from prefill_node.parts import Links, Observation, Scheduling
 from prefill_node.peer_frames import take_peer_frames
+from prefill_node.planner import Planned, Planner
 from prefill_node.queues import Queues
 from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
-from prefill_node.scheduler import Chunk, chunk_work, in_order, plan_chunks
-from prefill_node.step import LaunchedPrefill, PrefillStep
+from prefill_node.scheduler import in_order
+from prefill_node.send_orders import SendOrders
+from prefill_node.step_result import Launched, Worker
 
 WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a forward runs
 BUSY_WAIT_MS = 1  # while writes are on the way that no message announces
@@ -59,39 +51,35 @@ class PrefillNode:
     def __init__(
         self,
         incarnation: str,
-        link: RouterLink[PrefillMessage],
-        peers: RouterSocket,
-        sender: Sender,
-        space: PageSpace,
-        step: PrefillStep,
-        sending: PageSending,
-        images: Images,
-        limits: PrefillLimits,
-        draft: DraftShape,
-        graphs: Callable[[], Sequence[GraphTotals]],
-        log: Log,
-        clock: Callable[[], float] = time.monotonic,
-        events: EventLog = NO_EVENTS,
+        links: Links,
+        scheduling: Scheduling,
+        worker: Worker,
+        orders: SendOrders,
+        observation: Observation,
     ) -> None:
-        self._events = events
-        self._link = link
-        self._peers = peers
-        self._sender = sender
-        self._space = space
-        self._step = step
-        self._sending = sending
-        self._images = images
-        self._limits = limits
-        self._draft = draft
-        self._clock = clock
+        """`orders`: decides what the worker sends, and when."""
+        self._link = links.router
+        self._peers = links.peers
+        self._sender = links.sender
+        self._images = links.images
+        self._space = scheduling.space
+        self._rules = scheduling.rules
+        self._limits = scheduling.limits
+        self._worker = worker
+        self._orders = orders
+        self._events = observation.events
+        self._clock = observation.clock
         self.queues = Queues()  # for tests, too: what is where
-        self.life = NodeLife(incarnation, link, Prefill, limits.drain_timeout, log, clock)
-        self._report = Report(self.queues, space, sender, graphs)
+        self._planner = Planner(self.queues, scheduling)
+        self.life = NodeLife(
+            incarnation, self._link, Prefill, self._limits.drain_timeout, observation.log, self._clock
+        )
+        self._report = Report(self.queues, self._space, self._sender, observation.graphs)
         self._poller = zmq.Poller()
-        self._poller.register(link.socket, zmq.POLLIN)
-        self._poller.register(peers.socket, zmq.POLLIN)
-        images.watch(self._poller)
-        self._longest = space.pages_for(limits.max_model_len)
+        self._poller.register(self._link.socket, zmq.POLLIN)
+        self._poller.register(self._peers.socket, zmq.POLLIN)
+        self._images.watch(self._poller)
+        self._longest = self._space.pages_for(self._limits.max_model_len)
         self.loop = OverlapLoop(
             self._prepare,
             self._launch,
@@ -99,7 +87,7 @@ class PrefillNode:
             self._idle,
             self.life.stopping,
             self._watch_transfers,
-            AnnouncedWork(self._announce, chunk_work, clock),
+            AnnouncedWork(self._announce, self._planner.work, self._clock),
         )
 
     def run(self) -> None:
@@ -111,7 +99,7 @@ class PrefillNode:
 
     # -- one turn ----------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> list[Chunk] | None:
+    def _prepare(self) -> Planned | None:
         now = self._clock()
         self.life.receive(self, now)
         take_peer_frames(self._peers, self._sender)
@@ -124,45 +112,28 @@ class PrefillNode:
         self.life.publish(self._report.load(), self._report.counters(refused))
         self.life.end_turn(len(self.queues), now)
         self._events.flush()
-        computing, limits = self.queues.computing.values(), self._limits
-        return plan_chunks(computing, now, limits.chunk_tokens, limits.max_batch) or None
+        return self._planner.next(now)
 
-    def _launch(self, chunks: list[Chunk]) -> LaunchedPrefill:
-        now = self._clock()
-        for chunk in chunks:
-            chunk.request.mark("prefill_start", now)
-            chunk.request.launched_at = now
-            chunk.request.scheduled += chunk.length
-            chunk.request.in_flight += 1
+    def _launch(self, planned: Planned) -> Launched:
+        self._planner.begin(planned, self._clock())
+        for chunk in planned.chunks:
             self._events.add("chunk", chunk.request.room, start=chunk.start, length=chunk.length)
-        self._report.steps += 1
-        with self._sending.during(chunks):
-            launched = self._step.launch(chunks)
-        self._move_transfers()  # grants that came meanwhile are no news once results are read
+        self._report.steps += bool(planned.chunks)
+        self._orders.begin(planned.plan.generation, planned.chunks)
+        launched = self._worker.apply(planned.plan)
+        self._move_transfers()  # take grants in now: results may be read before the next turn
         return launched
 
-    def _finish(self, launched: LaunchedPrefill) -> None:
+    def _finish(self, launched: Launched) -> None:
         """Pages written by this launch are complete: send them; finish the prompts that ended with it."""
-        tokens: list[OutputToken | None] = []
-        if launched.sampled is not None:
-            tokens = read_tokens(
-                launched.sampled, [chunk.request.sampling.logprobs for chunk in launched.finals]
-            )
-        drawn = {chunk.request.room: token for chunk, token in zip(launched.finals, tokens)}
-        if launched.draft is not None:
-            state = launched.draft
-            for chunk, row in zip(launched.finals, draft_rows(state.probs, state.ids, state.hidden)):
-                chunk.request.draft = row
-        for chunk in launched.chunks:
-            request = chunk.request
-            request.in_flight -= 1
-            request.computed = chunk.start + chunk.length
+        for request, drawn in self._planner.read(launched):
             if request.ended:
                 self._release_if_settled(request)
-            elif chunk.final:
-                self._complete(request, drawn[request.room])
-            else:
+            elif drawn is None:
                 self._send_pages(request)
+            else:
+                request.draft = drawn.draft
+                self._complete(request, drawn.token)
 
     def _move_transfers(self) -> None:
         while events := self._sender.poll():  # an event may cause the next one: granted, written, delivered
@@ -183,7 +154,7 @@ class PrefillNode:
     def take(self, message: Prefill, now: float) -> None:
         try:
             keys = self._check(message)
-            images = self._images.expect(message.images, self._waiting_images() if message.images else ())
+            self._images.check(message.images, self._waiting_images() if message.images else ())
             with_images(keys, message.images)  # spans that do not fit are refused here
             self._sender.expect(message.room, now + message.deadline_ms / 1000, (message.decode,))
         except RequestError as error:
@@ -193,7 +164,7 @@ class PrefillNode:
             room=message.room,
             request_id=message.request_id,
             keys=keys,
-            images=images,
+            images=message.images,
             salt=message.salt,
             emitted=message.emitted,
             sampling=message.sampling,
@@ -202,11 +173,12 @@ class PrefillNode:
             deadline=now + message.deadline_ms / 1000,
         )
         self._report.requests += 1
+        self._images.expect(request.room, request.images)
         self.queues.wait(request)
         self._events.add("taken", request.room, request=request.request_id, decode=request.decode)
 
     def _waiting_images(self) -> list[ImageSpan]:
-        return [image.span for request in self.queues.waiting.values() for image in request.images]
+        return [image for request in self.queues.waiting.values() for image in request.images]
 
     def _check(self, message: Prefill) -> Keys:
         if not self.life.takes_requests:
@@ -239,7 +211,7 @@ class PrefillNode:
                 continue
             if now > request.deadline:
                 self._end(request, DeadlineExceeded.code, "the request's deadline passed on the prefill node")
-            elif now > request.received + ARRIVAL_SECONDS and not self._images.arrived(request.images):
+            elif now > request.received + ARRIVAL_SECONDS and not self._images.arrived(request.room):
                 self._end(request, TransferFailed.code, "its images did not reach the prefill node")
 
     # -- moving between queues ---------------------------------------------------------------------------------
@@ -277,11 +249,11 @@ class PrefillNode:
     def _claim_images(self) -> None:
         for request in list(self.queues.arriving.values()):
             try:
-                self._images.claim(request.images)
+                ready = self._images.claim(request.room)
             except RequestError as error:
                 self._end(request, error.code, str(error))
             else:
-                if request.ready:
+                if ready:
                     self.queues.arrived(request)
 
     def _lease(self, request: PrefillRequest) -> PageLease | None:
@@ -293,7 +265,7 @@ class PrefillNode:
         """
         # at least one token has to be computed: its logits give the first output token
         keys, pages = self._space.keys(request.contents), self._space.pages_for(request.num_tokens)
-        request.keyed, request.rewrites = len(keys), self._step.rewrites
+        request.keyed, request.rewrites = len(keys), self._rules.rewrites
         lease = self._space.lease(keys, pages, max_cached_tokens=request.num_tokens - 1, salt=request.salt)
         if lease is not None and not request.granted and self._space.available_pages < self._longest:
             lease.release()
@@ -306,7 +278,7 @@ class PrefillNode:
         now = self._clock()
         request.mark("prefill_end", now)
         if token is None:
-            self._end(request, InternalError.code, "the model produced logits that are not finite")
+            self._end(request, InternalError.code, "the model produced non-finite logits")
             return
         request.lease.commit(self._space.keys(request.contents))
         self._report.generated_tokens += 1
@@ -328,24 +300,17 @@ class PrefillNode:
         self._send_pages(request)
 
     def _send_pages(self, request: PrefillRequest) -> None:
-        """Give the sender every page that is complete and not sent yet; after the last one, the record."""
-        slots = self._sender.slots(request.room)
-        if slots is None or request.ended:
+        """Send every page that is complete and not sent yet; after the last one, the record."""
+        order = self._orders.of(request)
+        if order is None:
             return
-        assert request.lease is not None
-        computed, page_size = request.computed, self._space.page_size
-        self._sender.complete(request.room, request.complete_pages(computed, page_size))
-        pages = request.take_pages(computed, slots.held_pages, page_size)
-        if pages.src_pages:
-            self._sender.send_pages(request.room, pages.src_pages, pages.first)
-            self._events.add("posted", request.room, generation=slots.generation, pages=pages.src_pages)
-        if computed == request.num_tokens and request.first_token is not None:
+        if order.pages:
+            self._events.add("posted", request.room, generation=order.generation, pages=order.pages)
+        if order.record is not None:
+            self._events.add("record_posted", request.room, generation=order.generation)
+        self._worker.send(order)
+        if order.record is not None:
             request.mark("last_page_sent", self._clock())
-            self._events.add("record_posted", request.room, generation=slots.generation)
-            self._sender.finish(
-                request.room,
-                request.record(self._draft.dtype_name),
-            )
 
     def _on_transfer(self, event: SlotsGranted | Delivered | TransferLost) -> None:
         request = self.queues.find(event.room) or self.queues.ending.get(event.room)
@@ -366,17 +331,22 @@ class PrefillNode:
         elif not request.ended:
             self._report.transfer_failures += 1
             self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
-            self.queues.end(request)
+            self._stop(request)
         self._release_if_settled(request)
 
     def _end(self, request: PrefillRequest, code: str, reason: str, tell_router: bool = True) -> None:
         """Stop a request that has not ended; it is gone once launches and writes have settled."""
-        self.queues.end(request)
+        self._stop(request)
         self._events.add("ended", request.room, code=code)
         self._sender.cancel(request.room, code, reason)
         if tell_router:
             self._link.send(Failed(room=request.room, code=code, message=reason))
         self._release_if_settled(request)
+
+    def _stop(self, request: PrefillRequest) -> None:
+        """Plan nothing more for a request."""
+        self.queues.end(request)
+        self._planner.ended(request)
 
     def _release_if_settled(self, request: PrefillRequest) -> None:
         if request.releasable:

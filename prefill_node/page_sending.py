@@ -1,4 +1,4 @@
-"""When the pages of a chunk leave: behind its forward, or layer by layer while it goes on."""
+"""Carries send orders out: after the forward that completes their pages, or layer by layer while it runs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,38 @@ from typing import Protocol
 
 from kv_transfer.layer_send import RoomPages
 from kv_transfer.sender import Sender
-from prefill_node.scheduler import Chunk
+from prefill_node.send_orders import SendOrder
 from prefill_node.signalled_attention import SignalledAttention
+from prefill_node.step_plan import PromptPlan
 
 
 class PageSending(Protocol):
-    """What happens while a forward is launched. The node sends what is left when the forward has ended."""
+    """The worker's end of all transfers."""
 
-    def during(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
-        """Around the launch of their forward."""
+    def during(self, plan: PromptPlan) -> AbstractContextManager[None]:
+        """Surround the launch of the plan's forward: its pages may leave within."""
+        ...
+
+    def send(self, order: SendOrder) -> None:
+        """Send complete pages, and what is left of those that have begun to leave layer by layer."""
         ...
 
 
 class ByChunk:
-    """Nothing: pages leave when they are complete."""
+    """Pages leave when they are complete."""
 
-    def during(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+
+    def during(self, plan: PromptPlan) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def send(self, order: SendOrder) -> None:
+        self._sender.complete(order.room, order.complete)
+        if order.pages:
+            self._sender.send_pages(order.room, order.pages, order.first)
+        if order.record is not None:
+            self._sender.finish(order.room, order.record)
 
 
 class ByLayer:
@@ -34,26 +49,25 @@ class ByLayer:
     """
 
     def __init__(
-        self,
-        attention: SignalledAttention,
-        sender: Sender,
-        page_size: int,
-        listen: Callable[[], None],
+        self, attention: SignalledAttention, sender: Sender, orders: Callable[[], Sequence[SendOrder]]
     ) -> None:
-        """`listen` hands the sender what decode nodes have said: a prompt often begins a moment before its grant."""
+        """`orders`: what may leave of the running forward, each order once."""
         self._attention = attention
         self._sender = sender
-        self._page_size = page_size
-        self._listen = listen
+        self._orders = orders
+        self._whole = ByChunk(sender)
+
+    def send(self, order: SendOrder) -> None:
+        self._whole.send(order)
 
     @contextmanager
-    def during(self, chunks: Sequence[Chunk]) -> Iterator[None]:
-        send, waiting = self._sender.follow(), list(chunks)
+    def during(self, plan: PromptPlan) -> Iterator[None]:
+        send = self._sender.follow()
 
         def stored(layer: int) -> None:
-            if waiting:
-                self._listen()
-                send.add(self._granted(waiting))
+            orders = self._orders()
+            assert all(order.after == plan.generation for order in orders), "pages of another forward"
+            send.add([RoomPages(order.room, order.pages, order.first) for order in orders])
             send.stored(layer)
 
         with self._attention.heard_by(stored):
@@ -61,14 +75,3 @@ class ByLayer:
                 yield
             finally:
                 send.close()
-
-    def _granted(self, waiting: list[Chunk]) -> list[RoomPages]:
-        """Pages that this forward completes, and complete ones that wait for a forward before it."""
-        found = []
-        for chunk in list(waiting):
-            slots = self._sender.slots(chunk.request.room)
-            if slots is not None:
-                waiting.remove(chunk)
-                end = chunk.start + chunk.length
-                found.append(chunk.request.take_pages(end, slots.held_pages, self._page_size))
-        return [pages for pages in found if pages.src_pages]

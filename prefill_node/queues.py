@@ -40,7 +40,7 @@ class Queues:
         """Take a new request in."""
         self.waiting[request.room] = request
         self.waiting_tokens += request.num_tokens
-        if not request.ready:
+        if request.images:
             self.arriving[request.room] = request
 
     def arrived(self, request: PrefillRequest) -> None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
-from common.messages.generation import OutputToken, SamplingParams
+from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
-from kv_transfer.layer_send import RoomPages
-from prefill_node.images import PromptImage
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +30,7 @@ class PrefillRequest:
     decode: str  # incarnation of the node that takes over
     received: float  # monotonic seconds
     deadline: float  # monotonic seconds
-    images: tuple[PromptImage, ...] = ()
+    images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
     salt: bytes = b""  # of its pages in the prefix cache
     granted: bool = False  # the decode node has set its pages aside
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
@@ -43,11 +39,9 @@ class PrefillRequest:
     launched_at: float = math.inf  # monotonic seconds of its latest chunk's launch
     scheduled: int = 0  # tokens whose forward has been launched, cached prefix included
     computed: int = 0  # tokens whose KV is known to be written
+    computed_by: int = 0  # generation of the plan that wrote the last of them; 0: the prefix cache held them
     sent_pages: int = 0  # logical pages given to the sender, those that the peer holds included
     first_token: OutputToken | None = None
-    draft_kept: Tensor | None = (
-        None  # of a multi-layer draft, from chunk to chunk: [steps - 1, H], see mtp.py
-    )
     draft: DraftRow = NO_DRAFT  # comes with the first token where there is a draft model
     in_flight: int = 0  # launches not finished yet: pages must not be freed before
     ended: bool = False  # aborted or failed: nothing more is launched
@@ -61,12 +55,7 @@ class PrefillRequest:
     @property
     def contents(self) -> Keys:
         """`keys` with images by their content, for the prefix cache. InvalidRequest: spans that do not fit."""
-        return with_images(self.keys, [image.span for image in self.images]) if self.images else self.keys
-
-    @property
-    def ready(self) -> bool:
-        """All images are decoded: it may be admitted."""
-        return all(image.ready for image in self.images)
+        return with_images(self.keys, self.images) if self.images else self.keys
 
     @property
     def remaining(self) -> int:
@@ -86,13 +75,15 @@ class PrefillRequest:
             return len(self.lease.pages)
         return max(min(computed - self.rewrites, self.keyed), self.lease.cached_tokens) // page_size
 
-    def take_pages(self, computed: int, held_pages: int, page_size: int) -> RoomPages:
-        """Complete pages that were not sent and are not held by the peer; they count as sent from here on."""
+    def take_pages(self, complete: int, held_pages: int) -> tuple[int, tuple[int, ...]]:
+        """Return (first logical page, pages) of what is complete, was not sent and is not held by the peer.
+
+        `complete`: logical pages below it are complete. They count as sent from here on.
+        """
         assert self.lease is not None
         first = max(self.sent_pages, held_pages)
-        ready = self.complete_pages(computed, page_size)
-        self.sent_pages = max(self.sent_pages, ready)
-        return RoomPages(self.room, self.lease.pages[first:ready], first)
+        self.sent_pages = max(self.sent_pages, complete)
+        return first, tuple(self.lease.pages[first:complete])
 
     def record(self, hidden_dtype: HiddenDtype) -> HandoffRecord:
         """What ends the transfer, once the first token is drawn."""

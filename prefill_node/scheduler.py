@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.node.ageing import aged
@@ -30,14 +30,14 @@ MAX_PAUSE = (
 IMAGE_WEIGHT = 8  # tokens of text that an image's token may take as long as, where its encoder runs
 
 
-def chunk_work(chunks: list[Chunk]) -> Work:
+def chunk_work(chunks: Sequence[Chunk]) -> Work:
     """How much one forward over these chunks has to do. An image is encoded whole with its first rows."""
     images = 0
     for chunk in chunks:
         end = chunk.start + chunk.length
         for image in chunk.request.images:
             first, last = image.overlap(chunk.start, end)
-            images += image.span.length if first < last else 0
+            images += image.length if first < last else 0
     contexts = sum(chunk.length * (chunk.start + chunk.length) for chunk in chunks)
     return Work.of(sum(chunk.length for chunk in chunks), contexts, IMAGE_WEIGHT * images)
 

@@ -19,8 +19,10 @@ from common.observability.logs import Log
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.image_encoder import EncoderGraphs
 from prefill_node.graphs.patch_encoder import PatchEncoderGraphs
-from prefill_node.images import ImageIntake, Images, NoImages, RowCache
+from prefill_node.image_intake import ImageIntake
+from prefill_node.images import Images, NoImages
 from prefill_node.pixel_reader import load_pixel_reader
+from prefill_node.prompt_images import PromptImages, RowCache
 from prefill_node.vision import PromptEmbeds, TextEmbeds, VisionEmbeds
 
 
@@ -53,12 +55,13 @@ def load_seeing(
         return lambda wanted: blind
     reader = load_pixel_reader(path, vision, max_pixels)
     part = load_vision(path, model.config, placement)
-    cache = RowCache(cache_bytes)
-    intake = ImageIntake(connect(), reader, cache, log)
+    cache, prompts = RowCache(cache_bytes), PromptImages()
+    intake = ImageIntake(connect(), reader, cache, prompts, log)
 
     def seeing(wanted: PhaseSwitch) -> Seeing:
         encoder = prompt_graphs.encoder_graphs(part, wanted)
-        return Seeing(intake, VisionEmbeds(model.embed, encoder.forward, cache), (encoder,))
+        embeds = VisionEmbeds(model.embed, encoder.forward, cache, prompts)
+        return Seeing(intake, embeds, (encoder,))
 
     return seeing
 

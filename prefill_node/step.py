@@ -13,28 +13,39 @@ from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.graphs.outputs import map_tensors
 from common.engine.host_copies import on_host, send
 from common.engine.sampling.logit_adjustments import AdjustmentRows
-from common.engine.sampling.sampler import SampleOutput, sample
-from common.engine.sampling.sampling_plan import sampling_variant
+from common.engine.sampling.sampler import SampleOutput, read_tokens, sample
+from common.engine.sampling.sampling_plan import SamplingVariant
+from common.engine.state.draft_row import NO_DRAFT
+from common.engine.state.relay_state import draft_rows
 from common.node.overlap import Completion
 from prefill_node.draft import PrefillDraft
 from prefill_node.host_batch import HostBatch, HostDraws
-from prefill_node.scheduler import Chunk
+from prefill_node.step_plan import FirstDraw, PromptPlan
+from prefill_node.step_result import Drawn, PromptResult
 from prefill_node.vision import PromptEmbeds
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPrefill:
-    """`sampled` has one row per chunk of `finals`, in that order; None without finals. To be read when complete."""
+    """A forward under way. Results are on the host once it is complete, one row per draw."""
 
-    chunks: Sequence[Chunk]
-    finals: Sequence[Chunk]
-    sampled: SampleOutput | None
-    draft: EagleDraftInput | None  # as `sampled`, on the host too; None without a draft model
+    draws: Sequence[FirstDraw]
+    sampled: SampleOutput | None  # None without draws
+    draft: EagleDraftInput | None  # None without draws, and without a draft model
     completion: Completion
+
+    def read(self) -> PromptResult:
+        if self.sampled is None:
+            return PromptResult()
+        tokens = read_tokens(self.sampled, [draw.sampling.logprobs for draw in self.draws])
+        if self.draft is None:
+            return PromptResult([Drawn(token, NO_DRAFT) for token in tokens])
+        rows = draft_rows(self.draft.probs, self.draft.ids, self.draft.hidden)
+        return PromptResult([Drawn(token, row) for token, row in zip(tokens, rows, strict=True)])
 
 
 class PrefillStep:
-    """Turns chunks into a ForwardBatch. Holds no request state."""
+    """Turns the chunks of a plan into a ForwardBatch and runs it."""
 
     def __init__(
         self,
@@ -57,31 +68,38 @@ class PrefillStep:
         self._device = device
         self._completion = completion
 
-    @property
-    def rewrites(self) -> int:
-        """How many computed rows before a chunk its forward may write again: see `PrefillDraft`."""
-        return self._draft.rewrites
+    def forget(self, keys: Sequence[int]) -> None:
+        """Drop what is kept for prompts that end before their last chunk."""
+        if keys:
+            self._embeds.forget(keys)
+            self._draft.forget(keys)
 
-    def launch(self, chunks: Sequence[Chunk]) -> LaunchedPrefill:
-        """Start the forward; nothing here waits for the device."""
-        finals = [chunk for chunk in chunks if chunk.final]
-        host, draws = HostBatch.of(chunks, self._page_size, self._rotary), HostDraws.of(finals)
-        sent = send((*host.arrays, *draws.arrays), self._device)
+    def launch(self, plan: PromptPlan) -> LaunchedPrefill:
+        """Start the forward over the plan's chunks; nothing here waits for the device."""
+        chunks = plan.chunks
+        draws = [chunk.draw for chunk in chunks if chunk.draw is not None]
+        host = HostBatch.of(chunks, self._page_size, self._rotary)
+        drawn_with = HostDraws.of(draws, [chunk.end for chunk in chunks if chunk.final])
+        sent = send((*host.arrays, *drawn_with.arrays), self._device)
         batch = host.on_device(sent[: len(host.arrays)], self._draft.hidden_mode)
         embeds = self._embeds(chunks, batch)
         output = self._forward(batch, None if embeds is None else embeds.rows)
-        sampled = self._draw(finals, output, sent[len(host.arrays) :]) if finals else None
+        sampled = None
+        if plan.sampling is not None:
+            sampled = self._sample(draws, output, sent[len(host.arrays) :], plan.sampling)
         draft = self._draft.extend(chunks, batch, output, sampled, embeds)
-        drawn = None if sampled is None else sampled.on_host()
+        copied = None if sampled is None else sampled.on_host()
         state = None if draft is None else map_tensors(draft, on_host)
-        return LaunchedPrefill(chunks, finals, drawn, state, self._completion())
+        return LaunchedPrefill(draws, copied, state, self._completion())
 
-    def _draw(
-        self, finals: Sequence[Chunk], output: ForwardOutput, sent: Sequence[torch.Tensor]
+    def _sample(
+        self,
+        draws: Sequence[FirstDraw],
+        output: ForwardOutput,
+        sent: Sequence[torch.Tensor],
+        variant: SamplingVariant,
     ) -> SampleOutput:
-        variant = sampling_variant([chunk.request.sampling for chunk in finals])
         if variant.adjust is not None:
-            for row, chunk in enumerate(finals, start=1):
-                request = chunk.request
-                self._adjustments.write(row, request.sampling, request.keys, request.emitted)
+            for row, draw in enumerate(draws, start=1):
+                self._adjustments.write(row, draw.sampling, draw.tokens(), draw.outputs)
         return sample(output.logits, HostDraws.on_device(sent, variant, self._adjustments))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from common.engine.encoder_sizes import ENCODER_BATCH, ENCODER_TOKENS
 from common.engine.forward.batch import ForwardBatch
 from common.engine.models.vision_part import Pixels, VisionPart
-from prefill_node.images import PromptImage, RowCache
-from prefill_node.scheduler import Chunk
+from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
+from prefill_node.step_plan import PlannedChunk
 
 Embed = Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
 
@@ -23,7 +23,8 @@ class MergedEmbeds:
     """The target's input in one forward, for a draft that reads the same tokens one position ahead."""
 
     rows: Tensor  # [T, H]; of live tokens only, without padding
-    chunks: Sequence[Chunk]
+    chunks: Sequence[PlannedChunk]
+    images: Sequence[Sequence[PromptImage]]  # of each chunk's prompt
     embed: Embed
 
     @torch.inference_mode()
@@ -36,17 +37,20 @@ class MergedEmbeds:
         """
         tails = batch.query_start[1:].long() - 1
         tail_rows = self.embed(next_ids.index_select(0, tails))
-        for row, chunk in enumerate(self.chunks):
-            position = chunk.start + chunk.length
-            _overlay(tail_rows[row : row + 1], chunk.request.images, position)
+        for row, (chunk, images) in enumerate(zip(self.chunks, self.images, strict=True)):
+            _overlay(tail_rows[row : row + 1], images, chunk.end)
         return self.rows.roll(-1, dims=0).index_copy_(0, tails, tail_rows)
 
 
 class PromptEmbeds(Protocol):
     """Computes the input embeddings of a step."""
 
-    def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
+    def __call__(self, chunks: Sequence[PlannedChunk], batch: ForwardBatch) -> MergedEmbeds | None:
         """Return the embeddings; None for a batch without images, whose ids are sufficient."""
+        ...
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Drop what is kept for prompts that end before their last chunk."""
         ...
 
     def warm_up(self) -> int:
@@ -57,8 +61,11 @@ class PromptEmbeds(Protocol):
 class TextEmbeds:
     """The embeddings of a text-only model."""
 
-    def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
+    def __call__(self, chunks: Sequence[PlannedChunk], batch: ForwardBatch) -> MergedEmbeds | None:
         return None
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """No-op: nothing is kept."""
 
     def warm_up(self) -> int:
         return 0
@@ -67,26 +74,32 @@ class TextEmbeds:
 class VisionEmbeds:
     """Encodes only what the batch needs, plus an image right after a chunk's end, which a draft reads."""
 
-    def __init__(self, embed: Embed, encode: VisionPart, cache: RowCache) -> None:
+    def __init__(self, embed: Embed, encode: VisionPart, cache: RowCache, prompts: PromptImages) -> None:
         self._embed = embed
         self._encode = encode
         self._cache = cache
+        self._prompts = prompts
         self.encoded = 0  # number of encoded images, for tests and metrics
 
     @torch.inference_mode()
-    def __call__(self, chunks: Sequence[Chunk], batch: ForwardBatch) -> MergedEmbeds | None:
-        shown = [image for chunk in chunks for image in _images_of(chunk)]
+    def __call__(self, chunks: Sequence[PlannedChunk], batch: ForwardBatch) -> MergedEmbeds | None:
+        images = [self._prompts.of(chunk.key) for chunk in chunks]
+        self.forget(chunk.key for chunk in chunks if chunk.final)
+        shown = [image for chunk, own in zip(chunks, images) for image in _shown(chunk, own)]
         if not shown:
             return None
         self._fill(shown)
         rows = self._embed(batch.input_ids)
         first = 0
-        for chunk in chunks:
-            _overlay(rows[first : first + chunk.length], chunk.request.images, chunk.start)
+        for chunk, own in zip(chunks, images):
+            _overlay(rows[first : first + chunk.length], own, chunk.start)
             first += chunk.length
-            for image in chunk.request.images:
-                image.let_go(chunk.start + chunk.length)
-        return MergedEmbeds(rows, chunks, self._embed)
+            for image in own:
+                image.let_go(chunk.end)
+        return MergedEmbeds(rows, chunks, images, self._embed)
+
+    def forget(self, keys: Iterable[int]) -> None:
+        self._prompts.forget(keys)
 
     def warm_up(self) -> int:
         batches = self._encode.examples()
@@ -131,11 +144,11 @@ def _batches(images: Mapping[bytes, Pixels]) -> Iterator[list[bytes]]:
         yield batch
 
 
-def _images_of(chunk: Chunk) -> list[PromptImage]:
-    """Images that overlap the chunk or start right after it."""
+def _shown(chunk: PlannedChunk, images: Sequence[PromptImage]) -> list[PromptImage]:
+    """Return the images that overlap the chunk or start right after it."""
     found = []
-    for image in chunk.request.images:
-        start, end = image.overlap(chunk.start, chunk.start + chunk.length + 1)
+    for image in images:
+        start, end = image.span.overlap(chunk.start, chunk.end + 1)
         if start < end:
             found.append(image)
     return found
@@ -144,7 +157,7 @@ def _images_of(chunk: Chunk) -> list[PromptImage]:
 def _overlay(rows: Tensor, images: Sequence[PromptImage], position: int) -> None:
     """Write image rows over `rows` [T, H], which start at `position` of the prompt."""
     for image in images:
-        start, end = image.overlap(position, position + len(rows))
+        start, end = image.span.overlap(position, position + len(rows))
         if start < end:
             assert image.rows is not None
             offset = image.span.offset

@@ -38,6 +38,15 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
     def columns(self) -> int:
         return self.length // self.rows
 
+    @property
+    def end(self) -> int:
+        """The position after its last placeholder."""
+        return self.offset + self.length
+
+    def overlap(self, start: int, end: int) -> tuple[int, int]:
+        """Return the part of prompt positions start .. end that it fills; empty unless the first is less."""
+        return max(start, self.offset), min(end, self.end)
+
 
 ImageSpans = Annotated[tuple[ImageSpan, ...], msgspec.Meta(max_length=256)]  # ascending, not overlapping
 

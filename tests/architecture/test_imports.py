@@ -157,7 +157,18 @@ def test_control_plane_never_reaches_torch() -> None:
     assert not heavy, "\n".join(heavy)
 
 
-@pytest.mark.parametrize("name", ["decode_node.node", "decode_node.planner", "decode_node.parts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode_node.node",
+        "decode_node.planner",
+        "decode_node.parts",
+        "prefill_node.node",
+        "prefill_node.planner",
+        "prefill_node.parts",
+        "prefill_node.send_orders",
+    ],
+)
 def test_schedulers_import_no_torch(name: str) -> None:
     """What a node decides is decided without a device; plans go to a worker."""
     came_from = _reaches(name, RUN_GRAPH)

@@ -61,21 +61,24 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback.endpoints import Fabric
+from prefill_node import parts as prefill_parts
+from prefill_node import worker as prefill_worker
 from prefill_node.draft import NoDraft, PrefillDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
 from prefill_node.node import PrefillNode
-from prefill_node.page_sending import ByChunk, ByLayer
+from prefill_node.page_sending import ByChunk, ByLayer, PageSending
 from prefill_node.seeing import Seeing
+from prefill_node.send_orders import SendOrders
 from prefill_node.signalled_attention import SignalledAttention
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
 from tests.fakes.clock import Clock
 from tests.fakes.fake_link import FakeLink
 from tests.fakes.late_graphs import capture_late
-from tests.fakes.plan_wire import WireWorker
+from tests.fakes.plan_wire import WirePromptWorker, WireWorker, wired
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, tiny_model
 
 MakeCompletion = Callable[[], Completion]
@@ -528,27 +531,25 @@ class NodeCluster:
             for peer, frame in peers.drain():
                 sender.handle(peer, frame)
 
+        orders = SendOrders(sender, shape.page_size, shape.draft.shape.dtype_name, listen)
+        sending: PageSending = ByChunk(sender)
+        if shape.layers:
+            sending = ByLayer(attention, sender, wired(orders.at_break))
+        limits = PrefillLimits(
+            chunk_tokens=shape.chunk_tokens,
+            max_batch=shape.prefill_batch,
+            max_queue=shape.max_queue,
+            max_model_len=min(shape.max_len, shape.prefill_pool // shape.page_size * shape.page_size),
+            vocab_size=VOCAB,
+            drain_timeout=10.0,
+        )
         node = PrefillNode(
             incarnation,
-            link,  # type: ignore[arg-type]
-            peers,
-            sender,
-            space,
-            step,
-            ByLayer(attention, sender, shape.page_size, listen) if shape.layers else ByChunk(),
-            seeing.images,
-            PrefillLimits(
-                chunk_tokens=shape.chunk_tokens,
-                max_batch=shape.prefill_batch,
-                max_queue=shape.max_queue,
-                max_model_len=min(shape.max_len, shape.prefill_pool // shape.page_size * shape.page_size),
-                vocab_size=VOCAB,
-                drain_timeout=10.0,
-            ),
-            shape.draft.shape,
-            node_graphs.totals(graphs),
-            Log(name),
-            self.clock,
+            prefill_parts.Links(link, peers, sender, seeing.images),  # type: ignore[arg-type]
+            prefill_parts.Scheduling(space, draft.rules, limits),
+            WirePromptWorker(prefill_worker.DeviceWorker(step, sending, shape.completion)),
+            orders,
+            prefill_parts.Observation(Log(name), node_graphs.totals(graphs), self.clock),
         )
         ref = NodeRef(
             name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}"

@@ -1,22 +1,60 @@
-"""A worker that receives its plans as bytes, as ranks in other processes would."""
+"""Workers that get plans and send orders as bytes, as ranks in other processes do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
 import msgspec
 
+import decode_node.step_result
+import prefill_node.step_result
 from decode_node.step_plan import StepPlan
-from decode_node.step_result import Launched, Worker
+from prefill_node.send_orders import SendOrder
+from prefill_node.step_plan import PromptPlan
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+class Wire(Generic[Message]):
+    """Encodes and decodes every message: one that holds anything but data fails."""
+
+    def __init__(self, kind: type[Message]) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def __call__(self, message: Message) -> Message:
+        decoded = self._decoder.decode(self._encoder.encode(message))
+        assert decoded == message, "a message says the same after the wire"
+        return decoded
 
 
 class WireWorker:
-    """Encodes and decodes every plan, so a plan that holds anything but data fails."""
+    """The worker of a decode node."""
 
-    def __init__(self, inner: Worker) -> None:
+    def __init__(self, inner: decode_node.step_result.Worker) -> None:
         self._inner = inner
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(StepPlan)
+        self._plans = Wire(StepPlan)
 
-    def apply(self, plan: StepPlan, /) -> Launched:
-        decoded = self._decoder.decode(self._encoder.encode(plan))
-        assert decoded == plan, "a plan says the same after the wire"
-        return self._inner.apply(decoded)
+    def apply(self, plan: StepPlan, /) -> decode_node.step_result.Launched:
+        return self._inner.apply(self._plans(plan))
+
+
+class WirePromptWorker:
+    """The worker of a prefill node."""
+
+    def __init__(self, inner: prefill_node.step_result.Worker) -> None:
+        self._inner = inner
+        self._plans, self._orders = Wire(PromptPlan), Wire(SendOrder)
+
+    def apply(self, plan: PromptPlan, /) -> prefill_node.step_result.Launched:
+        return self._inner.apply(self._plans(plan))
+
+    def send(self, order: SendOrder, /) -> None:
+        self._inner.send(self._orders(order))
+
+
+def wired(orders: Callable[[], Sequence[SendOrder]]) -> Callable[[], list[SendOrder]]:
+    """The orders that a worker asks for at the breaks of a forward."""
+    wire = Wire(SendOrder)
+    return lambda: [wire(order) for order in orders()]

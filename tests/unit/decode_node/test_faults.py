@@ -271,7 +271,7 @@ def test_logits_that_are_not_finite_end_one_request(
         cluster.run()
         assert bad.error is not None
         assert bad.error == Failed(
-            room=bad.room, code="internal_error", message="the model produced logits that are not finite"
+            room=bad.room, code="internal_error", message="the model produced non-finite logits"
         )
         expect_reference(*others)
         cluster.settle()

@@ -1,0 +1,48 @@
+"""What a prefill node is composed of, in groups: build.py makes them, and so do tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.ipc import RouterSocket
+from common.kv_cache.page_space import PageSpace
+from common.messages.identity import GraphTotals
+from common.messages.prefill_inbox import PrefillMessage
+from common.node.router_link import RouterLink
+from common.observability.event_log import NO_EVENTS, EventLog
+from common.observability.logs import Log
+from kv_transfer.sender import Sender
+from prefill_node.images import Images
+from prefill_node.limits import PrefillLimits
+from prefill_node.step_rules import PromptRules
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Who the node speaks with."""
+
+    router: RouterLink[PrefillMessage]
+    peers: RouterSocket
+    sender: Sender
+    images: Images
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """What the scheduler decides by."""
+
+    space: PageSpace
+    rules: PromptRules
+    limits: PrefillLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What others see of the node, and the clock that it sees by."""
+
+    log: Log
+    graphs: Callable[[], Sequence[GraphTotals]] = lambda: ()
+    clock: Callable[[], float] = time.monotonic
+    events: EventLog = NO_EVENTS

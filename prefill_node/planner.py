@@ -1,0 +1,128 @@
+"""Turns what the scheduler decided into one plan per turn, and what a plan gave back into the progress of prompts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from common.engine.sampling.sampling_plan import adjustment_facts, sampling_variant
+from common.node.announced_work import Work
+from prefill_node.parts import Scheduling
+from prefill_node.queues import Queues
+from prefill_node.request import PrefillRequest
+from prefill_node.scheduler import Chunk, chunk_work, plan_chunks
+from prefill_node.step_plan import FirstDraw, PlannedChunk, PromptPlan
+from prefill_node.step_result import Drawn, Launched
+from prefill_node.step_rules import PromptRules
+
+
+def prompt_plan(
+    chunks: Sequence[Chunk],
+    page_size: int,
+    rules: PromptRules,
+    generation: int,
+    forget: tuple[int, ...] = (),
+) -> PromptPlan:
+    """Plan one forward over chunks of prompts that have pages; without any, only what is dropped."""
+    finals = [chunk.request.sampling for chunk in chunks if chunk.final]
+    sampling = sampling_variant(finals) if finals else None
+    adjusted = sampling is not None and sampling.adjust is not None
+    return PromptPlan(
+        generation=generation,
+        chunks=tuple([_planned(chunk, page_size, rules.lookahead, adjusted) for chunk in chunks]),
+        sampling=sampling,
+        forget=forget,
+    )
+
+
+def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> PlannedChunk:
+    """`adjusted`: the logits of some prompt of the batch are."""
+    request, end = chunk.request, chunk.start + chunk.length
+    assert request.lease is not None
+    return PlannedChunk(
+        key=request.room,
+        start=chunk.start,
+        end=end,
+        ids=request.keys[chunk.start : end + lookahead].tobytes(),
+        pages=tuple(request.lease.pages[: -(-end // page_size)]),
+        cached=request.lease.cached_tokens,
+        images=request.images,
+        draw=_draw(request, adjusted) if end == request.num_tokens else None,
+    )
+
+
+def _draw(request: PrefillRequest, adjusted: bool) -> FirstDraw:
+    adjusted = adjusted and adjustment_facts([request.sampling]) is not None
+    text = request.keys.tobytes() if adjusted else b""
+    return FirstDraw(sampling=request.sampling, text=text, outputs=request.emitted)
+
+
+class Planned(NamedTuple):
+    """A plan and the chunks that it was made from, in one order."""
+
+    plan: PromptPlan
+    chunks: Sequence[Chunk]
+
+
+class Progress(NamedTuple):
+    """What one plan has done for one prompt."""
+
+    request: PrefillRequest
+    drawn: Drawn | None  # None: the prompt goes on
+
+
+class Planner:
+    """Plans are read in the order in which they were made."""
+
+    def __init__(self, queues: Queues, scheduling: Scheduling) -> None:
+        self._queues = queues
+        self._space = scheduling.space
+        self._rules = scheduling.rules
+        self._limits = scheduling.limits
+        self._unread: deque[Planned] = deque()
+        self._forget: list[int] = []
+        self._generation = 0
+
+    def next(self, now: float) -> Planned | None:
+        """Return the plan of this turn; None where nothing is to be done on the device."""
+        limits = self._limits
+        chunks = plan_chunks(self._queues.computing.values(), now, limits.chunk_tokens, limits.max_batch)
+        if not chunks and not self._forget:
+            return None
+        self._generation += 1
+        forget, self._forget = tuple(self._forget), []
+        plan = prompt_plan(chunks, self._space.page_size, self._rules, self._generation, forget)
+        planned = Planned(plan, chunks)
+        self._unread.append(planned)
+        return planned
+
+    def begin(self, planned: Planned, now: float) -> None:
+        """Count the chunks as under way."""
+        for chunk in planned.chunks:
+            request = chunk.request
+            request.mark("prefill_start", now)
+            request.launched_at = now
+            request.scheduled += chunk.length
+            request.in_flight += 1
+
+    def read(self, launched: Launched) -> list[Progress]:
+        """Take in the results of the oldest unread plan, after its completion."""
+        plan, chunks = self._unread.popleft()
+        drawn = iter(launched.read().drawn)
+        progress = []
+        for chunk in chunks:
+            request = chunk.request
+            request.in_flight -= 1
+            request.computed, request.computed_by = chunk.start + chunk.length, plan.generation
+            progress.append(Progress(request, next(drawn) if chunk.final else None))
+        return progress
+
+    def ended(self, request: PrefillRequest) -> None:
+        """Let the worker drop what it keeps for a prompt that ends before its last chunk."""
+        if request.remaining and (request.images or self._rules.rewrites):
+            self._forget.append(request.room)
+
+    def work(self, planned: Planned) -> Work:
+        """How much a plan's forward has to do."""
+        return chunk_work(planned.chunks)

@@ -1,0 +1,68 @@
+"""What one turn of a prefill node does on its device, decided without a device.
+
+A plan is data: the planner makes it, `Worker.apply` carries it out, and nothing else changes device state. The graphs
+that a plan runs follow from the plan alone, so every process that applies it chooses the same ones.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from common.engine.sampling.sampling_plan import SamplingVariant
+from common.messages.generation import ImageSpan, SamplingParams
+
+TokenArray = npt.NDArray[np.int64]
+
+
+class FirstDraw(msgspec.Struct, frozen=True, kw_only=True):
+    """How the token after a prompt is drawn."""
+
+    sampling: SamplingParams
+    text: bytes = b""  # the whole prompt in int64; empty where every logit is taken as it is
+    outputs: int = 0  # tokens at the end of the prompt that are output
+
+    def tokens(self) -> TokenArray:
+        """Return `text` as an array that cannot be written to."""
+        return np.frombuffer(self.text, dtype=np.int64)
+
+
+class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens start .. end of one prompt."""
+
+    key: int  # the request's room: workers keep under it what outlives a forward
+    start: int
+    end: int
+    # token ids in int64: the chunk's, then as many of the prompt's next ones as the draft reads
+    ids: bytes
+    pages: tuple[int, ...]  # that hold positions 0 .. end
+    cached: int = 0  # tokens whose KV came from the prefix cache
+    images: tuple[ImageSpan, ...] = ()  # of the whole prompt; pixels and rows stay with the worker
+    draw: FirstDraw | None = None  # set in the last chunk of a prompt
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def final(self) -> bool:
+        return self.draw is not None
+
+    def own_tokens(self) -> TokenArray:
+        """Return the ids at positions start .. end. The array cannot be written to."""
+        return np.frombuffer(self.ids, np.int64, self.end - self.start)
+
+    def tokens(self, first: int, end: int) -> TokenArray:
+        """Return the ids at positions first .. end, as far as `ids` goes. The array cannot be written to."""
+        return np.frombuffer(self.ids, np.int64)[first - self.start : end - self.start]
+
+
+class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Drops what is not needed any more, then runs one forward over `chunks`, if there are any."""
+
+    generation: int  # ascending
+    chunks: tuple[PlannedChunk, ...] = ()  # empty: no forward
+    sampling: SamplingVariant | None = None  # the variant that serves all final chunks; None without any
+    # prompts that end before their last chunk: a worker drops what it keeps for a prompt with the last chunk by itself
+    forget: tuple[int, ...] = ()
