@@ -33,9 +33,8 @@ from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import D2T, Eagle3Head
 from common.engine.models.registry import build_model
 from common.engine.sampling.logit_adjustments import AdjustmentRows
-from common.engine.sampling.sampler import read_tokens
-from common.engine.state.draft_row import NO_DRAFT, DraftRow, DraftShape
-from common.engine.state.relay_state import RelayState, draft_rows, hidden_dtype
+from common.engine.state.draft_row import DraftRow, DraftShape
+from common.engine.state.relay_state import RelayState, hidden_dtype
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.pool_spec import pool_spec
 from common.kv_cache.radix_cache import NoPrefixCache
@@ -59,6 +58,7 @@ from deploy.tiny_models.constructed_head import Drafting, head_config, head_tens
 from deploy.tiny_models.constructed_shape import SPECIAL, Shape
 from prefill_node.draft import EaglePrefill, NoDraft, PrefillDraft
 from prefill_node.graphs import prompt_graphs
+from prefill_node.planner import prompt_plan
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import plan_chunks
 from prefill_node.step import PrefillStep
@@ -191,23 +191,14 @@ class Engine:
             assert prefill.lease is not None, "the pool is too small for this batch"
             prefills.append(prefill)
         while chunks := plan_chunks(prefills, 0.0, CHUNK, len(prefills)):
-            launched = step.launch(chunks)
+            finals = [chunk.request for chunk in chunks if chunk.final]
+            launched = step.launch(prompt_plan(chunks, PAGE, draft.rules, 1))
             for chunk in chunks:
                 chunk.request.scheduled += chunk.length
             launched.completion.wait()
-            if launched.sampled is None:
-                continue
-            finals = [chunk.request for chunk in launched.finals]
-            tokens = read_tokens(launched.sampled, [None] * len(finals))
-            state = launched.draft
-            states = (
-                [NO_DRAFT] * len(finals)
-                if state is None
-                else draft_rows(state.probs, state.ids, state.hidden)
-            )
-            for prefill, token, row in zip(finals, tokens, states):
-                assert token is not None
-                started.append(self._enter(prefill, token.id, row))
+            for prefill, drawn in zip(finals, launched.read().drawn, strict=True):
+                assert drawn.token is not None
+                started.append(self._enter(prefill, drawn.token.id, drawn.draft))
         return started
 
     def _enter(self, prefill: PrefillRequest, first: int, draft: DraftRow) -> DecodeRequest:

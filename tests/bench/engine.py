@@ -41,7 +41,7 @@ from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.relay_state import RelayState
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.radix_cache import NoPrefixCache
-from common.messages.generation import SamplingParams
+from common.messages.generation import ImageSpan, SamplingParams
 from common.messages.identity import NodeRef
 from common.node.completion import completion_for
 from common.observability.logs import Log
@@ -57,10 +57,11 @@ from deploy.tiny_models.constructed_shape import Shape
 from prefill_node.draft import NoDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
-from prefill_node.images import PromptImage
+from prefill_node.planner import prompt_plan
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from prefill_node.step import PrefillStep
+from prefill_node.step_rules import PromptRules
 from prefill_node.vision import PromptEmbeds, TextEmbeds
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, wake
@@ -159,9 +160,9 @@ class PrefillSteps:
         self._rng = np.random.default_rng(1)
 
     def measure(
-        self, tokens: int, repeats: int, images: Callable[[], tuple[PromptImage, ...]] = tuple
+        self, tokens: int, repeats: int, images: Callable[[], tuple[ImageSpan, ...]] = tuple
     ) -> Figures:
-        """Measure prompts of so many tokens with `images` images each."""
+        """Measure prompts of so many tokens with `images` in each, which `embeds` keeps under key 0."""
         clock = Clock(self._device)
         for _ in range(repeats + WARM_UP):
             keys = self._rng.integers(20, 90, tokens).astype(np.int64)
@@ -170,10 +171,9 @@ class PrefillSteps:
             assert request.lease is not None
             started = time.perf_counter()
             with clock.launching():
-                launched = self._step.launch([Chunk(request, 0, tokens)])
+                launched = self._step.launch(prompt_plan([Chunk(request, 0, tokens)], PAGE, PromptRules(), 1))
             launched.completion.wait()
-            assert launched.sampled is not None
-            launched.sampled.token_ids.tolist()
+            launched.read()
             clock.times.append(time.perf_counter() - started)
             request.lease.release()
         return clock.result(WARM_UP)

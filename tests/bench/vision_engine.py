@@ -34,7 +34,7 @@ from common.messages.generation import ImageSpan
 from common.observability.logs import Log
 from deploy.tiny_models.constructed_shape import Shape
 from prefill_node.graphs import prompt_graphs
-from prefill_node.images import PromptImage, RowCache
+from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
 from prefill_node.vision import VisionEmbeds
 from tests.bench.engine import PAGE, WARM_UP, PrefillSteps, constructed_runner
 from tests.bench.environment import describe
@@ -111,11 +111,12 @@ def qwen(hidden: int, placement: Placement) -> tuple[LlavaPart | QwenPart, Pixel
 TOWERS = {"llava-1.5": llava, "qwen2.5-vl": qwen}
 
 
-def new_images(pixels: Pixels) -> Iterator[tuple[PromptImage, ...]]:
+def new_images(pixels: Pixels, prompts: PromptImages) -> Iterator[tuple[ImageSpan, ...]]:
     """Yield the same image for prompt after prompt, as if it were a new one."""
     for number in itertools.count():
-        digest = number.to_bytes(32, "big")
-        yield (PromptImage(ImageSpan(BEFORE, pixels.tokens, digest, pixels.rows), pixels),)
+        span = ImageSpan(BEFORE, pixels.tokens, number.to_bytes(32, "big"), pixels.rows)
+        prompts.add(0, [PromptImage(span, pixels)])
+        yield (span,)
 
 
 def encoder_of(part: LlavaPart | QwenPart, wanted: str) -> VisionPart:
@@ -168,9 +169,11 @@ def main() -> None:
         for wanted in ("breakable", "none"):
             encode = encoder_of(part, wanted)
             encoder = encoder_ms(encode, pixels, device)
-            cache = RowCache(0)  # nothing is kept: each prompt encodes its image anew
-            steps = PrefillSteps(runner, wanted, chunk, VisionEmbeds(runner.model.embed, encode, cache))
-            images = new_images(pixels)
+            # nothing is cached: each prompt encodes its image anew
+            cache, prompts = RowCache(0), PromptImages()
+            embeds = VisionEmbeds(runner.model.embed, encode, cache, prompts)
+            steps = PrefillSteps(runner, wanted, chunk, embeds)
+            images = new_images(pixels, prompts)
             for text in options.text:
                 tokens = pixels.tokens + text
                 alone, _, _ = steps.measure(tokens, REPEATS)
@@ -180,7 +183,7 @@ def main() -> None:
                     f"{name:>12} {wanted:>10} {pixels.tokens:6d} {text:6d} {ms:8.2f} {alone:10.2f} {encoder:8.2f}",
                     flush=True,
                 )
-            del steps, encode  # frees graphs and their memory
+            del steps, embeds, encode  # frees graphs and their memory
             gc.collect()
     if options.json:
         report = {

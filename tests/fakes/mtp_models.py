@@ -20,8 +20,8 @@ from common.engine.graphs.backends.tape import TapeRecorder
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.models.mtp import MtpModules, build_mtp
 from common.engine.state.pool import KvPool
-from common.kv_cache.page_space import PageSpace, keys_with_lookahead
-from common.kv_cache.radix_cache import Keys, NoPrefixCache
+from common.kv_cache.page_space import keys_with_lookahead
+from common.kv_cache.radix_cache import Keys
 from common.messages.generation import SamplingParams
 from common.node.serving_draft import draft_shape
 from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
@@ -29,8 +29,7 @@ from prefill_node.draft import PrefillDraft
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
 from prefill_node.multi_layer import MultiLayerPrefill
-from prefill_node.request import PrefillRequest
-from prefill_node.scheduler import Chunk
+from prefill_node.step_plan import FirstDraw, PlannedChunk
 from tests.fakes.draft_models import Watched
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.late_graphs import capture_late
@@ -132,22 +131,11 @@ def drafting(name: str, steps: int, buckets: Sequence[int] = ()) -> tuple[NoDraf
     return model, speculative(lambda bench: _drafter(model, bench), buckets=buckets)
 
 
-def whole_prompt(ids: Sequence[int]) -> Chunk:
+def whole_prompt(ids: Sequence[int]) -> PlannedChunk:
     """A prompt in one chunk, without cached tokens, for a prefill step without a node."""
-    space = PageSpace(MAX_LEN, 2, NoPrefixCache())
-    lease = space.lease(space.keys(ids), 1, 0)
-    request = PrefillRequest(
-        room=1,
-        request_id="alone",
-        keys=np.asarray(ids),
-        emitted=0,
-        sampling=SamplingParams(max_tokens=1),
-        decode="",
-        received=0.0,
-        deadline=1.0,
-        lease=lease,
-    )
-    return Chunk(request, 0, len(ids))
+    draw = FirstDraw(sampling=SamplingParams(max_tokens=1))
+    text = np.asarray(ids, dtype=np.int64).tobytes()
+    return PlannedChunk(key=1, start=0, end=len(ids), ids=text, pages=(1,), draw=draw)
 
 
 def _drafter(model: MtpModel, bench: Bench) -> MultiLayerDrafter:

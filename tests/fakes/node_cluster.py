@@ -195,6 +195,7 @@ class PrefillSide(Side):
     sender: Sender = None  # type: ignore[assignment]
     peers: RouterSocket = None  # type: ignore[assignment]
     step: PrefillStep = None  # type: ignore[assignment]
+    draft: PrefillDraft = None  # type: ignore[assignment]
 
 
 @dataclass(slots=True)
@@ -554,7 +555,7 @@ class NodeCluster:
         ref = NodeRef(
             name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}"
         )
-        return PrefillSide(ref, link, space, True, node, sender, peers, step)
+        return PrefillSide(ref, link, space, True, node, sender, peers, step, draft)
 
     def _decode(self) -> DecodeSide:
         shape, incarnation = self.shape, self._incarnation()

@@ -24,7 +24,8 @@ from common.messages.wire import encode
 from common.observability.logs import Log
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter
-from prefill_node.images import ImageIntake, RowCache
+from prefill_node.image_intake import ImageIntake
+from prefill_node.prompt_images import PromptImages, RowCache
 from prefill_node.seeing import Seeing
 from prefill_node.vision import VisionEmbeds
 from tests.fakes.draft_models import CONFIGS, DraftModel, Observed, drafter, tiny_draft
@@ -100,16 +101,18 @@ class TinyVision:
         self.embeds: list[VisionEmbeds] = []
         self.parts: list[TinyPart] = []
         self.intakes: list[ImageIntake] = []
+        self.prompts: list[PromptImages] = []
 
     def __call__(self, context: zmq.Context[zmq.Socket[bytes]], runner: ModelRunner) -> Seeing:
         address = f"inproc://images-{len(self.sockets)}"
         socket = RouterSocket(context, address)
         dealer = Dealer(context, address, b"p/images")
         until(lambda: socket.drain() or socket.reachable(b"p/images"))
-        cache = RowCache(self.cache_bytes)
-        intake = ImageIntake(dealer, read, cache, Log("images"))
+        cache, prompts = RowCache(self.cache_bytes), PromptImages()
+        intake = ImageIntake(dealer, read, cache, prompts, Log("images"))
         part = TinyPart()
-        embeds = VisionEmbeds(runner.model.embed, part, cache)
+        embeds = VisionEmbeds(runner.model.embed, part, cache, prompts)
+        self.prompts.append(prompts)
         self.parts.append(part)
         self.sockets.append(socket)
         self.intakes.append(intake)

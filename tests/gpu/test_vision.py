@@ -15,15 +15,14 @@ from common.engine.layers.placement import Placement
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
-from common.messages.generation import ImageSpan, SamplingParams
+from common.messages.generation import ImageSpan
 from prefill_node.graphs.backends.choice import prompt_backend
 from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
 from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
-from prefill_node.images import PromptImage, RowCache
 from prefill_node.pixel_reader import load_pixel_reader
-from prefill_node.request import PrefillRequest
-from prefill_node.scheduler import Chunk
+from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
 from prefill_node.seeing import load_vision
+from prefill_node.step_plan import PlannedChunk
 from prefill_node.vision import MergedEmbeds, VisionEmbeds
 from tests.fakes.qwen_vl import as_png, build, picture, processed, save
 from tests.fakes.vision import one_prompt
@@ -51,14 +50,13 @@ def merged(dtype: torch.dtype, device: torch.device) -> tuple[MergedEmbeds, torc
         Pixels(torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(2)), 1, 16),
     )
     keys = np.arange(10, 60)
-    request = PrefillRequest(
-        0, "", keys, 0, SamplingParams(max_tokens=1), "", 0.0, 0.0, images=(image, second)
-    )
-    chunks = [Chunk(request, 0, 25)]
+    spans, prompts = (image.span, second.span), PromptImages()
+    prompts.add(1, (image, second))
+    chunks = [PlannedChunk(key=1, start=0, end=25, ids=keys[:26].tobytes(), pages=(1,), images=spans)]
     batch = one_prompt(25)
     batch.input_ids = torch.from_numpy(keys[:25]).to(device)
     batch.query_start = batch.query_start.to(device)
-    found = VisionEmbeds(model.embed, part, RowCache(1 << 20))(chunks, batch)
+    found = VisionEmbeds(model.embed, part, RowCache(1 << 20), prompts)(chunks, batch)
     assert found is not None
     return found, found.rotated(batch, torch.from_numpy(keys[1:26]).to(device))
 
@@ -175,6 +173,6 @@ def test_merged_embeddings_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
         difference = (found.float().cpu() - wanted).norm() / wanted.norm()
         assert difference < tolerance
     assert torch.equal(ahead_on_gpu[:-1], on_gpu.rows[1:])
-    image = on_gpu.chunks[0].request.images[1]
+    image = on_gpu.images[0][1]
     assert image.rows is not None
     assert torch.equal(ahead_on_gpu[-1], image.rows[0])

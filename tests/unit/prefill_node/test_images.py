@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -17,8 +18,9 @@ from common.messages.generation import ImageSpan
 from common.messages.image_inbox import ImageData
 from common.messages.wire import encode
 from common.observability.logs import Log
-from prefill_node import images as module
-from prefill_node.images import ImageIntake, PromptImage, RowCache
+from prefill_node import image_intake as module
+from prefill_node.image_intake import ImageIntake
+from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
 from tests.fakes.vision import TOKENS, digest_of, file_of, read
 from tests.fakes.waiting import PATIENCE, until
 
@@ -32,7 +34,9 @@ class Rig:
         dealer = Dealer(self.context, "inproc://images", b"p/images", received=4)
         until(lambda: self.router.drain() or self.router.reachable(b"p/images"))
         self.cache = RowCache(cache_bytes)
-        self.intake = ImageIntake(dealer, decode, self.cache, Log("test"))
+        self.prompts = PromptImages()
+        self.intake = ImageIntake(dealer, decode, self.cache, self.prompts, Log("test"))
+        self._keys = itertools.count(1)
 
     def send(self, digest: bytes, data: bytes) -> None:
         assert self.router.send(b"p/images", encode(ImageData(digest=digest, data=data)))
@@ -44,9 +48,16 @@ class Rig:
 
         until(lambda: done() or received())
 
-    def claimed(self, image: PromptImage) -> bool:
-        self.intake.claim([image])
-        return image.ready
+    def prompt(self, *spans: ImageSpan) -> int:
+        """The key of a new prompt with these images."""
+        key = next(self._keys)
+        self.intake.expect(key, spans)
+        return key
+
+    def image(self, key: int) -> PromptImage:
+        """The only image of a prompt."""
+        (image,) = self.prompts.of(key)
+        return image
 
     def close(self) -> None:
         self.intake.close()
@@ -61,31 +72,53 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def image(number: int, offset: int = 0) -> PromptImage:
-    return PromptImage(ImageSpan(offset, TOKENS, digest_of(number)))
+def span_of(number: int, offset: int = 0) -> ImageSpan:
+    return ImageSpan(offset, TOKENS, digest_of(number))
 
 
 def test_prompts_claim_what_has_been_decoded(rig: Rig) -> None:
-    one, same, other = image(1), image(1, 9), image(2)
-    assert not rig.claimed(one)
+    one, same, other = (rig.prompt(span) for span in (span_of(1), span_of(1, 9), span_of(2)))
+    assert not rig.intake.claim(one)
     rig.send(digest_of(1), file_of(1))
     rig.send(digest_of(1), file_of(1))
-    rig.until(lambda: rig.claimed(one))
-    assert rig.claimed(same), "decoded once, for both"
-    assert one.pixels is same.pixels is not None
-    assert torch.equal(one.pixels.values, read(file_of(1)).values)
-    assert not rig.claimed(other)
+    rig.until(lambda: rig.intake.claim(one))
+    assert rig.intake.claim(same), "decoded once, for both"
+    pixels = rig.image(one).pixels
+    assert rig.image(same).pixels is pixels is not None
+    assert torch.equal(pixels.values, read(file_of(1)).values)
+    assert not rig.intake.claim(other)
     assert not rig.intake.busy
+
+
+def test_a_prompt_is_ready_with_the_last_of_its_images(rig: Rig) -> None:
+    both = rig.prompt(span_of(1), span_of(2, 9))
+    rig.send(digest_of(1), file_of(1))
+    rig.until(lambda: rig.intake.claim(both) or rig.prompts.of(both)[0].ready)
+    assert not rig.intake.claim(both)
+    assert not rig.intake.arrived(both)
+    rig.send(digest_of(2), file_of(2))
+    rig.until(lambda: rig.intake.claim(both))
+    assert rig.intake.arrived(both)
+
+
+def test_a_prompt_that_is_forgotten_keeps_nothing(rig: Rig) -> None:
+    gone, other = rig.prompt(span_of(1)), rig.prompt(span_of(2))
+    text = rig.prompt()
+    assert len(rig.prompts) == 2, "a prompt of text alone has no images to keep"
+    rig.prompts.forget([gone, text, 99])
+    assert list(rig.prompts) == [rig.image(other)]
+    assert rig.intake.arrived(gone)
 
 
 def test_rows_that_are_cached_need_no_pixels(rig: Rig) -> None:
     rows = torch.ones(1, TOKENS, 4)
     rig.cache.put(digest_of(1), rows)
-    known = image(1)
-    assert rig.claimed(known)
-    assert known.rows is not None
-    assert torch.equal(known.rows, rows[0])
-    assert known.pixels is None
+    known = rig.prompt(span_of(1))
+    assert rig.intake.claim(known)
+    found = rig.image(known)
+    assert found.rows is not None
+    assert torch.equal(found.rows, rows[0])
+    assert found.pixels is None
     rig.send(digest_of(1), file_of(1))
     rig.intake.receive()
     assert not rig.intake._pixels, "nor its bytes"
@@ -109,10 +142,10 @@ def test_what_cannot_be_decoded_is_an_error_of_its_prompt(
 
     rig = Rig(decode)
     rig.send(digest, data)
-    wanted = PromptImage(ImageSpan(0, TOKENS, digest))
+    wanted = rig.prompt(ImageSpan(0, TOKENS, digest))
     rig.until(lambda: bool(rig.intake._pixels) and not rig.intake.busy)
     with pytest.raises(error):
-        rig.intake.claim([wanted])
+        rig.intake.claim(wanted)
     rig.close()
 
 
@@ -125,15 +158,15 @@ def test_an_image_that_failed_once_is_decoded_again_when_it_comes_again() -> Non
         return read(data)
 
     rig = Rig(decode)
-    first, second = image(1), image(1)
+    first, second = rig.prompt(span_of(1)), rig.prompt(span_of(1))
     rig.send(digest_of(1), file_of(1))
     rig.until(lambda: bool(rig.intake._pixels) and not rig.intake.busy)
     with pytest.raises(InternalError):
-        rig.intake.claim([first])
-    assert rig.intake.arrived([first])
+        rig.intake.claim(first)
+    assert rig.intake.arrived(first)
     rig.send(digest_of(1), file_of(1))
     rig.until(lambda: rig.intake.busy or not failed(rig.intake._pixels[digest_of(1)]))
-    rig.until(lambda: rig.claimed(second))
+    rig.until(lambda: rig.intake.claim(second))
     rig.close()
 
 
@@ -169,8 +202,9 @@ def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatc
     assert futures[2].cancelled(), "what no thread has begun is not decoded at all"
     assert rig.intake.busy
     held.set()
-    assert not rig.claimed(image(0))
-    rig.until(lambda: rig.claimed(image(5)))
+    lost, kept = rig.prompt(span_of(0)), rig.prompt(span_of(5))
+    assert not rig.intake.claim(lost)
+    rig.until(lambda: rig.intake.claim(kept))
     rig.close()
 
 
@@ -184,15 +218,14 @@ def test_images_that_a_prompt_waits_for_never_give_way(monkeypatch: pytest.Monke
         return read(data)
 
     rig = Rig(decode)
-    waiting = rig.intake.expect([ImageSpan(TOKENS * n, TOKENS, digest_of(n)) for n in range(5)], [])
-    gone = rig.intake.expect([ImageSpan(0, TOKENS, digest_of(5))], [])
-    del gone
+    waiting = rig.prompt(*(span_of(n, TOKENS * n) for n in range(5)))
+    rig.prompts.forget([rig.prompt(span_of(5))])
     for number in range(9):
         rig.send(digest_of(number), file_of(number))
         rig.until(lambda number=number: digest_of(number) in rig.intake._pixels)  # type: ignore[misc]
     assert list(rig.intake._pixels) == [digest_of(number) for number in (0, 1, 2, 3, 4, 7, 8)]
     held.set()
-    rig.until(lambda: all([rig.claimed(each) for each in waiting]))
+    rig.until(lambda: rig.intake.claim(waiting))
     rig.send(digest_of(9), file_of(9))
     rig.until(lambda: digest_of(9) in rig.intake._pixels)
     assert len(rig.intake._pixels) == 2, "claimed ones are kept no longer than others"
@@ -200,16 +233,16 @@ def test_images_that_a_prompt_waits_for_never_give_way(monkeypatch: pytest.Monke
 
 
 def test_how_many_images_wait_is_bounded(rig: Rig) -> None:
-    span = ImageSpan(0, TOKENS, digest_of(1))
+    span = span_of(1)
     waiting = [span] * module.MAX_WAITING
-    assert len(rig.intake.expect([span], waiting[1:])) == 1
+    rig.intake.check([span], waiting[1:])
     with pytest.raises(Overloaded):
-        rig.intake.expect([span], waiting)
-    assert rig.intake.expect([], waiting) == ()
+        rig.intake.check([span], waiting)
+    rig.intake.check([], waiting)
     large = ImageSpan(0, module.MAX_WAITING_TOKENS, digest_of(1))
-    assert len(rig.intake.expect([large], [])) == 1, "one that comes alone is taken whatever it takes"
+    rig.intake.check([large], [])  # one that comes alone is taken whatever it takes
     with pytest.raises(Overloaded):
-        rig.intake.expect([span], [large])
+        rig.intake.check([span], [large])
 
 
 @pytest.mark.parametrize(
@@ -219,14 +252,14 @@ def test_an_image_of_another_size_than_its_prompt_says_is_an_error_of_that_promp
     rig: Rig, span: ImageSpan
 ) -> None:
     rig.send(digest_of(1), file_of(1))
-    right, wrong = image(1), PromptImage(span)
-    rig.until(lambda: rig.claimed(right))
+    right, wrong = rig.prompt(span_of(1)), rig.prompt(span)
+    rig.until(lambda: rig.intake.claim(right))
     with pytest.raises(InvalidRequest, match="its span in the prompt has"):
-        rig.intake.claim([wrong])
-    assert not wrong.ready
+        rig.intake.claim(wrong)
+    assert not rig.image(wrong).ready
     rig.cache.put(digest_of(1), torch.ones(1, TOKENS, 4))
     with pytest.raises(InvalidRequest, match="1 x 5 tokens"):
-        rig.intake.claim([PromptImage(span)])
+        rig.intake.claim(rig.prompt(span))
 
 
 def test_pixels_whose_prompt_never_comes_are_bounded_in_bytes(

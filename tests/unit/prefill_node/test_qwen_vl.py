@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +23,13 @@ from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.radix_cache import RadixCache
 from common.messages.generation import ImageSpan, SamplingParams
 from prefill_node.host_batch import HostBatch
-from prefill_node.images import PromptImage, RowCache
 from prefill_node.pixel_reader import load_pixel_reader
+from prefill_node.planner import prompt_plan
+from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from prefill_node.seeing import load_vision
+from prefill_node.step_rules import PromptRules
 from prefill_node.vision import VisionEmbeds
 from tests.fakes.pools import model_pool
 from tests.fakes.qwen_vl import IMAGE, as_png, build, picture, reference_logits, save
@@ -65,7 +68,11 @@ class Rig:
         self.loaded = loaded
         pool = model_pool(self.config, PAGE, 80, CPU)
         self.runner = ModelRunner(loaded, pool, PagedAttention(pool, self.config.sliding_windows))
-        self.embeds = VisionEmbeds(loaded.embed, load_vision(path, self.config, CPU), RowCache(1 << 20))
+        self.images = PromptImages()
+        self.embeds = VisionEmbeds(
+            loaded.embed, load_vision(path, self.config, CPU), RowCache(1 << 20), self.images
+        )
+        self.rooms = itertools.count(1)
         self.space = PageSpace(PAGE, 80, RadixCache(PAGE))
         self.rotary = rotary_places(self.config.rope)
 
@@ -82,7 +89,9 @@ class Rig:
             images.append(PromptImage(span, self.read(as_png(pictures[-1]))))
             ids += [IMAGE] * (rows * columns)
         greedy = SamplingParams(max_tokens=1, temperature=0.0)
-        request = PrefillRequest(0, "", as_keys(ids), 0, greedy, "", 0.0, 0.0, images=tuple(images))
+        room, spans = next(self.rooms), tuple(image.span for image in images)
+        self.images.add(room, images)
+        request = PrefillRequest(room, "", as_keys(ids), 0, greedy, "", 0.0, 0.0, images=spans)
         keys = self.space.keys(request.contents)
         request.lease = self.space.lease(keys, -(-(len(ids) + 8) // PAGE), max_cached_tokens=len(ids) - 1)
         assert request.lease is not None
@@ -99,11 +108,12 @@ class Rig:
                 request = prompts[index].request
                 chunks.append(Chunk(request, request.scheduled, min(chunk, request.remaining)))
                 request.scheduled += chunks[-1].length
-            host = HostBatch.of(chunks, PAGE, self.rotary)
+            planned = prompt_plan(chunks, PAGE, PromptRules(), 1).chunks
+            host = HostBatch.of(planned, PAGE, self.rotary)
             sent = [torch.from_numpy(array) for array in host.arrays]
             batch = host.on_device(sent, CaptureHiddenMode.NULL)
             batch.logits_rows = torch.arange(len(batch.input_ids))
-            merged = self.embeds(chunks, batch)
+            merged = self.embeds(planned, batch)
             output = self.runner(batch, None if merged is None else merged.rows)
             for index, part in zip(live, output.logits.split([each.length for each in chunks]), strict=True):
                 found[index].append(part)
@@ -153,7 +163,7 @@ def test_logits_behind_the_prompt(rig: Rig) -> None:
     """As a decode node goes on: one position per token, the place and the request's delta."""
     prompt = rig.prompt(MANY)
     rig.logits([prompt], 64)
-    spans, start = [image.span for image in prompt.request.images], prompt.request.num_tokens
+    spans, start = prompt.request.images, prompt.request.num_tokens
     assert rig.rotary.delta(spans) < 0
     said = [20, 21, 22, 23]
     assert prompt.request.lease is not None
@@ -161,7 +171,7 @@ def test_logits_behind_the_prompt(rig: Rig) -> None:
     ours = []
     for place, token in enumerate(said, start):
         chunk = Chunk(replace_keys(prompt.request, [*prompt.ids, *said]), place, 1)
-        host = HostBatch.of([chunk], PAGE, rig.rotary)
+        host = HostBatch.of(prompt_plan([chunk], PAGE, PromptRules(), 1).chunks, PAGE, rig.rotary)
         batch = host.on_device([torch.from_numpy(array) for array in host.arrays], CaptureHiddenMode.NULL)
         batch.mode, batch.page_table = ForwardMode.DECODE, pages
         batch.positions = torch.tensor([place + rig.rotary.delta(spans)])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from common.messages.generation import ImageSpan, SamplingParams
 from common.node.ageing import AGEING_SECONDS
 from common.node.announced_work import CONTEXT_TOKENS
-from prefill_node.images import PromptImage
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import (
     IMAGE_WEIGHT,
@@ -177,7 +176,7 @@ def test_work_counts_context_and_whole_images() -> None:
     assert short.tokens == deep.tokens == 64
     assert short.at_most < 65
     assert deep.at_most > 64 * (1 + 16_000 / CONTEXT_TOKENS)
-    image = PromptImage(ImageSpan(offset=30, length=576, digest=bytes(32)))
+    image = ImageSpan(offset=30, length=576, digest=bytes(32))
     first.images = (image,)
     assert chunk_work([Chunk(first, 0, 31)]).at_most > 31 + 576 * IMAGE_WEIGHT
     assert chunk_work([Chunk(first, 0, 30)]).at_most < 31

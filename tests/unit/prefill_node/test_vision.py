@@ -19,9 +19,9 @@ from msgspec import structs
 from common.errors import InvalidRequest
 from common.messages.generation import ImageSpan
 from common.messages.image_inbox import salted_digest
-from prefill_node import images as intake
+from prefill_node import image_intake
 from prefill_node.draft import ModelPrefill
-from prefill_node.images import NoImages
+from prefill_node.images import ARRIVAL_SECONDS, NoImages
 from prefill_node.vision import MergedEmbeds, TextEmbeds
 from tests.fakes.draft_models import StandaloneModel
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
@@ -233,11 +233,11 @@ def test_a_prompt_that_goes_on_keeps_no_rows_of_what_it_has_read() -> None:
         for _ in range(500):
             cluster.turn()
             request = next(iter(cluster.prefill.node.queues.computing.values()), request)
-            held = [] if request is None else [each for each in request.images if each.rows is not None]
+            held = [each for each in vision.prompts[0] if each.rows is not None]
             if request is not None:
                 kept.add((request.scheduled, len(held)))
-                assert all(each.span.offset + each.span.length > request.scheduled for each in held)
-                assert all(each.ready for each in request.images), "no image is waited for again"
+                assert all(each.span.end > request.scheduled for each in held)
+                assert all(each.ready for each in vision.prompts[0]), "no image is waited for again"
             if call.over:
                 break
         assert max(count for _, count in kept) == 1
@@ -282,7 +282,7 @@ def test_images_that_never_come_end_the_wait() -> None:
     with seeing() as (cluster, _):
         late = submit(cluster, MIDDLE)
         cluster._resubmit = False
-        cluster.run(limit=200, dt=intake.ARRIVAL_SECONDS / 50)
+        cluster.run(limit=200, dt=ARRIVAL_SECONDS / 50)
         assert late.error is not None
         assert late.error.code == "transfer_failed", "the router places it again, with its images"
         cluster.settle()
@@ -290,9 +290,9 @@ def test_images_that_never_come_end_the_wait() -> None:
 
 def test_images_that_wait_for_a_decoder_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long others take; the request's own deadline goes on."""
-    held, pace = threading.Event(), intake.ARRIVAL_SECONDS / 50
+    held, pace = threading.Event(), ARRIVAL_SECONDS / 50
     monkeypatch.setattr(
-        intake.ImageIntake, "_decode", lambda self, image: held.wait(PATIENCE) and read(image.data)
+        image_intake.ImageIntake, "_decode", lambda self, image: held.wait(PATIENCE) and read(image.data)
     )
     with seeing() as (cluster, vision), ExitStack() as at_end:
         at_end.callback(held.set)
@@ -345,9 +345,9 @@ def test_spans_that_do_not_fit_are_refused_by_both_nodes(spans: tuple[ImageSpan,
 
 
 def test_a_model_of_text_alone_refuses_images() -> None:
-    assert NoImages().expect((), ()) == ()
+    NoImages().check((), ())
     with pytest.raises(InvalidRequest, match="does not accept images"):
-        NoImages().expect((ImageSpan(0, 1, bytes(32)),), ())
+        NoImages().check((ImageSpan(0, 1, bytes(32)),), ())
     with NodeCluster() as cluster:
         call = submit(cluster, FIRST, legs="p")
         cluster.run()
@@ -358,8 +358,8 @@ def test_a_model_of_text_alone_refuses_images() -> None:
 def test_a_draft_that_reads_ids_alone_raises() -> None:
     """A7: ValueError, not assert; start-up refuses it before (test_llava.py)."""
     draft = ModelPrefill(lambda batch: pytest.fail("must not run"))
-    merged = MergedEmbeds(torch.zeros(1, 1), (), lambda ids: ids)
-    with pytest.raises(ValueError, match="cannot take the embeddings"):
+    merged = MergedEmbeds(torch.zeros(1, 1), (), (), lambda ids: ids)
+    with pytest.raises(ValueError, match="cannot use image embeddings"):
         draft.extend((), None, None, None, merged)  # type: ignore[arg-type]
     assert TextEmbeds()((), None) is None  # type: ignore[arg-type]
     assert StandaloneModel.config.vision is None
