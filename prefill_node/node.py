@@ -307,10 +307,9 @@ class PrefillNode:
         if order.pages:
             self._events.add("posted", request.room, generation=order.generation, pages=order.pages)
         if order.record is not None:
+            request.mark("last_page_sent", self._clock())
             self._events.add("record_posted", request.room, generation=order.generation)
         self._worker.send(order)
-        if order.record is not None:
-            request.mark("last_page_sent", self._clock())
 
     def _on_transfer(self, event: SlotsGranted | Delivered | TransferLost) -> None:
         request = self.queues.find(event.room) or self.queues.ending.get(event.room)
