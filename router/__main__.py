@@ -21,7 +21,7 @@ async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # Under nohup SIGHUP is ignored, and stays so.
+    # nohup sets SIGHUP to be ignored: keep it so.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, app.http.reload)
     await app.start()

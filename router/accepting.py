@@ -1,7 +1,7 @@
 """Accepts connections a few per turn of the event loop, on sockets that already listen.
 
-The event loops' own servers accept everything that waits within one turn: a thousand clients that connect at once would
-hold the loop for a quarter of a second.
+The servers of asyncio and uvloop accept every pending connection in one turn: a thousand clients that connect at once
+would block the loop for a quarter of a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Acceptor:
-    """Hands each accepted connection to a protocol. Listens from its creation until `close`."""
+    """Passes each accepted connection to a new protocol. It listens from its creation until `close`."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class Acceptor:
         context: ssl.SSLContext | None = None,
         handshake_seconds: float | None = None,
     ) -> None:
-        """`sockets` are bound and listen, and belong to this object from here on.
+        """Take ownership of `sockets`, which are bound and listen.
 
         Args:
-            context: with it every connection begins with a TLS handshake of at most `handshake_seconds`.
+            context: if set, every connection begins with a TLS handshake of at most `handshake_seconds`.
         """
         self.sockets = tuple(sockets)
         self._protocol = protocol
@@ -49,7 +49,7 @@ class Acceptor:
             self._watch(listener)
 
     def close(self) -> None:
-        """Stop listening. Connections that were accepted stay open, unless their handshake is still under way."""
+        """Stop listening. Accepted connections stay open unless their handshake is in progress."""
         if self._closed:
             return
         self._closed = True
@@ -62,7 +62,7 @@ class Acceptor:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Return once no handshake is under way any more."""
+        """Wait until no handshake is in progress."""
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _watch(self, listener: socket.socket) -> None:
@@ -70,7 +70,7 @@ class Acceptor:
         self._loop.add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept some; the loop calls again in its next turn while more wait."""
+        """Accept a few connections; the loop calls this again in its next turn while more are pending."""
         for _ in range(ACCEPTED_PER_TURN):
             try:
                 connection, _ = listener.accept()
@@ -83,7 +83,7 @@ class Acceptor:
                     self._loop.remove_reader(listener)
                     self._retries[listener] = self._loop.call_later(RETRY_SECONDS, self._watch, listener)
                     return
-                # Of a connection that ended before it was accepted.
+                # This connection ended before it was accepted.
                 continue
             connection.setblocking(False)
             task = self._loop.create_task(self._open(connection))
@@ -99,12 +99,12 @@ class Acceptor:
                 ssl_handshake_timeout=self._handshake_seconds if self._context is not None else None,
             )
         except (OSError, asyncio.CancelledError):
-            # The client left, or its handshake failed or took too long: nothing of ours to log.
+            # Not logged: the client disconnected, or its handshake failed or took too long.
             connection.close()
 
 
 async def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Sockets that listen at every address of `host`. Raises OSError."""
+    """Return sockets that listen at every address of `host`. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )

@@ -15,7 +15,7 @@ import msgspec
 from common.errors import ProtocolError
 
 START_SECONDS = 30.0  # until a process must report that it is ready
-START_BYTES = 1 << 16  # of a message that asks for a process
+START_BYTES = 1 << 16  # largest message that requests a process
 
 
 def confine(address_space: int, open_files: int) -> None:

@@ -1,4 +1,4 @@
-"""What the cluster file says about how requests are dispatched."""
+"""The limits for dispatching requests that the cluster file sets."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class DispatchLimits:
     retry_ratio: float = 0.2
     queue_wait: float = 30.0
     max_crashes: int = 2
-    reserved_tokens: int = 256  # that a decode node reserves for the answer of a request
-    requests_per_node: int = 1 << 20  # that a decode node may have in its batch or in transfer
+    reserved_tokens: int = 256  # answer tokens that a decode node reserves for a request
+    requests_per_node: int = 1 << 20  # requests that a decode node may have in its batch or in transfer

@@ -46,7 +46,7 @@ from router.retry_budget import RetryBudget
 from router.timeline import Timeline, Timelines
 from router.turns import Turns
 
-LOSSES_PER_TURN = 64  # requests that hear of the loss of their node in one turn of the loop
+LOSSES_PER_TURN = 64  # requests that learn of the loss of their node in one turn of the loop
 
 
 class Dispatcher:
@@ -336,7 +336,7 @@ class Dispatcher:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await changed.wait()
-            # The node that has come may be what a thousand requests wait for.
+            # A thousand requests may wait for the same node.
             await self._turns.wait()
 
     def _wait_until(self, flight: InFlight, started: float) -> float:

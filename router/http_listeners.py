@@ -1,4 +1,4 @@
-"""Every socket that HTTP comes in by: opened together, closed together, their keys and certificates renewed."""
+"""The router's HTTP listeners: opened and closed together, with API keys and certificates that can be reloaded."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from router.accepting import Acceptor, listening_sockets
 from router.auth_keys import KeyFile
 from router.listeners import BACKLOG, TlsFiles, owner_socket
 
-BIND_SECONDS = 5.0  # for a port that is taken: the router before this one may still be going
+BIND_SECONDS = 5.0  # how long to retry a port in use: the previous router may still be shutting down
 HANDSHAKE_SECONDS = 10.0
 
 
 @dataclass(slots=True)
 class HttpListeners:
-    """Every socket that HTTP comes in by. `public` is the one of the API; the others are for operators."""
+    """All HTTP listeners. `public` serves the API; the others are for operators."""
 
     log: Log
     public: web.AppRunner
     address: tuple[str, int]  # of the API
-    owner: web.AppRunner  # on the admin socket
-    admin: web.AppRunner | None  # on router.admin: http://...
+    owner: web.AppRunner  # serves the admin socket
+    admin: web.AppRunner | None  # serves the port of `router.admin: http://...`
     admin_address: tuple[str, int] | None
     admin_socket: Path
     tls: TlsFiles | None
     keys: KeyFile | None
     watcher: asyncio.Task[None] | None = None
-    bound: bool = False  # the admin socket is ours
+    bound: bool = False  # this router created the admin socket
 
     async def start(self) -> None:
-        """Raises ConfigError where an address cannot be bound."""
+        """Open all listeners. Raises ConfigError if an address cannot be bound."""
         await self.owner.setup()
         listener = owner_socket(self.admin_socket)
         self.bound = True
@@ -54,7 +54,7 @@ class HttpListeners:
             self.watcher = asyncio.create_task(self.keys.watch())
 
     def reload(self) -> None:
-        """SIGHUP: read the API keys and the TLS files again; those that cannot be used change nothing."""
+        """Read the API keys and the TLS files again, on SIGHUP. Invalid files change nothing."""
         if self.keys is None and self.tls is None:
             self.log.info("nothing to reload: this cluster has neither security.api_keys nor router.tls")
         if self.keys is not None:
@@ -65,12 +65,12 @@ class HttpListeners:
                 self.log.info("read the TLS files again")
             except ConfigError as error:
                 self.log.error(
-                    "the TLS files cannot be read again; those from before hold", reason=str(error)
+                    "cannot reload the TLS files; the previous certificate stays in use", reason=str(error)
                 )
 
     @property
     def connections(self) -> int:
-        """How many connections of all listeners are open."""
+        """Number of open connections of all listeners."""
         servers = (runner.server for runner in self._runners)
         return sum(len(server.connections) for server in servers if server is not None)
 
@@ -79,17 +79,17 @@ class HttpListeners:
         return [self.public, self.owner, *([self.admin] if self.admin is not None else [])]
 
     async def close(self) -> None:
-        """Gives answers that are being written a moment, and cancels the rest."""
+        """Close all listeners. Answers in progress get SHUTDOWN_SECONDS to finish; then they are cancelled."""
         if self.watcher is not None:
             self.watcher.cancel()
         await asyncio.gather(*(runner.cleanup() for runner in self._runners))
-        if self.bound:  # else it is another router's
+        if self.bound:  # otherwise it belongs to another router
             self.admin_socket.unlink(missing_ok=True)
 
     async def _listen(
         self, runner: web.AppRunner, host: str, port: int, key: str, tls: TlsFiles | None
     ) -> None:
-        """Raises ConfigError; `key` is the key of the port."""
+        """Serve `runner` at host:port. Raises ConfigError, which names `key`, the config key of the port."""
         await runner.setup()
         deadline = time.monotonic() + BIND_SECONDS
         while True:
@@ -104,9 +104,9 @@ class HttpListeners:
 
 
 class _Site(web.BaseSite):
-    """Sockets that a runner is served by.
+    """The listening sockets of one runner.
 
-    TLS handshakes end soon: until then a connection counts towards no limit.
+    Connections count towards limits only after the TLS handshake, so handshakes must end soon.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class _Site(web.BaseSite):
         acceptor = Acceptor(
             self._sockets, self._runner.server, self._log, self._ssl_context, HANDSHAKE_SECONDS
         )
-        # aiohttp asks it for its sockets, and to close.
+        # aiohttp uses only `sockets`, `close` and `wait_closed` of it.
         self._server = cast(asyncio.AbstractServer, acceptor)
 
 
 def _cannot_bind(host: str, port: int, key: str, error: OSError) -> ConfigError:
-    """`key`: of the port; an address that this host does not have is a matter of the address."""
+    """Name the config key to change: `key` for the port, or `router.host` for an address that this host lacks."""
     key_of_host = "router.host" if key == "router.port" else key
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
         return ConfigError(

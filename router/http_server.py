@@ -23,8 +23,8 @@ MAX_HEADERS = 100
 # Limits the time until the head of the next request is complete, measured from the start of the connection or from the
 # previous answer: an idle client must not hold a file descriptor.
 IDLE_SECONDS = 75.0
-# In one turn of the event loop, for everything that connections receive: parsing 64 KiB that are not HTTP takes half a
-# millisecond.
+# Limits the time in one turn of the event loop for parsing received data and ending connections: parsing 64 KiB that
+# are not HTTP takes half a millisecond.
 EVENT_SECONDS = 0.004
 # Bytes of a body that a connection holds before its handler reads them. aiohttp stops reading at twice as many bytes,
 # or at a quarter as many chunks: what a body of tiny chunks costs in one turn of the loop is proportional to this.
@@ -61,7 +61,7 @@ class _Protocol(web.RequestHandler):
         self._limit = limit
         self._turns = turns
         self._client: str | None = None
-        self._deferred = 0  # pieces that were received and wait for their turn
+        self._deferred = 0  # received pieces that wait to be parsed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -70,13 +70,13 @@ class _Protocol(web.RequestHandler):
             self.force_close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what arrived, at most a few pieces of all connections in one turn of the loop."""
+        """Parse received data: at most a few pieces, over all connections, in one turn of the loop."""
         if not data:
-            # aiohttp goes on with what its parser holds already, and needs the outcome at once.
+            # aiohttp calls this to continue with what its parser already holds, and needs the result at once.
             super().data_received(data)
         elif not self._turns.call(partial(self._parse, data)):
             self._deferred += 1
-            # Before the first piece is parsed nothing more needs to be held.
+            # More data could only be buffered until this piece is parsed.
             self._pause_transport_reading()
 
     def _parse(self, data: bytes) -> None:
@@ -87,8 +87,8 @@ class _Protocol(web.RequestHandler):
                 self._resume_transport_reading()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        # This cancels the request, which sends aborts to both nodes. A proxy that closes may drop a thousand
-        # connections.
+        # Ending a connection cancels its request, which sends aborts to both nodes. A proxy that closes may drop a
+        # thousand connections at once.
         self._turns.call(partial(self._end, exc))
 
     def _end(self, exc: BaseException | None) -> None:

@@ -54,7 +54,7 @@ _inspections = msgspec.msgpack.Decoder(Inspection)
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One that runs, and the channel to it."""
+    """A running inspection process and the channel to it."""
 
     child: Child
     reader: StreamReader
@@ -93,7 +93,7 @@ class ImageInspector:
                     "the image cannot be decoded: it took too much time or memory"
                 ) from error
             except BaseException:
-                # Cancelled: the verdict on this image must not be read as that on the next one.
+                # Cancelled: the verdict on this image must not be taken for that on the next one.
                 await self._end()
                 raise
         if verdict.defect:
@@ -130,13 +130,13 @@ class ImageInspector:
                 await self._end()
                 raise InternalError(f"cannot start the image inspection process: {error}") from error
             except BaseException:
-                # Cancelled: its initial verdict must not be read as that on an image.
+                # Cancelled: its initial verdict must not be taken for that on an image.
                 await self._end()
                 raise
         return self._process
 
     async def _start(self) -> _Process:
-        """Raises OSError or InternalError."""
+        """Start a process. Raises OSError or InternalError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:

@@ -1,9 +1,9 @@
-"""Starts processes for the router, which must not do so itself: its event loop would stand still until each one runs.
+"""Starts the router's child processes: starting one in the router would block its event loop until the child runs.
 
-    python -m router.spawn_process      the router's socket (SOCK_SEQPACKET) as standard input, until it closes
+    python -m router.spawn_process      standard input is the router's socket (SOCK_SEQPACKET); runs until it closes
 
-A `Start` comes with one file descriptor: the channel between the router and the new process. It is answered by a
-`Started`, and later by an `Ended`. The processes notice by their channels when the router ends.
+A `Start` carries one file descriptor: the channel between the router and the new process. It is answered by a
+`Started` and, when the process has ended, by an `Ended`. The processes see from their channels when the router ends.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int  # of the process, chosen by the router
     arguments: tuple[str, ...]  # of the Python interpreter
-    environment: dict[str, str]  # beside the router's own
-    answers: bool  # the channel is standard output, too
-    quiet: bool  # what it prints goes to /dev/null
+    environment: dict[str, str]  # in addition to the router's own
+    answers: bool  # the channel is also standard output
+    quiet: bool  # its output goes to /dev/null
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """SIGKILL, unless it has ended."""
+    """Send SIGKILL to a process; ignored if it has ended."""
 
     number: int
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """It runs, unless there is a problem."""
+    """The process runs, or could not be started if `problem` is set."""
 
     number: int
     pid: int = 0
@@ -44,7 +44,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`code` as in subprocess: -N by signal N."""
+    """The process has ended. `code` is as in subprocess: -N if signal N killed it."""
 
     number: int
     code: int
@@ -89,7 +89,7 @@ class _Processes:
 
 
 def serve(router: socket.socket) -> None:
-    """Returns when the router closes its end."""
+    """Handle messages until the router closes its end."""
     processes = _Processes(router)
     while True:
         message, channels, _, _ = socket.recv_fds(router, START_BYTES, 1)
@@ -107,12 +107,12 @@ def serve(router: socket.socket) -> None:
 
 
 def main() -> None:
-    # A Ctrl-C in the terminal ends the router, which ends this process.
+    # Ctrl-C in the terminal ends only the router, which then ends this process.
     os.setpgrp()
     try:
         serve(socket.socket(fileno=0))
     except OSError:
-        # The router is gone.
+        # The router died: an answer could not be sent.
         sys.exit(1)
 
 

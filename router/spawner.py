@@ -1,4 +1,4 @@
-"""The router's end of the process that starts all of its other processes (spawn_process.py)."""
+"""The router's end of the spawn process, which starts all of its other child processes (spawn_process.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.child_process import START_BYTES, START_SECONDS
 from router.spawn_process import Ended, Kill, Start, Started
 
 PROGRAM = ("-m", "router.spawn_process")
-END_SECONDS = 10.0  # until the end of a process is reported: it was killed, or has closed its channel
+END_SECONDS = 10.0  # how long to wait for the end of a process that was killed or closed its channel
 _answers: msgspec.msgpack.Decoder[Started | Ended] = msgspec.msgpack.Decoder(Started | Ended)
 _encode = msgspec.msgpack.encode
 
@@ -39,15 +39,15 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; -N: ended by signal N."""
+        """None while the process runs; -N if signal N killed it."""
         return self._ended.result() if self._ended.done() else None
 
     def kill(self) -> None:
-        """SIGKILL; nothing if it has ended."""
+        """Send SIGKILL; does nothing if the process has ended."""
         self._spawner.tell(Kill(self._number))
 
     async def wait(self) -> int:
-        """The return code, once it has ended; that of a killed process if nothing is heard for END_SECONDS."""
+        """Wait for the end and return the exit code; -SIGKILL if no end is reported for END_SECONDS."""
         try:
             async with asyncio.timeout(END_SECONDS):
                 return await asyncio.shield(self._ended)
@@ -55,16 +55,16 @@ class Child:
             return -signal.SIGKILL
 
     def end(self, code: int, problem: str = "it has ended") -> None:
-        """It has ended, or was never started for this problem."""
+        """Record that the process has ended, or that it could not be started because of `problem`."""
         if not self.started.done():
             self.started.set_exception(OSError(problem))
-            # Whoever waited for it may have left: then nobody else asks.
+            # Marks it as retrieved: the caller that awaited it may have been cancelled.
             self.started.exception()
         self._ended.set_result(code)
 
 
 class Spawner:
-    """Starts processes without holding the event loop: only the first start, and one after a death, takes a fork."""
+    """Starts processes without blocking the event loop: only the start of the spawn process itself forks the router."""
 
     def __init__(self, program: Sequence[str] = PROGRAM) -> None:
         self._program = tuple(program)
@@ -75,7 +75,7 @@ class Spawner:
         self._children: dict[int, Child] = {}
 
     async def open(self) -> None:
-        """Start the process that starts others, unless it runs. Raises InternalError."""
+        """Start the spawn process unless it runs. Raises InternalError."""
         async with self._turn:
             if self._socket is not None:
                 return
@@ -86,7 +86,7 @@ class Spawner:
                         sys.executable, *self._program, stdin=theirs.fileno()
                     )
             except OSError as error:
-                raise InternalError(f"the process that starts others cannot be started: {error}") from error
+                raise InternalError(f"the spawn process cannot be started: {error}") from error
             ours.setblocking(False)
             self._socket = ours
             asyncio.get_running_loop().add_reader(ours, self._read)
@@ -102,9 +102,9 @@ class Spawner:
         """Run Python with these arguments and `channel` as standard input. Raises OSError or InternalError.
 
         Args:
-            environment: variables beside this process's own.
-            answers: `channel` is standard output, too.
-            quiet: what the process prints goes to /dev/null.
+            environment: variables in addition to those of this process.
+            answers: make `channel` standard output, too.
+            quiet: discard the output of the process.
         """
         await self.open()
         number = next(self._numbers)
@@ -116,35 +116,35 @@ class Spawner:
                 await asyncio.shield(child.started)
         except TimeoutError as error:
             self._replace()
-            raise OSError("the process that starts others did not answer") from error
+            raise OSError("the spawn process did not answer") from error
         except asyncio.CancelledError:
             child.kill()
             raise
         return child
 
     async def close(self) -> None:
-        """End the process that starts others; what it started notices nothing."""
+        """End the spawn process. The processes that it started keep running."""
         self._replace()
         if self._process is not None:
             await self._process.wait()
 
     def tell(self, message: Start | Kill, channel: socket.socket | None = None) -> None:
-        """Raises OSError for a Start that cannot be sent. A Kill after the end of the process does nothing."""
+        """Send a message. Raises OSError if a Start cannot be sent; drops a Kill if the spawn process has ended."""
         if self._socket is None:
             if isinstance(message, Start):
-                raise ConnectionResetError("the process that starts others has ended")
+                raise ConnectionResetError("the spawn process has ended")
             return
         descriptors = [] if channel is None else [channel.fileno()]
         try:
             socket.send_fds(self._socket, [_encode(message)], descriptors)
         except BlockingIOError:
-            # It has not read for hundreds of messages.
+            # The process has left hundreds of messages unread: it hangs.
             self._replace()
         except (BrokenPipeError, ConnectionResetError):
             self._lose()
 
     def _read(self) -> None:
-        """Messages of the process; at its end its children are given up."""
+        """Handle the messages of the spawn process, and its end."""
         while self._socket is not None:
             try:
                 message = self._socket.recv(START_BYTES)
@@ -169,19 +169,19 @@ class Spawner:
             child.started.set_result(answer.pid)
 
     def _replace(self) -> None:
-        """End the process, which may hang. The next start begins with a new one."""
+        """Kill the spawn process, which may hang. The next start launches a new one."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
         self._lose()
 
     def _lose(self) -> None:
-        """The process has ended, or is to. What it started runs until its channel closes; nobody can wait for it."""
+        """Drop the spawn process. Its children run until their channels close; they are reported as killed now."""
         if self._socket is None:
             return
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self._socket = None
         for child in self._children.values():
-            child.end(-signal.SIGKILL, "the process that starts others has ended")
+            child.end(-signal.SIGKILL, "the spawn process has ended")
         self._children.clear()

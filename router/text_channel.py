@@ -1,4 +1,4 @@
-"""One text worker as the router sees it: its process, its socket, and the job that it works on."""
+"""The router's end of one text worker: its process, its socket and its current job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.text_work import Payload
 
 PROGRAM = ("-m", "router.text_process")
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}  # a worker has one thread
-JOIN = 1 << 16  # bytes up to which a frame is written at once
+JOIN = 1 << 16  # bytes; the head and a payload up to this size are written at once
 MAX_HEAD = 1 << 20
 GRACE_SECONDS = 0.5
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -34,7 +34,7 @@ class WorkerStuck(Exception):
 
 
 class TextChannel(asyncio.Protocol):
-    """Made by `start_worker`. One job at a time."""
+    """One worker process and the channel to it, created by `start_worker`. It runs one job at a time."""
 
     def __init__(self, max_answer_bytes: int) -> None:
         self._max_answer_bytes = max_answer_bytes
@@ -48,7 +48,7 @@ class TextChannel(asyncio.Protocol):
         self.ended = False
 
     def ask(self, job: Job | Settings, payload: Payload, seconds: float) -> Future[Done]:
-        """The answer. WorkerEnded, or WorkerStuck (after `seconds` and a moment) where none comes."""
+        """Send a job and return its answer; it raises WorkerEnded, or WorkerStuck after `seconds` + GRACE_SECONDS."""
         assert self._answer is None, "a worker takes one job at a time"
         answer = self._answer = self._loop.create_future()
         if self.ended or self._transport is None:
@@ -58,19 +58,19 @@ class TextChannel(asyncio.Protocol):
         self._deadline = self._loop.call_later(seconds, self._expire)
         if len(payload) <= JOIN:
             self._transport.write(head + payload)
-        else:  # not joined: a large payload is not copied
+        else:  # joining would copy a large payload
             self._transport.write(head)
             self._transport.write(payload)
         return answer
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Called once when the process has closed its socket; at once if it has already."""
+        """Call `callback` once when the process has closed its socket; immediately if it already has."""
         self._on_end = callback
         if self.ended:
             callback()
 
     async def exit_code(self) -> int:
-        """Of a process that has ended; -N: by signal N."""
+        """Return the exit code of an ended process; -N if signal N killed it."""
         assert self._process is not None
         return await self._process.wait()
 
@@ -82,7 +82,7 @@ class TextChannel(asyncio.Protocol):
             await asyncio.shield(self._process.wait())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
 
     def data_received(self, data: bytes) -> None:
         received = self._received
@@ -92,7 +92,7 @@ class TextChannel(asyncio.Protocol):
         head_bytes = int.from_bytes(received[:4], "little")
         payload_bytes = int.from_bytes(received[4:8], "little")
         if head_bytes > MAX_HEAD or payload_bytes > self._max_answer_bytes:
-            self._kill()  # not one of our workers any more
+            self._kill()  # compromised: a sound worker never sends this
             return
         if len(received) < 8 + head_bytes + payload_bytes:
             return
@@ -107,12 +107,12 @@ class TextChannel(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.ended = True
-        self._kill()  # it may have closed its socket and run on
+        self._kill()  # it may have closed its socket without ending
         self._settle(WorkerEnded())
         self._on_end()
 
     def _expire(self) -> None:
-        # a router that stalled itself first reads what has come meanwhile
+        # If the router itself stalled, the answer may already be in the socket: read it before giving up.
         self._deadline = self._loop.call_later(GRACE_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
@@ -141,7 +141,7 @@ class TextChannel(asyncio.Protocol):
 async def start_worker(
     spawner: Spawner, settings: Settings, program: tuple[str, ...] = PROGRAM
 ) -> TextChannel:
-    """Ready for jobs. Raises ModelError where it cannot read the model, else InternalError."""
+    """Start a worker that is ready for jobs. Raises ModelError if it cannot read the model, otherwise InternalError."""
     try:
         ours, theirs = socket.socketpair()
     except OSError as error:  # no descriptor is left
@@ -149,7 +149,7 @@ async def start_worker(
     channel = TextChannel(settings.max_answer_bytes)
     try:
         with theirs:
-            # A library that prints on every hostile text must not fill the router's log.
+            # A library that prints something for every malicious text must not fill the router's log.
             channel._process = await spawner.start(program, theirs, ENVIRONMENT, quiet=True)
         await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
         answer, _ = await channel.ask(settings, b"", START_SECONDS)

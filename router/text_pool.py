@@ -1,4 +1,4 @@
-"""The router's end of its text workers: two lanes of processes, bounded queues, deadlines, restarts.
+"""Runs text jobs in worker processes: two lanes with bounded queues, deadlines and restarts.
 
 Small jobs have workers of their own, so that none of them waits for a large one.
 """
@@ -21,16 +21,16 @@ from router.text_channel import TextChannel, WorkerEnded, WorkerStuck, start_wor
 from router.text_jobs import Answer, Job, Settings, too_costly
 from router.text_work import Payload
 
-SMALL_JOB = 1 << 16  # bytes of a payload, at most, in the lane of small jobs
+SMALL_JOB = 1 << 16  # largest payload in the lane of small jobs, in bytes
 WORKERS = 2  # in each lane
 MAX_WAITING = 1024  # jobs of a lane that wait for a worker
-MAX_WAITING_BYTES = 128 << 20  # of their payloads
-SMALL_SECONDS = 4.0  # that a small job waits for a worker, and may take; a worker that takes longer is killed
+MAX_WAITING_BYTES = 128 << 20  # limit for the payloads of waiting jobs
+SMALL_SECONDS = 4.0  # limit for a small job's wait for a worker, and for its run; then the worker is killed
 LARGE_SECONDS = 30.0
 LARGE_NICE = 10  # large jobs leave the processors to the router, to small jobs and to nodes on CPUs
 RESTART_SECONDS = 1.0  # between attempts to start a worker
-MAX_ANSWER_BYTES = 32 << 20  # beyond the payload of the job
-# A worker that ended so has run out of CPU time, or of memory: Rust aborts where an allocation fails.
+MAX_ANSWER_BYTES = 32 << 20  # in addition to the payload of the job
+# A worker ended by one of these ran out of CPU time or memory: Rust aborts if an allocation fails.
 OVER_LIMITS = {
     -signal.SIGPROF,
     -signal.SIGABRT,
@@ -44,7 +44,7 @@ Start = Callable[[], Coroutine[Any, Any, TextChannel]]
 
 
 class Lane:
-    """Workers that take one job each at a time, and the jobs that wait for them."""
+    """Worker processes that run one job at a time each, and the queue of jobs that wait for them."""
 
     def __init__(self, start: Start, seconds: float, log: Log) -> None:
         """`seconds`: how long a job may wait for a worker, and then how long the worker may take."""
@@ -53,23 +53,23 @@ class Lane:
         self._log = log
         self._idle: list[TextChannel] = []
         self._all: set[TextChannel] = set()
-        self._waiting: dict[asyncio.Future[TextChannel], None] = {}  # in the order of asking
+        self._waiting: dict[asyncio.Future[TextChannel], None] = {}  # in order of arrival
         self._waiting_bytes = 0
         self._starts: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def open(self) -> None:
-        """Returns with the first worker; the others follow. Raises ModelError or InternalError."""
+        """Start the workers and return when the first one is ready. Raises ModelError or InternalError."""
         self._add(await self._start())
         for _ in range(WORKERS - 1):
             self._start_another()
 
     async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]:
-        """Raises Overloaded, or InvalidRequest where the job takes more than a worker has."""
+        """Run a job. Raises Overloaded, or InvalidRequest if the job exceeds the CPU time or memory of a worker."""
         for _ in range(2):
             worker = await self._take(len(payload))
             answer = worker.ask(job, payload, self._seconds)
-            # what comes of it does not depend on the asker: a client that leaves does not cost a worker
+            # Shielded: if the client disconnects, the worker finishes the job and stays usable.
             answer.add_done_callback(partial(self._done, worker))
             try:
                 return await asyncio.shield(answer)
@@ -82,7 +82,7 @@ class Lane:
                 if await worker.exit_code() in OVER_LIMITS:
                     message, param = too_costly(job)
                     raise InvalidRequest(message, param=param) from error
-            # ended by somebody else: the job is not to blame
+            # Something else ended the worker, not the job: retry once.
         raise InternalError("two text workers in a row ended while they worked on this request")
 
     async def close(self) -> None:
@@ -93,7 +93,7 @@ class Lane:
         await asyncio.gather(*(worker.end() for worker in list(self._all)))
 
     async def _take(self, size: int) -> TextChannel:
-        """An idle worker, in the order of asking."""
+        """Wait for an idle worker, in order of arrival. Raises Overloaded."""
         if self._idle:
             return self._idle.pop()
         if len(self._waiting) >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
@@ -171,8 +171,8 @@ class TextPool:
         """Prepare the workers; none is started.
 
         Args:
-            manifest: list of the sums of the files in `path`, if they are to be checked.
-            template: file with a chat template in place of the model's own.
+            manifest: checksum list of the files in `path`; None skips the check.
+            template: file with a chat template that replaces the model's own.
         """
         listed = None if manifest is None else str(manifest)
         given = None if template is None else str(template)
@@ -182,7 +182,7 @@ class TextPool:
         self._large = Lane(partial(start_worker, spawner, large), LARGE_SECONDS, log)
 
     async def start(self) -> None:
-        """Raises ModelError for a model directory that the workers cannot read."""
+        """Start both lanes. Raises ModelError if the workers cannot read the model directory."""
         opened = await asyncio.gather(self._small.open(), self._large.open(), return_exceptions=True)
         for error in opened:
             if error is not None:
@@ -190,7 +190,7 @@ class TextPool:
                 raise error
 
     async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]:
-        """Raises Overloaded while too much waits, and InvalidRequest for what takes too much time or memory."""
+        """Run a job. Raises Overloaded if too many wait, and InvalidRequest if it takes too much time or memory."""
         lane = self._small if len(payload) <= SMALL_JOB else self._large
         return await lane.run(job, payload)
 

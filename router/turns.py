@@ -1,4 +1,4 @@
-"""Spreads work that many requests or connections start at once over several turns of the event loop."""
+"""Spreads work that many requests or connections start at the same moment over turns of the event loop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Turns:
         seconds: float = float("inf"),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """A turn ends early for calls once `seconds` have passed since its first one; one call is always made."""
+        """A turn also ends for callers once `seconds` have passed since its first call; one call is always made."""
         self._per_turn = per_turn
         self._seconds = seconds
         self._clock = clock
-        self._passed = 0  # in this turn
-        self._until = 0.0  # by the clock, for this turn
+        self._passed = 0  # callers that passed in this turn
+        self._until = 0.0  # when this turn ends for callers, by the clock
         self._counting = False  # `_next_turn` is scheduled
         self._waiting: deque[Step] = deque()
 
@@ -71,7 +71,7 @@ class Turns:
         return True
 
     def _turn_goes_on(self) -> bool:
-        """Whether another may pass in this turn."""
+        """Whether another caller may pass in this turn."""
         if not self._passed:
             self._until = self._clock() + self._seconds
             return True
@@ -84,7 +84,7 @@ class Turns:
             while self._waiting and self._turn_goes_on():
                 self._passed += self._waiting.popleft()()
         finally:
-            # One call that raises is logged by the loop; those that wait go on.
+            # If a call raises, the loop logs it; the remaining calls must still get their turn.
             self._counting = self._passed > 0 or bool(self._waiting)
             if self._counting:
                 asyncio.get_running_loop().call_soon(self._next_turn)
