@@ -1,6 +1,6 @@
-"""What at least two processes share.
+"""Code shared by at least two processes.
 
-Without torch: `config`, `messages`, `ipc`, `observability`, `checkpoint` (reads model directories), `speculation` (a
-record per algorithm) and `kv_cache` (planes and pages as values). `engine` runs forward passes: torch starts there.
-`node` is what both kinds of node wrap around the engine.
+Without torch: `config`, `messages`, `ipc`, `observability`, `checkpoint` (reads model directories), `speculation`
+(one record per algorithm) and `kv_cache` (planes and pages as values). With torch: `engine` runs forward passes, and
+`node` is the code around the engine that both roles share.
 """

@@ -1,4 +1,4 @@
-"""What the cluster knows of an API key: everything but the key itself."""
+"""An API key as the cluster knows it: everything but the key itself."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PerMinute = Annotated[int, Meta(ge=1, le=10**12)]
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of the file that security.api_keys names."""
 
-    id: KeyId  # stands in logs, timelines and metrics
-    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # of the key
+    id: KeyId  # appears in logs, timelines and metrics
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # hash of the key
     scopes: tuple[Scope, ...] = ("inference",)
-    expires: Annotated[datetime, Meta(tz=True)] | None = None  # from then on it is unknown
+    expires: Annotated[datetime, Meta(tz=True)] | None = None  # after this time the key is unknown
     requests_per_minute: PerMinute | None = None
-    tokens_per_minute: PerMinute | None = None  # of prompts and answers
+    tokens_per_minute: PerMinute | None = None  # prompt and answer tokens
     concurrency: Annotated[int, Meta(ge=1, le=10**6)] | None = None  # prompts in flight
-    weight: Annotated[int, Meta(ge=1, le=MAX_WEIGHT)] = 1  # shares that it gets while clients wait for room
+    weight: Annotated[int, Meta(ge=1, le=MAX_WEIGHT)] = 1  # share of capacity while clients wait

@@ -1,21 +1,21 @@
-"""The exception tree. Each error knows its HTTP status and the code that crosses the wire.
+"""The exception tree. Each error knows its HTTP status and the code that is sent between processes.
 
     TandemError
     +-- ConfigError            start-up only: a key, its path and the remedy
+    +-- ConfigError            start-up only: a config key, its path and the remedy
     +-- ModelError             start-up only: a checkpoint that cannot be served, and what is supported
     |   +-- TakesNoEmbeddings  a ValueError too: it would embed the placeholders of images
-    +-- ProtocolError          a peer said something that its inbox does not allow
+    +-- ProtocolError          a peer sent a message that its inbox does not allow
     |   +-- HandshakeRefused   peers that differ in version, layout or model
-    |   +-- RecordError        a handoff record that is torn, stale or corrupt
-    +-- RequestError           one request ends, all others go on
-        +-- InvalidRequest     400  the client can mend it; names the field
+    +-- RequestError           one request ends, all others continue
+        +-- InvalidRequest     400  the client can correct it; names the field
         |   +-- ContextTooLong 400  more tokens than the model's context holds
         +-- Unauthorized       401  no API key, or one that is unknown or has expired
         +-- Forbidden          403  a key without the scope, or a foreign Host or Origin header
         +-- ModelNotFound      404  `model` is not the served one
         +-- RequestTooLarge    413  body over the limit
         +-- UnsupportedMedia   415  a body that is not plain JSON
-        +-- RateLimited        429  a client is over its limit; it knows when to come back
+        +-- RateLimited        429  a client is over its limit; tells it when to retry
         +-- Overloaded         503  a bounded queue is full; retry later
         +-- Unavailable        503  no node of a role can serve
         +-- DeadlineExceeded   408  the request's own deadline passed
@@ -23,12 +23,12 @@
         |   +-- ChecksumFailed 503  a page differs from what was sent; the request may be placed again
         +-- NodeLost           503  the node died; the request may be placed again
         +-- Preempted          503  pages ran out and the KV could not be kept; the request may be placed again
-        +-- ClientGone         499  nobody listens any more
+        +-- ClientGone         499  the client has disconnected
         +-- InternalError      500  a defect; details only in the log
         +-- PoisonRequest      500  nodes crashed whenever they ran this request; it is not run again
 
-`code` is what crosses the wire between nodes and router (`Failed.code`), and what stands in `error.code` over HTTP
-where OpenAI has a name for it, or no number of its own. `retryable`: the router may place the request again.
+`code` is sent between nodes and router (`Failed.code`); over HTTP it is `error.code` if OpenAI has a name for it, or
+has no status of its own. `retryable` means that the router may place the request again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from typing import ClassVar
 
 
 class TandemError(Exception):
-    """Root of the tree. `str(error)` is a sentence for a person."""
+    """Root of the tree. `str(error)` is a sentence for people."""
 
 
 class ConfigError(TandemError):
-    """A configuration that cannot be served. `path` names the key ("router.port"), the text says the remedy."""
+    """A configuration that cannot be served. `path` is the key ("router.port"), the text states the remedy."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path}: {problem}" if path else problem)
@@ -49,7 +49,7 @@ class ConfigError(TandemError):
 
 
 class ModelError(TandemError):
-    """A model directory that cannot be served. The text is cut: it may quote what a stranger wrote."""
+    """A model directory that cannot be served. The text is truncated, since it may quote untrusted input."""
 
     MAX_CHARACTERS: ClassVar[int] = 2000
 
@@ -60,7 +60,7 @@ class ModelError(TandemError):
 
 
 class TakesNoEmbeddings(ModelError, ValueError):
-    """A model that reads token ids alone, where prompts are embeddings of text and images."""
+    """A model that reads only token ids, although prompts are embeddings of text and images."""
 
 
 class ProtocolError(TandemError):
@@ -68,7 +68,7 @@ class ProtocolError(TandemError):
 
 
 class HandshakeRefused(ProtocolError):
-    """Two peers cannot work together; the text is the sentence that both log."""
+    """Two peers cannot work together; both log the text, which is a sentence."""
 
 
 class RecordError(ProtocolError):
@@ -80,7 +80,7 @@ class RecordError(ProtocolError):
 
 
 class RequestError(TandemError):
-    """One request ends with this error; nothing else is affected."""
+    """One request ends with this error; no other request is affected."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
@@ -93,7 +93,7 @@ class RequestError(TandemError):
 
 
 class InvalidRequest(RequestError):
-    """The client can mend it: `param` names the field."""
+    """The client can correct the request: `param` names the field."""
 
     status = 400
     code = "invalid_value"
@@ -101,13 +101,13 @@ class InvalidRequest(RequestError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and completion are more than the context holds; clients know OpenAI's name for this and cut the prompt."""
+    """Prompt and completion exceed the context; clients recognise OpenAI's code for this and shorten the prompt."""
 
     code = "context_length_exceeded"
 
 
 class Unauthorized(RequestError):
-    """The request carries no API key that opens this route."""
+    """The request has no API key that is valid for this route."""
 
     status = 401
     code = "invalid_api_key"
@@ -115,7 +115,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The client is known, or needs no key, and may not do this."""
+    """The client is known, or needs no key, but may not do this."""
 
     status = 403
     code = "permission_denied"
@@ -123,7 +123,7 @@ class Forbidden(RequestError):
 
 
 class ModelNotFound(RequestError):
-    """`model` names something that is not served here."""
+    """`model` names a model that is not served here."""
 
     status = 404
     code = "model_not_found"
@@ -147,7 +147,7 @@ class UnsupportedMedia(RequestError):
 
 
 class RateLimited(RequestError):
-    """The client is over its limit; `retry_after` seconds from now it is not."""
+    """The client is over its limit, until `retry_after` seconds from now."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -159,7 +159,7 @@ class RateLimited(RequestError):
 
 
 class Overloaded(RequestError):
-    """A bounded queue is full; `retry_after` seconds from now there may be room."""
+    """A bounded queue is full; there may be room `retry_after` seconds from now."""
 
     status = 503
     code = "overloaded"
@@ -170,7 +170,7 @@ class Overloaded(RequestError):
 
 
 class Unavailable(RequestError):
-    """No node of a role can serve just now."""
+    """No node of a role can serve at present."""
 
     status = 503
     code = "unavailable"
@@ -184,7 +184,7 @@ class DeadlineExceeded(RequestError):
 
 
 class TransferFailed(RequestError):
-    """The KV pages or the record did not arrive whole."""
+    """The KV pages or the record did not arrive completely."""
 
     status = 503
     code = "transfer_failed"
@@ -192,13 +192,13 @@ class TransferFailed(RequestError):
 
 
 class ChecksumFailed(TransferFailed):
-    """A KV page is not what the prefill node sent."""
+    """A KV page differs from what the prefill node sent."""
 
     code = "checksum_failed"
 
 
 class NodeLost(RequestError):
-    """The node that held the request is gone."""
+    """The node that held the request has died."""
 
     status = 503
     code = "node_lost"
@@ -206,7 +206,7 @@ class NodeLost(RequestError):
 
 
 class Preempted(RequestError):
-    """A decode node ran out of pages and of backup memory: the request is prefilled again with what it has said."""
+    """A decode node ran out of pages and of backup memory: the request is prefilled again with its output so far."""
 
     status = 503
     code = "preempted"
@@ -214,18 +214,18 @@ class Preempted(RequestError):
 
 
 class ClientGone(RequestError):
-    """Nobody listens any more."""
+    """The client has disconnected."""
 
     status = 499
     code = "client_gone"
 
 
 class InternalError(RequestError):
-    """A defect in tandem: the log has the details under the request id."""
+    """A defect in tandem; the log has the details under the request id."""
 
 
 class PoisonRequest(RequestError):
-    """Nodes crashed whenever they ran this request: it is refused for a while."""
+    """Nodes crashed whenever they ran this request; it is refused for a while."""
 
     code = "poison_request"
 

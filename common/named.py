@@ -1,4 +1,4 @@
-"""Objects by name: tables of "module:attribute" import what is chosen, and nothing else."""
+"""Resolves objects by name: tables of "module:attribute" import only what is chosen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def named(path: str) -> Any:
-    """What "module:attribute" names."""
+    """Return the object that "module:attribute" names."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""The cluster file resolved once for one process, as plain values: what is built from it sees no config object."""
+"""The cluster file resolved for one process into plain values, so that only the composition root sees the config."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class PoolWish:
-    """How large a node's KV pool is to be: so many tokens, or what the node's share of its GPU leaves (None)."""
+    """The requested size of a node's KV pool: a number of tokens, or what the node's share of its GPU leaves (None)."""
 
     tokens: int | None
     fraction: float
-    section: str  # of the config: prefill or decode
-    sees: bool = False  # where the model has a vision part, this node runs it
-    image_bytes: int = 0  # for a cache of what comes out of it
+    section: str  # config section: prefill or decode
+    sees: bool = False  # this node runs the model's vision part, if there is one
+    image_bytes: int = 0  # size of a cache for the vision part's output
 
     @property
     def key(self) -> str:
@@ -23,7 +23,7 @@ class PoolWish:
 
 
 class NodeShare(msgspec.Struct, frozen=True):
-    """What one node of the cluster takes of its device."""
+    """The resources that one node of the cluster takes of its device."""
 
     device: str
     pool: PoolWish
@@ -31,7 +31,7 @@ class NodeShare(msgspec.Struct, frozen=True):
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which checkpoint is loaded, and how."""
+    """The checkpoint to load, and how."""
 
     path: str
     dtype: str  # auto, or torch's name
@@ -39,19 +39,19 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How decode nodes draft. Prefill nodes make the draft's KV and state."""
+    """How decode nodes draft. Prefill nodes compute the draft's KV and state."""
 
-    algorithm: str  # name of its record
-    draft_path: str | None  # None: the algorithm has no draft model
+    algorithm: str  # name of the algorithm's record
+    draft_path: str | None  # None if the algorithm has no draft model
     steps: int
     topk: int
 
 
 class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How pages and records move; seconds are local."""
+    """How pages and records are sent; timeouts are in seconds."""
 
     transport: str
-    layers: bool  # pages leave layer by layer
+    layers: bool  # pages are sent layer by layer
     verify_checksums: bool
     slots_timeout: float
     first_page_timeout: float
@@ -59,7 +59,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the router is, and how soon either side notices that the other is gone."""
+    """The router's address, and how soon either side notices the loss of the other."""
 
     address: str
     heartbeat_interval: float
@@ -67,7 +67,7 @@ class RouterPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One prefill or decode process."""
+    """The plan of one prefill or decode process."""
 
     role: str
     name: str
@@ -76,7 +76,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     pool: PoolWish
     max_rows: int  # requests in one step
-    shares: tuple[NodeShare, ...]  # of all nodes of the cluster, this one included
+    shares: tuple[NodeShare, ...]  # shares of all nodes of the cluster, including this one
     model: ModelPlan
     speculation: SpeculationPlan
     transfer: TransferPlan

@@ -1,7 +1,7 @@
-"""What every process of the cluster does around its work: command line, logs, start-up report, signals, exit codes.
+"""The frame of every process of the cluster: command line, logs, start-up report, signals, exit codes.
 
-Exit codes: 0 drained, 1 a defect (traceback in the log), 2 the configuration or the model cannot be served, 3 the main
-loop of a node hung (stacks in the log).
+Exit codes: 0 drained, 1 a defect (traceback in the log), 2 the configuration or the model cannot be served, 3 the
+main loop of a node hung (stacks in the log).
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ EXIT_REFUSED = 2
 MOST_DESCRIPTORS = 65_536
 
 ClusterOption = Annotated[Path, typer.Option("--cluster", help="Cluster file")]
-NameOption = Annotated[str, typer.Option("--name", help="Which of the file's nodes this process is")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="PATH=VALUE, over file and environment")]
+NameOption = Annotated[str, typer.Option("--name", help="Name of this process among the file's nodes")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="PATH=VALUE, overrides file and environment")
+]
 StatusOption = Annotated[
     int | None, typer.Option("--status-fd", help="Descriptor for start-up progress", hidden=True)
 ]
 
 
 class BuiltNode(Protocol):
-    """What a node's `build` returns: everything is bound and loaded, nothing runs yet."""
+    """The result of a node's `build`: everything is bound and loaded, nothing runs yet."""
 
     def start(self) -> None:
         """Begin to register and to send heartbeats."""
 
     def run(self) -> None:
-        """The main loop; returns when the node has drained."""
+        """Run the main loop; returns when the node has drained."""
 
     def overdue(self) -> float:
-        """Seconds that the main loop is past the work that it announced; not positive while it has time left."""
+        """Return the seconds by which the main loop exceeds its announced work; not positive while it has time left."""
 
     def drain(self) -> None:
-        """Take nothing new and let `run` return. Called from a signal handler."""
+        """Take no new requests and let `run` return. Called from a signal handler."""
 
     def close(self) -> None:
-        """Sockets and shared memory."""
+        """Close sockets and shared memory."""
 
 
 Build = Callable[[Resolved, str, StartupReporter, Log], BuiltNode]
 
 
 def run_command(main: Callable[..., None]) -> None:
-    """`main` as the process's command line."""
+    """Run `main` as the process's command line."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
     app()
@@ -70,7 +72,7 @@ def run_process(
     status_fd: int | None,
     body: Callable[[Resolved, StartupReporter, Log], Any],
 ) -> None:
-    """Load the cluster file, run `body`, tell whoever started us how it went, and exit."""
+    """Load the cluster file, run `body`, report the outcome to the process that started this one, and exit."""
     logs.configure(name, "info")
     log = Log(name)
     _raise_descriptor_limit()
@@ -78,7 +80,7 @@ def run_process(
         with StartupReporter(status_fd, log) as reporter:
             resolved = load_cluster(cluster, overrides or [])
             process = resolved.cluster.process
-            # the supervisor opened the log file if it passed a descriptor; otherwise the file is the caller's
+            # The supervisor opened the log file if it passed a descriptor; otherwise the file belongs to the caller.
             max_bytes = None if status_fd is None else process.log_max_mib << 20
             logs.configure(name, process.log_level, max_bytes)
             body(resolved, reporter, log)
@@ -96,7 +98,10 @@ def run_node(
     overrides: list[str] | None,
     status_fd: int | None,
 ) -> None:
-    """One node's whole life. `import_build` imports torch, which takes seconds: it is called once that is said."""
+    """Run one node's whole life.
+
+    `import_build` imports torch, which takes seconds, so that phase is reported first.
+    """
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         reporter.report("importing")
@@ -114,7 +119,7 @@ def run_node(
 
 
 def on_termination(drain: Callable[[], None]) -> None:
-    """SIGTERM and SIGINT drain; a second SIGINT ends the process at once."""
+    """Drain on SIGTERM and SIGINT; a second SIGINT ends the process at once."""
 
     def handle(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -125,7 +130,7 @@ def on_termination(drain: Callable[[], None]) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit, often 1024, as far as is allowed: each connection takes a descriptor."""
+    """Raise the soft limit, often 1024, as far as allowed: each connection needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,8 @@
-"""Which streams of the target an EAGLE-3 head reads.
+"""Determines which streams of the target an EAGLE-3 head reads.
 
-Heads name layers, and do not always say whether they mean what enters a layer or what it gives. Trained on one and fed
-the other, a head starts, and is hardly ever right: https://github.com/vllm-project/vllm/pull/50170.
+Heads name layers, but do not always say whether they mean a layer's input or its output. A head that was trained on
+one and gets the other starts without an error, and its drafts are hardly ever right:
+https://github.com/vllm-project/vllm/pull/50170.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from common.checkpoint.json_fields import flag, optional_section, positive, shown
 from common.errors import ModelError
 
-KEY = "aux_layer_convention"  # of the head's config.json
+KEY = "aux_layer_convention"  # in the head's config.json
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 Convention = Literal["boundary", "output"]
@@ -22,15 +23,17 @@ Source = Literal["stated", "guessed", "default"]
 
 @dataclass(frozen=True, slots=True)
 class AuxLayers:
-    """The layers that one draft head reads. Empty: it reads the target's normed output."""
+    """The layers that one draft head reads. Empty if it reads the target's normed output."""
 
-    boundaries: tuple[int, ...] = ()  # i: the stream entering layer i, and after the last layer their number
-    convention: Convention = "boundary"  # what the file's ids name
-    # Stated by the file, or guessed by its first id; default: it names no layers, and EAGLE's own are taken.
+    boundaries: tuple[
+        int, ...
+    ] = ()  # i: the stream entering layer i; num_layers: the stream after the last layer
+    convention: Convention = "boundary"  # the meaning of the file's ids
+    # Stated by the file or guessed from its first id; default: the file names no layers, and EAGLE's own are used.
     source: Source = "stated"
 
     def describe(self) -> dict[str, str]:
-        """For the log and /server_info."""
+        """Return the fields for the log and /server_info."""
         if not self.boundaries:
             return {}
         return {
@@ -41,9 +44,9 @@ class AuxLayers:
 
 
 def aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> AuxLayers:
-    """As `raw`, a head's config.json, has them for a target of so many layers. `ModelError` names `where`.
+    """Read `raw`, a head's config.json, for a target of so many layers. Raises ModelError that begins with `where`.
 
-    Row D4: aux states are used unless the file says no.
+    Aux states are used unless the file turns them off.
     """
     section = optional_section(raw, "eagle_config", where)
     if not flag(section, "use_aux_hidden_state", where, True):
@@ -63,13 +66,16 @@ def aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> AuxLayers
     boundaries = tuple(layer + 1 for layer in ids) if convention == "output" else tuple(ids)
     if list(boundaries) != sorted(set(boundaries)) or not all(0 <= each <= num_layers for each in boundaries):
         raise ModelError(
-            f"{where}: aux layers {list(boundaries)} are no ascending boundaries of {num_layers} layers"
+            f"{where}: aux layers {list(boundaries)} are not ascending boundaries of {num_layers} layers"
         )
     return AuxLayers(boundaries, convention, stated if named else "default")
 
 
 def _convention(raw: Mapping[str, Any], ids: list[int], where: str) -> tuple[Convention, Source]:
-    """Heads whose ids begin with 1 mean outputs: nobody reads what enters the second layer."""
+    """Return the convention.
+
+    Heads whose ids begin with 1 mean outputs: no head reads the input of the second layer.
+    """
     given = raw.get(KEY, "auto")
     if given == "boundary" or given == "output":
         return given, "stated"

@@ -1,4 +1,4 @@
-"""Finds a model's chat template without compiling it: only text workers of the router do that. No torch."""
+"""Finds a model's chat template without compiling it, which only the router's text workers do. No torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ JSON_FILES = ("chat_template.json", "tokenizer_config.json")  # in this order
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """A template and the file that it stands in."""
+    """A template and the file that contains it."""
 
     text: str
     file: Path
 
 
 def find_chat_template(model: Path, given: Path | None = None) -> TemplateSource | None:
-    """The template in `given` or, without one, the model's own; None: it has none. Raises ModelError.
+    """Return the template in `given`, or else the model's own; None if it has none. Raises ModelError.
 
     Args:
-        given: `model.chat_template`, a file of the operator's; it may be a link to anywhere.
+        given: `model.chat_template`, a file of the operator, which may be a link to any place.
     """
     if given is not None:
         return TemplateSource(read_text(given.resolve(), MAX_TEMPLATE_BYTES), given)
@@ -46,7 +46,7 @@ def find_chat_template(model: Path, given: Path | None = None) -> TemplateSource
 
 
 def _default(template: Any) -> str | None:
-    """The template, or of several named ones the one called `default`."""
+    """Return the template; if there are several named ones, the one called `default`."""
     if isinstance(template, list):
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")

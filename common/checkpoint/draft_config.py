@@ -1,9 +1,9 @@
 """One draft model for one target: shapes and widths. common/speculation reads it from a directory. No torch.
 
-The widths of everything that passes between target and draft come from functions here and from nowhere else:
-`target_width` (what the target gives per token), `hidden_size_for` (what one draft step gives to the next), and
-`proposals_for` and `hidden_rows_for` (how much of it travels with a request). The engine asks them through the types
-that have those widths (common/engine/forward/draft_inputs.py).
+The widths of everything that target and draft exchange come only from functions here: `target_width` (passed by the
+target per token), `hidden_size_for` (passed by one draft step to the next), and `proposals_for` and `hidden_rows_for`
+(sent with a request). The engine uses them through the types that have these widths
+(common/engine/forward/draft_inputs.py).
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from common.errors import ModelError
 class DraftConfig:
     """One draft model for one target."""
 
-    algorithm: str  # name of its record
+    algorithm: str  # name of the algorithm's record
     model: ModelConfig  # shapes of the draft's own layers
-    target_hidden: int  # 0: the draft reads nothing of the target
+    target_hidden: int  # width of the target's hidden state; 0: the draft reads none
     aux: AuxLayers  # streams of the target that the draft reads
-    draft_vocab: int | None  # tokens that the draft can propose; None: all, by the target's head
-    norm_before_residual: bool  # what goes past attention is the normed stream
-    mtp: MtpFormat | None = None  # of a multi-layer draft: a module per step, model.num_layers of them
-    fc_norms: tuple[str, ...] = ()  # norms of what the target gives, one for each equal part of it
-    norm_output: bool = False  # a draft step gives its normed output to the next
+    draft_vocab: int | None  # number of tokens that the draft can propose; None: all, by the target's head
+    norm_before_residual: bool  # the residual around attention is the normed stream
+    mtp: MtpFormat | None = None  # set for a multi-layer draft: one module per step, model.num_layers of them
+    fc_norms: tuple[str, ...] = ()  # norms of the target's states, one for each equal part of them
+    norm_output: bool = False  # a draft step passes its normed output to the next
 
     @property
     def modules(self) -> int:
-        """The number of modules of a multi-layer draft, one per step; 0 where one layer stack runs at every step."""
+        """The number of modules of a multi-layer draft, one per step; 0 if one layer stack runs at every step."""
         return 0 if self.mtp is None else self.model.num_layers
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Boundaries of the target whose streams the draft reads; (): the normed output."""
+        """Boundaries of the target whose streams the draft reads; () for the normed output."""
         return self.aux.boundaries
 
 
 def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
-    """The draft as it runs for so many steps: of a multi-layer one the first modules. `ModelError` if it has fewer."""
+    """Return the draft for so many steps: of a multi-layer one, the first modules.
+
+    Raises ModelError if it has fewer.
+    """
     if draft.mtp is None:
         return draft
     if steps > draft.modules:
@@ -62,41 +65,43 @@ def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
 
 
 def target_width(draft: DraftConfig) -> int:
-    """Hidden values per token that the draft reads of the target; 0: none."""
+    """Return the hidden values per token that the draft reads from the target; 0: none."""
     return draft.target_hidden * max(1, len(draft.aux_layers))
 
 
 def hidden_size_for(draft: DraftConfig) -> int:
-    """Hidden values that a draft step gives to the next one; 0: none."""
+    """Return the hidden values that a draft step passes to the next one; 0: none."""
     return draft.model.hidden_size if draft.target_hidden else 0
 
 
 def hidden_rows_for(draft: DraftConfig) -> int:
-    """Hidden states that travel with a request: the newest, or one for each module but the first (see mtp.py)."""
+    """Return the hidden states sent with a request: the newest, or one per module but the first (see models/mtp.py)."""
     if not draft.target_hidden:
         return 0
     return draft.modules - 1 if draft.modules else 1
 
 
 def proposals_for(draft: DraftConfig, topk: int) -> int:
-    """Drafts that travel with a request: those of the first step, or of all steps where each has its module."""
+    """Return the drafts sent with a request: those of the first step, or of all steps if each has its module."""
     return topk * max(draft.modules, 1) if draft.target_hidden else 0
 
 
 def lookahead_for(draft: DraftConfig) -> int:
-    """How many tokens behind a position its draft KV depends on."""
+    """Return how many tokens after a position its draft KV depends on."""
     return max(draft.modules, 1) if draft.target_hidden else 0
 
 
 def draft_fingerprint(path: str | Path, draft: DraftConfig, steps: int, topk: int) -> str:
-    """What two nodes compare beside the target's fingerprint: weights, widths and the shape of drafting."""
+    """Return the value that nodes compare in addition to the target's fingerprint: weights, widths, shape of
+    drafting.
+    """
     facts = (draft.algorithm, steps, topk, draft.aux_layers, target_width(draft), hidden_size_for(draft))
-    # where the layers were found out from says nothing of what is computed
+    # How the layers were determined does not affect what is computed.
     return model_files.fingerprint(Path(path), repr((facts, replace(draft, aux=AuxLayers(draft.aux_layers)))))
 
 
 def check_same(file: Path, what: str, ours: int, theirs: int) -> None:
-    """Raises ModelError where the draft's value of `what` is not the target's."""
+    """Raise ModelError if the draft's value of `what` differs from the target's."""
     if ours != theirs:
         raise ModelError(
             f"{file}: {what} is {ours}, the target has {theirs}: this draft is for another model"

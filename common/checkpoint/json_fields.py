@@ -1,6 +1,6 @@
-"""Values of a model's JSON files, checked: errors name the file, the key and what was found.
+"""Reads and checks values of a model's JSON files: errors name the file, the key and the value found.
 
-The files are a stranger's: every number has an upper bound, so that nothing that is sized by it can be absurd.
+The files are untrusted: every number has an upper bound, so nothing that is sized by it can be absurdly large.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from common.errors import ModelError
 
 MAX_INT = (1 << 31) - 1  # device code counts in int32
 MAX_LAYERS = 1024
-MAX_WIDTH = 1 << 18  # values of one token in one place
+MAX_WIDTH = 1 << 18  # values per token in one tensor
 MAX_VOCAB = 1 << 24
 MAX_POSITIONS = 1 << 27
 MAX_HEADS = 4096
 
 
 def section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    """An object. Raises ModelError."""
+    """Return an object. Raises ModelError."""
     value = raw.get(key)
     if not isinstance(value, dict):
         raise ModelError(f"{where}: {key} must be an object, found {type(value).__name__}")
@@ -28,14 +28,14 @@ def section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
 
 
 def optional_section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    """An object; null and a missing key are an empty one. Raises ModelError."""
+    """Return an object, empty if the key is missing or null. Raises ModelError."""
     return {} if raw.get(key) is None else section(raw, key, where)
 
 
 def positive(
     raw: Mapping[str, Any], key: str, where: str, default: int | None = None, most: int = MAX_INT
 ) -> int:
-    """An integer from 1 to `most`; null and a missing key are the default. Raises ModelError."""
+    """Return an integer from 1 to `most`; the default if the key is missing or null. Raises ModelError."""
     value = raw.get(key)
     value = default if value is None else value
     if type(value) is not int or value < 1:
@@ -48,16 +48,16 @@ def positive(
 def number(
     raw: Mapping[str, Any], key: str, where: str, default: float | None = None, most: float = 1e12
 ) -> float:
-    """A finite number above 0 and at most `most`; null and a missing key are the default. Raises ModelError."""
+    """Return a finite number above 0 and at most `most`; the default if missing or null. Raises ModelError."""
     found = raw.get(key)
     value: Any = default if found is None else found
-    if type(value) not in (int, float) or not 0 < value <= most:  # also where it is not a number (NaN)
+    if type(value) not in (int, float) or not 0 < value <= most:  # NaN fails this too
         raise ModelError(f"{where}: {key} must be a positive number up to {most:g}, found {shown(value)}")
     return float(value)
 
 
 def flag(raw: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
-    """true or false; null and a missing key are the default. Raises ModelError."""
+    """Return true or false; the default if missing or null. Raises ModelError."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -66,7 +66,7 @@ def flag(raw: Mapping[str, Any], key: str, where: str, default: bool = False) ->
 
 
 def word(raw: Mapping[str, Any], key: str, where: str, default: str) -> str:
-    """A string; null and a missing key are the default. Raises ModelError."""
+    """Return a string; the default if missing or null. Raises ModelError."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, str):
@@ -75,14 +75,14 @@ def word(raw: Mapping[str, Any], key: str, where: str, default: str) -> str:
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str | None:
-    """The first name in `architectures`, if there is one."""
+    """Return the first name in `architectures`, if there is one."""
     found = raw.get("architectures")
     name = found[0] if isinstance(found, list) and found else None
     return name if isinstance(name, str) else None
 
 
 def token_id(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """The value of the first of `keys` that is there. Raises ModelError."""
+    """Return the value of the first of `keys` that exists. Raises ModelError."""
     value = next((raw[key] for key in keys if raw.get(key) is not None), None)
     if type(value) is not int or not 0 <= value <= MAX_INT:
         raise ModelError(f"{where}: {keys[0]} must be a token id, found {shown(value)}")
@@ -90,13 +90,13 @@ def token_id(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value as an error quotes it: cut where it is long."""
+    """Return a value as an error quotes it, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def is_finite(value: object) -> bool:
-    """Whether it is a JSON number that a float can hold."""
+    """Return whether it is a JSON number that a float can represent."""
     if type(value) is float:
         return math.isfinite(value)
     return type(value) is int and abs(value) < 1 << 1000

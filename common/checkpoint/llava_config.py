@@ -1,4 +1,4 @@
-"""What a LLaVA checkpoint says about its vision part: tower, projector, placeholders. No torch.
+"""Reads the vision part of a LLaVA checkpoint's config: tower, projector, placeholders. No torch.
 
 The engine builds the tower from `tower_options` with transformers' own classes.
 """
@@ -37,7 +37,7 @@ _TRANSFORMER = {
     "num_attention_heads": 12,
     "image_size": 224,
 }
-# model_type -> the sizes that a tower is built from, and what its config.json may leave out
+# model_type -> the sizes from which a tower is built, with the defaults of keys that config.json may leave out.
 TOWERS: Mapping[str, Mapping[str, int]] = {
     "clip_vision_model": {**_TRANSFORMER, "patch_size": 32},
     "siglip_vision_model": {**_TRANSFORMER, "patch_size": 16},
@@ -63,7 +63,7 @@ LANGUAGE_MODELS = {  # model_type of text_config -> its architecture
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-LANGUAGE_DEFAULTS: Mapping[str, Mapping[str, int]] = {  # older files leave out what is transformers' default
+LANGUAGE_DEFAULTS: Mapping[str, Mapping[str, int]] = {  # older files leave out transformers' defaults
     "LlamaForCausalLM": {
         "hidden_size": 4096,
         "intermediate_size": 11_008,
@@ -79,18 +79,17 @@ PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor
 
 @dataclass(frozen=True, slots=True)
 class LlavaVision:
-    """Images of one size, cut into patches: the same number of tokens for each."""
+    """Images of one size, cut into patches: the same number of tokens for each image."""
 
     architecture: str
     tower: str  # a key of TOWERS
-    tower_options: (
-        str  # the parts of vision_config that shape the tower, as JSON for transformers' config class
-    )
-    image_token_id: int  # stands in a tokenized prompt where an image goes; may lie outside the vocabulary
+    # The parts of vision_config that define the tower, as JSON for transformers' config class.
+    tower_options: str
+    image_token_id: int  # placeholder of an image in a tokenized prompt; may be outside the vocabulary
     tokens_per_image: int
     image_size: int  # pixels, both sides
-    feature_layers: tuple[int, ...]  # indices into the tower's hidden states, side by side
-    drop_first: bool  # without the row of the class token
+    feature_layers: tuple[int, ...]  # indices into the tower's hidden states, which are concatenated
+    drop_first: bool  # drop the row of the class token
     projector_act: str
     projector_bias: bool
 
@@ -99,12 +98,12 @@ class LlavaVision:
         return ()
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """(rows, columns) of the tokens of any image: the model counts them through."""
+        """Return (rows, columns) of the tokens of any image: one row, since the model numbers them consecutively."""
         return 1, self.tokens_per_image
 
 
 def llava_language(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """config.json of the language model alone, as if it stood in a directory of its own."""
+    """Return the config.json of the language model, as it would be in a directory of its own."""
     text = section(raw, "text_config", where)
     kind = word(text, "model_type", f"{where}: text_config", "llama")
     architecture = architecture_of(text) or LANGUAGE_MODELS.get(kind, "")
@@ -122,7 +121,7 @@ def llava_language(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parse_llava(raw: Mapping[str, Any], where: str) -> LlavaVision:
-    """`ModelError` says what is not supported."""
+    """Return the vision config. Raises ModelError with what is not supported."""
     options = section(raw, "vision_config", where)
     named = f"{where}: vision_config"
     tower = word(options, "model_type", named, "clip_vision_model")
@@ -177,7 +176,7 @@ def parse_llava(raw: Mapping[str, Any], where: str) -> LlavaVision:
 
 
 def check_llava_processor(directory: Path) -> None:
-    """Raise ModelError where an image processor would be built that makes absurd pixels, or is of another family.
+    """Raise ModelError if the image processor would make absurdly large pixels, or belongs to another family.
 
     transformers builds it from preprocessor_config.json, or from a part of processor_config.json.
     """
@@ -224,5 +223,7 @@ def _feature_layers(raw: Mapping[str, Any], layers: int, where: str) -> tuple[in
     chosen = value if isinstance(value, list) else [value]
     known = range(-layers - 1, layers + 1)
     if not 0 < len(chosen) <= layers + 1 or not all(type(each) is int and each in known for each in chosen):
-        raise ModelError(f"{where}: vision_feature_layer {shown(value)} is no layer of a tower with {layers}")
+        raise ModelError(
+            f"{where}: vision_feature_layer {shown(value)} is not a layer of a tower with {layers}"
+        )
     return tuple(chosen)

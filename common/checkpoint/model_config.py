@@ -1,10 +1,10 @@
-"""What a model directory says about its model: `ModelConfig`, read by our own code. No torch.
+"""Reads the config of a model directory as `ModelConfig`, without transformers and torch.
 
-The router reads limits, eos ids and sampling defaults here; the engine reads shapes. Nothing in a checkpoint
-is run: `auto_map` is ignored, and an architecture that is not listed in `FAMILIES` is refused by name.
+The router reads limits, eos ids and sampling defaults here; the engine reads shapes. No code of a checkpoint is
+executed: `auto_map` is ignored, and an architecture that is not listed in `FAMILIES` is refused by name.
 
-To add a model family: its row in `FAMILIES`, and its config in `tests/unit/engine/families.py`, which holds it against
-transformers. `common/engine/models/decoder.py` computes it where its layers are a mixer and a feed-forward of
+To add a model family, write its row in `FAMILIES` and its config in `tests/unit/engine/families.py`, which compares
+it with transformers. `common/engine/models/decoder.py` computes it if its layers are a mixer and a feed-forward of
 `common/kv_cache/layer_kinds.py`; any other model is a `CausalLM` of its own, named in the row.
 """
 
@@ -46,21 +46,21 @@ from common.errors import ModelError
 Raw = Mapping[str, Any]
 
 MAX_EOS_IDS = 256
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours -> safetensors'
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # tandem's name -> safetensors' name
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one architecture's config.json is read where families differ. Values are defaults or key names."""
+    """How one architecture's config.json is read if families differ. Values are defaults or key names."""
 
     qkv_bias: bool | str = False  # a str names the config key that decides
     output_bias: bool | str = False  # o_proj
     mlp_bias: bool | str = False
     qk_norm: bool = False
-    head_dim: int | None = None  # where config.json has none; None: hidden / heads
-    window: int | None = None  # `sliding_window` where config.json has no such key
+    head_dim: int | None = None  # default if config.json has none; None: hidden / heads
+    window: int | None = None  # default of `sliding_window` if config.json has no such key
     windows_by_layer: bool = False  # use_sliding_window, max_window_layers, layer_types (Qwen)
-    # (config.json, layers, where it stands) -> their blocks; None: attention and a dense feed-forward in each
+    # Maps (config.json, layers, where) to the blocks of each layer; None: attention and a dense feed-forward in each.
     layer_kinds: Callable[[Raw, int, str], tuple[LayerKind, ...]] | None = None
     engine: str = "common.engine.models.decoder:Decoder"  # "module:attribute" of its CausalLM
 
@@ -78,9 +78,9 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class DefaultSampling:
-    """Sampling values of generation_config.json: defaults for requests that give none, as vLLM uses them.
+    """Sampling values of generation_config.json: defaults for requests that give none, as in vLLM.
 
-    `do_sample` is not read, as in vLLM: a request without a temperature gets the file's, else 1.0.
+    `do_sample` is not read, as in vLLM: a request without a temperature gets the file's, or 1.0.
     """
 
     temperature: float | None = None
@@ -92,7 +92,7 @@ class DefaultSampling:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Which blocks one decoder layer has: keys of the tables in `common/kv_cache/layer_kinds.py`."""
+    """The kinds of blocks of one decoder layer: keys of the tables in `common/kv_cache/layer_kinds.py`."""
 
     mixer: str = "attention"
     feed_forward: str = "dense"
@@ -100,7 +100,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder: shapes, options of its layers, and what the directory says about generation."""
+    """One decoder: shapes, options of its layers, and the directory's settings for generation."""
 
     architecture: str
     hidden_size: int
@@ -118,23 +118,22 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_windows: tuple[
-        int | None, ...
-    ]  # [num_layers] keys visible to a query, itself included; None: all
+    # [num_layers] number of keys visible to a query, including its own; None: all
+    sliding_windows: tuple[int | None, ...]
     dtype: str  # of the checkpoint: a key of DTYPES
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: DefaultSampling = DefaultSampling()
-    vision: VisionConfig | None = None  # the other part of a model that takes images; None: text alone
+    vision: VisionConfig | None = None  # the vision part of a model that takes images; None: text only
     weights: StoredWeights = DENSE  # how the checkpoint stores its products
     layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; (): attention and a dense feed-forward in each
 
     def kind_of(self, layer: int) -> LayerKind:
-        """The blocks of one layer."""
+        """Return the blocks of one layer."""
         return self.layer_kinds[layer] if self.layer_kinds else LayerKind()
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
-        """Read config.json and generation_config.json. `ModelError` says what is not supported."""
+        """Read config.json and generation_config.json. Raises ModelError with what is not supported."""
         directory = Path(path)
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a model directory")
@@ -148,15 +147,15 @@ class ModelConfig:
 
     @classmethod
     def parse(cls, raw: Raw, directory: Path) -> ModelConfig:
-        """From what config.json of `directory` holds, as its caller wants it read."""
+        """Read the given content of config.json of `directory`, which the caller may have changed."""
         return _parse(raw, {}, directory)
 
 
 def model_fingerprint(path: str | Path) -> str:
-    """sha256 (hex) that two nodes compare before KV pages move between them; reads headers, not weights.
+    """Return the sha256 (hex) that nodes compare before they exchange KV pages; reads headers, not weights.
 
-    Covers every field that changes KV values (not eos ids or sampling defaults), the names, shapes, dtypes
-    and offsets of all tensors, file sizes, and a sample of every tensor's bytes.
+    It covers every field that changes KV values (not eos ids or sampling defaults), the names, shapes, dtypes and
+    offsets of all tensors, file sizes, and a sample of every tensor's bytes.
     """
     config = ModelConfig.load(path)
     skip = ("eos_token_ids", "default_sampling")
@@ -268,7 +267,7 @@ def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int
 def _dtype(raw: Raw, directory: Path, where: str) -> str:
     key = "dtype" if raw.get("dtype") else "torch_dtype"
     value = raw.get(key)
-    if not value:  # old checkpoints do not say: ask the first floating-point tensor
+    if not value:  # old checkpoints have no dtype: use that of the first floating-point tensor
         ours = {theirs: name for name, theirs in DTYPES.items()}
         header = read_header(model_files.weight_paths(directory)[0])
         value = next((ours[e.dtype] for e in header.tensors.values() if e.dtype in ours), "float32")
@@ -298,7 +297,7 @@ def _default_sampling(generation: Raw, where: str) -> DefaultSampling:
         if value is None:
             return None
         if not is_finite(value) or not low <= value <= high:
-            raise ModelError(f"{where}: {key} must lie between {low} and {high}, found {shown(value)}")
+            raise ModelError(f"{where}: {key} must be between {low} and {high}, found {shown(value)}")
         return float(value)
 
     top_p, top_k = number("top_p", 0.0, 1.0), number("top_k", -1, 1 << 31)

@@ -1,8 +1,8 @@
 """Opens the files of a model directory: regular files inside it, of bounded size. No torch.
 
-A model directory is input from a stranger. A name is opened only where it leads to a regular file of the directory
-itself, or along the links of a Hugging Face cache (`snapshots/REVISION/NAME -> ../../blobs/HASH`). Links to anywhere
-else, devices and pipes are refused, so that loading a model reads nothing but the model.
+A model directory is untrusted input. A name is opened only if it leads to a regular file of the directory itself, or
+along the links of a Hugging Face cache (`snapshots/REVISION/NAME -> ../../blobs/HASH`). Other links, devices and
+pipes are refused, so that loading a model reads nothing but the model.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ MAX_TOKENIZER_CONFIG_BYTES = 16 * MIB
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of the model directory `path.parent` for reading. Raises ModelError, also for errors inside."""
+    """Open a file of the model directory `path.parent` for reading.
+
+    Raises ModelError, also for errors while reading.
+    """
     try:
-        # a pipe would block without O_NONBLOCK
+        # A pipe would block without O_NONBLOCK.
         descriptor = os.open(real_path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -43,29 +46,29 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def real_path(path: Path) -> Path:
-    """Where a file of the model directory `path.parent` lies. Raises ModelError for one outside the model."""
+    """Return the real path of a file of the model directory `path.parent`. Raises ModelError if it is outside."""
     try:
         directory = path.parent.resolve(strict=True)
         real = path.resolve(strict=True)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-    except (RuntimeError, ValueError) as error:  # a loop of links; a zero byte in the name
+    except (RuntimeError, ValueError) as error:  # a loop of links, or a zero byte in the name
         raise ModelError(f"cannot read {path}: {error}") from error
     if real.parent == directory or _is_blob(directory, real):
         return real
     raise ModelError(
         f"{path} is a link to {real}, outside the model directory; copy the file into the directory, or give the "
-        "directory that it lies in"
+        "directory that contains it"
     )
 
 
 def _is_blob(directory: Path, real: Path) -> bool:
-    """Whether `directory` is a snapshot of a Hugging Face cache and `real` a blob of the same model."""
+    """Return whether `directory` is a snapshot of a Hugging Face cache and `real` a blob of the same model."""
     return directory.parent.name == SNAPSHOTS and real.parent == directory.parent.parent / BLOBS
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """The content of a file of at most `most` bytes. Raises ModelError."""
+    """Return the content of a file of at most `most` bytes. Raises ModelError."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -73,13 +76,13 @@ def read_bytes(path: Path, most: int) -> bytes:
         content = file.read(most + 1)
     if content.startswith(LFS_POINTER):
         raise ModelError(f"{path} {FETCH_LFS}")
-    if len(content) > most:  # it grows while it is read
+    if len(content) > most:  # it grew while it was read
         raise ModelError(f"{path} has more than the {most} bytes that are read")
     return content
 
 
 def read_text(path: Path, most: int) -> str:
-    """As `read_bytes`, for UTF-8."""
+    """Like `read_bytes`, for UTF-8."""
     try:
         return read_bytes(path, most).decode()
     except UnicodeDecodeError as error:

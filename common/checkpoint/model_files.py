@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model directory: JSON, the list of weight files, a fingerprint over all. No torch."""
+"""The files of a Hugging Face model directory: JSON, the list of weight files, a fingerprint of all. No torch."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ MAX_CONFIG_BYTES = 4 * MIB
 MAX_INDEX_BYTES = 64 * MIB  # the index of a checkpoint with 90,000 tensors has 9 MB
 MAX_INDEX_VALUES = 1_000_000
 MAX_WEIGHT_FILES = 4096
-MAX_TENSORS = 500_000  # of all files
+MAX_TENSORS = 500_000  # in all files together
 
 
 def read_json(path: Path, most: int = MAX_CONFIG_BYTES, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Read a JSON object of at most `most` bytes. Raises ModelError that names the file and what is wrong with it."""
+    """Read a JSON object of at most `most` bytes. Raises ModelError with the file and what is wrong with it."""
     value = parse_json(read_bytes(path, most), str(path), max_values)
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a {type(value).__name__}, not a JSON object")
+        raise ModelError(f"{path} contains a {type(value).__name__}, not a JSON object")
     return value
 
 
 def indexed_names(index: Path) -> list[str]:
-    """The file names in a checkpoint's index, sorted; whether they exist is not asked. Raises ModelError."""
+    """Return the sorted file names of a checkpoint's index, without checking that they exist. Raises ModelError."""
     weight_map = read_json(index, MAX_INDEX_BYTES, MAX_INDEX_VALUES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map")
@@ -61,7 +61,7 @@ def indexed_names(index: Path) -> list[str]:
 
 
 def weight_paths(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory in a stable order; anything else is refused by name."""
+    """Return the safetensors files of a model directory in a stable order; other weights are refused by name."""
     index = directory / INDEX
     if index.is_file():
         paths = [directory / name for name in indexed_names(index)]
@@ -86,7 +86,7 @@ def weight_paths(directory: Path) -> list[Path]:
 
 
 def read_weight_files(directory: Path) -> list[WeightFile]:
-    """The headers of every weight file, with no tensor in two of them."""
+    """Return the headers of all weight files. Raises ModelError if two files contain the same tensor."""
     files: list[WeightFile] = []
     owners: dict[str, Path] = {}
     for path in weight_paths(directory):
@@ -113,10 +113,9 @@ def _weight_facts(file: WeightFile) -> Iterator[bytes]:
 
 
 def fingerprint(directory: Path, config_facts: str) -> str:
-    """sha256 (hex) over `config_facts`, every header and 256 bytes from the middle of every tensor.
+    """Return sha256 (hex) over `config_facts`, every header and 256 bytes from the middle of every tensor.
 
-    The sampled bytes tell apart a model and its fine-tune, whose headers are equal and whose KV pages are
-    not.
+    The sampled bytes distinguish a model from its fine-tune, which has equal headers but different KV pages.
     """
     digest = hashlib.sha256(config_facts.encode())
     for file in read_weight_files(directory):

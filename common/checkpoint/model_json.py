@@ -1,7 +1,7 @@
 """Parses JSON of a model directory within bounds on nesting and on the number of values. No torch.
 
-Python's parser takes 100 bytes and more for two bytes of text (`[]`), and recurses once per bracket. What comes in is
-measured before it is parsed, so that memory stays in proportion and the error is a sentence.
+Python's parser needs 100 bytes and more for two bytes of text (`[]`), and recurses once per bracket. The input is
+therefore measured before it is parsed, so that memory use is bounded and the error is a sentence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from common.errors import ModelError
 
 MAX_DEPTH = 64
-MAX_VALUES = 500_000  # of a configuration file
+MAX_VALUES = 500_000  # per configuration file
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _STEPS = [{ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}.get(byte, 0) for byte in range(256)]
 _NOT_BRACKETS = bytes(byte for byte in range(256) if not _STEPS[byte])
@@ -25,8 +25,8 @@ def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, unique: bo
     """Parse UTF-8 JSON. Raises ModelError that begins with `where`.
 
     Args:
-        max_values: values in all, at most; brackets and commas are counted.
-        unique: refuse objects that have a key twice; otherwise the last one counts, as for other readers.
+            max_values: maximum number of values; brackets and commas are counted.
+            unique: refuse objects with a duplicate key; otherwise the last value counts, as for other readers.
     """
     _check_bounds(data, where, max_values)
     try:
@@ -38,7 +38,7 @@ def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, unique: bo
 
 
 def _check_bounds(data: bytes, where: str, max_values: int) -> None:
-    # strings are removed one by one: their number is bounded first
+    # Strings are removed one by one, so their number is bounded first.
     many = data.count(b'"') > 8 * max_values
     bare = b"" if many else _STRING.sub(b"", data)
     brackets = bare.translate(None, _NOT_BRACKETS)
@@ -57,5 +57,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         name, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {name!r} stands in it twice")
+        raise ValueError(f"the name {name!r} appears twice")
     return found

@@ -1,11 +1,11 @@
-"""Holds the files of a model directory against a list of SHA-256 sums, as `sha256sum * > MANIFEST` writes it. No torch.
+"""Checks the files of a model directory against SHA-256 sums as written by `sha256sum * > MANIFEST`. No torch.
 
-Every file beside the manifest must be listed, and every listed file must be there with its sum: a file that is added
-to a directory can change what a model does as well as one that is changed. Names that begin with a dot and folders are
-neither written by that command nor read by tandem.
+Every file next to the manifest must be listed, and every listed file must exist and have its sum: an added file can
+change what a model does just as a changed one can. Names that begin with a dot and folders are neither written by
+that command nor read by tandem.
 
-Files are hashed before they are loaded, not while: whoever can write to the directory during a start can still swap
-them in between.
+Files are hashed before they are loaded, not during loading: whoever can write to the directory during a start can
+still replace them in between.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Progress = Callable[[int, int], None]  # (hashed bytes, bytes in total)
 def check_manifests(
     manifests: Iterable[tuple[Path, Path]], weights: bool, progress: Progress | None = None
 ) -> None:
-    """Check each (model directory, manifest). Raises ModelError that names the first file that differs.
+    """Check each (model directory, manifest). Raises ModelError with the first file that differs.
 
     Args:
-        weights: hash weight files, too. Who does not load them asks only that they are listed and there.
+        weights: also hash weight files. A process that does not load them only checks that they are listed and exist.
     """
     for directory, manifest in manifests:
         _check(directory, manifest, weights, progress)
 
 
 def read_manifest(file: Path) -> Mapping[str, str]:
-    """File name -> SHA-256 (hex). Raises ModelError that names the line."""
+    """Return file name -> SHA-256 (hex). Raises ModelError with the line."""
     try:
         lines = read_bytes(file, MAX_MANIFEST_BYTES).decode().splitlines()
     except UnicodeDecodeError as error:
@@ -49,8 +49,8 @@ def read_manifest(file: Path) -> Mapping[str, str]:
         found = _LINE.fullmatch(line)
         if found is None or found[2] in (".", ".."):
             raise ModelError(
-                f"{file}, line {number}: not a line of sha256sum for a file beside it; write the file in the model "
-                "directory with `sha256sum * > MANIFEST`"
+                f"{file}, line {number}: not a line of sha256sum for a file of the same directory; write the file in "
+                "the model directory with `sha256sum * > MANIFEST`"
             )
         if found[2] in sums:
             raise ModelError(f"{file}, line {number}: {found[2]!r} is listed twice")
@@ -67,7 +67,7 @@ def _check(directory: Path, manifest: Path, weights: bool, progress: Progress | 
         there = {each.name: each.stat().st_size for each in directory.iterdir() if not each.is_dir()}
     except OSError as error:
         raise ModelError(f"cannot read {directory}: {error.strerror or error}") from error
-    if own:  # `sha256sum *` lists an older manifest, too
+    if own:  # `sha256sum *` also lists an older manifest
         there.pop(manifest.name, None)
         sums.pop(manifest.name, None)
     unlisted = sorted(name for name in there if name not in sums and not name.startswith("."))
@@ -75,7 +75,7 @@ def _check(directory: Path, manifest: Path, weights: bool, progress: Progress | 
         raise ModelError(f"{directory / unlisted[0]} is not listed in {manifest}; remove it, or list it")
     missing = sorted(name for name in sums if name not in there)
     if missing:
-        raise ModelError(f"{directory / missing[0]} is listed in {manifest} and is not there")
+        raise ModelError(f"{directory / missing[0]} is listed in {manifest} but does not exist")
     read = [name for name in sorted(sums) if weights or not name.endswith(WEIGHTS)]
     done, total = 0, sum(there[name] for name in read)
     for name in read:

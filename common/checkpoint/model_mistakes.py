@@ -1,4 +1,4 @@
-"""Recognises what people give in place of a model directory, and says what to give instead. No torch."""
+"""Recognises what is commonly given instead of a model directory, and says what to give. No torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 from common.checkpoint.model_directory import FETCH_LFS, LFS_POINTER, SNAPSHOTS
 
-REPOSITORY = "models--"  # how a folder of a Hugging Face cache begins: models--ORG--NAME
+REPOSITORY = "models--"  # prefix of folders of a Hugging Face cache: models--ORG--NAME
 MAX_SHOWN = 4  # names in one sentence
 
 
 def explain_directory(directory: Path) -> str:
-    """Why a directory without config.json is no model directory, as a clause that follows its path."""
+    """Return why a directory without config.json is not a model directory, as a clause that follows its path."""
     names = _names(directory)
     if not names:
         return "is empty; give a directory with config.json, tokenizer.json and safetensors files"
     if "adapter_config.json" in names:
         return (
-            "holds an adapter (adapter_config.json), and adapters are not served: merge it into its base model "
+            "contains an adapter (adapter_config.json), and adapters are not served: merge it into its base model "
             "(peft: merge_and_unload, then save_pretrained) and give that directory"
         )
     if directory.name == "hub" or any(name.startswith(REPOSITORY) for name in names):
@@ -28,11 +28,11 @@ def explain_directory(directory: Path) -> str:
     if directory.name.startswith(REPOSITORY):
         return f"is the cache folder of one model; {_of_repository(directory)}"
     if directory.name == SNAPSHOTS and directory.parent.name.startswith(REPOSITORY):
-        return f"holds the revisions of one model; {_of_repository(directory.parent)}"
+        return f"contains the revisions of one model; {_of_repository(directory.parent)}"
     gguf = _ending(names, ".gguf")
     if gguf:
         return (
-            f"holds GGUF files ({_shown(gguf)}), which are not read: download the model's safetensors, or convert "
+            f"contains GGUF files ({_shown(gguf)}), which are not read: download the model's safetensors, or convert "
             "them with transformers (from_pretrained with gguf_file, then save_pretrained)"
         )
     if "params.json" in names or _ending(names, ".pth"):
@@ -40,11 +40,11 @@ def explain_directory(directory: Path) -> str:
             "has no config.json; it looks like a checkpoint in its maker's own format: use the model's Hugging Face "
             "form, which has config.json and model.safetensors"
         )
-    return f"has no config.json, so it is no model directory; it holds {_shown(names)}"
+    return f"has no config.json, so it is not a model directory; it contains {_shown(names)}"
 
 
 def explain_weight_file(start: bytes) -> str | None:
-    """What a file is whose first bytes are `start` and which is no safetensors file; None: nothing known."""
+    """Return what a file is that begins with `start` and is not a safetensors file; None if unknown."""
     if start.startswith(LFS_POINTER):
         return FETCH_LFS
     if start.startswith(b"GGUF"):
@@ -55,7 +55,7 @@ def explain_weight_file(start: bytes) -> str | None:
 
 
 def repository_name(folder: Path) -> str | None:
-    """ORG/NAME of a cache folder models--ORG--NAME; None: it is no such folder."""
+    """Return ORG/NAME of a cache folder models--ORG--NAME; None for other folders."""
     if not folder.name.startswith(REPOSITORY):
         return None
     return folder.name.removeprefix(REPOSITORY).replace("--", "/")
@@ -73,7 +73,7 @@ def _of_repository(folder: Path) -> str:
     revisions = [folder / SNAPSHOTS / each for each in _names(folder / SNAPSHOTS)]
     if not revisions:
         return f"no revision is in it; run deploy/up {name} to download it"
-    return f"run deploy/up {name}, or give a revision's directory, as {revisions[0]}"
+    return f"run deploy/up {name}, or give a revision's directory, such as {revisions[0]}"
 
 
 def _names(directory: Path) -> list[str]:

@@ -1,12 +1,12 @@
-"""How checkpoints of multi-token prediction (MTP, NEXTN) name their modules, and what the modules read. No torch.
+"""The names of modules in checkpoints of multi-token prediction (MTP, NEXTN), and the inputs of modules. No torch.
 
-Two published forms, both with a dense decoder layer in each module: DeepSeek's, where module k stands behind the
-target's layers as layer N + k, and MiMo's, which has its own list. They agree in what is computed but for the order in
-which a module's projection takes its two inputs. Position 0 is computed like every other. Modules may stand in the
-target's own checkpoint: the same directory is then the model's and the draft's.
+There are two published forms, both with a dense decoder layer in each module: DeepSeek's, where module k follows the
+target's N layers as layer N + k, and MiMo's, which has a list of its own. They compute the same except for the order
+in which a module's projection takes its two inputs. Position 0 is computed like every other. The target's own
+checkpoint may contain the modules: then one directory is both the model's and the draft's.
 
-`mtp_chain` is our key: true if module k reads what module k - 1 gives, false if every module reads the target's hidden
-state. Without it a DeepSeek checkpoint is a chain (arXiv 2412.19437, 2.2) and a MiMo one is not.
+`mtp_chain` is a key of tandem: true if module k reads the output of module k - 1, false if every module reads the
+target's hidden state. Its default is true for a DeepSeek checkpoint (arXiv 2412.19437, 2.2) and false for a MiMo one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common.errors import ModelError
 
 MIMO = ("MiMoMTPModel", "MiMoMTP", "MiMoForCausalLM")
 
-# architecture in config.json -> the family whose decoder layer a module has
+# Architecture in config.json -> the family whose decoder layer a module has.
 ARCHITECTURES: Mapping[str, str] = {
     **{f"{family}NextN": family for family in FAMILIES},
     **dict.fromkeys(MIMO, "Qwen2ForCausalLM"),
@@ -29,13 +29,13 @@ ARCHITECTURES: Mapping[str, str] = {
 
 
 MODULES = "num_nextn_predict_layers"
-MAX_MODULES = 32  # of which a draft runs one per step
+MAX_MODULES = 32  # a draft runs one per step
 LISTED = "model.mtp_layers"  # MiMo's list
 
 
 @dataclass(frozen=True, slots=True)
 class MtpFormat:
-    """Names below a module's prefix. Those of its decoder layer are the same everywhere."""
+    """Names after a module's prefix. Those of its decoder layer are the same in all formats."""
 
     module: str  # prefix of module k is f"{module}.{first + k}"
     first: int
@@ -43,20 +43,20 @@ class MtpFormat:
     hidden_norm: str
     projection: str
     final_norm: str
-    embedding_first: bool  # of the two inputs of the projection
-    chain: bool  # a module reads the output of the one before; false: the target's hidden state
+    embedding_first: bool  # order of the two inputs of the projection
+    chain: bool  # a module reads the output of the previous one; false: the target's hidden state
 
     def prefix(self, index: int) -> str:
         return f"{self.module}.{self.first + index}"
 
 
 def has_modules(raw: Mapping[str, Any]) -> bool:
-    """Whether this is the config.json of a model whose checkpoint holds modules, too."""
+    """Return whether this is the config.json of a model whose checkpoint also contains modules."""
     return architecture_of(raw) in FAMILIES and bool(raw.get(MODULES))
 
 
 def module_prefixes(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Names in a checkpoint that are none of the target's. Raises ModelError for an absurd number of modules."""
+    """Return prefixes of checkpoint names that are not the target's. Raises ModelError for too many modules."""
     if not raw.get(MODULES):
         return ()
     count = positive(raw, MODULES, where, most=MAX_MODULES)
@@ -65,7 +65,7 @@ def module_prefixes(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def mtp_format(raw: Mapping[str, Any], where: str) -> MtpFormat:
-    """From config.json. `ModelError` where a key is not what it must be."""
+    """Read the format from config.json. Raises ModelError for an invalid key."""
     chain = raw.get("mtp_chain")
     if not isinstance(chain, bool | None):
         raise ModelError(f"{where}: mtp_chain must be true or false, found {shown(chain)}")

@@ -1,8 +1,8 @@
-"""What a Qwen2.5-VL checkpoint says about its vision part and its image processor. No torch.
+"""Reads the vision part and the image processor of a Qwen2.5-VL checkpoint's config. No torch.
 
-Images keep their proportions: each is resized to a whole number of merged patches within the processor's limits, so how
-many tokens it takes follows from its size. The router and the prefill node ask the same function.
-Source: arXiv 2502.13923; transformers `Qwen2VLImageProcessor`.
+Images keep their proportions: each is resized to a whole number of merged patches within the processor's limits, so
+its number of tokens follows from its size. The router and the prefill node use the same function. Source: arXiv
+2502.13923; transformers `Qwen2VLImageProcessor`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from common.checkpoint.rope_config import SECTIONS, split_sections
 from common.errors import InvalidRequest, ModelError
 
 ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
-MAX_RATIO = 200  # of an image's longer side to its shorter one
+MAX_RATIO = 200  # ratio of an image's longer side to its shorter one
 MAX_IMAGE_TOKENS = 65_536
 MAX_PATCH_SIZE, MAX_MERGE_SIZE, MAX_FRAMES = 64, 8, 8
-MAX_PIXELS = 1 << 26  # that an image is resized to
+MAX_PIXELS = 1 << 26  # of a resized image
 BICUBIC = 3  # Pillow's number
-TOWER_DEFAULTS: Mapping[str, Any] = {  # what the tower is built from, and transformers' defaults
+TOWER_DEFAULTS: Mapping[str, Any] = {  # keys that define the tower, with transformers' defaults
     "depth": 32,
     "hidden_size": 3584,
     "hidden_act": "silu",
@@ -48,10 +48,13 @@ TOWER_DEFAULTS: Mapping[str, Any] = {  # what the tower is built from, and trans
     "fullatt_block_indexes": (7, 15, 23, 31),
     "rope_parameters": None,
 }
-LANGUAGE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # transformers'
+LANGUAGE_DEFAULTS: Mapping[str, Any] = {
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-5,
+}  # transformers' defaults
 PROCESSORS = (None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 USUAL: Mapping[str, Any] = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": BICUBIC}
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # what the processor takes where its file says nothing
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # the processor's default
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -60,11 +63,11 @@ class QwenVision:
     """A tower over patches of images of any size, `merge_size` squared of which make one token."""
 
     architecture: str
-    tower_options: str  # of vision_config, as JSON: keys of TOWER_DEFAULTS
-    image_token_id: int  # stands in a tokenized prompt where an image goes
+    tower_options: str  # keys of TOWER_DEFAULTS from vision_config, as JSON
+    image_token_id: int  # placeholder of an image in a tokenized prompt
     video_token_id: int
     patch_size: int  # pixels, both sides
-    temporal_patch_size: int  # frames; an image is repeated
+    temporal_patch_size: int  # frames, which are all the same image
     merge_size: int  # patches, both sides
     min_pixels: int
     max_pixels: int
@@ -74,11 +77,11 @@ class QwenVision:
 
     @property
     def refused_token_ids(self) -> tuple[int, ...]:
-        """Placeholders of what is not served."""
+        """Placeholders of inputs that are not served."""
         return (self.video_token_id,)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) that an image is resized to. Raises InvalidRequest for one that is far too narrow."""
+        """Return the (width, height) to which an image is resized. Raises InvalidRequest if it is too narrow."""
         if max(width, height) > MAX_RATIO * min(width, height):
             raise InvalidRequest(
                 f"the image has {width} x {height} pixels: its longer side is more than {MAX_RATIO} times the shorter"
@@ -95,16 +98,16 @@ class QwenVision:
         return across, down
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """(rows, columns) of the tokens of an image of so many pixels. Raises InvalidRequest."""
+        """Return (rows, columns) of the tokens of an image of so many pixels. Raises InvalidRequest."""
         across, down = self.size(width, height)
         unit = self.patch_size * self.merge_size
         return down // unit, across // unit
 
 
 def qwen_language(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """config.json of the language model, a Qwen2, and its rotary sections.
+    """Return the config.json of the language model, a Qwen2, and its rotary sections.
 
-    Its fields stand in text_config, in older files beside vision_config.
+    Its fields are in text_config; in older files they are next to vision_config.
     """
     nested = raw.get("text_config") is not None
     text = section(raw, "text_config", where) if nested else raw
@@ -120,7 +123,7 @@ def qwen_language(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
 
 
 def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
-    """`ModelError` says what is not supported."""
+    """Return the vision config. Raises ModelError with what is not supported."""
     where = str(directory / "config.json")
     options = section(raw, "vision_config", where)
     named = f"{where}: vision_config"
@@ -145,7 +148,7 @@ def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
     ):
         if positive(options, key, named, default) != value:
             raise ModelError(
-                f"{file}: a {key} of {value} is not that of the tower, {options.get(key, default)}"
+                f"{file}: {key} {value} differs from that of the tower, {options.get(key, default)}"
             )
     least, most = _limits(values, file)
     unit = (patch * merge) ** 2
@@ -171,7 +174,7 @@ def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
 
 
 def _tower(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What vision_config says of TOWER_DEFAULTS, checked."""
+    """Return the keys of TOWER_DEFAULTS in vision_config, checked."""
     found = {key: options[key] for key in TOWER_DEFAULTS if options.get(key) is not None}
     for key, most in (
         ("depth", MAX_LAYERS),
@@ -193,7 +196,7 @@ def _tower(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _processor(directory: Path) -> tuple[str, Mapping[str, Any]]:
-    """(where it stands, the image processor's values). transformers 5 writes them into processor_config.json."""
+    """Return (file, the image processor's values). transformers 5 writes them to processor_config.json."""
     file, outer = directory / "preprocessor_config.json", directory / "processor_config.json"
     if file.is_file() or not outer.is_file():
         values = model_files.read_json(file)
@@ -210,14 +213,14 @@ def _processor(directory: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _limits(values: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Pixels of an image that the tower sees, at least and at most."""
+    """Return the minimum and maximum pixels of a resized image."""
     size = optional_section(values, "size", where)
     edges = {
         "min_pixels": size.get("shortest_edge", size.get("min_pixels")),
         "max_pixels": size.get("longest_edge", size.get("max_pixels")),
     }
     found = {**edges, **{key: values[key] for key in edges if values.get(key) is not None}}
-    most = 1 << 62  # the caller knows the bound
+    most = 1 << 62  # the caller checks the bound
     return (
         positive(found, "min_pixels", where, 56 * 56, most),
         positive(found, "max_pixels", where, 28 * 28 * 1280, most),
@@ -227,7 +230,7 @@ def _limits(values: Mapping[str, Any], where: str) -> tuple[int, int]:
 def _numbers(
     values: Mapping[str, Any], key: str, default: tuple[float, ...], where: str
 ) -> tuple[float, ...]:
-    """As many positive numbers as `default` has."""
+    """Return as many positive numbers as `default` has."""
     found = values.get(key)
     given = list(default) if found is None else found if isinstance(found, list) else [found]
     if len(given) != len(default) or not all(type(each) in (int, float) and 0 < each < 1e3 for each in given):

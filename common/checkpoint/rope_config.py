@@ -1,4 +1,4 @@
-"""Rotary embedding as a config says it: `rope_scaling` and transformers-5 `rope_parameters`. No torch."""
+"""The rotary embedding of a config: `rope_scaling`, and `rope_parameters` of transformers 5. No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from common.errors import ModelError
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
-MAX_FACTOR = 1e6  # of a scaling; published ones stay below 100
-MIN_FACTOR = 1e-3  # frequencies are divided by it, and stay finite
+MAX_FACTOR = 1e6  # of a scaling; published factors stay below 100
+MIN_FACTOR = 1e-3  # frequencies are divided by it and must stay finite
 SECTIONS = "mrope_section"
-MULTIMODAL = "mrope"  # the rope type of older files that have SECTIONS
+MULTIMODAL = "mrope"  # rope type of older files that have SECTIONS
 AXES = 3  # temporal, height, width
 
 
@@ -36,22 +36,26 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin
-    # frequencies turned by the temporal, height and width position of a token, in that order, head_dim / 2 in all;
-    # (): a token has one position
+    # The number of frequencies rotated by the temporal, height and width position of a token, in that order, head_dim
+    # / 2
+    # in total; (): a token has one position.
     sections: tuple[int, ...] = ()
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """What the positions [T, *axes] of a prompt have behind T. Behind a prompt all axes agree: they are [T]."""
+        """The axes after T of the positions [T, *axes] of a prompt.
+
+        After a prompt all axes agree and positions are [T].
+        """
         return (len(self.sections),) if self.sections else ()
 
 
 def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
-    """Read the rope of a config.json. `ModelError` names an unsupported type or a missing value."""
+    """Read the rope of a config.json. Raises ModelError with an unsupported type or a missing value."""
     key, values = _rope_section(raw, where)
     if SECTIONS in values or values.get("rope_type", values.get("type")) == MULTIMODAL:
         raise ModelError(
-            f"{where}: positions on several axes ({SECTIONS}) are supported for models that read images alone"
+            f"{where}: positions on several axes ({SECTIONS}) are supported only for models that read images"
         )
     if any(isinstance(value, dict) for value in values.values()):
         raise ModelError(
@@ -104,15 +108,16 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeCo
 
 
 def _rope_section(raw: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
-    """(its key, a copy of what it holds): older files call it rope_scaling."""
+    """Return its key and a copy of its content: older files call it rope_scaling."""
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     return key, dict(optional_section(raw, key, where))
 
 
 def split_sections(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """config.json as that of a model whose tokens have one position, and the sections of its rotary embedding.
+    """Return the config.json as a model with one position axis would have it, and the sections of its rotary
+    embedding.
 
-    No sections where it says none. `ModelError` where they are not those of three axes, one behind the other.
+    The sections are empty if the file has none. Raises ModelError if they are not those of three consecutive axes.
     """
     key, values = _rope_section(raw, where)
     if values.get("mrope_interleaved"):
@@ -135,7 +140,7 @@ def split_sections(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
 
 
 def with_sections(rope: RopeConfig, sections: tuple[int, ...], head_dim: int, where: str) -> RopeConfig:
-    """`ModelError` where the sections are not of all frequencies of a head."""
+    """Return the rope with sections. Raises ModelError if the sections do not cover all frequencies of a head."""
     if sections and sum(sections) != head_dim // 2:
         raise ModelError(
             f"{where}: {SECTIONS} {list(sections)} are {sum(sections)} frequencies, a head_dim of {head_dim} has "

@@ -1,8 +1,8 @@
 """Reads the header of a safetensors file and checks that it describes the file, byte for byte. No torch.
 
 A file is 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes.
-Offsets count from the end of the header. Nothing maps a file, or trusts a shape, before this module has read it:
-tensors must cover the data without a hole or an overlap, and each must have as many bytes as its shape and dtype say.
+Offsets count from the end of the header. No code maps a file or trusts a shape before this module has checked it:
+tensors must cover the data without a hole or an overlap, and each must have exactly the bytes of its shape and dtype.
 Source: https://github.com/huggingface/safetensors (format section of the README).
 """
 
@@ -21,11 +21,11 @@ from common.checkpoint.model_mistakes import explain_weight_file
 from common.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
-MAX_TENSORS = 100_000  # of one file
-START_BYTES = 64  # enough to recognise a file of another kind
+MAX_TENSORS = 100_000  # per file
+START_BYTES = 64  # enough to recognise other kinds of files
 MAX_DIMENSIONS = 8
 METADATA = "__metadata__"
-# Brackets and commas of an entry whose shape has MAX_DIMENSIONS numbers, halved as `parse_json` counts them.
+# Brackets and commas of an entry whose shape has MAX_DIMENSIONS numbers, halved to match the count of `parse_json`.
 VALUES_PER_TENSOR = 9
 DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("F4",), 4),
@@ -35,23 +35,23 @@ DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
-FLOATS = ("F32", "BF16", "F16")  # rounded to the dtype that a model computes in
+FLOATS = ("F32", "BF16", "F16")  # rounded to the dtype in which the model computes
 _KEYS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a weight file, as its header says."""
+    """One tensor of a weight file, as described by its header."""
 
     dtype: str  # safetensors' spelling: F32, BF16, F16, I64 ...
     shape: tuple[int, ...]
-    begin: int  # byte offsets past the header
+    begin: int  # byte offsets from the end of the header
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One safetensors file: its path, where its data start and what it holds."""
+    """One safetensors file: its path, the start of its data, and its tensors."""
 
     path: Path
     data_start: int
@@ -67,7 +67,7 @@ class WeightFile:
 
 
 def read_header(path: Path) -> WeightFile:
-    """Read and check one header. Raises ModelError that names the file, and the tensor where there is one."""
+    """Read and check one header. Raises ModelError with the file and, if there is one, the tensor."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
@@ -88,7 +88,7 @@ def read_header(path: Path) -> WeightFile:
 def parse_header(header: bytes, data_bytes: int, path: Path) -> WeightFile:
     """Check a header against the number of bytes that follow it in the file. Raises ModelError."""
     if not header.startswith(b"{"):
-        raise ModelError(f"{path} is not a safetensors file: its header is corrupt (it is no JSON object)")
+        raise ModelError(f"{path} is not a safetensors file: its header is corrupt (it is not a JSON object)")
     raw = parse_json(header, f"{path}: the header", MAX_TENSORS * VALUES_PER_TENSOR, unique=True)
     metadata = raw.get(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -106,7 +106,7 @@ def parse_header(header: bytes, data_bytes: int, path: Path) -> WeightFile:
         at = entry.end
     if at != data_bytes:
         raise ModelError(
-            f"{path} has {data_bytes} bytes of data and its header wants {at}: the file is truncated or corrupt"
+            f"{path} has {data_bytes} bytes of data, but its header requires {at}: the file is truncated or corrupt"
         )
     return WeightFile(path, 8 + len(header), tensors)
 

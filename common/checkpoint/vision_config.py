@@ -1,6 +1,7 @@
-"""The vision part of a model by its config.json, of whichever family it is. No torch.
+"""The vision part of a model of any family, read from config.json. No torch.
 
-The router asks it how an image's tokens lie in the prompt and which token stands for them, the engine builds its tower.
+The router derives from it the layout and the placeholder of an image's tokens in the prompt; the engine builds its
+tower from it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ ARCHITECTURES = (*llava_config.ARCHITECTURES, *qwen_vl_config.ARCHITECTURES)
 
 
 def is_vision(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json is of an architecture that takes images."""
+    """Return whether config.json has an architecture that takes images."""
     return architecture_of(raw) in ARCHITECTURES
 
 
 def language_part(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """config.json of the language model alone, as if it stood in a directory of its own, and its rotary sections."""
+    """Return the config.json of the language model as a directory of its own would have it, and its rotary sections."""
     if architecture_of(raw) in llava_config.ARCHITECTURES:
         return llava_config.llava_language(raw, where), ()
     return qwen_vl_config.qwen_language(raw, where)
 
 
 def parse_vision(raw: Mapping[str, Any], directory: Path) -> VisionConfig:
-    """`ModelError` says what is not supported."""
+    """Return the vision config. Raises ModelError with what is not supported."""
     if architecture_of(raw) in llava_config.ARCHITECTURES:
         return llava_config.parse_llava(raw, str(directory / "config.json"))
     return qwen_vl_config.parse_qwen(raw, directory)

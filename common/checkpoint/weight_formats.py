@@ -1,7 +1,7 @@
-"""The formats in which checkpoints store the weights of their products, a record each. No torch.
+"""The formats in which checkpoints store the weights of their products, one record each. No torch.
 
-Adding a format: a module with its record, which reads `quantization_config`; a module in `common/engine/formats/` with
-its `WeightFormat`; and a row here.
+To add one, write a module with its record, which reads `quantization_config`, a module in `common/engine/formats/`
+with its `WeightFormat`, and a row here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Raw = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """How a checkpoint stores its products; a format with settings has a subclass for them."""
+    """How a checkpoint stores its products; a format with settings uses a subclass."""
 
     method: str = "dense"  # a key of FORMATS
 
@@ -28,9 +28,9 @@ class StoredWeights:
 class FormatRecord:
     """One format."""
 
-    # quantization_config and where it stands -> what it says; ModelError for what is not supported
+    # Reads quantization_config (and where it is); raises ModelError for what is not supported.
     parse: Callable[[Raw, str], StoredWeights]
-    # "module:attribute" of (StoredWeights, Placement) -> WeightFormat: only engines import it
+    # "module:attribute" of (StoredWeights, Placement) -> WeightFormat, imported only by engines.
     engine: str
 
 
@@ -49,7 +49,7 @@ def format_record(method: str) -> FormatRecord:
 
 
 def stored_weights(raw: Raw, where: str) -> StoredWeights:
-    """Read `quantization_config` of config.json; without one, weights are dense. Raises ModelError."""
+    """Read `quantization_config` of config.json; weights are dense without it. Raises ModelError."""
     config = raw.get("quantization_config")
     if config is None:
         return DENSE

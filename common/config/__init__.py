@@ -1,4 +1,4 @@
-"""The cluster file: one schema of typed structs, how it is loaded, the table of transports, the plan of each node."""
+"""The cluster file: its schema as typed structs, the loader, the table of transports, the plan of each node."""
 
 from common.config.load import Resolved, load_cluster
 from common.config.schema import Cluster, DecodeNode, DecodeSection, PrefillNode, PrefillSection

@@ -1,4 +1,4 @@
-"""Where the router takes the requests of operators: a Unix socket, and perhaps an HTTP port of this host."""
+"""The addresses on which the router accepts operators' requests: a Unix socket and, optionally, a local HTTP port."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AdminListeners:
-    """The Unix socket always exists: deploy/up and deploy/status ask through it."""
+    """The Unix socket always exists: deploy/up and deploy/status use it."""
 
     socket: Path
     address: tuple[str, int] | None  # host and port of plain HTTP, for keys with the scope admin
 
 
 def admin_listeners(resolved: Resolved, to_write: bool = True) -> AdminListeners:
-    """`to_write`: whether the caller writes to the run directory.
+    """Return the listeners. `to_write` says whether the caller writes to the run directory.
 
-    Raises ConfigError where the path of the socket is too long.
+    Raises ConfigError if the path of the socket is too long.
     """
     admin = resolved.cluster.router.admin
     if not admin.startswith("unix:"):

@@ -20,10 +20,12 @@ MAX_KEYS = 1000  # each request is compared with all of them
 
 
 def read_api_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Raises ConfigError with the file, the entry and the remedy. An explicit [] lets nobody in."""
+    """Return the keys. Raises ConfigError with the file, the entry and the remedy. An explicit [] admits nobody."""
     entries = _list_in(_read(path), path)
     if len(entries) > MAX_KEYS:
-        raise ConfigError(KEY, f"{path} has {len(entries)} keys, at most {MAX_KEYS} are taken; remove some")
+        raise ConfigError(
+            KEY, f"{path} has {len(entries)} keys, at most {MAX_KEYS} are supported; remove some"
+        )
     keys: list[ApiKey] = []
     for index, entry in enumerate(entries):
         try:
@@ -45,7 +47,7 @@ def _read(path: Path) -> str:
             if not stat.S_ISREG(mode):
                 raise ConfigError(KEY, f"{path} is not a file")
             if mode & 0o077:
-                raise ConfigError(KEY, f"{path} is open to other users; chmod 600 it")
+                raise ConfigError(KEY, f"{path} can be read by other users; run chmod 600 on it")
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(
@@ -66,13 +68,13 @@ def _list_in(text: str, path: Path) -> list[Any]:
         raise ConfigError(KEY, str(error)) from error
     if not isinstance(data, list):
         raise ConfigError(
-            KEY, f"{path} has to hold a list of keys (or [] to let nobody in); see deploy/api_key"
+            KEY, f"{path} must contain a list of keys (or [] to admit nobody); see deploy/api_key"
         )
     return data
 
 
 def _with_times(entry: Any) -> Any:
-    """YAML reads a date or a time without a zone as such; both are meant in UTC."""
+    """Return the entry with `expires` as a time in UTC: YAML may parse it as a date or as a time without a zone."""
     expires = entry.get("expires") if isinstance(entry, dict) else None
     if isinstance(expires, datetime):
         return {**entry, "expires": expires if expires.tzinfo else expires.replace(tzinfo=UTC)}

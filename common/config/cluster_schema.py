@@ -1,4 +1,4 @@
-"""The schema of a whole cluster file: schema.py with the words and keys of the tables of transports and algorithms."""
+"""The schema of a whole cluster file: schema.py, extended by the names and keys of the transports and algorithms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.speculation.table import ALGORITHMS
 
 
 def cluster_schema() -> type[Cluster]:
-    """`Cluster` with the names of both tables, and with the keys of all transports in its section `transfer`."""
+    """Return `Cluster` with the names of both tables, and with all transports' keys in its section `transfer`."""
     return _schema(tuple(TRANSPORTS), tuple(ALGORITHMS))
 
 
@@ -27,7 +27,7 @@ def _schema(transports: tuple[str, ...], algorithms: tuple[str, ...]) -> type[Cl
 
 
 def _option_fields() -> list[tuple[str, Any, Any]]:
-    """(name, type, default) of the transports' own keys; one that several have is one key."""
+    """Return (name, type, default) of the transports' own keys; a key of several transports appears once."""
     fields: dict[str, tuple[str, Any, Any]] = {}
     for kind in transport_kinds():
         for field in msgspec.structs.fields(kind.options):
@@ -38,7 +38,7 @@ def _option_fields() -> list[tuple[str, Any, Any]]:
 
 
 def _extended(base: type[Any], fields: list[tuple[str, Any, Any]]) -> type[Any]:
-    """`base` with further fields, or with other types of those that it has."""
+    """Return `base` with further fields, or with other types of existing ones."""
     return msgspec.defstruct(
         base.__name__,
         fields,

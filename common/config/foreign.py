@@ -1,7 +1,7 @@
-"""Options of other servers: each is refused with the key that tandem has for it, or with the word that there is none.
+"""Options of other servers: each is refused with tandem's key for it, or with the information that there is none.
 
-Some ask for one of the sixteen things that rule out prefill graphs in other servers. What tandem does not have turns
-nothing off here: it is refused by name, and `rule` is its number among the sixteen.
+Some belong to the sixteen features that rule out prefill graphs in other servers. tandem does not have these
+features, so they turn nothing off here but are refused by name; `rule` is the feature's number among the sixteen.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What SGLang and vLLM call one thing, wherever it stands in a file."""
+    """The names of SGLang and vLLM for one feature, in any section of a file."""
 
     names: tuple[str, ...]
-    answer: str  # what it is here, and what to write instead
+    answer: str  # the feature in tandem, and what to write instead
     rule: int | None = None
 
 
@@ -64,8 +64,8 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign(
         ("load_format", "quantization"),
-        "weights are safetensors in float32, bfloat16 or float16, GGUF and quantized ones are not read; convert them, "
-        "and leave it out",
+        "weights must be safetensors in float32, bfloat16 or float16; GGUF and quantized ones are not read; convert "
+        "them, and leave it out",
         9,
     ),
     Foreign(("dllm_algorithm", "dllm_algorithm_config"), f"diffusion of text: {NONE_HERE}", 10),
@@ -154,7 +154,7 @@ FOREIGN: tuple[Foreign, ...] = (
         ("tokenizer", "tokenizer_path", "tokenizer_mode", "skip_tokenizer_init"),
         "the tokenizer is read from model.path (tokenizer.json); leave it out",
     ),
-    Foreign(("chat_template_content_format",), "it is found out from the chat template; leave it out"),
+    Foreign(("chat_template_content_format",), "it is detected from the chat template; leave it out"),
     Foreign(
         ("revision", "download_dir"),
         "model.path is a directory; deploy/up ORG/NAME --revision REV downloads to the Hugging Face cache (HF_HOME)",
@@ -206,16 +206,18 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(("ssl_ca_certs",), "write router.tls.client_ca"),
     Foreign(("allowed_origins",), "write router.cors_origins"),
     Foreign(("tool_call_parser", "enable_auto_tool_choice", "tool_server"), f"tool calls: {NONE_HERE}"),
-    Foreign(("reasoning_parser", "enable_reasoning"), f"reasoning apart from the answer: {NONE_HERE}"),
+    Foreign(("reasoning_parser", "enable_reasoning"), f"reasoning separate from the answer: {NONE_HERE}"),
     Foreign(
         ("guided_decoding_backend", "grammar_backend", "structured_outputs_config"),
         f"structured output: {NONE_HERE}",
     ),
     Foreign(("seed", "random_seed"), "a seed is part of a request (`seed`); leave it out"),
-    Foreign(("enable_metrics",), "/metrics is always there (security.open_metrics: without a key)"),
+    Foreign(
+        ("enable_metrics",), "/metrics always exists (security.open_metrics: true opens it without a key)"
+    ),
     Foreign(
         ("disable_log_requests", "enable_log_requests", "log_requests", "disable_log_stats"),
-        "write process.log_level; what happened to a request stands at GET /requests/ID",
+        "write process.log_level; GET /requests/ID shows what happened to a request",
     ),
     Foreign(("watchdog_timeout",), "write health.loop_timeout"),
     Foreign(("enable_sleep_mode", "enable_memory_saver"), f"memory given back while idle: {NONE_HERE}"),
@@ -224,7 +226,7 @@ FOREIGN: tuple[Foreign, ...] = (
 
 
 def foreign_answer(key: str) -> str | None:
-    """What to say of a key that is another server's, as `enable_lora` or `--enable-lora`; None: it is not."""
+    """Return the answer for a key of another server, such as `enable_lora` or `--enable-lora`; None for other keys."""
     name = key.lstrip("-").replace("-", "_").lower()
     answer = next((each.answer for each in FOREIGN if name in each.names), None)
     return None if answer is None else f"it is an option of other servers: {answer}"

@@ -1,4 +1,4 @@
-"""Where HTTP may be reached from, and by whom: what is open to other hosts has to be protected, or typed out."""
+"""Checks from where HTTP can be reached: access from other hosts must be protected or explicitly allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|[0-9A-Fa-f]*(:[0-9A-
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches a socket that binds to `host`. Names other than localhost: no."""
+    """Return whether only this host can reach a socket bound to `host`. False for names other than localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_http(cluster: Cluster) -> None:
-    """Raises ConfigError with the remedy where HTTP is open to others, or its keys contradict each other."""
+    """Raise ConfigError with the remedy if HTTP is open to others, or its keys contradict each other."""
     _check_tls(cluster)
     _check_bind(cluster)
     _check_admin(cluster)
@@ -37,7 +37,7 @@ def check_http(cluster: Cluster) -> None:
             raise ConfigError(
                 f"router.cors_origins[{index}]",
                 f"{origin!r} is not an origin; write scheme and host as browsers send them, such as "
-                "https://chat.example.com, and each by itself: there is no wildcard",
+                "https://chat.example.com, one entry per origin: there is no wildcard",
             )
 
 
@@ -61,15 +61,16 @@ def _check_bind(cluster: Cluster) -> None:
     if security.api_keys is None and router.tls.client_ca is None:
         raise ConfigError(
             "router.host",
-            f"{router.host} is open to other hosts, and clients need no key there: make keys with deploy/api_key and "
-            "set security.api_keys, or bind to 127.0.0.1; security.open_http: true lets everyone in who reaches it",
+            f"{router.host} can be reached from other hosts, and clients need no key: make keys with deploy/api_key "
+            "and set security.api_keys, or bind to 127.0.0.1; security.open_http: true admits everyone who can reach "
+            "it",
         )
     if router.tls.cert is None and not security.plain_http:
         raise ConfigError(
             "router.host",
-            f"{router.host} is open to other hosts, and API keys and prompts would cross the network unencrypted: "
-            "set router.tls.cert and router.tls.key; security.plain_http: true says that a proxy in front has the "
-            "certificate",
+            f"{router.host} can be reached from other hosts, and API keys and prompts would cross the network "
+            "unencrypted: set router.tls.cert and router.tls.key; security.plain_http: true says that a "
+            "proxy in front terminates TLS",
         )
 
 
@@ -79,7 +80,7 @@ def _check_admin(cluster: Cluster) -> None:
         return
     place = admin_address(admin)
     if place is None:
-        raise ConfigError(key, f"{admin!r} is no listener; write auto, unix:PATH or http://127.0.0.1:PORT")
+        raise ConfigError(key, f"{admin!r} is not a listener; write auto, unix:PATH or http://127.0.0.1:PORT")
     if not is_loopback(place[0]):
         raise ConfigError(
             key,
@@ -88,15 +89,15 @@ def _check_admin(cluster: Cluster) -> None:
     if cluster.security.api_keys is None:
         raise ConfigError(
             key,
-            "every user of this host reaches an HTTP port: make a key with deploy/api_key --scope admin and set "
-            "security.api_keys, or write auto for a Unix socket that only its owner opens",
+            "every user of this host can reach an HTTP port: make a key with deploy/api_key --scope admin and set "
+            "security.api_keys, or write auto for a Unix socket that only its owner can open",
         )
     if place[1] == cluster.router.port:
         raise ConfigError(key, f"port {place[1]} is router.port; choose another")
 
 
 def admin_address(admin: str) -> tuple[str, int] | None:
-    """(host, port) of `router.admin: http://HOST:PORT`, else None."""
+    """Return (host, port) of `router.admin: http://HOST:PORT`, else None."""
     try:
         parts = urlsplit(admin)
         port = parts.port

@@ -1,4 +1,4 @@
-"""The keys of a cluster file, and what is said of a name that is none of them."""
+"""The keys of a cluster file, and the answers to unknown names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from common.config.schema import Cluster, Section
 from common.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"
-ENV_OF_SCRIPTS = ("TANDEM_PYTHON", "TANDEM_TORCH", "TANDEM_TORCH_INDEX")  # deploy/setup's and deploy/env.sh's
-SURE = 0.8  # of 1: how alike a name has to be to be suggested without the section around it
+ENV_OF_SCRIPTS = ("TANDEM_PYTHON", "TANDEM_TORCH", "TANDEM_TORCH_INDEX")  # of deploy/setup and deploy/env.sh
+SURE = 0.8  # of 1: similarity from which a name of another section is suggested
 SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 
 
 def schema_paths(struct: type[Section], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(environment_style, dotted.path) of every key; a list of nodes is one key."""
+    """Yield (environment_style, dotted.path) of every key; a list of nodes is one key."""
     for field in msgspec.structs.fields(struct):
         path = f"{prefix}{field.name}"
         if is_section(field.type):
@@ -32,7 +32,7 @@ def schema_paths(struct: type[Section], prefix: str = "") -> Iterator[tuple[str,
 
 @cache
 def cluster_keys(schema: type[Cluster]) -> Mapping[str, str]:
-    """Every key of a cluster file: environment style -> dotted path."""
+    """Return every key of a cluster file: environment style -> dotted path."""
     return dict(schema_paths(schema))
 
 
@@ -41,7 +41,7 @@ def is_section(kind: Any) -> bool:
 
 
 def refuse_unknown(schema: type[Cluster], data: Any) -> None:
-    """Raises ConfigError for the first key of `data`, as it stands in a file, that the schema does not have."""
+    """Raise ConfigError for the first key of `data`, the content of a file, that the schema does not have."""
     _refuse_unknown(schema, schema, data, "")
 
 
@@ -65,7 +65,7 @@ def _refuse_unknown(schema: type[Cluster], struct: type[Section], data: Any, pre
 
 
 def read_override(schema: type[Cluster], item: str) -> tuple[str, str]:
-    """(path, text of the value) of what was given with --set. Raises ConfigError that says what to write."""
+    """Return (path, text of the value) of an argument of --set. Raises ConfigError that says what to write."""
     path, separator, text = item.partition("=")
     path = path.strip()
     keys = cluster_keys(schema).values()
@@ -87,10 +87,10 @@ def read_override(schema: type[Cluster], item: str) -> tuple[str, str]:
 
 
 def variable_path(schema: type[Cluster], name: str, value: str) -> str | None:
-    """The key that an environment variable sets; None: it is none of ours. Raises ConfigError for a mistyped one.
+    """Return the key that an environment variable sets; None if it is not for tandem. Raises ConfigError for a typo.
 
-    Kubernetes sets variables for each service: one called `tandem-router` brings TANDEM_ROUTER_SERVICE_HOST, and one
-    called `tandem` brings TANDEM_PORT=tcp://...
+    Kubernetes sets variables for each service: one called `tandem-router` sets TANDEM_ROUTER_SERVICE_HOST, and one
+    called `tandem` sets TANDEM_PORT=tcp://...
     """
     if not name.startswith(ENV_PREFIX) or name in ENV_OF_SCRIPTS or SERVICE.search(name):
         return None
@@ -117,7 +117,7 @@ def variable_path(schema: type[Cluster], name: str, value: str) -> str | None:
 
 
 def option_answer(schema: type[Cluster], option: str) -> str | None:
-    """What to write for a command-line option that is a key, or another server's option; None: it is neither."""
+    """Return what to write for a command-line option that is a key, or an option of another server; None if neither."""
     name, separator, value = option.partition("=")
     if not name.startswith("--"):
         return None
@@ -134,7 +134,7 @@ def _keys_below(schema: type[Cluster], section: str) -> list[str]:
 
 
 def _remedy(schema: type[Cluster], path: str, here: list[str], value: str = "") -> str:
-    """What to write instead. `here`: the keys of its section, with their paths."""
+    """Return what to write instead. `here` are the keys of its section, with their paths."""
     last = path.rpartition(".")[2]
     elsewhere = [each for each in cluster_keys(schema).values() if each.rpartition(".")[2] == last]
     if elsewhere:
@@ -152,13 +152,13 @@ def _remedy(schema: type[Cluster], path: str, here: list[str], value: str = "") 
 
 
 def _closest(last: str, paths: list[str]) -> list[str]:
-    """The path whose last name resembles `last`."""
+    """Return the path whose last name resembles `last`."""
     names = {path.rpartition(".")[2]: path for path in paths}
     return [names[name] for name in difflib.get_close_matches(last, names, n=1)]
 
 
 def _element_struct(struct: type[Section], key: str) -> type[Section] | None:
-    """The struct in a `tuple[Struct, ...]` field, else None."""
+    """Return the struct of a `tuple[Struct, ...]` field, else None."""
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)
     for field in info.fields:

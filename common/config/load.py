@@ -1,4 +1,4 @@
-"""From file, environment and command line to one frozen Cluster; remembers where each value came from.
+"""Merges file, environment and command line into one frozen Cluster, and records the origin of each value.
 
 Precedence: --set > environment (TANDEM_ROUTER_PORT) > file > default. Nothing is rewritten silently.
 """
@@ -43,13 +43,13 @@ class Resolved:
 
     @property
     def draft_path(self) -> Path | None:
-        """Directory of the draft model; None: the algorithm has none."""
+        """Directory of the draft model; None if the algorithm has none."""
         draft = self.cluster.speculation.draft_model_path
         return None if draft is None else self.relative(draft)
 
     @property
     def manifests(self) -> tuple[tuple[Path, Path], ...]:
-        """(model directory, list of its files' SHA-256 sums) of target and draft, where a list is given."""
+        """(model directory, list of its files' SHA-256 sums) of target and draft, if a list is given."""
         given = (
             (self.model_path, self.cluster.model.manifest),
             (self.draft_path, self.cluster.speculation.draft_manifest),
@@ -58,13 +58,13 @@ class Resolved:
 
     @property
     def chat_template_path(self) -> Path | None:
-        """File of a chat template in place of the model's own; None: the model's."""
+        """File of a chat template that replaces the model's own; None: use the model's."""
         template = self.cluster.model.chat_template
         return None if template is None else self.relative(template)
 
     @property
     def keys_path(self) -> Path | None:
-        """Directory of the link keys; None: loopback only, with keys that the run directory holds."""
+        """Directory of the link keys; None: only loopback, with keys in the run directory."""
         keys = self.cluster.security.keys
         return None if keys is None else self.relative(keys)
 
@@ -76,7 +76,7 @@ class Resolved:
 
     @property
     def tls_paths(self) -> tuple[Path, Path, Path | None] | None:
-        """Certificate, private key, and the authority of clients; None: plain HTTP."""
+        """Certificate, private key, and the CA of client certificates; None: plain HTTP."""
         tls = self.cluster.router.tls
         if tls.cert is None or tls.key is None:
             return None
@@ -84,12 +84,12 @@ class Resolved:
         return self.relative(tls.cert), self.relative(tls.key), authority
 
     def relative(self, text: str) -> Path:
-        """Paths in a cluster file are relative to it."""
+        """Resolve a path of the cluster file, which is relative to the file's directory."""
         path = Path(os.path.expanduser(text))
         return path if path.is_absolute() else (self.file.parent / path).resolve()
 
     def rows(self) -> Iterator[tuple[str, object, str]]:
-        """(path, value, origin) of every key, in schema order."""
+        """Yield (path, value, origin) of every key, in schema order."""
         for path, value in _leaves(msgspec.to_builtins(self.cluster), ""):
             yield path, value, self.origins.get(path, "default")
 
@@ -97,7 +97,7 @@ class Resolved:
 def load_cluster(
     file: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> Resolved:
-    """Read and check a cluster file. `overrides` are "router.port=8001" as given with --set.
+    """Read and check a cluster file. `overrides` are arguments of --set, such as "router.port=8001".
 
     Raises ConfigError with the key's path and the remedy.
     """
@@ -105,7 +105,7 @@ def load_cluster(
     data = read_mapping(file)
     schema = cluster_schema()
     refuse_unknown(schema, data)
-    given: dict[str, str] = {}  # path -> origin, of what stands over the file
+    given: dict[str, str] = {}  # path -> origin, of values that override the file
     for name, text in sorted((os.environ if environ is None else environ).items()):
         variable = variable_path(schema, name, text)
         if variable is not None:
@@ -115,7 +115,7 @@ def load_cluster(
         path, text = read_override(schema, item)
         _assign(data, path, parse_scalar(text))
         given[path] = "--set"
-    refuse_unknown(schema, data)  # again: a list of nodes may have come from outside the file
+    refuse_unknown(schema, data)  # again: the environment or --set may have given a list of nodes
     try:
         cluster = msgspec.convert(data, schema)
     except msgspec.ValidationError as error:
@@ -137,7 +137,7 @@ def load_cluster(
 
 
 def _origin(path: str, given: Mapping[str, str], default: str) -> str:
-    """The origin of `path`, or of the list that it stands in."""
+    """Return the origin of `path`, or of the list that contains it."""
     return next(
         (origin for key, origin in given.items() if path == key or path.startswith(key + "[")), default
     )
@@ -150,7 +150,7 @@ def _check_roots(resolved: Resolved) -> None:
         if roots and path is not None and not any(path.resolve().is_relative_to(root) for root in roots):
             raise ConfigError(
                 key,
-                f"{path.resolve()} lies in none of model.allowed_roots ({', '.join(map(str, roots))}); move it there, "
+                f"{path.resolve()} is in none of model.allowed_roots ({', '.join(map(str, roots))}); move it there, "
                 "or add its directory",
             )
 
@@ -172,7 +172,7 @@ def _check_names(cluster: Cluster) -> None:
 
 
 def _check_places(cluster: Cluster) -> None:
-    """Devices and addresses are words of a form; whether they exist is seen where they are used."""
+    """Check the form of devices and addresses; whether they exist is found out where they are used."""
     devices = {
         f"{role}.nodes[{index}].device": device
         for role, named in (
@@ -190,7 +190,7 @@ def _check_places(cluster: Cluster) -> None:
     control = "router.control_address"
     for path, address in {control: cluster.router.control_address, **addresses}.items():
         found = ADDRESS.fullmatch(address)
-        least = 1 if path == control else 0  # 0 takes a free port: decode nodes are told which, nodes are not
+        least = 1 if path == control else 0  # 0 takes a free port, which only decode nodes learn
         if found is None or not least <= int(found["port"] or 1) <= 65_535:
             raise ConfigError(
                 path,
@@ -200,7 +200,7 @@ def _check_places(cluster: Cluster) -> None:
 
 
 def _check_lengths(cluster: Cluster) -> None:
-    """A pool whose size is known has to hold a request of the length that the file asks for."""
+    """Check that a pool of known size fits a request of the length that the file asks for."""
     wanted, page = cluster.model.max_model_len, cluster.kv.page_size
     for role, section in (("prefill", cluster.prefill), ("decode", cluster.decode)):
         tokens, auto = section.pool_tokens, ""
@@ -229,7 +229,7 @@ def _check_health(cluster: Cluster) -> None:
 
 
 def _refuse_other_names(data: Mapping[str, Any]) -> None:
-    """What other servers call an algorithm or a backend is answered with our name of it."""
+    """Raise ConfigError with tandem's name of an algorithm or backend that the file names as other servers do."""
     section = data.get("speculation")
     given = section.get("algorithm") if isinstance(section, dict) else None
     name = given if isinstance(given, str) else ""
@@ -246,13 +246,13 @@ def _check_prompt_graphs(cluster: Cluster) -> None:
     section = cluster.prefill
     if section.enforce_graphs and section.graphs == "none":
         raise ConfigError(
-            "prefill.enforce_graphs", "true contradicts prefill.graphs none; leave one of the two out"
+            "prefill.enforce_graphs", "true contradicts prefill.graphs none; leave out one of the two"
         )
     if section.compiler is not None and section.graphs != "piecewise":
         raise ConfigError(
             "prefill.compiler",
             f"{section.compiler} compiles piecewise graphs, and prefill.graphs is {section.graphs}; "
-            "write graphs: piecewise, or leave the compiler out",
+            "write graphs: piecewise, or leave out the compiler",
         )
 
 
@@ -315,7 +315,7 @@ def _readable(error: msgspec.ValidationError, given: Mapping[str, str]) -> Confi
 
 
 def _words(path: str) -> list[str]:
-    """What may stand at a path that knows some words alone."""
+    """Return the values that a key with a fixed set of words accepts."""
     kind: Any = cluster_schema()
     for name in path.split("."):
         kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)

@@ -1,4 +1,4 @@
-"""From the cluster file to the plan of one node."""
+"""Resolves the cluster file into the plan of one node."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from common.node_plan import (
 def node_plan(
     cluster: Cluster, role: str, name: str, model: Path, draft: Path | None = None, router: str = ""
 ) -> NodePlan:
-    """Plan the node `name`. Raises ConfigError where these nodes cannot give each other pages, or not in this way.
+    """Plan the node `name`. Raises ConfigError if these nodes cannot exchange pages, or not in the configured way.
 
     Args:
         role: prefill or decode.
         model: directory of the checkpoint.
-        draft: directory of the draft model; None: the algorithm has none.
-        router: its control address.
+            draft: directory of the draft model; None if the algorithm has none.
+            router: address of the router's control socket.
     """
     transfer, health, speculation = cluster.transfer, cluster.health, cluster.speculation
     shares = {each: share for each, share in _shares(cluster)}
@@ -66,7 +66,7 @@ def node_plan(
 
 
 def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolWish:
-    """What `section`, called `name`, asks for on a device."""
+    """Return the pool size that `section`, called `name`, asks for on a device."""
     tokens: int | None = None
     if section.pool_tokens != "auto":
         tokens = section.pool_tokens
@@ -76,7 +76,7 @@ def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: s
 
 
 def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
-    """((role, name), share) of every node."""
+    """Return ((role, name), share) of every node."""
     return [
         ((role, node.name), NodeShare(node.device, pool_wish(role, section, node.device), rows))
         for role, section, rows in (

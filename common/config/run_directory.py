@@ -1,4 +1,4 @@
-"""The run directory of a cluster: sockets, pid files and logs, readable by its owner alone."""
+"""The run directory of a cluster: sockets, pid files and logs, readable only by its owner."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from common.config.load import Resolved
 from common.errors import ConfigError
 
 KEY = "process.run_dir"
-ADMIN = "router.admin"  # the name of the router's second socket; no node has it, since names have no dots
-MAX_SOCKET_BYTES = 107  # sockaddr_un.sun_path, less its end
+ADMIN = "router.admin"  # name of the router's admin socket; no node has this name, since node names contain no dots
+MAX_SOCKET_BYTES = 107  # sockaddr_un.sun_path without its terminator
 
 
 def run_directory(resolved: Resolved, to_write: bool = False) -> Path:
-    """Create (0700) and return it. Short on purpose, since sockets lie in it.
+    """Create (0700) and return the directory. Its path is short on purpose, since it contains sockets.
 
-    Raises ConfigError if it cannot be made, is somebody else's, or is too long for its sockets; with `to_write` also if
-    it is read-only. Nodes of a running cluster start without: not all of them make files in it.
+    Raises ConfigError if it cannot be created, belongs to another user, or is too long for its sockets; with
+    `to_write` also if it is read-only. Nodes of a running cluster start without `to_write`: not all of them create
+    files in it.
     """
     configured = resolved.cluster.process.run_dir
     try:
@@ -39,34 +40,34 @@ def run_directory(resolved: Resolved, to_write: bool = False) -> Path:
     if len(os.fsencode(longest)) > MAX_SOCKET_BYTES:
         raise ConfigError(
             KEY,
-            f"{path} is too long: {longest.name} in it would have more than {MAX_SOCKET_BYTES} bytes, the most that a "
-            "socket's path may have; choose a shorter directory",
+            f"{path} is too long: {longest.name} in it would have more than {MAX_SOCKET_BYTES} bytes, the maximum of a "
+            "socket's path; choose a shorter directory",
         )
     return path
 
 
 def unwritable(path: Path, problem: str) -> ConfigError:
-    """The error for a run directory in which files cannot be made: names the path and the remedy."""
+    """Return the error for a run directory in which files cannot be created, with the path and the remedy."""
     return ConfigError(
         KEY,
-        f"cannot write to {path}: {problem}; free space or give write access there, or set {KEY} to another directory",
+        f"cannot write to {path}: {problem}; free space or allow write access, or set {KEY} to another directory",
     )
 
 
 def runtime_base() -> Path:
-    """The directory of all run directories: nobody else can write there, so nobody can put something in our place."""
+    """Return the parent of all run directories, which no other user can write to, so nobody can replace their files."""
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     if runtime.is_dir() and runtime.stat().st_uid == os.getuid() and not runtime.stat().st_mode & 0o022:
         return runtime
-    base = Path(f"/tmp/tandem-{os.getuid()}")  # also where sudo or su left somebody else's XDG_RUNTIME_DIR
+    base = Path(f"/tmp/tandem-{os.getuid()}")  # also if sudo or su kept another user's XDG_RUNTIME_DIR
     _own(base, follow=False)
     return base
 
 
 def _own(directory: Path, follow: bool) -> None:
-    """Make it unless it is there, and close it to readers. Refuses what others own or could have written to.
+    """Create it if necessary, and make it unreadable for others. Refuses a directory that others own or can write to.
 
-    `follow`: a person who configured a link meant it; a link that we find in /tmp is a trap.
+    `follow`: a configured link is intended; a link found in /tmp may be an attack.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = directory.stat(follow_symlinks=follow)
@@ -81,19 +82,19 @@ def _own(directory: Path, follow: bool) -> None:
 
 
 def control_address(resolved: Resolved) -> str:
-    """Where the router binds its control socket and nodes connect."""
+    """Return the address at which the router binds its control socket and to which nodes connect."""
     configured = resolved.cluster.router.control_address
     return f"ipc://{run_directory(resolved)}/router.sock" if configured == "auto" else configured
 
 
 def peer_address(resolved: Resolved, name: str) -> str:
-    """Where the prefill node `name` binds its peer socket."""
+    """Return the address at which the prefill node `name` binds its peer socket."""
     configured = resolved.cluster.prefill_node(name).peer_address
     return f"ipc://{run_directory(resolved)}/{name}.sock" if configured == "auto" else configured
 
 
 def event_directory(resolved: Resolved) -> Path | None:
-    """Where processes append their events; None: nowhere. A relative directory is relative to the cluster file."""
+    """Return where processes append their events; None: nowhere. A relative path is relative to the cluster file."""
     configured = resolved.cluster.process.event_log
     if configured == "none":
         return None

@@ -1,7 +1,8 @@
-"""The schema of a cluster file. Frozen structs, unknown keys refused; every default stands here and nowhere else,
-except those of keys that belong to one transport. cluster_schema.py adds what stands in tables.
+"""The schema of a cluster file: frozen structs that refuse unknown keys.
 
-deploy/clusters/example.yaml shows each key with its default and its meaning; a test holds the two together.
+Every default is defined here, except those of keys that belong to one transport. cluster_schema.py adds the names and
+keys of tables. deploy/clusters/example.yaml shows each key with its default and its meaning; a test keeps the two in
+agreement.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from common.errors import ConfigError
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
-Fraction = Annotated[float, Meta(gt=0, le=0.98)]  # of a GPU: the driver keeps some for itself
+Fraction = Annotated[float, Meta(gt=0, le=0.98)]  # share of a GPU; the driver reserves some memory
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
@@ -28,21 +29,18 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Model(Section, frozen=True, kw_only=True):
-    """Which checkpoint is served."""
+    """The checkpoint that is served."""
 
     path: str  # Hugging Face directory; relative paths are relative to the cluster file
     served_name: str | None = None  # `model` in the API; default: the directory's name
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # auto: float32 on CPU, the checkpoint's on GPU
-    )
-    max_model_len: Annotated[int, Meta(ge=2)] | None = (
-        None  # tokens per request in all; default: the model's maximum
-    )
-    chat_template: str | None = (
-        None  # Jinja file in place of the model's own template; relative to the cluster file
-    )
-    manifest: str | None = None  # list of SHA-256 sums that the files of `path` are held against at start
-    # directories that model and draft must lie in once links are followed; (): anywhere
+    # auto: float32 on CPUs, the checkpoint's dtype on GPUs
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # Maximum tokens per request, prompt and output together; default: the model's maximum.
+    max_model_len: Annotated[int, Meta(ge=2)] | None = None
+    # Jinja file that replaces the model's own template; relative to the cluster file.
+    chat_template: str | None = None
+    manifest: str | None = None  # list of SHA-256 sums against which the files of `path` are checked at start
+    # Directories that must contain model and draft after links are resolved; (): anywhere.
     allowed_roots: tuple[str, ...] = ()
 
 
@@ -60,23 +58,23 @@ class PlacementSection(Section, frozen=True, kw_only=True):
 
 
 class Images(Section, frozen=True, kw_only=True):
-    """Images in prompts, where the model takes them."""
+    """Images in prompts, if the model takes them."""
 
-    max_count: Annotated[int, Meta(ge=1, le=256)] = 16  # of one request
-    max_bytes: Annotated[int, Meta(ge=1, le=15 << 20)] = 10 * 1024 * 1024  # of one image, as a file
-    max_request_bytes: Positive = 20 * 1024 * 1024  # of all images of one request
-    max_pixels: Annotated[int, Meta(ge=1, le=64_000_000)] = 16_000_000  # of one image, decoded
-    max_held_mib: Positive = 512  # of all requests in flight; more are answered 503
-    fetch_hosts: tuple[str, ...] = ()  # https hosts that images are fetched from; (): data URLs alone
-    fetch_timeout: Seconds = 10.0  # of one image, from look-up to last byte
+    max_count: Annotated[int, Meta(ge=1, le=256)] = 16  # per request
+    max_bytes: Annotated[int, Meta(ge=1, le=15 << 20)] = 10 * 1024 * 1024  # per image, as a file
+    max_request_bytes: Positive = 20 * 1024 * 1024  # all images of one request
+    max_pixels: Annotated[int, Meta(ge=1, le=64_000_000)] = 16_000_000  # per image, decoded
+    max_held_mib: Positive = 512  # all requests in flight; more are answered 503
+    fetch_hosts: tuple[str, ...] = ()  # https hosts that images are fetched from; (): only data URLs
+    fetch_timeout: Seconds = 10.0  # per image, from DNS lookup to last byte
 
 
 class Tls(Section, frozen=True, kw_only=True):
     """HTTPS, from version 1.2 on. Paths are relative to the cluster file; SIGHUP reads the files again."""
 
-    cert: str | None = None  # PEM: the certificate and what leads to its root; None: plain HTTP
+    cert: str | None = None  # PEM: the certificate and its chain; None: plain HTTP
     key: str | None = None  # PEM
-    client_ca: str | None = None  # PEM: clients need a certificate that it has signed
+    client_ca: str | None = None  # PEM: clients need a certificate signed by it
 
 
 class Router(Section, frozen=True, kw_only=True):
@@ -85,30 +83,26 @@ class Router(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
     tls: Tls = Tls()
-    admin: str = "auto"  # where operators ask; auto: a Unix socket in the run directory
-    allowed_hosts: tuple[
-        str, ...
-    ] = ()  # without API keys: names of this router beside loopback and its address
+    admin: str = "auto"  # listener for operators; auto: a Unix socket in the run directory
+    # Without API keys: accepted Host headers in addition to loopback names and the router's address.
+    allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()  # web pages that may use the API from a browser
-    max_connections_per_client: Positive = 1024  # of one address; more are closed
-    control_address: str = (
-        "auto"  # ZMQ address that nodes connect to; auto: an ipc socket in the run directory
-    )
+    max_connections_per_client: Positive = 1024  # per client address; more are closed
+    # ZMQ address that nodes connect to; auto: an ipc socket in the run directory.
+    control_address: str = "auto"
     placement: PlacementSection = PlacementSection()
-    max_attempts: Annotated[int, Meta(ge=1, le=10)] = (
-        3  # failed placements of one request before the client sees an error
-    )
+    # Failed placements of one request before the client gets an error.
+    max_attempts: Annotated[int, Meta(ge=1, le=10)] = 3
     max_requests: Positive = 4096  # in flight; more are answered 503 with Retry-After
     max_body_bytes: Positive = 10 * 1024 * 1024
-    max_queued_mib: Positive = 512  # of messages that wait for one node, which then counts as out of reach
+    max_queued_mib: Positive = 512  # messages waiting for one node, which beyond it counts as unreachable
     images: Images = Images()
     request_timeout: Seconds = 600.0
-    queue_wait: Seconds = 30.0  # how long a request waits for room on the decode nodes before 503
-    max_crashes: Annotated[int, Meta(ge=0, le=100)] = (
-        2  # of nodes under one request, which is then refused for some minutes; 0: never refuse
-    )
+    queue_wait: Seconds = 30.0  # time that a request waits for room on the decode nodes before 503
+    # Node crashes under one request, after which it is refused for some minutes; 0: never refuse.
+    max_crashes: Annotated[int, Meta(ge=0, le=100)] = 2
     retry_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.2  # repeated retries per request, beyond a few
-    placement_wait: Seconds = 10.0  # how long a request waits for a node that is expected back before 503
+    placement_wait: Seconds = 10.0  # time that a request waits for a node that is expected back before 503
 
 
 class PrefillNode(Section, frozen=True, kw_only=True):
@@ -124,53 +118,48 @@ class DecodeNode(Section, frozen=True, kw_only=True):
 
     name: NodeName
     device: str = "cpu"
-    host: str = (
-        "127.0.0.1"  # transports tcp and nixl: address that the node's socket for prefill nodes binds to
-    )
-    bulk_port: Port = 0  # its port; 0 takes a free one
+    # Transports tcp and nixl: address to which the node's socket for prefill nodes binds.
+    host: str = "127.0.0.1"
+    bulk_port: Port = 0  # port of that socket; 0: any free port
 
 
 _N = TypeVar("_N", PrefillNode, DecodeNode)
 
 
 class PrefillSection(Section, frozen=True, kw_only=True):
-    """What all prefill nodes share."""
+    """Keys that all prefill nodes share."""
 
     CPU_POOL_TOKENS: ClassVar[int] = 32_768
     sees: ClassVar[bool] = True  # runs the vision part of a model that has one
     nodes: Annotated[tuple[PrefillNode, ...], Meta(min_length=1, max_length=256)] = (
         PrefillNode(name="prefill-0"),
     )
-    pool_tokens: Positive | Literal["auto"] = (
-        "auto"  # KV pool of each node; auto: CPU_POOL_TOKENS, or on a GPU what memory_fraction leaves
-    )
-    memory_fraction: Fraction = 0.9  # of its GPU: what a node takes in all where pool_tokens is auto
+    # KV pool of each node; auto: CPU_POOL_TOKENS, or on a GPU what memory_fraction leaves.
+    pool_tokens: Positive | Literal["auto"] = "auto"
+    memory_fraction: Fraction = 0.9  # share of its GPU that a node takes if pool_tokens is auto
     chunk_tokens: Positive = 2048  # token budget of one forward, shared by all prompts in it
     max_batch: Positive = 64  # prompts in one forward
     max_queue: Positive = 1024  # waiting requests; more are refused
-    graphs: Literal["auto", "breakable", "piecewise", "none"] = (
-        "auto"  # of the prompt forward; auto: breakable on GPUs, none on CPUs
-    )
-    compiler: Literal["eager", "inductor"] | None = (
-        None  # of piecewise graphs, and of no others: eager keeps our kernels (default), inductor writes its own
-    )
-    enforce_graphs: bool = (
-        False  # whatever the rules say at start-up, on a CPU too (there on a tape): for tests
-    )
+    # Graphs of the prompt forward; auto: breakable on GPUs, none on CPUs.
+    graphs: Literal["auto", "breakable", "piecewise", "none"] = "auto"
+    # Compiler of piecewise graphs only: eager keeps tandem's kernels (default), inductor generates its own.
+    compiler: Literal["eager", "inductor"] | None = None
+    # Use graphs whatever the rules say at start-up, also on a CPU (there on a tape); for tests.
+    enforce_graphs: bool = False
     prefix_cache: bool = True
-    image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, by their content
+    image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, keyed by content
 
     @property
     def image_bytes(self) -> int:
-        """Device memory that a model with a vision part takes on top."""
+        """Device memory that a model with a vision part takes in addition."""
         return self.image_cache_mib << 20
 
 
 class DecodeSection(Section, frozen=True, kw_only=True):
-    """What all decode nodes share."""
+    """Keys that all decode nodes share."""
 
     CPU_POOL_TOKENS: ClassVar[int] = 65_536
-    sees: ClassVar[bool] = False  # images end on the prefill nodes
+    sees: ClassVar[bool] = False  # images are used only on prefill nodes
     image_bytes: ClassVar[int] = 0
     nodes: Annotated[tuple[DecodeNode, ...], Meta(min_length=1, max_length=256)] = (
         DecodeNode(name="decode-0"),
@@ -178,112 +167,105 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     pool_tokens: Positive | Literal["auto"] = "auto"
     memory_fraction: Fraction = 0.9
     max_running: Annotated[int, Meta(ge=1, le=4096)] = 64  # requests in one step
-    max_transferring: Positive = 64  # reservations beyond the running ones
+    max_transferring: Positive = 64  # reservations in addition to the running requests
     max_queue: Positive = 1024
-    reserved_tokens: NotNegative = (
-        256  # kept free per active request at admission, at most what it may still emit
-    )
-    skip_ahead: NotNegative = 8  # how often later, smaller requests may pass one that does not fit
+    # Tokens kept free per active request at admission, at most what it may still emit.
+    reserved_tokens: NotNegative = 256
+    skip_ahead: NotNegative = 8  # how often smaller, later requests may overtake one that does not fit
     graphs: Literal["auto", "full", "none"] = "auto"  # of the decode step; auto: on GPUs only
     prefix_cache: bool = True
-    backup_mib: NotNegative = (
-        1024  # host memory for the KV of retracted requests; beyond it they are prefilled again
-    )
-    read_results: Literal["when_ready", "one_behind"] = (
-        "when_ready"  # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do
-    )
+    # Host memory for the KV of retracted requests; requests beyond it are prefilled again.
+    backup_mib: NotNegative = 1024
+    # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do.
+    read_results: Literal["when_ready", "one_behind"] = "when_ready"
 
 
 class Speculation(Section, frozen=True, kw_only=True):
-    """How decode nodes guess tokens that one forward of the model then verifies; the output stays the same."""
+    """How decode nodes draft tokens that one forward of the model then verifies; the output stays the same."""
 
-    # A name from the table of algorithms (common/speculation). none: plain decoding; ngram: what followed the last time
-    # that a text ended alike; the others have a draft model.
+    # A name from the table of algorithms (common/speculation). none: plain decoding; ngram: what followed the last
+    # time
+    # that the text ended in the same way; the others have a draft model.
     algorithm: str = "none"
-    draft_model_path: str | None = (
-        None  # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head or MTP modules for this model, or a small model
-    )
-    draft_manifest: str | None = None  # as model.manifest, for draft_model_path
-    steps: Annotated[int, Meta(ge=1, le=31)] = (
-        3  # drafts in a row: at most steps + 1 tokens come of one forward
-    )
+    # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head or MTP modules for this model, or a small model.
+    draft_model_path: str | None = None
+    draft_manifest: str | None = None  # like model.manifest, for draft_model_path
+    # Drafts in a row: one forward yields at most steps + 1 tokens.
+    steps: Annotated[int, Meta(ge=1, le=31)] = 3
     topk: Annotated[int, Meta(ge=1, le=16)] = 1  # eagle, eagle3: branches of a draft tree; 1: a chain
-    adaptive: Literal["none", "auto"] = (
-        "none"  # auto: as many drafts as give the most tokens per second, by timed rounds and what is accepted
-    )
-    draft_tokens: Annotated[int, Meta(ge=2, le=128)] | None = (
-        None  # tokens verified at once; steps + 1 for a chain, to be given for a tree
-    )
+    # auto: the number of drafts that yields the most tokens per second, by timed rounds and acceptance.
+    adaptive: Literal["none", "auto"] = "none"
+    # Tokens verified at once; steps + 1 for a chain, required for a tree.
+    draft_tokens: Annotated[int, Meta(ge=2, le=128)] | None = None
 
     @property
     def nodes(self) -> int:
-        """Tokens of a request that one forward verifies, its last drawn token included."""
+        """Tokens of a request that one forward verifies, including its last drawn token."""
         return self.steps + 1 if self.draft_tokens is None else self.draft_tokens
 
 
 class Transfer(Section, frozen=True, kw_only=True):
-    """How KV pages and handoff records move. Transports add keys of their own, see transports.py."""
+    """How KV pages and handoff records are sent. Transports add keys of their own, see transports.py."""
 
-    # A name from the table of transports; auto: the first one there that moves pages between these nodes.
+    # A name from the table of transports; auto: the first one that can move pages between these nodes.
     transport: str = "auto"
-    layers: bool = False  # cuda_ipc and shm: pages leave layer by layer during their forward, not after it
-    verify_checksums: bool = True  # of every page, on arrival; what it costs: tests/bench/transfer.py
-    slots_timeout: Seconds = 5.0  # prefill node: no pages, and no word that the request waits for them
-    first_page_timeout: Seconds = 5.0  # decode node: no page, and no word that the prompt is worked on
-    stall_timeout: Seconds = 3.0  # either side: bytes are on the way, and none moves
+    layers: bool = False  # cuda_ipc and shm: send pages layer by layer during their forward, not after it
+    verify_checksums: bool = (
+        True  # verify every page on arrival; the cost is measured by tests/bench/transfer.py
+    )
+    slots_timeout: Seconds = 5.0  # prefill node: no pages, and no sign that the request waits for them
+    first_page_timeout: Seconds = 5.0  # decode node: no page, and no sign that the prompt is processed
+    stall_timeout: Seconds = 3.0  # either side: bytes are in flight, and none makes progress
 
 
 class Health(Section, frozen=True, kw_only=True):
-    """How soon the cluster notices."""
+    """How soon the cluster notices failures."""
 
     heartbeat_interval: Seconds = 0.25
-    node_timeout: Seconds = 2.5  # no heartbeat for so long: the node is lost
-    # a main loop is hung so long past the work that it announced; idle loops turn every 100 ms
+    node_timeout: Seconds = 2.5  # a node without a heartbeat for so long is lost
+    # Time past its announced work after which a main loop counts as hung; idle loops turn every 100 ms.
     loop_timeout: Annotated[float, Meta(ge=1, le=86_400)] = 3.0
-    # after so long a hung node ends its process, with stacks in its log, to be started again; 0: it does not
+    # Time after which a hung node ends its process, with stacks in its log, to be restarted; 0: never.
     hang_timeout: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
-    router_timeout: Seconds = 2.0  # no echo from the router: a node drops the router's requests
+    router_timeout: Seconds = 2.0  # time without an echo after which a node drops the router's requests
     drain_timeout: Seconds = 30.0
-    # in which a node that went is expected back: requests wait for its role up to router.placement_wait
+    # Time in which a lost node is expected back: requests wait for its role up to router.placement_wait.
     return_window: Seconds = 60.0
-    slow_start: Annotated[float, Meta(ge=0, le=3600)] = 10.0  # in which a new node's share of requests rises
+    # Time over which a new node's share of requests rises.
+    slow_start: Annotated[float, Meta(ge=0, le=3600)] = 10.0
 
     @property
     def hung_limit(self) -> float:
-        """Seconds past its announced work after which a main loop's process ends; 0: never."""
+        """Seconds past its announced work after which a node's process ends; 0: never."""
         return self.loop_timeout + self.hang_timeout if self.hang_timeout else 0.0
 
 
 class Security(Section, frozen=True, kw_only=True):
-    """States who may use the API, and who may speak on the links between processes."""
+    """Who may use the API, and how the links between processes are protected."""
 
     api_keys: str | None = None  # file of the hashed API keys, see deploy/api_key; None: clients need no key
-    share_prefix_cache: bool = (
-        False  # among all keys: faster, but a client can find out what others have sent
-    )
+    # Share cached prefixes among all keys: faster, but a client can find out what others have sent.
+    share_prefix_cache: bool = False
     open_metrics: bool = False  # /metrics needs no key
-    plain_http: bool = (
-        False  # router.host off loopback without router.tls: a proxy in front has the certificate
-    )
-    open_http: bool = False  # router.host off loopback without API keys: whoever reaches it may use it
-    # Directory made by deploy/keygen; without it sockets bind to loopback only, with keys made in the run directory.
+    # router.host is not loopback, without router.tls: a proxy in front terminates TLS.
+    plain_http: bool = False
+    open_http: bool = False  # router.host is not loopback, without API keys: whoever reaches it may use it
+    # Directory made by deploy/keygen; without it sockets bind only to loopback, with keys made in the run directory.
     keys: str | None = None
-    isolated_network: bool = False  # only these nodes reach transfer.nixl_devices; transport nixl asks for it
+    isolated_network: bool = False  # only these nodes reach transfer.nixl_devices; transport nixl requires it
 
 
 class Process(Section, frozen=True, kw_only=True):
     """Threads, logs and debugging of every process."""
 
     run_dir: str = "auto"  # sockets, pids, logs; auto: 0700 under $XDG_RUNTIME_DIR or /tmp
-    threads: NotNegative = 1  # torch threads per node on CPU; 0: torch's default
+    threads: NotNegative = 1  # torch threads per CPU node; 0: torch's default
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_max_mib: Positive = 64  # of each log that deploy/up opens; one rotated file is kept
-    event_log: Annotated[str, Meta(min_length=1)] = (
-        "none"  # steps of every request; auto: events/ in run_dir; or a directory
-    )
-    poison_graphs: bool = (
-        False  # NaN and maximum ids in the padding of all graphs before each replay: for tests
-    )
+    log_max_mib: Positive = 64  # per log that deploy/up opens; one rotated file is kept
+    # Steps of every request; auto: events/ in run_dir; or a directory.
+    event_log: Annotated[str, Meta(min_length=1)] = "none"
+    # NaN and maximum ids in the padding of all graphs before each replay; for tests.
+    poison_graphs: bool = False
 
 
 class Cluster(Section, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Which transport a cluster's pages take and how, and whether its nodes can use it."""
+"""Chooses the transport of a cluster's pages, and checks that its nodes can use it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def choose_transport(cluster: Cluster) -> TransportKind[Any]:
-    """The one that `transfer.transport` names; auto: the first one of the table that joins these nodes.
+    """Return the transport that `transfer.transport` names; auto: the first one of the table that connects these
+    nodes.
 
-    It depends on the file only, never on what is installed: both ends read the same file, and so agree. Raises
-    ConfigError where nodes are on CPUs and on GPUs, where the transport cannot reach their pages, and where the file
-    does not allow it.
+    The choice depends only on the file, never on what is installed: both ends read the same file and therefore agree.
+    Raises ConfigError if some nodes are on CPUs and others on GPUs, if the transport cannot access their pages, or if
+    the file does not allow it.
     """
     _refuse_mixed_devices(cluster)
     chosen, topology = named_transport(cluster), _topology(cluster)
@@ -29,7 +30,7 @@ def choose_transport(cluster: Cluster) -> TransportKind[Any]:
 
 
 def named_transport(cluster: Cluster) -> TransportKind[Any]:
-    """As `choose_transport`, whether or not these nodes can use it."""
+    """Return the transport of `choose_transport` without checking that these nodes can use it."""
     named = cluster.transfer.transport
     if named != "auto":
         return transport_kind(named)
@@ -41,16 +42,16 @@ def nodes_of(cluster: Cluster) -> tuple[PrefillNode | DecodeNode, ...]:
 
 
 def choose_layers(cluster: Cluster) -> bool:
-    """Whether pages leave layer by layer during their forward.
+    """Return whether pages are sent layer by layer during their forward.
 
-    Raises ConfigError where the transport takes only whole pages, and as `choose_transport` does.
+    Raises ConfigError if the transport sends only whole pages, and in the cases of `choose_transport`.
     """
     transport, wanted = choose_transport(cluster), cluster.transfer.layers
     if wanted and not transport.layers:
         able = " and ".join(kind.name for kind in transport_kinds() if kind.layers)
         raise ConfigError(
             "transfer.layers",
-            f"{transport.name} takes whole pages; {able} take them layer by layer: write false",
+            f"{transport.name} sends whole pages only; {able} send them layer by layer: write false",
         )
     return wanted
 
@@ -61,7 +62,10 @@ def _topology(cluster: Cluster) -> Topology:
 
 
 def _as_named(topology: Topology) -> Topology:
-    """Addresses off loopback may be of one host: the handshake finds out whether a transport of one host reaches."""
+    """Return the topology for a named transport: addresses off loopback may belong to one host.
+
+    The handshake finds out whether a transport within one host is possible.
+    """
     return Topology(topology.gpu, True, topology.isolated_network)
 
 
@@ -76,13 +80,13 @@ def _refuse_mixed_devices(cluster: Cluster) -> None:
         other = next(node for node in nodes if node not in gpus)
         raise ConfigError(
             "device",
-            f"{gpus[0].name} is on {gpus[0].device} and {other.name} on {other.device}: pages do not move "
+            f"{gpus[0].name} is on {gpus[0].device} and {other.name} on {other.device}: pages cannot be sent "
             "between a GPU and a CPU; put all prefill and decode nodes on cuda devices, or all on cpu",
         )
 
 
 def _one_host(cluster: Cluster) -> bool:
-    """Every socket of the nodes is an ipc socket or on loopback."""
+    """Return whether every socket of the nodes is an ipc socket or on loopback."""
     addresses = (node.peer_address for node in cluster.prefill.nodes)
     return all(node.host in LOOPBACK for node in cluster.decode.nodes) and all(
         a == "auto" or a.startswith("ipc://") or _host(a) in LOOPBACK for a in addresses

@@ -1,6 +1,6 @@
 """The table of transports.
 
-Adding a transport: a folder in kv_transfer/transport/ with a `kind.py`, and a row here.
+To add one, write a folder in kv_transfer/transport/ with a `kind.py`, and a row here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from common.config.transport_kind import TransportKind
 from common.named import named
 
-# name -> "module:attribute" of its TransportKind. `auto` takes the first one that moves pages between the nodes.
+# name -> "module:attribute" of its TransportKind. `auto` chooses the first one that can move pages between the nodes.
 TRANSPORTS = {
     "shm": "kv_transfer.transport.shm.kind:KIND",
     "tcp": "kv_transfer.transport.tcp.kind:KIND",
@@ -26,5 +26,5 @@ def transport_kind(name: str) -> TransportKind[Any]:
 
 
 def transport_kinds() -> list[TransportKind[Any]]:
-    """All of them, in the order of the table."""
+    """Return all kinds, in the order of the table."""
     return [transport_kind(name) for name in TRANSPORTS]

@@ -1,9 +1,9 @@
-"""Values that nothing reads beside the others: refused, since whoever wrote one expects it to do something.
+"""Refuses values that have no effect in combination with the others, since their author expects an effect.
 
-A value that equals its default says what is so without it, and stays. So do limits that are never reached, placement
-among one node, `decode.read_results: one_behind` on GPUs (which is what they do), and statements and keys that make
-nothing happen: `security.isolated_network` and `security.keys`. What contradicts another value instead of being left
-unread is refused by load.py and transport_choice.py.
+Values that equal their default are allowed. So are limits that are never reached, placement among one node,
+`decode.read_results: one_behind` on GPUs (which always do that), and statements and keys without an effect of their
+own: `security.isolated_network` and `security.keys`. Values that contradict others are refused by load.py and
+transport_choice.py.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from common.speculation.table import algorithm
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Keys of a section that nothing reads in this cluster."""
+    """Keys of a section that have no effect in this cluster."""
 
-    path: str  # of the section
+    path: str  # path of the section
     section: Section
     keys: tuple[str, ...]
-    reason: str  # and what to write instead
+    reason: str  # why, and what to write instead
 
     def changed(self) -> Iterator[tuple[str, object]]:
-        """(path, value) of those that are not at their defaults."""
+        """Yield (path, value) of the keys that differ from their defaults."""
         for field in msgspec.structs.fields(self.section):
             value = getattr(self.section, field.name)
             if field.name in self.keys and value != field.default:
@@ -39,7 +39,7 @@ class Unread:
 
 
 def refuse_unread(unread: Iterable[Unread], origins: Mapping[str, str]) -> None:
-    """Raises ConfigError for the first key that is not at its default. `origins`: those of Resolved."""
+    """Raise ConfigError for the first key that differs from its default. `origins` are those of Resolved."""
     for each in unread:
         for path, value in each.changed():
             shown = list(value) if isinstance(value, tuple) else value
@@ -48,7 +48,7 @@ def refuse_unread(unread: Iterable[Unread], origins: Mapping[str, str]) -> None:
 
 
 def unread_keys(cluster: Cluster) -> Iterator[Unread]:
-    """By the cluster file alone."""
+    """Yield the keys that have no effect according to the cluster file."""
     if not algorithm(cluster.speculation.algorithm).drafts:
         yield Unread(
             "speculation",
@@ -72,22 +72,20 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
             "without router.images.fetch_hosts no image is fetched; name hosts, or leave it out",
         )
     if cluster.security.api_keys is None:
-        reason = (
-            "it is about API keys, and security.api_keys names no file of them; name one, or leave it out"
-        )
+        reason = "it applies to API keys, and security.api_keys names no file; name one, or leave it out"
         yield Unread("security", cluster.security, ("share_prefix_cache",), reason)
         if is_loopback(cluster.router.host):
             reason = "without API keys /metrics is open on a loopback address; leave it out"
             yield Unread("security", cluster.security, ("open_metrics",), reason)
     else:
-        reason = "clients prove who they are by API keys, whatever their Host header says; leave it out"
+        reason = "clients authenticate by API keys, so their Host header is not checked; leave it out"
         yield Unread("router", cluster.router, ("allowed_hosts",), reason)
     yield from _of_devices(cluster)
     yield from _of_transports(cluster)
 
 
 def unread_by_text_models(cluster: Cluster) -> Iterator[Unread]:
-    """What a model without a vision part leaves unread."""
+    """Yield the keys that have no effect for a model without a vision part."""
     reason = "this model takes no images; serve one that does, or leave it out"
     images = cluster.router.images
     yield Unread("router.images", images, images.__struct_fields__, reason)
@@ -101,7 +99,7 @@ def _of_devices(cluster: Cluster) -> Iterator[Unread]:
         reason = "no node has graphs; see prefill.graphs and decode.graphs, or leave it out"
         yield Unread("process", cluster.process, ("poison_graphs",), reason)
     if all(node.device != "cpu" for node in nodes_of(cluster)):
-        reason = "it is of nodes on the CPU, and there are none; leave it out"
+        reason = "it applies to nodes on the CPU, and there are none; leave it out"
         yield Unread("process", cluster.process, ("threads",), reason)
 
 
@@ -115,9 +113,11 @@ def _has_graphs(cluster: Cluster) -> bool:
 
 def _of_memory(name: str, section: PrefillSection | DecodeSection) -> Iterator[Unread]:
     if section.pool_tokens != "auto":
-        reason = f"{name}.pool_tokens gives the size of the pool; leave one of the two out"
+        reason = f"{name}.pool_tokens gives the size of the pool; leave out one of the two"
     elif all(node.device == "cpu" for node in section.nodes):
-        reason = f"it is of a GPU, and these nodes are on the CPU; write {name}.pool_tokens, or leave it out"
+        reason = (
+            f"it applies to GPUs, and these nodes are on the CPU; write {name}.pool_tokens, or leave it out"
+        )
     else:
         return
     yield Unread(name, section, ("memory_fraction",), reason)
@@ -125,17 +125,20 @@ def _of_memory(name: str, section: PrefillSection | DecodeSection) -> Iterator[U
 
 def _of_transports(cluster: Cluster) -> Iterator[Unread]:
     transport = named_transport(cluster)
-    moved = f"pages move by {transport.name} here"
+    moved = f"this cluster's transport is {transport.name}"
     own = transport.options.__struct_fields__
     others = {key for kind in transport_kinds() for key in kind.options.__struct_fields__ if key not in own}
     reason = f"{moved}; it is for another transport: leave it out, or see transfer.transport"
     yield Unread("transfer", cluster.transfer, tuple(others), reason)
     if not transport.listens:
-        reason = f"{moved}, for which a decode node binds no socket; leave it out, or see transfer.transport"
+        reason = f"{moved}, for which decode nodes bind no socket; leave it out, or see transfer.transport"
         for index, node in enumerate(cluster.decode.nodes):
             yield Unread(f"decode.nodes[{index}]", node, _of_socket(node), reason)
 
 
 def _of_socket(node: DecodeNode) -> tuple[str, ...]:
-    """A host on loopback says that the node is on this one, which `transport: auto` goes by."""
+    """Return the socket's keys without effect.
+
+    A loopback host has one: `transport: auto` infers that nodes share a host.
+    """
     return ("bulk_port",) if node.host in LOOPBACK else ("host", "bulk_port")

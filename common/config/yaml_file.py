@@ -1,6 +1,6 @@
-"""YAML that refuses what YAML forgives: duplicate keys, tags that build objects, documents that are not mappings.
+"""A strict YAML reader that refuses duplicate keys, tags that build objects, and documents that are not mappings.
 
-Words are words: of YAML 1.1's booleans `true` and `false` alone are read as such, as YAML 1.2 has it.
+Only `true` and `false` are booleans, as in YAML 1.2; other boolean words of YAML 1.1 are strings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 from common.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
-# SafeLoader's constructors raise these, too: 2024-13-45, !!bool maybe, !!timestamp soon, brackets without end
+# SafeLoader's constructors raise these too: 2024-13-45, !!bool maybe, !!timestamp soon, brackets without end.
 _UNREADABLE = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
 
@@ -22,9 +22,9 @@ BOOL = "tag:yaml.org,2002:bool"
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that raises on duplicate keys (plain YAML keeps the last one silently)."""
+    """SafeLoader that raises on duplicate keys, of which plain YAML silently keeps the last one."""
 
-    # without the booleans; then those of YAML 1.2
+    # Without SafeLoader's booleans; those of YAML 1.2 are added below.
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
         first: [(tag, pattern) for tag, pattern in known if tag != BOOL]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -38,7 +38,9 @@ class _StrictLoader(yaml.SafeLoader):
                 raise ConfigError(str(key), f"line {key_node.start_mark.line + 1}: keys are names")
             if key in seen:
                 line = key_node.start_mark.line + 1
-                raise ConfigError(key, f"line {line}: given twice (first on line {seen[key]}); remove one")
+                raise ConfigError(
+                    key, f"line {line}: the key appears twice (first on line {seen[key]}); remove one"
+                )
             seen[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
 
@@ -47,7 +49,7 @@ _StrictLoader.add_implicit_resolver(BOOL, re.compile("^(?:true|True|TRUE|false|F
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The file's top-level mapping. Raises ConfigError for anything else, naming the file."""
+    """Return the file's top-level mapping. Raises ConfigError, with the file, for anything else."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError("", f"{path} is larger than {MAX_FILE_BYTES} bytes: not a cluster file")
@@ -58,15 +60,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_mapping(text: str, origin: str) -> dict[str, Any]:
-    """As read_mapping, from text."""
+    """Like read_mapping, for text."""
     data = parse_yaml(text, origin)
     if not isinstance(data, dict):
-        raise ConfigError("", f"{origin} must hold a mapping with at least `model: {{path: ...}}`")
+        raise ConfigError("", f"{origin} must contain a mapping with at least `model: {{path: ...}}`")
     return data
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """Any document. Raises ConfigError."""
+    """Return any YAML document. Raises ConfigError."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506, TID251 - a SafeLoader subclass
     except _UNREADABLE as error:
@@ -74,7 +76,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """A value from an environment variable or --set, read as YAML reads it."""
+    """Return the value of an environment variable or --set, parsed as YAML."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506, TID251 - a SafeLoader subclass
     except _UNREADABLE:

@@ -1,1 +1,1 @@
-"""What requests keep on a device, as values (planes, pool spec, pool layout), and who holds which page. No torch."""
+"""Per-request device state as values (planes, pool spec, pool layout), and the bookkeeping of pages. No torch."""

@@ -1,7 +1,8 @@
-"""Images in radix keys: what stands in the place of placeholder ids, so that pages are shared by content.
+"""Images in radix keys: content-based keys replace placeholder ids, so that pages are shared by content.
 
-The same text with another image never matches, the same image does. A key of an image row is 62 bits of its content's
-hash above a bit that no token id has; nobody can choose an image whose rows collide with another's.
+The same text with another image never matches, with the same image it does. The key of an image row is 62 bits of its
+content's hash and one bit above them that no token id has; nobody can choose an image whose rows collide with
+another's.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ IMAGE_BIT = 1 << 62  # set in every key of an image row
 
 
 def with_images(token_ids: Sequence[int] | Keys, images: Sequence[ImageSpan]) -> Keys:
-    """[n] int64: token ids, and keys of image rows where images stand. InvalidRequest: spans that do not fit."""
-    keys = np.array(token_ids, dtype=np.int64)  # a copy: what the batch embeds has token ids everywhere
+    """Return [n] int64: token ids, and keys of image rows in place of images.
+
+    Raises InvalidRequest for invalid spans.
+    """
+    keys = np.array(token_ids, dtype=np.int64)  # a copy, since the batch embeds token ids everywhere
     end = 0
     for image in images:
         if image.offset < end or image.offset + image.length > len(keys):
-            raise InvalidRequest("images overlap or lie behind the end of the prompt", param="messages")
+            raise InvalidRequest("images overlap or extend past the end of the prompt", param="messages")
         if image.length % image.rows:
             raise InvalidRequest(
                 f"an image of {image.length} tokens does not have {image.rows} rows", param="messages"
@@ -35,13 +39,13 @@ def with_images(token_ids: Sequence[int] | Keys, images: Sequence[ImageSpan]) ->
 
 
 def image_keys(image: ImageSpan) -> Keys:
-    """[length] int64, by digest and row."""
+    """Return [length] int64 keys, by digest and row."""
     rows = np.frombuffer(hashlib.shake_256(image.digest).digest(8 * image.length), dtype="<i8")
     return rows & (IMAGE_BIT - 1) | IMAGE_BIT
 
 
 def paired(first: Keys, second: Keys) -> Keys:
-    """One key for each pair, where at least one is an image row: negative, so unlike any pair of token ids."""
+    """Return one key per pair if at least one is an image row: negative, so it differs from any pair of token ids."""
     mixed = first.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ second.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64's finalizer
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

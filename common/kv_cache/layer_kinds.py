@@ -1,7 +1,7 @@
-"""The kinds of blocks that a decoder layer may have, a record each. No torch.
+"""The kinds of blocks that a decoder layer may have, one record each. No torch.
 
-Adding one: a module in `common/engine/layers/` with its `Mixer` or `FeedForward`, a row here (for a mixer with what it
-keeps for requests), and a family in `common/checkpoint/model_config.py` whose layers have it.
+To add one, write a module in `common/engine/layers/` with its `Mixer` or `FeedForward`, a row here (for a mixer with
+its per-request planes), and a family in `common/checkpoint/model_config.py` whose layers have it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.named import named
 class MixerRecord:
     """One kind of mixer."""
 
-    # (owner, config, layer, dtype of keys and values) -> the planes of that layer
+    # Maps (owner, config, layer, dtype of keys and values) to the planes of that layer.
     planes: Callable[[Owner, ModelConfig, int, str], tuple[Plane, ...]]
     engine: str  # "module:attribute" of its class
 

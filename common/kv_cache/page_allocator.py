@@ -1,4 +1,4 @@
-"""Free list of KV pages. Page 0 is reserved padding and is never given out."""
+"""Free list of KV pages. Page 0 is reserved for padding and is never allocated."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 class PageAllocator:
-    """FIFO, so that a freed page rests as long as possible before it is written again."""
+    """FIFO, so that a freed page stays unused as long as possible before it is written again."""
 
     def __init__(self, num_pages: int) -> None:
-        """`num_pages` counts page 0 too, as the pool's shape does."""
+        """`num_pages` includes page 0, as the pool's shape does."""
         if num_pages < 2:
             raise ValueError(f"a pool needs page 0 and at least one more, got {num_pages}")
         self._free = deque(range(1, num_pages))
@@ -22,7 +22,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` page ids, or None if fewer are free (then nothing is taken)."""
+        """Return `count` page ids, or None (and take nothing) if fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.popleft() for _ in range(count)]
@@ -31,7 +31,10 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back. A page that is free already is a defect that would corrupt two requests: raises."""
+        """Return pages to the free list.
+
+        Raises ValueError for a page that is already free, which would corrupt requests.
+        """
         for page in pages:
             if not 0 < page <= self.total or self._is_free[page]:
                 raise ValueError(f"page {page} is freed but not held")
@@ -39,7 +42,7 @@ class PageAllocator:
             self._free.append(page)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the list and the map agree."""
-        assert len(set(self._free)) == len(self._free), "a page stands twice in the free list"
+        """Raise AssertionError unless the list and the map agree."""
+        assert len(set(self._free)) == len(self._free), "a page is in the free list twice"
         assert sum(self._is_free) == len(self._free), "free map and free list differ"
         assert all(self._is_free[page] for page in self._free)

@@ -1,4 +1,4 @@
-"""One plane: what one layer keeps under one name for every token, or for every request."""
+"""One plane: the values that one layer stores under one name for every token, or for every request."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
 
 
 class Kept(enum.StrEnum):
-    """What a plane has one entry for."""
+    """Whether a plane has one entry per token or per request."""
 
-    PAGED = "paged"  # every token: [num_pages, page_size, *entry]
-    PER_REQUEST = (
-        "per_request"  # every request: [num_slots, *entry]; travels whole, once, after the last page
-    )
+    PAGED = "paged"  # per token: [num_pages, page_size, *entry]
+    # Per request: [num_slots, *entry]; sent as a whole, once, after the last page.
+    PER_REQUEST = "per_request"
 
 
 class HeadGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -38,16 +37,18 @@ class HeadGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plane(msgspec.Struct, frozen=True, array_like=True):
-    """A value of the configs alone: equal on every rank. ValueError unless its fields agree with each other."""
+    """A function of the configs only, so equal on every rank. Raises ValueError unless its fields agree."""
 
     owner: Owner
     layer: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # of the owner
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=32)]  # "k", "v", ...; unique within the layer
     kept: Kept
-    entry: Annotated[tuple[Size, ...], msgspec.Meta(min_length=1, max_length=4)]  # of all ranks together
+    entry: Annotated[
+        tuple[Size, ...], msgspec.Meta(min_length=1, max_length=4)
+    ]  # shape of one entry over all ranks
     dtype: Annotated[str, msgspec.Meta(max_length=32)]  # a key of ITEM_BYTES
-    axis: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0  # of `entry`: the sharded one
-    # Runs of that axis, each of which is divided among the ranks by heads; none: every rank holds all of it.
+    axis: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0  # the sharded axis of `entry`
+    # Runs of that axis, each divided among the ranks by heads; (): every rank holds the whole axis.
     groups: Annotated[tuple[HeadGroup, ...], msgspec.Meta(max_length=16)] = ()
 
     def __post_init__(self) -> None:
@@ -63,7 +64,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def where(self) -> str:
-        """How errors name it."""
+        """The plane's name in errors."""
         return f"{self.owner} layer {self.layer} {self.name}"
 
     @property
@@ -73,12 +74,12 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry over all ranks, replicas not counted."""
+        """Bytes of one entry over all ranks, without replicas."""
         return math.prod(self.entry) * self.item_bytes
 
 
 def attention_layer(owner: Owner, layer: int, kv_heads: int, head_dim: int, dtype: str) -> tuple[Plane, ...]:
-    """Keys and values of one attention layer: two paged planes, divided by KV heads."""
+    """Return keys and values of one attention layer: two paged planes, divided by KV heads."""
     heads = (HeadGroup(kv_heads, 1),)
     return tuple(
         Plane(owner, layer, name, Kept.PAGED, (kv_heads, head_dim), dtype, 0, heads) for name in ("k", "v")

@@ -1,6 +1,6 @@
-"""How the planes of one rank lie in memory, as a value that peers compare and that the engine builds its pool from.
+"""The memory layout of one rank's planes, as a value that peers compare and from which the engine builds its pool.
 
-Planes follow each other in one flat byte buffer in the order of the spec, each contiguous: [num_pages, page_size,
+Planes are consecutive in one flat byte buffer in the order of the spec, each contiguous: [num_pages, page_size,
 *entry] for a paged plane, [num_slots, *entry] for one that is kept per request. Target and draft share page ids, so
 one page id names one slice of every paged plane. Page 0 and slot 0 are padding.
 """
@@ -18,27 +18,27 @@ import msgspec
 from common.kv_cache.plane import Kept, Owner, Plane, Size
 from common.kv_cache.pool_spec import PoolSpec
 
-PLANE_ALIGN: Final = 4096  # bytes; planes start on memory pages, which every transport can register
+PLANE_ALIGN: Final = 4096  # bytes; planes start at memory pages, which every transport can register
 
-MAX_RANKS: Final = 64  # of one node
+MAX_RANKS: Final = 64  # per node
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 
 
 def head_range(heads: int, rank: int, ranks: int) -> range:
-    """Heads of one rank: an even share, or one replicated head where ranks outnumber heads."""
+    """Return the heads of one rank: an even share, or one replicated head if ranks outnumber heads."""
     start = rank * heads // ranks
     return range(start, start + max(1, heads // ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPlane:
-    """A plane of one rank: an array of equally large items, which are pages or slots."""
+    """A plane of one rank: an array of items of equal size, which are pages or slots."""
 
     plane: Plane
     offset: int  # bytes from the start of the buffer
-    items: int  # pages, or slots
+    items: int  # number of pages or slots
     entry: tuple[int, ...]  # the shape of one entry on this rank
     page_bytes: int  # bytes of one item
 
@@ -48,22 +48,22 @@ class PlacedPlane:
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The layout of one rank's pool. Offsets are derived, so what comes over the wire cannot contradict itself."""
+    """The layout of one rank's pool. Offsets are derived, so a layout from the wire cannot contradict itself."""
 
     fingerprint: Annotated[str, msgspec.Meta(max_length=256)]  # of the weights: target, or target+draft
     spec: PoolSpec
     num_pages: Size
-    num_slots: Count = 0  # of per-request state; 0 where the spec has no such planes
+    num_slots: Count = 0  # slots of per-request state; 0 if the spec has no such planes
     tp_rank: Count = 0
     tp_size: Ranks = 1
 
     def __post_init__(self) -> None:
-        """ValueError (which msgspec turns into a decode error) unless the planes can be divided among the ranks."""
+        """Raise ValueError, which msgspec turns into a decode error, unless the planes divide among the ranks."""
         if self.tp_rank >= self.tp_size:
             raise ValueError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
         for plane in self.spec.planes:
             if plane.kept is Kept.PER_REQUEST and self.num_slots < 2:
-                raise ValueError(f"{plane.where}: {self.num_slots} slots leave none beside padding slot 0")
+                raise ValueError(f"{plane.where}: {self.num_slots} slots leave none besides padding slot 0")
             for group in plane.groups:
                 if group.heads % self.tp_size and self.tp_size % group.heads:
                     raise ValueError(
@@ -77,18 +77,18 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def planes(self) -> tuple[PlacedPlane, ...]:
-        """The paged planes: what a page id names a slice of."""
+        """The paged planes: each page id names one slice of all of them."""
         return tuple(each for each in self.placed if each.plane.kept is Kept.PAGED)
 
     @cached_property
     def total_bytes(self) -> int:
-        """Size of the flat buffer that holds every plane."""
+        """Size of the flat buffer that contains every plane."""
         last = self.placed[-1]
         return _aligned(last.offset + last.nbytes)
 
     @cached_property
     def page_bytes(self) -> int:
-        """Bytes of one page over all paged planes: what a page costs to hold and to send."""
+        """Bytes of one page over all paged planes, which is its cost in memory and on the wire."""
         return sum(each.page_bytes for each in self.planes)
 
     @property
@@ -96,11 +96,11 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.spec.page_size
 
     def of(self, owner: Owner) -> tuple[PlacedPlane, ...]:
-        """The planes of one model."""
+        """Return the planes of one model."""
         return tuple(each for each in self.placed if each.plane.owner == owner)
 
     def stored(self, layer: int) -> int:
-        """How many of `planes`, from the first, are complete once layers 0 to `layer` of the target are stored."""
+        """Return how many of `planes`, from the first on, are complete once target layers 0 to `layer` are stored."""
         return self._stored[min(layer, len(self._stored) - 1)]
 
     @cached_property

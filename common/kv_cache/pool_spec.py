@@ -1,4 +1,7 @@
-"""PoolSpec: the planes of a target and its draft. A function of configs alone, known before weights are loaded."""
+"""PoolSpec: the planes of a target and its draft.
+
+It depends only on configs, so it is known before loading weights.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from common.kv_cache.plane import Kept, Owner, Plane, Size
 
 
 class PoolSpec(msgspec.Struct, frozen=True):
-    """What one request keeps. The planes of a layer are neighbours; the target's layers come first."""
+    """The state of one request. The planes of a layer are adjacent; the target's layers come first."""
 
     page_size: Size  # tokens
     planes: Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1, max_length=8192)]
 
     def __post_init__(self) -> None:
-        """ValueError for a plane that stands twice."""
+        """Raise ValueError if a plane appears twice."""
         names = {(plane.owner, plane.layer, plane.name) for plane in self.planes}
         if len(names) != len(self.planes):
             raise ValueError("a pool spec names a plane twice")
@@ -35,7 +38,7 @@ class PoolSpec(msgspec.Struct, frozen=True):
 
 
 def pool_spec(target: ModelConfig, draft: ModelConfig | None, page_size: int, dtype: str) -> PoolSpec:
-    """The spec of a node that serves `target` with `draft`, both of which keep values of `dtype`."""
+    """Return the spec of a node that serves `target` with `draft`, both of which store values of `dtype`."""
     planes = model_planes("target", target, dtype)
     if draft is not None:
         planes += model_planes("draft", draft, dtype)
@@ -43,7 +46,7 @@ def pool_spec(target: ModelConfig, draft: ModelConfig | None, page_size: int, dt
 
 
 def model_planes(owner: Owner, config: ModelConfig, dtype: str) -> tuple[Plane, ...]:
-    """The planes of one model, layer by layer: each kind of mixer says what it keeps."""
+    """Return the planes of one model, layer by layer, as each layer's mixer defines them."""
     return tuple(
         plane
         for layer in range(config.num_layers)

@@ -1,14 +1,13 @@
 """Prefix cache: a radix tree over whole pages. A node owns pages; an edge is a run of whole pages of keys.
 
-Keys are one integer per token, or one row of integers (token ids; with a draft that shares the pages, those of the
-tokens behind it too), so page p of a sequence is described by keys[p*page_size:(p+1)*page_size]. Only whole pages are
-ever matched or stored.
+Keys are one integer per token, or one row of integers (token ids; with a draft that shares the pages, also the ids of
+the following tokens), so page p of a sequence is described by keys[p*page_size:(p+1)*page_size]. Only whole pages are
+matched or stored.
 
-Sequences with different salts never share a page: the salt stands before the keys of the first page, so each salt has
-branches of its own below the root. A salt that nothing is cached for takes no memory, and all salts are evicted in one
-order.
+Sequences with different salts never share a page: the salt precedes the keys of the first page, so each salt has its
+own branches below the root. A salt without cached pages takes no memory, and all salts are evicted in one order.
 
-A node that a request uses is locked, with all its ancestors; an unlocked leaf may be evicted, least recently
+A node that a request uses is locked, together with all its ancestors; an unlocked leaf may be evicted, least recently
 used first.
 """
 
@@ -26,7 +25,7 @@ Keys = npt.NDArray[np.int64]
 
 
 class Node:
-    """One edge and the pages it stands for; the root stands for nothing."""
+    """One edge and its pages; the root has none."""
 
     __slots__ = ("children", "keys", "last_used", "locks", "pages", "parent", "salt")
 
@@ -34,7 +33,7 @@ class Node:
         self.keys = keys  # [len(pages) * page_size] or [len(pages) * page_size, tokens]
         self.pages = pages
         self.parent = parent
-        self.salt = salt  # of the sequence; b"" in every node that is not a child of the root
+        self.salt = salt  # salt of the sequence; b"" in every node that is not a child of the root
         self.children: dict[bytes, Node] = {}  # salt and keys of the child's first page -> child
         self.locks = 0
         self.last_used = 0
@@ -42,14 +41,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`pages` hold the longest cached prefix; they stay valid only while `node` is locked."""
+    """The longest cached prefix; `pages` stay valid only while `node` is locked."""
 
     pages: list[int]
     node: Node
 
 
 class PrefixCache(Protocol):
-    """What a node's page bookkeeping needs; NoPrefixCache is the one that never matches."""
+    """The interface of a prefix cache for a node's page bookkeeping; NoPrefixCache never matches."""
 
     @property
     def cached_pages(self) -> int: ...
@@ -64,7 +63,7 @@ class PrefixCache(Protocol):
 
 
 class RadixCache:
-    """See the module's text."""
+    """A `PrefixCache` over one radix tree, as described in the module's docstring."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -75,16 +74,19 @@ class RadixCache:
 
     @property
     def cached_pages(self) -> int:
-        """Pages that the tree owns, locked or not."""
+        """Number of pages that the tree owns, locked or not."""
         return self._cached
 
     @property
     def evictable_pages(self) -> int:
-        """Pages in unlocked nodes: `evict` can return all of them."""
+        """Number of pages in unlocked nodes: `evict` can return all of them."""
         return self._evictable
 
     def match(self, keys: Keys, salt: bytes = b"") -> Match:
-        """Longest prefix of whole pages cached under `salt`; splits an edge that matches in part. O(length)."""
+        """Return the longest prefix of whole pages cached under `salt`, splitting a partially matching edge.
+
+        O(length).
+        """
         node, pages = self._descend(keys, len(keys) // self._page_size, salt)
         return Match(pages, node)
 
@@ -104,10 +106,11 @@ class RadixCache:
                 self._evictable += len(each.pages)
 
     def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[Node, int]:
-        """Offer the pages of a computed sequence to later ones with this salt: len(keys) >= len(pages) * page_size.
+        """Offer the pages of a computed sequence to later ones with this salt; needs len(keys) >= len(pages) *
+        page_size.
 
-        Returns (node, first_adopted): the tree owns pages[first_adopted:] from now on; pages[:first_adopted] stand in
-        the tree already (perhaps as other page ids), and those that are not the tree's stay the caller's.
+        Returns (node, first_adopted): the tree owns pages[first_adopted:] from now on. pages[:first_adopted] are
+        already in the tree, possibly under other page ids; those with other ids stay with the caller.
         """
         keys = keys[: len(pages) * self._page_size]
         node, present = self._descend(keys, len(pages), salt)
@@ -123,7 +126,7 @@ class RadixCache:
         return child, first_adopted
 
     def evict(self, count: int) -> list[int]:
-        """Remove least recently used unlocked leaves until at least `count` pages are free; returns their pages."""
+        """Remove least recently used unlocked leaves until at least `count` pages are free; return their pages."""
         heap = [(node.last_used, id(node), node) for node in self._leaves() if node.locks == 0]
         heapq.heapify(heap)
         freed: list[int] = []
@@ -132,7 +135,9 @@ class RadixCache:
             parent = node.parent
             assert parent is not None
             excess = len(freed) + len(node.pages) - count
-            if excess > 0:  # a long edge gives only its tail: the front is what others are likely to share
+            if (
+                excess > 0
+            ):  # of a long edge only the tail is evicted: others are more likely to share the front
                 keep = excess
                 freed.extend(node.pages[keep:])
                 self._account(-(len(node.pages) - keep))
@@ -147,7 +152,9 @@ class RadixCache:
         return freed
 
     def check_integrity(self) -> None:
-        """Raises AssertionError on a page owned twice, a wrong edge, a lock that its parents lack, a wrong count."""
+        """Raise AssertionError for a page owned twice, a wrong edge, a lock that its ancestors lack, or a wrong
+        count.
+        """
         seen: set[int] = set()
         cached = evictable = 0
         stack = [self._root]
@@ -176,11 +183,11 @@ class RadixCache:
         self._evictable += pages
 
     def _edge(self, keys: Keys, salt: bytes) -> bytes:
-        """Unambiguous: the keys of a page always have the same length."""
+        """Return the edge's key, which is unambiguous: the keys of a page always have the same length."""
         return salt + keys[: self._page_size].tobytes()
 
     def _path(self, node: Node) -> Iterator[Node]:
-        """From `node` up to, not including, the root."""
+        """Yield the nodes from `node` up to, not including, the root."""
         current: Node | None = node
         while current is not None and current is not self._root:
             yield current
@@ -196,7 +203,7 @@ class RadixCache:
                 yield node
 
     def _descend(self, keys: Keys, num_pages: int, salt: bytes) -> tuple[Node, list[int]]:
-        """Follow at most `num_pages` whole pages of keys, splitting the last edge if it matches in part."""
+        """Follow at most `num_pages` whole pages of keys, splitting the last edge if it matches partially."""
         self._clock += 1
         node, pages, size = self._root, list[int](), self._page_size
         while len(pages) < num_pages:
@@ -217,7 +224,7 @@ class RadixCache:
         return node, pages
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge after `at` pages; returns the new upper half. Locks hold for both halves."""
+        """Cut an edge after `at` pages and return the new upper half. Locks apply to both halves."""
         parent = node.parent
         assert parent is not None
         assert 0 < at < len(node.pages)
@@ -231,7 +238,7 @@ class RadixCache:
 
 
 class NoPrefixCache:
-    """A cache that never matches: prefix caching off."""
+    """A cache that never matches, used if prefix caching is off."""
 
     def __init__(self) -> None:
         self._root = Node(np.empty(0, np.int64), [], None)

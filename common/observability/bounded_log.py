@@ -1,4 +1,4 @@
-"""Log lines about what other processes do: bounded in rate, however often they do it."""
+"""Log lines about other processes, at a bounded rate."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from common.observability.logs import Log
 
 FIRST = 5  # lines of a window that are written at once
 WINDOW = 10.0  # seconds
-MAX_PEERS = 8  # named in the summary
+MAX_PEERS = 8  # listed in the summary
 
 
 class BoundedLog:
-    """One kind of event: the first few of a window are logged, the others counted in one line at its end.
+    """Logs one kind of event: the first few of a window at once, the others as a count in one line at its end.
 
     Thread-safe. A window ends at the first event or `flush` after WINDOW seconds.
     """
@@ -31,7 +31,7 @@ class BoundedLog:
         self.total = 0
 
     def warning(self, peer: str, reason: str) -> None:
-        """`peer` did something that is refused for `reason`."""
+        """Log that `peer` was refused for `reason`."""
         with self._lock:
             self.total += 1
             self._end_window()
@@ -44,7 +44,7 @@ class BoundedLog:
                 self._suppressed["others"] += 1
 
     def flush(self) -> None:
-        """Write the summary of a window that is over. Called from time to time, since the events may have ceased."""
+        """Write the summary of a window that is over. Called periodically, since the events may have stopped."""
         with self._lock:
             self._end_window()
 
@@ -54,7 +54,7 @@ class BoundedLog:
             return
         if self._suppressed:
             self._log.warning(
-                f"{self._event}: not logged one by one",
+                f"{self._event}: not logged individually",
                 count=self._suppressed.total(),
                 seconds=round(now - self._since, 1),
                 peers=dict(self._suppressed),

@@ -1,4 +1,5 @@
-"""What happened to every request in this process: one JSON line per step, for the history checker (tests/chaos).
+"""Records what happens to every request in this process: one JSON line per step, for the history checker
+(tests/chaos).
 
 Lines are collected and written once per turn of the loop with one write(2), so a process that is killed loses at most
 the events of one turn. A file that cannot be written never stops serving: events are dropped and counted.
@@ -23,28 +24,28 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class EventLog:
-    """The log that keeps nothing, and the interface of the one that does. Used by one thread."""
+    """The log that records nothing, and the interface of the one that does. Used by one thread."""
 
     def add(self, event: str, room: int = 0, **fields: object) -> None:
-        """Note a step of a request now. `room` identifies an attempt; 0 where there is none yet."""
+        """Record a step of a request. `room` identifies an attempt; 0 if there is none yet."""
 
     def add_tokens(
         self, event: str, offset: int, tokens: Sequence[OutputToken], room: int = 0, **fields: object
     ) -> None:
-        """As `add`, for a run of tokens; `offset` counts from the first token of what the event is about."""
+        """Record a run of tokens; `offset` counts from the first token that the event is about."""
 
     def flush(self) -> None:
-        """Write what was added. Called once per turn of the loop."""
+        """Write the recorded events. Called once per turn of the loop."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what remains and close the file."""
 
 
 NO_EVENTS: Final = EventLog()
 
 
 class FileEventLog(EventLog):
-    """Appends to DIRECTORY/NAME-INCARNATION.jsonl. The first line says whose events follow."""
+    """Appends to DIRECTORY/NAME-INCARNATION.jsonl. The first line identifies the process."""
 
     def __init__(
         self,
@@ -119,5 +120,5 @@ def event_log(
     log: Log,
     soon: Callable[[Callable[[], None]], object] | None = None,
 ) -> EventLog:
-    """The log of this process in `directory`; None: nothing is kept."""
+    """Return the log of this process in `directory`; None: record nothing."""
     return NO_EVENTS if directory is None else FileEventLog(directory, name, incarnation, log, soon)

@@ -1,6 +1,6 @@
 """One JSON object per line on stderr: time, level, node, event, and the fields of the call (room, request_id, ...).
 
-A log that cannot be written (a full disk, a closed pipe) never stops a process: lines are lost, counted, and their
+A log that cannot be written (a full disk, a closed pipe) never stops a process: lost lines are counted, and their
 number is logged once writing works again.
 """
 
@@ -94,7 +94,7 @@ class Log:
         self._emit(logging.ERROR, event, fields)
 
     def exception(self, event: str, **fields: object) -> None:
-        """As error, with the exception being handled."""
+        """Log like `error`, with the exception being handled."""
         self._logger.error(event, exc_info=True, extra={"fields": fields})
 
     def _emit(self, level: int, event: str, fields: dict[str, object]) -> None:
@@ -103,9 +103,9 @@ class Log:
 
 
 def configure(node: str, level: str, max_bytes: int | None = None) -> None:
-    """Send this process's logs to stderr as JSON lines. Call in __main__, again once the level is known.
+    """Send this process's logs to stderr as JSON lines. Called in __main__, and again once the level is known.
 
-    `max_bytes`: rotate the file that stderr leads to at this size; None: leave it to whoever opened it.
+    `max_bytes`: rotate the file of stderr at this size; None: leave it to the process that opened it.
     """
     handler = _StderrHandler(None if max_bytes is None else StderrFile(max_bytes))
     handler.setFormatter(_JsonFormatter(node))

@@ -1,12 +1,12 @@
 """Ends a node whose main loop hangs, so that its supervisor (deploy/up, systemd, Kubernetes) starts it again.
 
-The router has given up such a node long before: its requests run elsewhere. What is left is a process that holds
-memory and a GPU. A thread looks at how long the loop is past the work that it announced. When that takes too long,
+By then the router has long given up such a node, and its requests run elsewhere. What remains is a process that holds
+memory and a GPU. A thread checks by how much the loop exceeds the work that it announced. When that takes too long,
 the thread writes the stacks of all threads to stderr and ends the process with EXIT_HUNG.
 
-Python threads stand still while native code holds the interpreter lock, so that they could not notice a deadlock in
-there. A timer of faulthandler, which needs no lock, ends the process in that case after HELD_FACTOR times as long. It
-cannot tell a held lock from a stopped process: one that was stopped for so long ends when it continues.
+Python threads cannot run while native code holds the interpreter lock, so the thread could not notice a deadlock
+there. In that case a timer of faulthandler, which needs no lock, ends the process after HELD_FACTOR times as long. It
+cannot distinguish a held lock from a stopped process: one that was stopped for so long ends when it continues.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from common.observability.logs import Log
 EXIT_HUNG = 3
 LOOK_SECONDS = 0.25
 HELD_FACTOR = 4
-LAST_WORDS_SECONDS = 5.0  # for stacks and a log line: a hung loop may hold the lock that logging needs
+LAST_WORDS_SECONDS = 5.0  # for stacks and a log line, since a hung loop may hold the lock that logging needs
 
 
 class HangMeter:
     """Counts for how long a main loop has hung.
 
-    Only time in which the caller itself ran counts: after a SIGSTOP the loop gets the chance to go on.
+    Only time in which the caller itself ran counts: after a SIGSTOP the loop gets a chance to continue.
     """
 
     def __init__(self, limit: float, now: float) -> None:
@@ -38,7 +38,10 @@ class HangMeter:
         self.seconds = 0.0
 
     def exceeded(self, now: float, overdue: float) -> bool:
-        """Call every LOOK_SECONDS; `overdue`: seconds past the announced work, not positive while there is time."""
+        """Return whether the limit is exceeded. Called every LOOK_SECONDS.
+
+        `overdue` is the number of seconds past the announced work, not positive while there is time.
+        """
         passed = min(now - self._looked_at, 2 * LOOK_SECONDS)
         self._looked_at = now
         self.seconds = max(0.0, min(self.seconds + passed, overdue))
@@ -47,7 +50,7 @@ class HangMeter:
 
 @contextlib.contextmanager
 def loop_watchdog(overdue: Callable[[], float], limit: float, log: Log) -> Iterator[None]:
-    """Inside, the process ends once `overdue()` has exceeded `limit` seconds; 0: never."""
+    """Context in which the process ends once `overdue()` has exceeded `limit` seconds; 0: never."""
     if not limit:
         yield
         return
@@ -69,7 +72,9 @@ def _watch(stop: threading.Event, overdue: Callable[[], float], limit: float, lo
         late = overdue()
         if meter.exceeded(time.monotonic(), late):
             _end(meter.seconds, log)
-        _end_later(HELD_FACTOR * limit - min(late, 0.0))  # past the announced work, which may hold the lock
+        _end_later(
+            HELD_FACTOR * limit - min(late, 0.0)
+        )  # allows for the announced work, which may hold the lock
 
 
 def _end(seconds: float, log: Log) -> None:
@@ -80,5 +85,5 @@ def _end(seconds: float, log: Log) -> None:
 
 
 def _end_later(seconds: float) -> None:
-    with contextlib.suppress(RuntimeError):  # no thread can be started; the one before still counts
+    with contextlib.suppress(RuntimeError):  # no thread can be started; the earlier timer stays
         faulthandler.dump_traceback_later(seconds, exit=True)

@@ -1,6 +1,6 @@
-"""Start-up progress of one process, told to whoever started it: JSON lines on an inherited descriptor.
+"""Reports the start-up progress of one process to its parent: JSON lines on an inherited descriptor.
 
-`deploy/up` passes --status-fd and draws bars from it; without one, progress goes to the log in a few steps.
+`deploy/up` passes --status-fd and draws bars from it; without it, progress is logged in a few steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Phase = Literal[
 ]
 
 
-LONG: tuple[Phase, ...] = ("verifying", "loading")  # reported again and again
+LONG: tuple[Phase, ...] = ("verifying", "loading")  # reported repeatedly
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartupReporter:
-    """Writes Progress lines; a reader that went away is ignored, since serving matters more."""
+    """Writes Progress lines; a reader that has exited is ignored, since serving matters more."""
 
     def __init__(self, descriptor: int | None, log: Log) -> None:
         self._descriptor = descriptor
@@ -52,9 +52,9 @@ class StartupReporter:
         self.close()
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
-        """Tell the phase; repeated lines of LONG phases are thinned to ten a second and one per percent.
+        """Report the phase; repeated lines of LONG phases are limited to ten per second and one per percent.
 
-        So all lines of a start-up fit into the pipe, and a reader that has stopped does not stop this process.
+        So all lines of a start-up fit into the pipe, and a reader that has stopped does not block this process.
         """
         now = time.monotonic()
         if phase in LONG and done < total:
@@ -75,6 +75,6 @@ class StartupReporter:
 
     def close(self) -> None:
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # a number that never was a descriptor
+            with contextlib.suppress(OSError):  # the number was not a descriptor
                 os.close(self._descriptor)
             self._descriptor = None

@@ -1,8 +1,8 @@
-"""Writes to standard error without a buffer, and bounds the size of the file that it leads to.
+"""Writes to standard error without a buffer, and bounds the size of the file behind the descriptor.
 
-The supervisor opens one log file per process as stdout and stderr, so tracebacks and crashes of native code land in
-the same file as log lines. The process itself rotates that file: it renames it to `NAME.log.1`, opens a new one and
-puts it in place of both descriptors. So a rotation loses nothing and needs no supervisor.
+The supervisor opens one log file per process as stdout and stderr, so tracebacks and crash messages of native code go
+to the same file as log lines. The process rotates that file itself: it renames it to `NAME.log.1`, opens a new one
+and replaces both descriptors. So a rotation loses nothing and needs no supervisor.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ STDOUT, STDERR = 1, 2
 
 
 def write_stderr(text: str) -> None:
-    """Write one line; a disk that is full or a reader that is gone is ignored."""
+    """Write one line; a full disk or a closed pipe is ignored."""
     with contextlib.suppress(OSError):
         os.write(STDERR, text.encode(errors="replace") + b"\n")
 
 
 class StderrFile:
-    """The regular file that standard error leads to; anything else (a terminal, a pipe) is never rotated."""
+    """The regular file of standard error; a terminal or a pipe is never rotated."""
 
     def __init__(self, max_bytes: int, only: Path | None = None) -> None:
-        """`max_bytes`: size at which the file is rotated. One old file is kept. `only`: rotate no file but this."""
+        """Rotate the file at `max_bytes`, keeping one old file.
+
+        `only`: the file to rotate; others are not rotated.
+        """
         self._max_bytes = max_bytes
         self._path: Path | None = None
         with contextlib.suppress(OSError):
@@ -34,7 +37,7 @@ class StderrFile:
                 self._path = Path(os.readlink(f"/proc/self/fd/{STDERR}"))
 
     def ends_within_a_line(self) -> bool:
-        """Whether the last line was cut, as the process before this one leaves it on a full disk."""
+        """Return whether the last line was cut, as an earlier process leaves it on a full disk."""
         if self._path is None:
             return False
         try:
@@ -45,11 +48,11 @@ class StderrFile:
             return False
 
     def make_room(self, nbytes: int) -> None:
-        """Rotate if `nbytes` more would exceed the limit; empty the file if it cannot be rotated."""
+        """Rotate if `nbytes` more would exceed the limit; truncate the file if it cannot be rotated."""
         if self._path is None:
             return
         with contextlib.suppress(OSError):
-            # the size: cheaper than fstat, and the supervisor opens files for appending
+            # Reads the size by lseek, which is cheaper than fstat; the supervisor opens files for appending.
             if os.lseek(STDERR, 0, os.SEEK_END) + nbytes <= self._max_bytes:
                 return
             try:
@@ -59,7 +62,7 @@ class StderrFile:
 
     def _rotate(self, path: Path, current: os.stat_result) -> None:
         with contextlib.suppress(FileNotFoundError):
-            # somebody else may have moved the file: then only a new one is missing
+            # Another process may have moved the file: then only a new one is missing.
             if os.path.samestat(path.stat(), current):
                 path.replace(path.with_name(f"{path.name}.1"))
         fresh = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

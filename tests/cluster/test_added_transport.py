@@ -50,7 +50,9 @@ def test_the_config_knows_it_by_its_row(tmp_path: Path, monkeypatch: pytest.Monk
     cluster = load_cluster(file, environ={}).cluster
     kind = choose_transport(cluster)
     assert (kind.name, kind.read(cluster.transfer).file_directory) == ("files", "/x")
-    with pytest.raises(ConfigError, match=r"file_directory: /x would have no effect: pages move by tcp here"):
+    with pytest.raises(
+        ConfigError, match=r"file_directory: /x would have no effect: this cluster's transport is tcp"
+    ):
         load_cluster(file, ["transfer.transport=tcp"], {})
     with pytest.raises(ConfigError, match=r"file_directory: Expected `str`, got `int`"):
         load_cluster(file, ["transfer.file_directory=3"], {})

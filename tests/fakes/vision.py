@@ -59,7 +59,7 @@ def read(data: bytes) -> Pixels:
     """Read the pixels of a file, as a PixelReader does. An image with a negative number is invalid."""
     number = int(data.removeprefix(b"image "))
     if number < 0:
-        raise InvalidRequest("the image is broken")
+        raise InvalidRequest("the image is damaged")
     values = torch.rand(PIXELS, generator=torch.Generator().manual_seed(number))
     return Pixels(values, *grid_of(number))
 

@@ -58,8 +58,8 @@ def test_json_and_no_keys_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "has to hold a list"),
-        ("keys: []", "has to hold a list"),
+        ("", "must contain a list"),
+        ("keys: []", "must contain a list"),
         ("[", "is not YAML"),
         (f"- {{id: a, sha256: '{HASH[1:]}'}}", "entry 1: .*sha256"),
         (f"- {{id: a, sha256: '{HASH.upper()}'}}", "entry 1: .*sha256"),

@@ -485,7 +485,7 @@ def test_idle_loops_do_not_count_as_hung(tmp_path: Path, timeout: str) -> None:
 def test_duplicate_keys_name_both_lines(tmp_path: Path, text: str, key: str, line: int, first: int) -> None:
     error = refusal(tmp_path, text)
     assert error.path == key
-    assert f"line {line}: given twice (first on line {first})" in str(error)
+    assert f"line {line}: the key appears twice (first on line {first})" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_loopback(host: str, expected: bool) -> None:
     ("overrides", "words"),
     [
         ((OPEN,), "deploy/api_key and set security.api_keys, or bind to 127.0.0.1; security.open_http: true"),
-        (("router.host=box.example",), "box.example is open to other hosts"),
+        (("router.host=box.example",), "box.example can be reached from other hosts"),
         ((OPEN, *TLS), "clients need no key"),
         ((OPEN, "security.plain_http=true"), "clients need no key"),
         ((OPEN, KEYS), "set router.tls.cert and router.tls.key; security.plain_http: true"),
@@ -114,12 +114,12 @@ def test_the_admin_socket_lies_in_the_run_directory(tmp_path: Path) -> None:
     [
         ("http://127.0.0.1:9000", "--scope admin and set security.api_keys"),
         ("http://10.0.0.1:9000", "not a loopback address"),
-        ("http://127.0.0.1", "is no listener"),
-        ("http://127.0.0.1:x", "is no listener"),
-        ("https://127.0.0.1:9000", "is no listener"),
-        ("http://127.0.0.1:9000/", "is no listener"),
-        ("unix:", "is no listener"),
-        ("yes", "is no listener"),
+        ("http://127.0.0.1", "is not a listener"),
+        ("http://127.0.0.1:x", "is not a listener"),
+        ("https://127.0.0.1:9000", "is not a listener"),
+        ("http://127.0.0.1:9000/", "is not a listener"),
+        ("unix:", "is not a listener"),
+        ("yes", "is not a listener"),
     ],
 )
 def test_admin_listeners_that_are_refused(tmp_path: Path, admin: str, words: str) -> None:

@@ -36,10 +36,16 @@ def load(
         ),
         ("prefill.memory_fraction=0.5", "these nodes are on the CPU; write prefill.pool_tokens"),
         ("decode.memory_fraction=0.5", "these nodes are on the CPU; write decode.pool_tokens"),
-        ("transfer.nixl_devices=eth0", "pages move by shm here; it is for another transport: leave it out"),
-        ("transfer.max_inflight_mib=8", "pages move by shm here; it is for another transport: leave it out"),
+        (
+            "transfer.nixl_devices=eth0",
+            "this cluster's transport is shm; it is for another transport: leave it out",
+        ),
+        (
+            "transfer.max_inflight_mib=8",
+            "this cluster's transport is shm; it is for another transport: leave it out",
+        ),
         ("process.poison_graphs=true", "no node has graphs; see prefill.graphs and decode.graphs"),
-        ("decode.nodes=[{name: d, bulk_port: 7}]", "pages move by shm here, for which .* binds no socket"),
+        ("decode.nodes=[{name: d, bulk_port: 7}]", "transport is shm, for which decode nodes bind no socket"),
     ],
 )
 def test_what_nothing_reads_is_refused(tmp_path: Path, override: str, reason: str) -> None:

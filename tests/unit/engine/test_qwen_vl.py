@@ -366,7 +366,7 @@ def test_sections_of_a_model_that_reads_text_alone_are_refused(rope: dict[str, A
     }
     rest = {"max_position_embeddings": 64, "vocab_size": 9, "intermediate_size": 8, "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({**text, **rest, "rope_scaling": rope}))
-    with pytest.raises(ModelError, match="mrope_section.* for models that read images alone"):
+    with pytest.raises(ModelError, match="mrope_section.* only for models that read images"):
         ModelConfig.load(tmp_path)
 
 

@@ -34,7 +34,7 @@ def test_spans_take_the_place_of_ids_and_nothing_else() -> None:
     assert np.array_equal(keys[2:4], image_keys(spans[0]))
     assert np.array_equal(with_images([0] * 8, spans)[2:4], keys[2:4]), "whatever stands at the placeholders"
     for bad in ([ImageSpan(7, 2, b"a" * 32)], [spans[1], spans[0]], [spans[0], ImageSpan(3, 1, b"c" * 32)]):
-        with pytest.raises(InvalidRequest, match="overlap or lie behind"):
+        with pytest.raises(InvalidRequest, match="overlap or extend past"):
             with_images(ids, bad)
 
 

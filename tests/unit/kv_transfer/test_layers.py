@@ -309,5 +309,5 @@ def test_config_and_transports_agree(transport: str, endpoint: type) -> None:
     if issubclass(endpoint, LayerEndpoint):
         assert choose_layers(cluster(True))
     else:
-        with pytest.raises(ConfigError, match=rf"transfer\.layers.*{transport} takes whole pages"):
+        with pytest.raises(ConfigError, match=rf"transfer\.layers.*{transport} sends whole pages"):
             choose_layers(cluster(True))

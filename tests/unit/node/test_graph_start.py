@@ -116,8 +116,8 @@ def test_graphs_that_fit_beside_no_pool_are_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError) as caught:
         graph_start.sized(served(TOKENS), build)
     assert str(caught.value) == (
-        "prefill.graphs: the graphs do not fit, whatever the pool, on cuda:0: prefill of 8 tokens: OutOfMemoryError: "
-        "CUDA out of memory. Tried to allocate 20.00 MiB. Beside them: weights 1.00 GiB + KV pool 0.00 GiB + graphs "
+        "prefill.graphs: the graphs do not fit even without a pool, on cuda:0: prefill of 8 tokens: OutOfMemoryError: "
+        "CUDA out of memory. Tried to allocate 20.00 MiB. Memory plan: weights 1.00 GiB + KV pool 0.00 GiB + graphs "
         "not measured yet + room to work 2.00 GiB + sampling state 0.00 GiB = 3.00 GiB. Lower prefill.chunk_tokens "
         "or max_batch, write prefill.graphs: none, or use a larger GPU"
     )

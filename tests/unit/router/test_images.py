@@ -83,7 +83,7 @@ BAD = {
     "not base64": ("data:image/png;base64,@@@@", "not valid base64"),
     "no base64": ("data:image/png,abc", "looks like data:image/png;base64"),
     "another type": (url(file(), "image/svg+xml"), "are not supported"),
-    "lying": (url(file("JPEG")), "declared as image/png and is image/jpeg"),
+    "lying": (url(file("JPEG")), "declared as image/png but is image/jpeg"),
     "no image": (url(b"GIF89a nonsense"), "cannot be read"),
     "text": (url(b"<svg/>"), "cannot be read"),
     "too many scans": (url(progressive(41), "image/jpeg"), "more than the 50 scans"),

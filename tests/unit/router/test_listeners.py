@@ -214,7 +214,7 @@ async def test_an_admin_port_wants_keys_of_that_scope(tmp_path: Path) -> None:
 
 
 def test_keys_that_cannot_be_read_are_refused_at_start_up(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="security.api_keys: .*has to hold a list"):
+    with pytest.raises(ConfigError, match="security.api_keys: .*must contain a list"):
         http_listeners(
             config(tmp_path, write_keys(tmp_path, "x")),
             1 << 20,
