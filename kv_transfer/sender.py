@@ -303,7 +303,7 @@ class Sender:
             if expected is not None and part is not None and part.slots is None:
                 expected.give_up(abort.code, abort.reason)  # the abort arrived before its slots
                 self._advance(abort.room)
-        if self._endpoint.quiet(incarnation):  # else the decode node asks again
+        if self._endpoint.writes_ended(incarnation):  # else the decode node asks again
             self._say(identity, AbortAck(abort.room, abort.generation))
 
     # ---- state changes and messages to decode nodes

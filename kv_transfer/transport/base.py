@@ -194,7 +194,7 @@ class SenderEndpoint(ABC):
     def detach(self, peer: PeerMemory) -> None:
         """Release the peer's memory. Afterwards all its tickets are settled, unless `writes_ended` returns False."""
 
-    def quiet(self, incarnation: str) -> bool:
+    def writes_ended(self, incarnation: str) -> bool:
         """Return False while writes to this decode node that `detach` could not stop may still land."""
         del incarnation
         return True

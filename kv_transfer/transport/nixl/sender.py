@@ -42,7 +42,7 @@ from kv_transfer.transport.nixl.writes import (
     planes,
 )
 
-QUIET: Final = 2.0  # seconds after a fault during which pieces may still land at the same peer
+SETTLE_SECONDS: Final = 2.0  # seconds after a fault during which pieces may still land at the same peer
 _CLOSE_SECONDS: Final = 1.0
 
 
@@ -102,7 +102,7 @@ class NixlSender(SenderEndpoint):
         assert isinstance(description, NixlDescription)
         if (description.device >= 0) != (self._block.kind == "VRAM"):
             raise HandshakeRefused("its pages are on a CPU and this node's on a GPU, or the other way round")
-        if not self.quiet(target.incarnation):
+        if not self.writes_ended(target.incarnation):
             raise HandshakeRefused("earlier writes to it have not ended yet")
         peer = Remote(
             target,
@@ -136,7 +136,7 @@ class NixlSender(SenderEndpoint):
             raise HandshakeRefused(f"its memory is not what it registered with NIXL ({error})") from None
         self._agent.connect(name)
 
-    def quiet(self, incarnation: str) -> bool:
+    def writes_ended(self, incarnation: str) -> bool:
         """False while a peer of this incarnation is detached and transfers to it have not ended."""
         self._collect()
         return all(peer.attached or peer.target.incarnation != incarnation for peer in self._peers)
@@ -307,7 +307,7 @@ class NixlSender(SenderEndpoint):
         return peer.trouble
 
     def _look(self, write: Write) -> None:
-        """Settle the write once all its transfers have ended; failed ones count as ended after QUIET seconds."""
+        """Settle the write once all its transfers have ended; failed ones count as ended after SETTLE_SECONDS seconds."""
         now = self._clock()
         for part in list(write.parts):
             if part.failed_at is None:
@@ -319,7 +319,7 @@ class NixlSender(SenderEndpoint):
                     self._fault(write, part.operation.fault)
                     continue
                 write.peer.moved += part.nbytes
-            elif now - part.failed_at < QUIET:
+            elif now - part.failed_at < SETTLE_SECONDS:
                 continue
             self._agent.release(part.operation)
             write.parts.remove(part)

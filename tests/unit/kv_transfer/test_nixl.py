@@ -22,7 +22,7 @@ from kv_transfer.transport.nixl import agent as nixl_agent
 from kv_transfer.transport.nixl.kind import NixlDescription
 from kv_transfer.transport.nixl.lifeline import GRACE
 from kv_transfer.transport.nixl.receiver import NixlReceiver
-from kv_transfer.transport.nixl.sender import QUIET, NixlSender
+from kv_transfer.transport.nixl.sender import SETTLE_SECONDS, NixlSender
 from kv_transfer.transport.nixl.writes import cuts
 from tests.fakes.fake_cuda import FakeCuda, FakeHost
 from tests.fakes.fake_nixl import FakeNixl
@@ -68,7 +68,7 @@ class Ends:
 
     def close(self) -> None:
         self.net.held, self.net.fault = False, ""
-        self.clock.now += QUIET
+        self.clock.now += SETTLE_SECONDS
         self.sender.close()
         self.receiver.close()
 
@@ -135,7 +135,7 @@ def test_a_fault_settles_only_when_what_was_posted_must_have_landed(ends: Ends) 
     refused = ends.sender.write_record(peer, 0, b"x", 1)
     assert ends.sender.poll(refused) is WriteState.FAILED
     assert len(ends.net.transfers) == posted
-    ends.clock.now += QUIET - 0.1
+    ends.clock.now += SETTLE_SECONDS - 0.1
     assert ends.sender.poll(write.ticket) is WriteState.PENDING
     ends.clock.now += 0.2
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
@@ -166,12 +166,12 @@ def test_what_detach_could_not_stop_keeps_the_peer_out_until_it_has_ended(ends: 
     write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
     ends.sender.detach(peer)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
-    assert not ends.sender.quiet(DECODE)
-    assert ends.sender.quiet("ff" * 16)
+    assert not ends.sender.writes_ended(DECODE)
+    assert ends.sender.writes_ended("ff" * 16)
     with pytest.raises(HandshakeRefused, match="have not ended yet"):
         ends.attach()
     ends.net.held = False
-    assert ends.sender.quiet(DECODE)
+    assert ends.sender.writes_ended(DECODE)
     assert not ends.net.under_way
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     late = ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
@@ -397,7 +397,7 @@ def test_a_fault_ends_the_room_and_the_next_one_arrives() -> None:
     net.fault = "NIXL_ERR_REMOTE_DISCONNECT"
     send_all(prefill, 1, [3])
     assert prefill.poll() == []
-    clock.now += QUIET
+    clock.now += SETTLE_SECONDS
     (lost,) = prefill.poll()
     assert isinstance(lost, TransferLost)
     assert "NIXL_ERR_REMOTE_DISCONNECT" in lost.reason
