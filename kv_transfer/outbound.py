@@ -232,9 +232,9 @@ class Outbound:
                 return
             self._posted.pop(0)
             if outcome is WriteState.FAILED:
-                trouble = self.endpoint.trouble(self.peer.memory) if self.peer is not None else ""
+                cause = self.endpoint.last_error(self.peer.memory) if self.peer is not None else ""
                 self.give_up(
-                    TransferFailed.code, f"a write to the decode node failed ({trouble or 'no reason known'})"
+                    TransferFailed.code, f"a write to the decode node failed ({cause or 'no reason known'})"
                 )
                 return
             self._moved_at = now

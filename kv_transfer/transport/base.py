@@ -185,7 +185,7 @@ class SenderEndpoint(ABC):
     def progress(self, peer: PeerMemory) -> int:
         """Return the number of bytes that have landed at this peer so far; it is constant only if nothing moves."""
 
-    def trouble(self, peer: PeerMemory) -> str:
+    def last_error(self, peer: PeerMemory) -> str:
         """Return why the latest write to this peer failed, or "" if the transport does not know."""
         del peer
         return ""

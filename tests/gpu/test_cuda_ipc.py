@@ -144,13 +144,13 @@ def test_a_killed_sender_is_proved_dead_and_writes_no_more(devices: tuple[str, s
         rig.ask("flood", src=many, dst=many)
         time.sleep(0.3)
         sender = rig.config["sender"]
-        assert not rig.endpoint.proves_dead(sender)
+        assert not rig.endpoint.peer_is_dead(sender)
         rig.child.send_signal(signal.SIGSTOP)
         time.sleep(0.05)
-        assert not rig.endpoint.proves_dead(sender)
+        assert not rig.endpoint.peer_is_dead(sender)
         killed = time.monotonic()
         rig.child.send_signal(signal.SIGKILL)
-        while not rig.endpoint.proves_dead(sender):
+        while not rig.endpoint.peer_is_dead(sender):
             assert time.monotonic() - killed < 30
         print(f"proved dead {1000 * (time.monotonic() - killed):.1f} ms after SIGKILL")
         rig.storage.fill_(0xAB)
@@ -208,7 +208,7 @@ def test_a_killed_receiver_leaves_the_sender_alive(devices: tuple[str, str]) -> 
         states = {sender.poll(each.ticket) for each in tickets}
         while WriteState.PENDING in states and time.monotonic() < until:
             states = {sender.poll(each.ticket) for each in tickets}
-        print(f"writes to memory of a dead process: {states} {peer.trouble}")
+        print(f"writes to memory of a dead process: {states} {peer.last_error}")
         assert WriteState.PENDING not in states
         sender.detach(peer)
         assert int(torch.ones(100, device=devices[0]).sum().item()) == 100

@@ -108,7 +108,7 @@ def test_from_first_bytes_to_the_death_of_the_sender(rig: Rig) -> None:
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
         rig.turn()
-    assert not rig.endpoint.proves_dead(sender)
+    assert not rig.endpoint.peer_is_dead(sender)
     assert rig.receiver.quarantined_pages == 2
     rig.child.kill()
     rig.child.wait()

@@ -37,15 +37,15 @@ class CudaLayers(LayerWrite):
         self._index: Tensor | None = None  # `_all` on the device
         self._sums: Tensor | None = None
         self._closed: Mark | None = None  # after the last layer that was sent
-        self._trouble = ""
+        self._fault = ""
 
     @torch.inference_mode()
     def send(self, planes: range) -> None:
         """Launch the copies and return. After a launch that failed nothing more is launched."""
         peer, writer = self._peer, self._writer
         if not peer.attached:
-            self._trouble = self._trouble or "the peer is detached"
-        if self._trouble:
+            self._fault = self._fault or "the peer is detached"
+        if self._fault:
             return
         try:
             stored = writer.cuda.now(writer.pool.device)
@@ -60,7 +60,7 @@ class CudaLayers(LayerWrite):
                 peer.layers.wait_for(stored)
                 writer.launch(peer, peer.layers, self._plan, self._all, self._index, self._sums, planes)
         except RuntimeError as error:
-            self._trouble = str(error)
+            self._fault = str(error)
             return
         self._sent = planes.stop
 
@@ -68,11 +68,11 @@ class CudaLayers(LayerWrite):
         """Return one ticket, shared by all page lists."""
         peer, nbytes = self._peer, self._bounds[-1] * self._page_bytes(range(self._sent))
         try:
-            ticket = LaneTicket.on(peer, peer.layers, nbytes, self._trouble)
+            ticket = LaneTicket.on(peer, peer.layers, nbytes, self._fault)
             self._closed = ticket.mark
         except RuntimeError as error:
-            self._trouble = self._trouble or str(error)
-            ticket = LaneTicket.failed(peer, peer.layers, nbytes, self._trouble)
+            self._fault = self._fault or str(error)
+            ticket = LaneTicket.failed(peer, peer.layers, nbytes, self._fault)
         return [[ticket] for _ in self._lists]
 
     @torch.inference_mode()
@@ -82,7 +82,7 @@ class CudaLayers(LayerWrite):
         planes = range(self._sent, len(writer.layout.planes))
         nbytes = len(each.src_pages) * self._plan.page_bytes
         left = len(each.src_pages) * self._page_bytes(planes)
-        if not peer.attached or self._trouble:
+        if not peer.attached or self._fault:
             return PageWrite(LaneTicket.settled(peer, left, WriteState.FAILED), nbytes)
         if not planes and not self._checksums:
             return PageWrite(LaneTicket.settled(peer, 0, WriteState.DONE), nbytes)

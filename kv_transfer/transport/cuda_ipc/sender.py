@@ -133,7 +133,7 @@ class CudaIpcSender(LayerEndpoint):
         try:
             peer.layers.mark().wait()  # layers of a forward that is being launched have no ticket yet
         except RuntimeError as error:
-            peer.trouble = str(error)
+            peer.last_error = str(error)
         peer.memory = peer.pages = None
         peer.records.release()
         assert peer.records_map is not None
@@ -144,7 +144,7 @@ class CudaIpcSender(LayerEndpoint):
             self._cuda.close(peer.device, peer.address)
         # A mapping that cannot be removed does no harm.
         except CudaError as error:
-            peer.trouble = str(error)
+            peer.last_error = str(error)
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -218,9 +218,9 @@ class CudaIpcSender(LayerEndpoint):
             posted.look()
         return peer.moved
 
-    def trouble(self, peer: PeerMemory) -> str:
+    def last_error(self, peer: PeerMemory) -> str:
         assert isinstance(peer, Mapped)
-        return peer.trouble
+        return peer.last_error
 
 
 def make_sender(setup: SenderSetup[CudaIpcOptions]) -> CudaIpcSender:

@@ -46,7 +46,7 @@ class Mapped(PeerMemory):
         self.pages: tuple[PoolLayout, PagedMemory] | None = None
         self.moved = 0
         self.open: list[LaneTicket] = []  # tickets that may not have settled
-        self.trouble = ""
+        self.last_error = ""
 
     @property
     def attached(self) -> bool:
@@ -59,13 +59,13 @@ class LaneTicket(Ticket):
     nbytes: int
     mark: Mark | None  # None once it is settled
     state: WriteState = WriteState.PENDING
-    trouble: str = ""  # a launch failed; earlier launches still have to settle
+    fault: str = ""  # a launch failed; earlier launches still have to settle
     keep: object = None  # keeps memory of another lane alive until the ticket settles
 
     @classmethod
-    def on(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str = "", keep: object = None) -> LaneTicket:
+    def on(cls, peer: Mapped, lane: Lane, nbytes: int, fault: str = "", keep: object = None) -> LaneTicket:
         """A ticket for all launches so far on that lane of the peer. Raises RuntimeError if the GPU has failed."""
-        posted = cls(peer, nbytes, lane.mark(), trouble=trouble, keep=keep)
+        posted = cls(peer, nbytes, lane.mark(), fault=fault, keep=keep)
         peer.open.append(posted)
         return posted
 
@@ -75,14 +75,14 @@ class LaneTicket(Ticket):
         return cls(peer, nbytes, None, state)
 
     @classmethod
-    def failed(cls, peer: Mapped, lane: Lane, nbytes: int, trouble: str, keep: object = None) -> LaneTicket:
+    def failed(cls, peer: Mapped, lane: Lane, nbytes: int, fault: str, keep: object = None) -> LaneTicket:
         """A ticket for a launch on that lane that failed halfway."""
-        peer.trouble = trouble
+        peer.last_error = fault
         try:
-            return cls.on(peer, lane, nbytes, trouble, keep)
+            return cls.on(peer, lane, nbytes, fault, keep)
         # The GPU itself has failed: nothing runs on it any longer.
         except RuntimeError as fatal:
-            peer.trouble = f"{trouble}; {fatal}"
+            peer.last_error = f"{fault}; {fatal}"
             return cls.settled(peer, nbytes, WriteState.FAILED)
 
     def look(self, wait: bool = False) -> WriteState:
@@ -94,15 +94,15 @@ class LaneTicket(Ticket):
                 self.mark.wait()
             elif not self.mark.ready():
                 return self.state
-            self._settle(WriteState.FAILED if self.trouble else WriteState.DONE)
+            self._settle(WriteState.FAILED if self.fault else WriteState.DONE)
         except RuntimeError as error:
-            self.trouble = self.trouble or str(error)
+            self.fault = self.fault or str(error)
             self._settle(WriteState.FAILED)
         return self.state
 
     def _settle(self, state: WriteState) -> None:
         self.state, self.mark, self.keep = state, None, None
-        self.peer.trouble = self.trouble or self.peer.trouble
+        self.peer.last_error = self.fault or self.peer.last_error
         self.peer.moved += self.nbytes if state is WriteState.DONE else 0
         self.peer.open.remove(self)
 

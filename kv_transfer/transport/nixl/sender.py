@@ -260,7 +260,7 @@ class NixlSender(SenderEndpoint):
             return
         self._collect()
         if peer.open:
-            raise NixlError(peer.trouble)  # writes from before the fault have not ended
+            raise NixlError(peer.last_error)  # writes from before the fault have not ended
         self._leave(peer)
         self._join(peer)
         peer.faulty = False
@@ -302,12 +302,12 @@ class NixlSender(SenderEndpoint):
         self._collect()
         return peer.moved
 
-    def trouble(self, peer: PeerMemory) -> str:
+    def last_error(self, peer: PeerMemory) -> str:
         assert isinstance(peer, Remote)
-        return peer.trouble
+        return peer.last_error
 
     def _look(self, write: Write) -> None:
-        """Settle the write once all its transfers have ended; failed ones count as ended after SETTLE_SECONDS seconds."""
+        """Settle the write once all its transfers have ended; failed ones count as ended after SETTLE_SECONDS."""
         now = self._clock()
         for part in list(write.parts):
             if part.failed_at is None:
@@ -351,9 +351,9 @@ class NixlSender(SenderEndpoint):
             peer.pages = None
         self._agent.remove(peer.target.incarnation)
 
-    def _fault(self, write: Write, trouble: str) -> None:
+    def _fault(self, write: Write, reason: str) -> None:
         write.faulty = write.peer.faulty = True
-        write.peer.trouble = trouble
+        write.peer.last_error = reason
 
     def _go(self) -> None:
         if self._progress is not None:

@@ -29,7 +29,7 @@ class Remote(PeerMemory):
         self.attached = True
         self.open: list[Write] = []  # writes with running transfers
         self.moved = 0
-        self.trouble = ""
+        self.last_error = ""
         self.faulty = False  # must be joined again before the next write
 
 
@@ -81,7 +81,7 @@ def nothing() -> None:
 
 def failed(peer: Remote, error: Exception) -> Write:
     """A failed write of which nothing was posted."""
-    peer.trouble = str(error)
+    peer.last_error = str(error)
     return Write(peer, nothing, state=WriteState.FAILED)
 
 

@@ -59,7 +59,7 @@ class TcpPeer(PeerMemory):
     ) -> None:
         super().__init__(target)
         self.moved = 0  # bytes acknowledged
-        self.trouble = ""  # why the latest connection ended
+        self.last_error = ""  # why the latest connection ended
         self._description = description
         self._limits = limits
         self._clock = clock
@@ -114,15 +114,15 @@ class TcpPeer(PeerMemory):
 
     def _run(self) -> None:
         """Serve the queue over one connection; when it ends, every posted write has settled."""
-        trouble = ""
+        reason = ""
         try:
             with self._connect() as sock:
                 self._pump(sock)
         except (OSError, ProtocolError) as error:
-            trouble = f"{self._description.host}:{self._description.port}: {error}"
+            reason = f"{self._description.host}:{self._description.port}: {error}"
         finally:
             with self._lock:
-                self.trouble = trouble
+                self.last_error = reason
                 self._thread, self._connected = None, False
                 self._fail_all()
                 if self._closing:
@@ -297,9 +297,9 @@ class TcpSender(SenderEndpoint):
         assert isinstance(peer, TcpPeer)
         return peer.moved
 
-    def trouble(self, peer: PeerMemory) -> str:
+    def last_error(self, peer: PeerMemory) -> str:
         assert isinstance(peer, TcpPeer)
-        return peer.trouble
+        return peer.last_error
 
     def detach(self, peer: PeerMemory) -> None:
         assert isinstance(peer, TcpPeer)

@@ -41,7 +41,7 @@ class FileReceiver(ReceiverEndpoint):
     def revoke(self, generation: int) -> bool:
         return False
 
-    def proves_dead(self, incarnation: str) -> bool:
+    def peer_is_dead(self, incarnation: str) -> bool:
         return self._watches.dead(incarnation)
 
     def forget(self, incarnation: str) -> None:

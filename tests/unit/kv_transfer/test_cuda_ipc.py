@@ -345,9 +345,9 @@ def test_under_mps_the_death_of_a_client_proves_nothing(monkeypatch: pytest.Monk
         monkeypatch.setattr(cuda_ipc_receiver, "mps_is_used", lambda mps=mps: mps)
         receiver = CudaIpcReceiver("ab" * 16, 0, FakeCuda(FakeHost()))  # type: ignore[arg-type]
         receiver.admit("p", gone)
-        assert receiver.proves_dead("p") is not mps
+        assert receiver.peer_is_dead("p") is not mps
         receiver.forget("p")
-        assert not receiver.proves_dead("p")
+        assert not receiver.peer_is_dead("p")
         assert receiver.revoke(1) is False
 
 

@@ -95,7 +95,7 @@ def test_a_launch_that_fails_between_two_layers(pair: Pair) -> None:
     assert pair.sending.poll(ticket) is WriteState.PENDING
     lane.held = False
     assert pair.sending.poll(ticket) is WriteState.FAILED
-    assert "unspecified launch failure" in pair.sending.trouble(peer)
+    assert "unspecified launch failure" in pair.sending.last_error(peer)
     assert pair.sending.progress(peer) == 0
     assert pair.sending.poll(write.rest(0).ticket) is WriteState.FAILED
 

@@ -1,4 +1,4 @@
-"""Lifelines: only the end of the connection that proved its key counts, and only some time after it."""
+"""LivenessConnections: only the end of the connection that proved its key counts, and only some time after it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from common.errors import HandshakeRefused
-from kv_transfer.transport.nixl import lifeline
-from kv_transfer.transport.nixl.lifeline import GRACE, LifelineKeeper, Lifelines
+from kv_transfer.transport.nixl import liveness
+from kv_transfer.transport.nixl.liveness import GRACE, LivenessListener, LivenessConnections
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription
 from tests.fakes.waiting import PATIENCE, until
@@ -31,13 +31,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def keeper(clock: Clock) -> Iterator[LifelineKeeper]:
-    made = LifelineKeeper("127.0.0.1", 0, clock)
+def keeper(clock: Clock) -> Iterator[LivenessListener]:
+    made = LivenessListener("127.0.0.1", 0, clock)
     yield made
     made.close()
 
 
-def look(keeper: LifelineKeeper, clock: Clock, who: str = "p", seconds: float = 0.0) -> bool:
+def look(keeper: LivenessListener, clock: Clock, who: str = "p", seconds: float = 0.0) -> bool:
     """The keeper's verdict after it has polled and some time has passed."""
     with keeper._lock:
         keeper._look(clock.now)
@@ -45,17 +45,17 @@ def look(keeper: LifelineKeeper, clock: Clock, who: str = "p", seconds: float = 
     return keeper.dead(who)
 
 
-def met(keeper: LifelineKeeper, who: str = "p") -> None:
+def met(keeper: LivenessListener, who: str = "p") -> None:
     """Wait for the connection: thread and kernel need a moment, while the clock stands still."""
     until(lambda: keeper._lines[who].sock is not None)
 
 
-def ended(keeper: LifelineKeeper, who: str = "p") -> None:
+def ended(keeper: LivenessListener, who: str = "p") -> None:
     until(lambda: keeper._lines[who].ended_at is not None)
 
 
-def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LifelineKeeper, clock: Clock) -> None:
-    lines = Lifelines()
+def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LivenessListener, clock: Clock) -> None:
+    lines = LivenessConnections()
     assert not look(keeper, clock, seconds=100)  # nobody was described
     lines.hold(keeper.describe("p"))
     met(keeper)
@@ -72,8 +72,8 @@ def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LifelineKeeper
     assert not keeper.dead("p")
 
 
-def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LifelineKeeper, clock: Clock) -> None:
-    lines = Lifelines()
+def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LivenessListener, clock: Clock) -> None:
+    lines = LivenessConnections()
     description = keeper.describe("p")
     lines.hold(description)
     met(keeper)
@@ -119,10 +119,10 @@ def challenge_of(connection: socket.socket) -> bytes:
     return bytes(nonce)
 
 
-def test_a_recorded_proof_proves_nothing(keeper: LifelineKeeper, clock: Clock) -> None:
+def test_a_recorded_proof_proves_nothing(keeper: LivenessListener, clock: Clock) -> None:
     """An attacker recorded a sender whose connection is lost later, and replays its messages."""
     description = keeper.describe("p")
-    lines = Lifelines()
+    lines = LivenessConnections()
     with closing(Wire(description.port)) as wire:
         lines.hold(TcpDescription("127.0.0.1", wire.port, description.key))
         met(keeper)
@@ -146,7 +146,7 @@ def closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_other_connections_prove_nothing(keeper: LifelineKeeper, clock: Clock) -> None:
+def test_other_connections_prove_nothing(keeper: LivenessListener, clock: Clock) -> None:
     """Connections of unknown peers, with another key, and a second one with the right key."""
     description = keeper.describe("p")
     where = (description.host, description.port)
@@ -156,7 +156,7 @@ def test_other_connections_prove_nothing(keeper: LifelineKeeper, clock: Clock) -
             stranger.sendall(tcp_frames.proof(bytes(32), nonce) if sent is None else sent)
             assert not look(keeper, clock)
         assert not look(keeper, clock, seconds=100)
-    lines = Lifelines()
+    lines = LivenessConnections()
     lines.hold(description)
     met(keeper)
     assert not look(keeper, clock)
@@ -169,8 +169,8 @@ def test_other_connections_prove_nothing(keeper: LifelineKeeper, clock: Clock) -
     lines.close()
 
 
-def test_a_new_connection_revokes_the_proof(keeper: LifelineKeeper, clock: Clock) -> None:
-    lines = Lifelines()
+def test_a_new_connection_revokes_the_proof(keeper: LivenessListener, clock: Clock) -> None:
+    lines = LivenessConnections()
     description = keeper.describe("p")
     lines.hold(description)
     met(keeper)
@@ -184,14 +184,14 @@ def test_a_new_connection_revokes_the_proof(keeper: LifelineKeeper, clock: Clock
 
 
 def test_strangers_are_bounded_and_sent_away(
-    keeper: LifelineKeeper, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    keeper: LivenessListener, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest is dropped, so that a flood keeps no sender out; a silent one is dropped after a while."""
     monkeypatch.setattr(lifeline, "_MAX_STRANGERS", 2)
     where = (keeper.describe("p").host, keeper.describe("p").port)
     silent = [socket.create_connection(where, timeout=PATIENCE) for _ in range(3)]
     until(lambda: closed(silent[0]))
-    lines = Lifelines()
+    lines = LivenessConnections()
     lines.hold(keeper.describe("p"))
     met(keeper)
     lines.close()
@@ -213,13 +213,13 @@ def test_who_gives_no_challenge_is_refused(clock: Clock) -> None:
         answering = threading.Thread(target=answer)
         answering.start()
         with pytest.raises(HandshakeRefused, match="not a decode node of this version"):
-            Lifelines().hold(TcpDescription("127.0.0.1", listener.getsockname()[1], bytes(32)))
+            LivenessConnections().hold(TcpDescription("127.0.0.1", listener.getsockname()[1], bytes(32)))
         answering.join()
 
 
-def test_nobody_there(keeper: LifelineKeeper, clock: Clock) -> None:
+def test_nobody_there(keeper: LivenessListener, clock: Clock) -> None:
     with pytest.raises(HandshakeRefused, match="cannot be reached"):
-        Lifelines().hold(TcpDescription("127.0.0.1", 1, bytes(32)))
+        LivenessConnections().hold(TcpDescription("127.0.0.1", 1, bytes(32)))
 
 
 def test_a_place_that_does_not_answer_is_not_waited_for_again_at_once(
@@ -232,7 +232,7 @@ def test_a_place_that_does_not_answer_is_not_waited_for_again_at_once(
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", silence)
-    lines, description = Lifelines(clock), TcpDescription("10.0.0.1", 7, bytes(32))
+    lines, description = LivenessConnections(clock), TcpDescription("10.0.0.1", 7, bytes(32))
     for _ in range(3):
         with pytest.raises(HandshakeRefused, match=r"10\.0\.0\.1:7 .* cannot be reached \(timed out\)"):
             lines.hold(description)
@@ -244,14 +244,14 @@ def test_a_place_that_does_not_answer_is_not_waited_for_again_at_once(
 
 
 def test_a_sender_forgets_decode_nodes_that_are_gone(clock: Clock) -> None:
-    lines = Lifelines()
+    lines = LivenessConnections()
     for _ in range(3):
-        keeper = LifelineKeeper("127.0.0.1", 0, clock)
+        keeper = LivenessListener("127.0.0.1", 0, clock)
         lines.hold(keeper.describe("p"))
         met(keeper)
         keeper.close()
         (*_, newest) = lines._socks.values()
-        until(lambda: lifeline._unusable(newest))  # noqa: B023
+        until(lambda: liveness._unusable(newest))  # noqa: B023
     assert len(lines._socks) == 1
     lines.close()
 
@@ -259,13 +259,13 @@ def test_a_sender_forgets_decode_nodes_that_are_gone(clock: Clock) -> None:
 CHILD = """
 import sys, time, msgspec
 from kv_transfer.transport.tcp.kind import TcpDescription
-from kv_transfer.transport.nixl.lifeline import Lifelines
-lines = Lifelines(); lines.hold(msgspec.json.decode(sys.argv[1], type=TcpDescription))
+from kv_transfer.transport.nixl.liveness import LivenessConnections
+lines = LivenessConnections(); lines.hold(msgspec.json.decode(sys.argv[1], type=TcpDescription))
 print("up", flush=True); time.sleep(600)
 """
 
 
-def test_a_stopped_process_is_alive_and_a_killed_one_is_not(keeper: LifelineKeeper, clock: Clock) -> None:
+def test_a_stopped_process_is_alive_and_a_killed_one_is_not(keeper: LivenessListener, clock: Clock) -> None:
     told = msgspec.json.encode(keeper.describe("p")).decode()
     command = [sys.executable, "-c", CHILD, told]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=os.getcwd()) as child:

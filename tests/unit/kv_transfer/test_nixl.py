@@ -20,7 +20,7 @@ from kv_transfer.pair_plan import pair_plan
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Region, Target, WriteState
 from kv_transfer.transport.nixl import agent as nixl_agent
 from kv_transfer.transport.nixl.kind import NixlDescription
-from kv_transfer.transport.nixl.lifeline import GRACE
+from kv_transfer.transport.nixl.liveness import GRACE
 from kv_transfer.transport.nixl.receiver import NixlReceiver
 from kv_transfer.transport.nixl.sender import SETTLE_SECONDS, NixlSender
 from kv_transfer.transport.nixl.writes import cuts
@@ -139,7 +139,7 @@ def test_a_fault_settles_only_when_what_was_posted_must_have_landed(ends: Ends) 
     assert ends.sender.poll(write.ticket) is WriteState.PENDING
     ends.clock.now += 0.2
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
-    assert ends.sender.trouble(peer) == "NIXL_ERR_REMOTE_DISCONNECT"
+    assert ends.sender.last_error(peer) == "NIXL_ERR_REMOTE_DISCONNECT"
     assert not ends.net.under_way
     ends.net.fault = ""  # the next write connects to the peer again
     write = ends.sender.write_pages(peer, PLAN, [4], [4], 2, False)
@@ -152,7 +152,7 @@ def test_a_transfer_that_nixl_refuses_fails_and_is_never_raised(ends: Ends) -> N
     ends.net.refuse = "NIXL_ERR_INVALID_PARAM"
     write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, True)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
-    assert ends.sender.trouble(peer) == "NIXL_ERR_INVALID_PARAM"
+    assert ends.sender.last_error(peer) == "NIXL_ERR_INVALID_PARAM"
     del ends.net.agents[DECODE]  # it cannot be connected to again either
     write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, True)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
@@ -191,7 +191,7 @@ def test_close_with_a_stuck_transfer_leaves_the_lifeline_to_the_process(
 
     def dead() -> bool:
         keeper._looked_at = -math.inf
-        return ends.receiver.proves_dead("p")
+        return ends.receiver.peer_is_dead("p")
 
     until(lambda: dead() or keeper._lines["p"].sock)
     ends.net.held = True
@@ -233,9 +233,9 @@ def test_metadata_of_another_peer_does_not_cut_that_one_off(ends: Ends) -> None:
 
 
 def test_a_lifeline_that_leads_nowhere_is_refused(ends: Ends) -> None:
-    nowhere = msgspec.structs.replace(ends.description.lifeline, port=1)
+    nowhere = msgspec.structs.replace(ends.description.liveness, port=1)
     with pytest.raises(HandshakeRefused, match="bulk_port.*cannot be reached"):
-        ends.attach(lifeline=nowhere)
+        ends.attach(liveness=nowhere)
 
 
 def test_hello_says_the_same_each_time_and_its_own_key_to_each_peer(ends: Ends) -> None:
@@ -323,7 +323,7 @@ def test_pools_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda.lanes[-1].fault = "CUDA error: an illegal memory access"
     write = sender.write_pages(peer, plan, [1], [5], 1, True)
     assert sender.poll(write.ticket) is WriteState.FAILED
-    assert "illegal memory access" in sender.trouble(peer)
+    assert "illegal memory access" in sender.last_error(peer)
     cuda.lanes[-1].fault = ""
     sender.close()
     receiver.close()

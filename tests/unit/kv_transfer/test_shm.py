@@ -210,19 +210,19 @@ def test_death_is_proved_by_the_process_and_by_nothing_less(
 ) -> None:
     sender = child("print('up', flush=True)")
     receiver.admit("p", sender.identity)
-    assert not receiver.proves_dead("p")
-    assert not receiver.proves_dead("never admitted")
+    assert not receiver.peer_is_dead("p")
+    assert not receiver.peer_is_dead("never admitted")
     os.kill(sender.popen.pid, signal.SIGSTOP)
     until(lambda: Path(f"/proc/{sender.popen.pid}/stat").read_text().rpartition(") ")[2][0] == "T")
     receiver.expel("p")
-    assert not receiver.proves_dead("p")  # it is only stopped: it may continue to write
+    assert not receiver.peer_is_dead("p")  # it is only stopped: it may continue to write
     assert receiver.revoke(1) is False
     os.kill(sender.popen.pid, signal.SIGKILL)
-    until(lambda: receiver.proves_dead("p"))  # a zombie is already dead
+    until(lambda: receiver.peer_is_dead("p"))  # a zombie is already dead
     sender.popen.wait()
-    assert receiver.proves_dead("p")
+    assert receiver.peer_is_dead("p")
     receiver.forget("p")
-    assert not receiver.proves_dead("p")
+    assert not receiver.peer_is_dead("p")
 
 
 def test_a_watch_is_not_fooled_by_another_process_with_the_same_pid(child: Callable[[str], Child]) -> None:

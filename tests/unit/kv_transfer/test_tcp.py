@@ -298,16 +298,16 @@ def test_an_expelled_peer_is_cut_off_and_needs_a_new_key(receiver: TcpReceiver, 
     peer = attach(sender, receiver)
     announce(receiver, 1)
     assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
-    assert not receiver.proves_dead(PEER)
+    assert not receiver.peer_is_dead(PEER)
     old = description(receiver).key
     receiver.expel(PEER)
-    assert receiver.proves_dead(PEER)
+    assert receiver.peer_is_dead(PEER)
     until(lambda: receiver.dropped["expelled"] == 1)
     assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.FAILED
     assert (
         settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.FAILED
     )  # retries in vain
-    assert any(word in sender.trouble(peer) for word in ("closed the connection", "reset", "Broken pipe"))
+    assert any(word in sender.last_error(peer) for word in ("closed the connection", "reset", "Broken pipe"))
     assert description(receiver).key != old
 
 
@@ -358,7 +358,7 @@ def test_inflight_bytes_are_bounded() -> None:
                 received += len(accepted.recv(1 << 16))
             assert sender.poll(ticket) is WriteState.PENDING
             until(lambda: passed(clock, limits.stall_timeout) and sender.poll(ticket) is WriteState.FAILED)
-            assert "no progress for 7 s" in sender.trouble(peer)
+            assert "no progress for 7 s" in sender.last_error(peer)
             while part := accepted.recv(1 << 16):
                 received += len(part)
     assert received == bound
@@ -375,14 +375,14 @@ def test_nobody_listens_or_somebody_else(sender: TcpSender) -> None:
         accepted, _ = server.accept()
         accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\nand more text to fill it")
         assert settle(sender, ticket) is WriteState.FAILED
-        assert "not a decode node" in sender.trouble(peer)
+        assert "not a decode node" in sender.last_error(peer)
         accepted.close()
     with socket.socket() as deaf:  # holds its port, so that nobody else listens there
         deaf.bind(("127.0.0.1", 0))
         where = TcpDescription("127.0.0.1", deaf.getsockname()[1], bytes(32))
         peer = sender.attach(Target("0b" * 16, where, LAYOUT.total_bytes, 256))
         assert settle(sender, sender.write(peer, [Copy(0, 0, 8)], 1)) is WriteState.FAILED
-        assert "refused" in sender.trouble(peer).lower()
+        assert "refused" in sender.last_error(peer).lower()
 
 
 def test_detach_settles_at_once_even_while_connecting_or_stalled(sender: TcpSender) -> None:

@@ -15,7 +15,7 @@ import zmq
 
 from common.errors import InvalidRequest, NodeLost, Unavailable
 from common.ipc import Dealer, bad_frames
-from common.ipc.disconnects import Told
+from common.ipc.disconnects import DisconnectSignal
 from common.messages import decode_inbox
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
@@ -508,7 +508,7 @@ async def test_many_sockets_that_close_cost_one_row_of_probes(monkeypatch: pytes
         begun: list[tuple[float, ...]] = []
         monkeypatch.setattr(rig.control, "_probe_after", begun.append)
 
-        disconnects = Told()
+        disconnects = DisconnectSignal()
         real = rig.control._disconnects
         monkeypatch.setattr(rig.control, "_disconnects", disconnects)
 
