@@ -193,7 +193,7 @@ class Receiver:
                 self.counters.timeouts["handshake"] += 1
                 waited = now - link.greeted_at
                 self._refused(link, f"the prefill node did not answer Hello within {waited:.0f} s")
-            elif link.state is LinkState.READY and self._endpoint.proves_dead(link.incarnation):
+            elif link.state is LinkState.READY and self._endpoint.peer_is_dead(link.incarnation):
                 self._lose(link, NodeLost.code, f"the process of prefill node {link.node} ended")
             elif link.state is LinkState.LOST and link.incarnation not in waiting:
                 del self._links[link.incarnation]
@@ -309,7 +309,7 @@ class Receiver:
                 self.counters.timeouts[cause] += 1
                 self._fail(inbound, code, reason)
         elif inbound.state is ReceiveState.QUARANTINED:
-            if self._endpoint.proves_dead(inbound.link.incarnation):
+            if self._endpoint.peer_is_dead(inbound.link.incarnation):
                 self._free(inbound)
             elif now - inbound.moved_at >= self._limits.abort_retry:
                 self.counters.abort_retries += 1
@@ -339,7 +339,7 @@ class Receiver:
             return
         inbound.aborted_for = (code, reason)
         fenced = self._endpoint.revoke(inbound.generation)
-        if not self._endpoint.proves_dead(inbound.link.incarnation):
+        if not self._endpoint.peer_is_dead(inbound.link.incarnation):
             self._say_abort(inbound)
             if not fenced:
                 inbound.go(ReceiveState.QUARANTINED)

@@ -264,7 +264,7 @@ class ReceiverEndpoint(ABC):
         """Close the window. True: fenced, no byte lands any longer. False: the sender may still be writing."""
 
     @abstractmethod
-    def proves_dead(self, incarnation: str) -> bool:
+    def peer_is_dead(self, incarnation: str) -> bool:
         """Return True only when this incarnation can never write here again; silence proves nothing."""
 
     def forget(self, incarnation: str) -> None:

@@ -86,7 +86,7 @@ class CudaIpcReceiver(ReceiverEndpoint):
     def revoke(self, generation: int) -> bool:
         return False
 
-    def proves_dead(self, incarnation: str) -> bool:
+    def peer_is_dead(self, incarnation: str) -> bool:
         """Return whether the process has ended: the driver ends its kernels before its pidfd reports the end.
 
         Under MPS the server runs the kernels, so the death of a client proves nothing and the pages that it may have

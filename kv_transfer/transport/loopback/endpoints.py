@@ -224,7 +224,7 @@ class LoopbackReceiver(ReceiverEndpoint):
         self.windows.pop(generation, None)
         return self.fencing
 
-    def proves_dead(self, incarnation: str) -> bool:
+    def peer_is_dead(self, incarnation: str) -> bool:
         return incarnation in self.fabric.dead
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ class NixlReceiver(ReceiverEndpoint):
         self._go()
         return False
 
-    def proves_dead(self, incarnation: str) -> bool:
+    def peer_is_dead(self, incarnation: str) -> bool:
         return self._lifelines.dead(incarnation)
 
     def forget(self, incarnation: str) -> None:

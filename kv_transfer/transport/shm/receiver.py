@@ -48,7 +48,7 @@ class ShmReceiver(ReceiverEndpoint):
     def revoke(self, generation: int) -> bool:
         return False
 
-    def proves_dead(self, incarnation: str) -> bool:
+    def peer_is_dead(self, incarnation: str) -> bool:
         return self._watches.dead(incarnation)
 
     def forget(self, incarnation: str) -> None:

@@ -116,7 +116,7 @@ class TcpReceiver(ReceiverEndpoint):
         self._windows.revoke(generation)
         return True
 
-    def proves_dead(self, incarnation: str) -> bool:
+    def peer_is_dead(self, incarnation: str) -> bool:
         """Return True for an expelled peer, which has no key, no window and no connection."""
         return incarnation not in self._keys
 
