@@ -26,7 +26,7 @@ class NixlDescription(Description, frozen=True, tag="nixl"):
     kv: Address
     device: Annotated[int, msgspec.Meta(ge=-1, le=1023)]  # CUDA ordinal of the pool; -1: host memory
     records: Address
-    lifeline: TcpDescription
+    liveness: TcpDescription
 
 
 class NixlOptions(TransportOptions, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
 from kv_transfer.transport.nixl.agent import NixlAgent, Progress, block_of
 from kv_transfer.transport.nixl.kind import MAX_METADATA_BYTES, NixlDescription, NixlOptions
-from kv_transfer.transport.nixl.lifeline import LifelineKeeper
+from kv_transfer.transport.nixl.liveness import LivenessListener
 
 
 class NixlReceiver(ReceiverEndpoint):
@@ -35,7 +35,7 @@ class NixlReceiver(ReceiverEndpoint):
         self._device = device
         self._cuda = None if device is None else cuda or CudaRuntime()
         self._agent = NixlAgent(incarnation, devices, library)
-        self._lifelines = LifelineKeeper(host, port)
+        self._liveness = LivenessListener(host, port)
         self._open: set[int] = set()  # generations whose pages may be written
         self._progress: Progress | None = None
         self._gpu: GpuDigests | None = None
@@ -96,7 +96,7 @@ class NixlReceiver(ReceiverEndpoint):
             self._kv_block.address,
             -1 if self._device is None else self._device,
             self._records_block.address,
-            self._lifelines.describe(incarnation),
+            self._liveness.describe(incarnation),
         )
 
     def announce(self, window: Window) -> None:
@@ -110,17 +110,17 @@ class NixlReceiver(ReceiverEndpoint):
         return False
 
     def peer_is_dead(self, incarnation: str) -> bool:
-        return self._lifelines.dead(incarnation)
+        return self._liveness.dead(incarnation)
 
     def forget(self, incarnation: str) -> None:
-        self._lifelines.forget(incarnation)
+        self._liveness.forget(incarnation)
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.close()
             self._progress = None
         self._agent.close()
-        self._lifelines.close()
+        self._liveness.close()
 
     def _go(self) -> None:
         if self._progress is not None:

@@ -29,7 +29,7 @@ from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.digests import GpuDigests
 from kv_transfer.transport.nixl.agent import Block, NixlAgent, NixlError, Progress, Rows, block_of
 from kv_transfer.transport.nixl.kind import NixlDescription, NixlOptions
-from kv_transfer.transport.nixl.lifeline import Lifelines
+from kv_transfer.transport.nixl.liveness import LivenessConnections
 from kv_transfer.transport.nixl.writes import (
     Part,
     Remote,
@@ -66,7 +66,7 @@ class NixlSender(SenderEndpoint):
         self._limits = limits
         self._cuda = cuda
         self._clock = clock
-        self._lifelines = Lifelines()
+        self._liveness = LivenessConnections()
         self._peers: list[Remote] = []  # attached, or with transfers that have not ended
         self._gpu: GpuDigests | None = None
         self._progress: Progress | None = None
@@ -109,7 +109,7 @@ class NixlSender(SenderEndpoint):
             Block(description.kv, target.kv_bytes, max(0, description.device), self._block.kind),
             Block(description.records, target.records_bytes, 0, "DRAM"),
         )
-        self._lifelines.hold(description.lifeline)
+        self._liveness.hold(description.liveness)
         self._join(peer)
         self._peers.append(peer)
         return peer
@@ -166,7 +166,7 @@ class NixlSender(SenderEndpoint):
             self._progress = None
             self._agent.forget(self._own)
         self._agent.close()
-        self._lifelines.close()
+        self._liveness.close()
 
     # ---- writes
 

@@ -180,13 +180,13 @@ def test_what_detach_could_not_stop_keeps_the_peer_out_until_it_has_ended(ends: 
     ends.attach()
 
 
-def test_close_with_a_stuck_transfer_leaves_the_lifeline_to_the_process(
+def test_close_with_a_stuck_transfer_leaves_the_liveness_connection_to_the_process(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end would claim that nothing is written any more."""
     monkeypatch.setattr("kv_transfer.transport.nixl.sender._CLOSE_SECONDS", 0.01)
     peer = ends.attach()
-    keeper = ends.receiver._lifelines
+    keeper = ends.receiver._liveness
     keeper._clock = ends.clock
 
     def dead() -> bool:

@@ -56,7 +56,7 @@ class _Line:
     ended_at: float | None = None
 
 
-class LifelineKeeper:
+class LivenessListener:
     """Receiving side: listens on host:port (0: any). A thread authenticates connections and detects their end."""
 
     def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +69,7 @@ class LifelineKeeper:
         self._lines: dict[str, _Line] = {}
         self._strangers: list[_Stranger] = []
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-liveness", daemon=True)
         self._thread.start()
 
     def describe(self, incarnation: str) -> TcpDescription:
@@ -189,7 +189,7 @@ def _unusable(sock: socket.socket) -> bool:
         return True
 
 
-class Lifelines:
+class LivenessConnections:
     """Sending side: one connection per living decode node that was ever written to, closed at process exit."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
