@@ -91,8 +91,7 @@ class Receiver:
     def connect(self, peer_incarnation: str, send: Callable[[bytes], object]) -> None:
         """Send Hello to this incarnation of a prefill node; again over a new socket, or after it was lost.
 
-        `send(frame)` must not block; it returns False if the frame was not accepted. Raises Overloaded when
-        max_peers prefill nodes are in use.
+        `send(frame)` must not block and returns False if it did not accept the frame. Raises Overloaded at max_peers.
         """
         if len(self._links) >= self._limits.max_peers and peer_incarnation not in self._links:
             raise Overloaded(
@@ -230,7 +229,7 @@ class Receiver:
         elif isinstance(decoded, Working):
             self.signs.heard(link, decoded)
         else:
-            self._told(link, decoded)
+            self._handle_room(link, decoded)
 
     def _welcome(self, link: Link, welcome: Welcome) -> None:
         if link.state is not LinkState.GREETING:
@@ -246,47 +245,49 @@ class Receiver:
             if inbound.state is ReceiveState.QUEUED:
                 self._send_slots(inbound)
 
-    def _told(self, link: Link, told: PagesWritten | RecordWritten | SenderFailed | AbortAck) -> None:
-        whole = self._rooms.get(told.room)
+    def _handle_room(
+        self, link: Link, message: PagesWritten | RecordWritten | SenderFailed | AbortAck
+    ) -> None:
+        whole = self._rooms.get(message.room)
         inbound = None if whole is None else whole.part_of(link)
         if inbound is None:
-            if not isinstance(told, AbortAck):  # fenced rooms are freed without waiting for it
+            if not isinstance(message, AbortAck):  # fenced rooms are freed without waiting for it
                 self.counters.unknown_room += 1
-        elif told.generation != inbound.generation:
+        elif message.generation != inbound.generation:
             self.counters.stale_generation += 1
         elif inbound.state is ReceiveState.QUARANTINED:
-            if not isinstance(told, PagesWritten):  # every other message says that no write is outstanding
+            if not isinstance(message, PagesWritten):  # every other message says that no write is outstanding
                 self._free(inbound)
         elif inbound.state in (ReceiveState.ARRIVED, ReceiveState.FREED):
             self.counters.duplicates += inbound.state is ReceiveState.ARRIVED or not isinstance(
-                told, AbortAck
+                message, AbortAck
             )
         elif inbound.state is ReceiveState.QUEUED:
             self.counters.unknown_room += 1  # this generation was never sent to anybody
-        elif isinstance(told, PagesWritten):
-            self._progress(inbound, told)
-        elif isinstance(told, RecordWritten):
-            self._verify(inbound, told)
-        elif isinstance(told, SenderFailed):
-            self._free(inbound, told.code, told.reason)
+        elif isinstance(message, PagesWritten):
+            self._progress(inbound, message)
+        elif isinstance(message, RecordWritten):
+            self._verify(inbound, message)
+        elif isinstance(message, SenderFailed):
+            self._free(inbound, message.code, message.reason)
         else:
             self.counters.duplicates += 1
 
-    def _progress(self, inbound: Inbound, told: PagesWritten) -> None:
-        end = told.first + told.count
+    def _progress(self, inbound: Inbound, message: PagesWritten) -> None:
+        end = message.first + message.count
         if end <= inbound.next_page or end > inbound.held_pages + len(inbound.pages):
             self.counters.duplicates += 1
             return
-        if told.first > inbound.next_page:
+        if message.first > inbound.next_page:
             self.counters.gaps += 1  # a frame was lost; the checksums decide at the end
         inbound.next_page, inbound.moved_at = end, self._clock()
         inbound.go(ReceiveState.RECEIVING)
 
-    def _verify(self, inbound: Inbound, told: RecordWritten) -> None:
+    def _verify(self, inbound: Inbound, message: RecordWritten) -> None:
         # The sender is done: anything that arrives from now on does not belong to this transfer.
         self._endpoint.revoke(inbound.generation)
         try:
-            inbound.verify(self._endpoint, told.length, self._limits.verify_checksums)
+            inbound.verify(self._endpoint, message.length, self._limits.verify_checksums)
         except RecordError as error:
             code = self.counters.record_failed(error.cause)
             self._free(inbound, code, str(error))
@@ -330,9 +331,9 @@ class Receiver:
             if inbound.state is ReceiveState.ARRIVED:
                 self._free(inbound)
             elif inbound.active:
-                self._let_go(inbound, code, reason)
+                self._abandon(inbound, code, reason)
 
-    def _let_go(self, inbound: Inbound, code: str, reason: str) -> None:
+    def _abandon(self, inbound: Inbound, code: str, reason: str) -> None:
         """Give up a part whose sender may be writing: free it if that is safe, else quarantine it."""
         if inbound.state is ReceiveState.QUEUED:
             self._free(inbound)

@@ -25,7 +25,7 @@ class Disconnects(Protocol):
     def close(self) -> None: ...
 
 
-class Told:
+class DisconnectSignal:
     """Notified by another thread, which calls `tell`."""
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class Told:
             self._writer.send(b"\0")
 
     def take(self) -> bool:
-        told = False
+        ended = False
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
-                told = True
-        return told
+                ended = True
+        return ended
 
     def close(self) -> None:
         self._reader.close()
@@ -64,11 +64,11 @@ class Monitored:
         return int(self._monitor.getsockopt(zmq.FD))
 
     def take(self) -> bool:
-        told = False
+        ended = False
         with contextlib.suppress(zmq.Again):
             while self._monitor.recv_multipart(zmq.NOBLOCK):
-                told = True
-        return told
+                ended = True
+        return ended
 
     def close(self) -> None:
         self._watched.disable_monitor()

@@ -21,7 +21,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from common.ipc.disconnects import Told
+from common.ipc.disconnects import DisconnectSignal
 
 HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 1024
@@ -176,22 +176,22 @@ class HandshakeGuard:
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.connect(where)
         self.handshakes = Handshakes(KernelConnections())
-        self._told: Told | None = None
+        self._signal: DisconnectSignal | None = None
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
         self._thread.start()
 
     @property
-    def disconnects(self) -> Told:
+    def disconnects(self) -> DisconnectSignal:
         """The signal that connections have ended, created when it is first requested."""
-        if self._told is None:
-            self._told = Told()
-        return self._told
+        if self._signal is None:
+            self._signal = DisconnectSignal()
+        return self._signal
 
     def close(self) -> None:
         self._watched.disable_monitor()
         self._thread.join()
-        if self._told is not None:
-            self._told.close()
+        if self._signal is not None:
+            self._signal.close()
 
     def _run(self) -> None:
         with self._events, contextlib.suppress(zmq.ContextTerminated):
@@ -203,5 +203,5 @@ class HandshakeGuard:
                     self.handshakes.accepted(event["value"])
                 else:
                     self.handshakes.closed(event["value"])
-                    if self._told is not None:
-                        self._told.tell()
+                    if self._signal is not None:
+                        self._signal.tell()

@@ -206,7 +206,7 @@ class LivenessConnections:
         if description in self._socks:
             return
         where, now = (description.host, description.port), self._clock()
-        self._refused = {at: told for at, told in self._refused.items() if now - told[0] < _REFUSED_SECONDS}
+        self._refused = {at: each for at, each in self._refused.items() if now - each[0] < _REFUSED_SECONDS}
         if where in self._refused:
             raise HandshakeRefused(self._refused[where][1])
         try:

@@ -119,20 +119,20 @@ class NixlSender(SenderEndpoint):
         assert isinstance(peer.target.description, NixlDescription)
         name = peer.target.incarnation
         try:
-            told = self._agent.add(peer.target.description.metadata)
+            owner = self._agent.add(peer.target.description.metadata)
         except NixlError as error:
             raise HandshakeRefused(
                 f"NIXL cannot reach it ({error}): transfer.nixl_devices of both must name one network"
             ) from None
         try:
-            if told != name:
-                raise NixlError(f"the metadata belongs to agent {told[:64]!r}")
+            if owner != name:
+                raise NixlError(f"the metadata belongs to agent {owner[:64]!r}")
             for block in (peer.kv, peer.records):
                 rows = [Rows(block.address, block.nbytes, 1)]
                 self._agent.forget(self._agent.prepare(name, rows, block))
         except NixlError as error:
-            if all(each.target.incarnation != told for each in self._peers):
-                self._agent.remove(told)
+            if all(each.target.incarnation != owner for each in self._peers):
+                self._agent.remove(owner)
             raise HandshakeRefused(f"its memory is not what it registered with NIXL ({error})") from None
         self._agent.connect(name)
 
