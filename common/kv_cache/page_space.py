@@ -17,25 +17,27 @@ from common.kv_cache.radix_cache import Keys, Node, PrefixCache
 
 
 def as_keys(token_ids: Sequence[int] | Keys) -> Keys:
-    """Token ids as radix keys."""
+    """Return token ids as radix keys."""
     return np.asarray(token_ids, dtype=np.int64)
 
 
 def as_bigram_keys(token_ids: Sequence[int] | Keys) -> Keys:
-    """Keys of tokens together with their successors, for pages that hold KV of a draft: its KV of position t depends on
-    token t + 1 too. n tokens have n - 1 keys, so what is cached is right for both (spec/algorithms.md 6.12).
+    """Return keys of tokens together with their successors, for pages that also contain KV of a draft.
+
+    The draft's KV of position t also depends on token t + 1. n tokens have n - 1 keys, so cached pages are valid for
+    both models.
     """
     ids = np.asarray(token_ids, dtype=np.int64)
     first, second = ids[:-1], ids[1:]
     keys = (first << 32) | second
-    wide = ((first | second) >> 32) != 0  # image rows: they do not fit in half a key
+    wide = ((first | second) >> 32) != 0  # image rows, which do not fit in half a key
     if wide.any():
         keys[wide] = paired(first[wide], second[wide])
     return keys
 
 
 def as_window_keys(token_ids: Sequence[int] | Keys, lookahead: int) -> Keys:
-    """The same where KV of position t depends on tokens up to t + lookahead: [n - lookahead, lookahead + 1], a view."""
+    """The same if KV of position t depends on tokens up to t + lookahead: [n - lookahead, lookahead + 1], a view."""
     ids = np.asarray(token_ids, dtype=np.int64)
     if len(ids) <= lookahead:
         return np.empty((0, lookahead + 1), dtype=np.int64)
@@ -43,7 +45,7 @@ def as_window_keys(token_ids: Sequence[int] | Keys, lookahead: int) -> Keys:
 
 
 def keys_with_lookahead(lookahead: int) -> Callable[[Sequence[int] | Keys], Keys]:
-    """Keys for pages whose KV of a position depends on so many tokens behind it."""
+    """Return the keys for pages whose KV of a position depends on so many following tokens."""
     if lookahead > 1:
         return partial(as_window_keys, lookahead=lookahead)
     return as_bigram_keys if lookahead else as_keys
@@ -75,19 +77,19 @@ class PageSpace:
 
     @property
     def available_pages(self) -> int:
-        """What `allocate` can give at most."""
+        """Maximum number of pages that `allocate` can return."""
         return self._allocator.free_pages + self.cache.evictable_pages
 
     @property
     def leased_pages(self) -> int:
-        """Owned by leases: neither free nor in the tree. 0 when idle."""
+        """Number of pages owned by leases: neither free nor in the tree. 0 when idle."""
         return self.total_pages - self.free_pages - self.cache.cached_pages
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, evicting from the cache as needed; None if that is not enough."""
+        """Return `count` pages, evicting from the cache as needed; None if that is not enough."""
         missing = count - self._allocator.free_pages
         if missing > 0:
             if missing > self.cache.evictable_pages:
@@ -108,7 +110,7 @@ class PageSpace:
         """
         limit = min(max_cached_tokens // self.page_size, num_pages)
         match = self.cache.match(keys[: limit * self.page_size], salt)
-        self.cache.lock(match.node)  # before allocating: eviction must not take what was just matched
+        self.cache.lock(match.node)  # before allocating, so that eviction cannot take the match
         fresh = self.allocate(num_pages - len(match.pages))
         if fresh is None:
             self.cache.unlock(match.node)
@@ -129,15 +131,13 @@ class PageLease:
     def __init__(self, space: PageSpace, pages: list[int], own: list[int], node: Node, salt: bytes) -> None:
         self._space = space
         self._salt = salt
-        self._own = (
-            own  # those of `pages` (or duplicates of cached ones) that go back to the free list at release
-        )
+        # Those of `pages` (or duplicates of cached ones) that return to the free list at release.
+        self._own = own
         self._node = node  # locked
         self.pages = pages
-        self.cached_pages = len(pages) - len(own)  # prefix that the cache held at the start
-        self._committed = (
-            self.cached_pages
-        )  # prefix that `_node` keeps from eviction, as these pages or others
+        self.cached_pages = len(pages) - len(own)  # prefix that the cache had at the start
+        # Prefix that `_node` protects from eviction, as these pages or others.
+        self._committed = self.cached_pages
         self._released = False
 
     @property
@@ -145,7 +145,7 @@ class PageLease:
         return self.cached_pages * self._space.page_size
 
     def grow(self, count: int = 1) -> list[int] | None:
-        """Append fresh pages; returns them, or None if there is no room."""
+        """Append fresh pages and return them, or None if there is no room."""
         fresh = self._space.allocate(count)
         if fresh is not None:
             self._own.extend(fresh)
@@ -153,9 +153,9 @@ class PageLease:
         return fresh
 
     def commit(self, keys: Keys) -> None:
-        """Offer the whole pages behind `keys` (all computed) to the cache; the lease goes on using them.
+        """Offer the whole pages of `keys` (all computed) to the cache; the lease keeps using them.
 
-        Less than the cache has of it already changes nothing: what the lease reads stays locked.
+        A prefix shorter than the committed one changes nothing: the pages that the lease reads stay locked.
         """
         whole = min(len(keys) // self._space.page_size, len(self.pages))
         if whole <= self._committed:
@@ -170,7 +170,7 @@ class PageLease:
         self._own = [page for page in self._own if page not in adopted]
 
     def release(self) -> None:
-        """A second time would take the lock of another request with the same prefix: raises."""
+        """Release the lease. Raises ValueError for a second release, which would take another request's lock."""
         if self._released:
             raise ValueError("a lease is released twice")
         self._released = True

@@ -1,4 +1,4 @@
-"""Whether a node fits on its GPU: weights, KV pool and room to work, against what is free. Refused before loading."""
+"""Checks before loading whether a node fits on its GPU: weights, KV pool and workspace against free memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ WORKING_BYTES = 2 * GIB  # CUDA context, libraries, activations of one forward
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What one node takes of its GPU: bytes."""
+    """The bytes that one node takes of its GPU."""
 
     weights: int
     pool: int
     working: int = WORKING_BYTES
     sampling: int = 0  # penalties and biases: common.engine.sampling.logit_adjustments
-    graphs: int | None = None  # by a trial (graph_start.py) beside the weights; None: before it
-    images: int = 0  # cache of their embeddings
-    encoder: int = 0  # what a forward of the vision part takes: encoder_memory.py
+    graphs: int | None = None  # measured by a trial (graph_start.py); None before it
+    images: int = 0  # cache of image embeddings
+    encoder: int = 0  # for a forward of the vision part: encoder_memory.py
 
     @property
     def total(self) -> int:
@@ -46,9 +46,9 @@ class MemoryPlan:
 
 
 def plan_pool(total: int, plan: MemoryPlan, wish: PoolWish, page_bytes: int) -> int:
-    """Pages, padding page included, that a share of `total` bytes leaves beside `plan`, whose pool is empty.
+    """Return the pages, including the padding page, that a share of `total` bytes leaves after `plan` without pool.
 
-    Raises ConfigError with the arithmetic where that is not one page for tokens.
+    Raises ConfigError with the arithmetic if there is not one page for tokens.
     """
     share = int(total * wish.fraction)
     pages = (share - plan.total) // page_bytes
@@ -63,9 +63,9 @@ def plan_pool(total: int, plan: MemoryPlan, wish: PoolWish, page_bytes: int) -> 
 
 
 def weight_bytes(files: list[WeightFile], dtype: torch.dtype, without: tuple[str, ...] = ()) -> int:
-    """Bytes of a checkpoint once it is loaded, but for tensors whose names begin as one of `without` does.
+    """Return the bytes of a loaded checkpoint without the tensors whose names begin with one of `without`.
 
-    Floats are loaded as `dtype`; what a quantised format stores keeps its own.
+    Floats are loaded as `dtype`; tensors of a quantised format keep their own.
     """
     tensors = (item for file in files for item in file.tensors.items())
     return sum(
@@ -76,9 +76,9 @@ def weight_bytes(files: list[WeightFile], dtype: torch.dtype, without: tuple[str
 
 
 def check_share(device: torch.device, plan: MemoryPlan, beside: int, wish: PoolWish, page_bytes: int) -> None:
-    """As `check_memory`, for a node whose pool is what its share leaves: before the graphs are known."""
+    """Check a node whose pool is what its share leaves, before the graphs are known; see `check_memory`."""
     share = int(torch.cuda.mem_get_info(device)[1] * wish.fraction)
-    free, total = _patiently(device, share, beside)
+    free, total = _wait_for_free(device, share, beside)
     if share + beside > total:
         raise ConfigError(
             wish.key,
@@ -97,17 +97,17 @@ def check_share(device: torch.device, plan: MemoryPlan, beside: int, wish: PoolW
 def check_memory(
     device: torch.device, plan: MemoryPlan, beside: int, pool_key: str, bytes_per_token: int, held: int = 0
 ) -> None:
-    """Raises ConfigError with the arithmetic.
+    """Raise ConfigError with the arithmetic if the plan does not fit.
 
-    Memory of a decode node that was killed stays taken until prefill nodes let go of it, so a node that would
-    fit on an empty GPU waits PATIENCE seconds for it.
+    Memory of a killed decode node stays in use until prefill nodes release it, so a node that would fit on an empty
+    GPU waits PATIENCE seconds for it.
 
     Args:
-        beside: bytes that other nodes of the same cluster take of this GPU, whether they have started or not. Their
-            graphs, which they alone can measure, count as what is not free, once they are captured.
-        held: bytes of `plan` that this process has taken already.
+        beside: bytes that other nodes of the same cluster take of this GPU, whether or not they have started. Their
+        graphs, which only they can measure, count as memory that is not free once they are captured.
+        held: bytes of `plan` that this process has already taken.
     """
-    free, total = _patiently(device, plan.total - held, beside + held)
+    free, total = _wait_for_free(device, plan.total - held, beside + held)
     if plan.total > free + held:
         own = f", {_gib(held)} its own" if held else ""
         raise ConfigError(
@@ -118,7 +118,7 @@ def check_memory(
     if plan.total + beside > total:
         raise ConfigError(
             pool_key,
-            f"does not fit on {device} beside this cluster's other nodes there: {plan}, the others "
+            f"does not fit on {device} together with this cluster's other nodes: {plan}, the others "
             f"{_gib(beside)}, together more than its {_gib(total)}; "
             + _remedy(total - beside - plan.total + plan.pool, bytes_per_token),
         )
@@ -135,8 +135,8 @@ def check_host_pool(nbytes: int, bytes_per_token: int, key: str) -> None:
         )
 
 
-def _patiently(device: torch.device, needed: int, beside: int) -> tuple[int, int]:
-    """(free, total) bytes of a GPU, once `needed` are free or waiting is in vain."""
+def _wait_for_free(device: torch.device, needed: int, beside: int) -> tuple[int, int]:
+    """Return (free, total) bytes of a GPU, once `needed` are free or waiting cannot help."""
     free, total = torch.cuda.mem_get_info(device)
     until = time.monotonic() + PATIENCE
     while free < needed <= total - beside and time.monotonic() < until:
@@ -148,8 +148,8 @@ def _patiently(device: torch.device, needed: int, beside: int) -> tuple[int, int
 def _remedy(room: int, bytes_per_token: int) -> str:
     tokens = room // bytes_per_token
     if tokens < 1:
-        return "all but the pool leaves no room: use a larger GPU, or one GPU per node"
-    return f"with all else equal there is room for {tokens} tokens"
+        return "the node leaves no room for a pool: use a larger GPU, or one GPU per node"
+    return f"with the other values unchanged there is room for {tokens} tokens"
 
 
 def _gib(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""The model of a node at start-up: loaded to its device, with the facts that the rest of the node is built from."""
+"""The model of a node at start-up: loaded to its device, with the facts from which the rest of the node is built."""
 
 from __future__ import annotations
 
@@ -39,11 +39,9 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.speculation.directory import load_draft_config
 
-OLDEST_GPU = (
-    8,
-    0,
-)  # compute capability: the oldest that kernels are compiled for (tests/fakes/compile_for.py)
-TRIAL_PAGES = 2  # the padding page, where graphs are captured, and one more
+# Lowest compute capability that kernels are compiled for (tests/fakes/compile_for.py).
+OLDEST_GPU = (8, 0)
+TRIAL_PAGES = 2  # the padding page, on which graphs are captured, and one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +52,9 @@ class ServingModel:
     config: ModelConfig
     placement: Placement
     fingerprint: str
-    spec: PoolSpec  # what the target and its draft keep
-    num_pages: int  # of the KV pool, padding page included; TRIAL_PAGES on a GPU until `with_pool`
-    max_model_len: int  # tokens that one request may have on this node
+    spec: PoolSpec  # the planes of the target and its draft
+    num_pages: int  # pages of the KV pool, including the padding page; TRIAL_PAGES on a GPU until `with_pool`
+    max_model_len: int  # maximum tokens of one request on this node
     wish: PoolWish
     plan: MemoryPlan  # of its GPU, with an empty pool
     draft: ServingDraft | None = None
@@ -76,9 +74,10 @@ class ServingModel:
         return PoolLayout(fingerprint=self.kv_fingerprint, spec=self.spec, num_pages=self.num_pages)
 
     def with_pool(self, graph_bytes: int) -> ServingModel:
-        """The pool that its config asks for, or what its share of the GPU leaves, beside graphs of `graph_bytes`.
+        """Return the model with the pool that its config asks for, or that its share of the GPU leaves, next to its
+        graphs.
 
-        Raises ConfigError with the arithmetic where that does not fit.
+        Raises ConfigError with the arithmetic if that does not fit.
         """
         device, plan = self.placement.device, replace(self.plan, graphs=graph_bytes)
         if self.wish.tokens is None:
@@ -94,7 +93,7 @@ class ServingModel:
 
     @property
     def kv_fingerprint(self) -> str:
-        """What gives a page its meaning: the target and, if there is one, the draft."""
+        """Identifies the meaning of a page: the target and, if there is one, the draft."""
         return self.fingerprint if self.draft is None else f"{self.fingerprint}+{self.draft.fingerprint}"
 
     @property
@@ -102,14 +101,14 @@ class ServingModel:
         return DraftShape() if self.draft is None else self.draft.shape
 
     def draft_runner(self, target: KvPool) -> tuple[object, KvPool] | None:
-        """The draft over its planes in the storage and pages of the target's pool. None without a draft."""
+        """Return the draft over its planes in the storage and pages of the target's pool; None without a draft."""
         if self.draft is None:
             return None
         pool = KvPool(target.layout, "draft", target.storage)
         return self.draft.runner(pool), pool
 
     def describe(self, pool_bytes: int, transport: str, max_rows: int) -> dict[str, ConfigValue]:
-        """What /server_info shows of this node."""
+        """Return the fields of this node for /server_info."""
         return {
             "device": str(self.placement.device),
             "dtype": self.dtype_name,
@@ -129,9 +128,9 @@ class ServingModel:
 
 
 def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> ServingModel:
-    """Load weights with progress. Raises ModelError, or ConfigError where the config does not fit the model.
+    """Load weights with progress. Raises ModelError, or ConfigError if the config does not fit the model.
 
-    On a GPU with a pool for a trial of the graphs; `graph_start.sized` gives it the one it serves with.
+    On a GPU the pool is one for a trial of the graphs; `graph_start.sized` replaces it by the one that serves.
     """
     path, device, wish = Path(plan.model.path), _device(plan.device), plan.pool
     draft_config = _draft_config(plan)
@@ -162,7 +161,7 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
             num_pages = wish.tokens // page_size + 1
         longest = min(longest, wish.tokens // page_size * page_size)
         if not longest:
-            raise ConfigError(wish.key, f"{wish.tokens} tokens are less than one page of {page_size}")
+            raise ConfigError(wish.key, f"{wish.tokens} tokens are fewer than one page of {page_size}")
     draft = None
     speculation = plan.speculation
     if draft_config is not None and speculation.draft_path is not None:
@@ -197,14 +196,14 @@ def _draft_config(plan: NodePlan) -> DraftConfig | None:
 
 
 def _pool_spec(plan: NodePlan, device: torch.device, draft: DraftConfig | None) -> PoolSpec:
-    """What the models keep, by their configs alone: memory is checked before weights are loaded."""
+    """Return the planes of the models, from their configs only: memory is checked before weights are loaded."""
     config = ModelConfig.load(plan.model.path)
     dtype = str(resolve_dtype(plan.model.dtype, config.dtype, device)).removeprefix("torch.")
     return pool_spec(config, None if draft is None else draft.model, plan.page_size, dtype)
 
 
 def _device(name: str) -> torch.device:
-    """The device of that name, made current. Raises ConfigError where there is none."""
+    """Return the device of that name, made current. Raises ConfigError if it does not exist."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -237,9 +236,9 @@ def _device(name: str) -> torch.device:
 
 
 def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple[MemoryPlan, int]:
-    """What the node takes of its GPU beside pool and graphs, and bytes that other nodes take there; 0 on a CPU.
+    """Return the node's GPU memory besides pool and graphs, and the bytes that other nodes take there; 0 on a CPU.
 
-    Raises ConfigError where this node, or all nodes of the cluster on this GPU, do not fit on it.
+    Raises ConfigError if this node, or all nodes of the cluster on this GPU, do not fit on it.
     """
     if device.type != "cuda":
         return MemoryPlan(0, 0, 0), 0
@@ -251,7 +250,7 @@ def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple
     names = (str(device), "cuda") if device.index == 0 else (str(device),)
 
     def taken(wished: PoolWish, rows: int) -> tuple[MemoryPlan, int]:
-        """(the plan with an empty pool, bytes in all)"""
+        """Return (the plan with an empty pool, bytes in total)."""
         without = () if wished.sees else layout.vision_prefixes
         memory = MemoryPlan(
             weights=sum(weight_bytes(each, dtype, without) for each in files),

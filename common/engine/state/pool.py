@@ -21,7 +21,8 @@ class KvPool:
         storage: [bytes] uint8, for example shared memory under `torch.frombuffer`.
 
     Raises:
-        ValueError: a layout without planes of the owner, or storage of another kind or smaller than the layout.
+            ValueError: the layout has no planes of the owner, or storage is of another kind or smaller than the
+                layout.
     """
 
     def __init__(self, layout: PoolLayout, owner: Owner, storage: Tensor) -> None:
@@ -46,24 +47,24 @@ class KvPool:
         self._slots = [view for group in _alike(self._paged) for view in self._all_slots(group)]
 
     def key(self, layer: int) -> Tensor:
-        """[num_pages, page_size, kv_heads, head_dim] view."""
+        """Return a [num_pages, page_size, kv_heads, head_dim] view."""
         return self._planes[layer, "k"]
 
     def value(self, layer: int) -> Tensor:
-        """[num_pages, page_size, kv_heads, head_dim] view."""
+        """Return a [num_pages, page_size, kv_heads, head_dim] view."""
         return self._planes[layer, "v"]
 
     def copy_pages_out(self, pages: Sequence[int] | Tensor) -> list[Tensor]:
-        """Copy pages of all paged planes to the host: [planes, n, page_size, *entry] for each group of like planes."""
+        """Copy pages of all paged planes to the host: [planes, n, page_size, *entry] per group of identical planes."""
         index = self._index(pages)
         return [
             torch.stack([plane.index_select(0, index) for plane in group]).to("cpu") for group in self._groups
         ]
 
     def copy_pages_in(self, pages: Sequence[int] | Tensor, backup: Sequence[Tensor]) -> None:
-        """Write what `copy_pages_out` returned into `pages`, which may be other pages than it came from.
+        """Write the result of `copy_pages_out` into `pages`, which may differ from the pages it came from.
 
-        Raises ValueError where the number of pages or the layout of `backup` differs.
+        Raises ValueError if the number of pages or the layout of `backup` differs.
         """
         index = self._index(pages)
         for group, copies in zip(self._groups, backup, strict=True):
@@ -78,7 +79,7 @@ class KvPool:
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy slots source[i] to target[i] in all planes: [n] int64, page * page_size + offset; targets distinct.
 
-        Everything is read before anything is written, so the two may overlap.
+        All values are read before any is written, so source and target may overlap.
         """
         for planes in self._slots:
             planes.index_copy_(1, target, planes.index_select(1, source))
@@ -89,7 +90,7 @@ class KvPool:
         return flat.view(placed.items, *tokens, *placed.entry)
 
     def _all_slots(self, group: Sequence[PlacedPlane]) -> list[Tensor]:
-        """Views [planes, slots, values] of like planes: one view where their offsets are evenly spaced."""
+        """Return views [planes, slots, values] of identical planes: one view if their offsets are evenly spaced."""
         first, last, slots = group[0], group[-1], self.num_pages * self.page_size
         spaces = {b.offset - a.offset for a, b in pairwise(group)} or {first.nbytes}
         if len(spaces) > 1:
@@ -106,7 +107,7 @@ class KvPool:
 
 
 def _alike(planes: Sequence[PlacedPlane]) -> Iterator[list[PlacedPlane]]:
-    """Runs of neighbouring planes that have the same dtype and shape."""
+    """Yield runs of neighbouring planes with the same dtype and shape."""
     for _, group in groupby(planes, lambda each: (each.plane.dtype, each.entry)):
         yield list(group)
 
@@ -121,7 +122,7 @@ def _check(layout: PoolLayout, owner: Owner, storage: Tensor) -> None:
     if not layout.of(owner):
         raise ValueError(f"the pool layout has no planes of the {owner}")
     if layout.num_pages < 2:
-        raise ValueError("a KV pool needs one page beside padding page 0")
+        raise ValueError("a KV pool needs one page besides padding page 0")
     if storage.dtype != torch.uint8 or storage.dim() != 1 or not storage.is_contiguous():
         raise ValueError(f"storage must be flat uint8, found {storage.dtype} {tuple(storage.shape)}")
     if storage.numel() < layout.total_bytes:

@@ -1,7 +1,7 @@
-"""What a running request carries from step to step, on the device, one row per request (row 0 is padding).
+"""The state of running requests between steps, on the device, one row per request (row 0 is padding).
 
-The row is the single source for hand-over, retraction, resume and migration. A draft model's state is part of it:
-columns of width 0 where there is none.
+The row is the single source for hand-over, retraction, resume and migration. It includes a draft model's state, in
+columns of width 0 if there is no draft model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from common.messages.generation import SamplingParams
 
 
 def hidden_dtype(dtype: torch.dtype) -> HiddenDtype:
-    """The name of a floating dtype in a `DraftShape` and in a handoff record."""
+    """Return the name of a floating dtype in a `DraftShape` and in a handoff record."""
     return cast("HiddenDtype", str(dtype).removeprefix("torch."))
 
 
 def draft_rows(probs: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> list[DraftRow]:
-    """Rows [R, k], [R, k], [R, H] of a device. Waits for it."""
+    """Convert device rows [R, k], [R, k], [R, H]. Waits for the device."""
     raw = hidden.cpu().contiguous().view(torch.uint8).numpy()
     return [DraftRow(tuple(p), tuple(i), h.tobytes()) for p, i, h in zip(probs.tolist(), ids.tolist(), raw)]
 
@@ -35,9 +35,11 @@ def draft_rows(probs: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> 
 class RelayState:
     """All tensors have num_rows + 1 rows on one device."""
 
-    last_token: torch.Tensor  # int64, drawn but without KV yet
+    last_token: torch.Tensor  # int64, drawn, without KV yet
     seq_len: torch.Tensor  # int32, tokens with KV; last_token will be written at this position
-    rope_delta: torch.Tensor  # int64, rotary position less place of all behind the prompt (rotary_places.py)
+    rope_delta: (
+        torch.Tensor
+    )  # int64, rotary position minus sequence index after the prompt (rotary_places.py)
     temperature: torch.Tensor  # float32
     top_p: torch.Tensor  # float32
     top_k: torch.Tensor  # int32, 0 = off
@@ -101,34 +103,36 @@ class RelayState:
         self.write_draft_row(row, draft)
 
     def write_draft_row(self, row: int, draft: DraftRow) -> None:
-        """Set the draft's part of a row; nothing for a request without one."""
+        """Set the draft's part of a row; no-op for a request without one."""
         if draft.ids:
             probs, ids = np.asarray(draft.probs, dtype=np.float32), np.asarray(draft.ids, dtype=np.int64)
-            hidden = np.frombuffer(draft.hidden, dtype=np.uint8).copy()  # torch takes no read-only memory
-            # pinned: from pageable memory the copy would wait for the step under way
-            there = send((probs, ids, hidden), self.draft_p.device)
-            self.draft_p[row], self.draft_ids[row] = there[0], there[1]
+            hidden = np.frombuffer(
+                draft.hidden, dtype=np.uint8
+            ).copy()  # torch does not accept read-only memory
+            # Pinned, since a copy from pageable memory would wait for the running step.
+            sent = send((probs, ids, hidden), self.draft_p.device)
+            self.draft_p[row], self.draft_ids[row] = sent[0], sent[1]
             if draft.hidden:
-                self.draft_hidden[row] = there[2].view(self.draft_hidden.dtype)
+                self.draft_hidden[row] = sent[2].view(self.draft_hidden.dtype)
 
     def draft_input(self, rows: torch.Tensor) -> EagleDraftInput:
-        """What the draft starts from in rows [R]."""
+        """Return the inputs of the draft in rows [R]."""
         columns = (self.draft_p, self.draft_ids, self.draft_hidden)
         return EagleDraftInput(*(column.index_select(0, rows) for column in columns))
 
     def write_draft(self, rows: torch.Tensor, draft: EagleDraftInput) -> None:
-        """What it starts from next, in rows [R] of the device; padding rows 0 stay zero."""
+        """Set the draft's next inputs in rows [R]; padding rows 0 stay zero."""
         self.write_proposal(rows, draft.probs, draft.ids)
         live = (rows > 0)[:, None]
         self.draft_hidden.index_copy_(0, rows, torch.where(live, draft.hidden, 0))
 
     def write_proposal(self, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> None:
-        """The drafts alone: a multi-layer draft keeps its hidden states itself (ops/keep_hidden)."""
+        """Set only the drafts: a multi-layer draft stores its hidden states itself (ops/keep_hidden)."""
         live = (rows > 0)[:, None]
         self.draft_p.index_copy_(0, rows, torch.where(live, probs, 0))
         self.draft_ids.index_copy_(0, rows, torch.where(live, ids, 0))
 
     def read_draft(self, row: int) -> DraftRow:
-        """The draft's part of a row; waits for the device."""
+        """Return the draft's part of a row; waits for the device."""
         one = slice(row, row + 1)
         return draft_rows(self.draft_p[one], self.draft_ids[one], self.draft_hidden[one])[0]

@@ -105,7 +105,7 @@ def test_storage_that_does_not_fit_is_refused(storage: torch.Tensor, message: st
 
 
 def test_a_pool_needs_planes_and_a_page_beside_padding() -> None:
-    with pytest.raises(ValueError, match="beside padding page 0"):
+    with pytest.raises(ValueError, match="besides padding page 0"):
         make(layout(pages=1))
     alone = PoolLayout(
         fingerprint="m", spec=PoolSpec(4, attention_planes("target", 1, 1, 2, "float32")), num_pages=3

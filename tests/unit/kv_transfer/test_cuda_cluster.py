@@ -173,16 +173,16 @@ def test_a_node_that_does_not_fit_is_refused_with_the_arithmetic(monkeypatch: py
     with pytest.raises(ConfigError) as caught:
         check_memory(gpu, plan, 43 * GIB, "decode.pool_tokens", per_token)
     assert str(caught.value) == (
-        "decode.pool_tokens: does not fit on cuda:0 beside this cluster's other nodes there: weights 15.00 GiB + "
+        "decode.pool_tokens: does not fit on cuda:0 together with this cluster's other nodes: weights 15.00 GiB + "
         "KV pool 80.00 GiB + graphs not measured yet + room to work 2.00 GiB + sampling state 0.00 GiB = 97.00 GiB, "
         "the others 43.00 GiB, "
-        "together more than its 139.00 GiB; with all else equal there is room for 647168 tokens"
+        "together more than its 139.00 GiB; with the other values unchanged there is room for 647168 tokens"
     )
     free["now"] = 60 * GIB
     with pytest.raises(ConfigError, match="60.00 GiB of 139.00 GiB are free; .* room for 352256 tokens"):
         check_memory(gpu, plan, 0, "decode.pool_tokens", per_token)
     free["now"] = 15 * GIB
-    with pytest.raises(ConfigError, match="all but the pool leaves no room"):
+    with pytest.raises(ConfigError, match="the node leaves no room for a pool"):
         check_memory(gpu, plan, 0, "decode.pool_tokens", per_token)
     with pytest.raises(
         ConfigError, match="15.00 GiB of 139.00 GiB are free, 15.00 GiB its own; .* 106496 tok"
@@ -340,10 +340,10 @@ def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest
     assert "+ graphs 2.00 GiB +" in plan
     assert str(caught.value) == (
         f"decode.pool_tokens: does not fit on cpu: {plan}, 4.00 GiB of 6.00 GiB are free, 1.00 GiB its own; "
-        "all but the pool leaves no room: use a larger GPU, or one GPU per node"
+        "the node leaves no room for a pool: use a larger GPU, or one GPU per node"
     )
     with pytest.raises(
-        ConfigError, match="beside this cluster's other nodes there: .* graphs 1.00 GiB .* 2.50"
+        ConfigError, match="together with this cluster's other nodes: .* graphs 1.00 GiB .* 2.50"
     ):
         replace(trial, beside=int(2.5 * GIB)).with_pool(GIB)
 
