@@ -1,12 +1,12 @@
 """The exception tree. Each error knows its HTTP status and the code that is sent between processes.
 
     TandemError
-    +-- ConfigError            start-up only: a key, its path and the remedy
     +-- ConfigError            start-up only: a config key, its path and the remedy
     +-- ModelError             start-up only: a checkpoint that cannot be served, and what is supported
     |   +-- TakesNoEmbeddings  a ValueError too: it would embed the placeholders of images
     +-- ProtocolError          a peer sent a message that its inbox does not allow
     |   +-- HandshakeRefused   peers that differ in version, layout or model
+    |   +-- RecordError        a handoff record that is torn, stale or corrupt
     +-- RequestError           one request ends, all others continue
         +-- InvalidRequest     400  the client can correct it; names the field
         |   +-- ContextTooLong 400  more tokens than the model's context holds

@@ -25,8 +25,8 @@ def parse_json(data: bytes, where: str, max_values: int = MAX_VALUES, unique: bo
     """Parse UTF-8 JSON. Raises ModelError that begins with `where`.
 
     Args:
-            max_values: maximum number of values; brackets and commas are counted.
-            unique: refuse objects with a duplicate key; otherwise the last value counts, as for other readers.
+        max_values: maximum number of values; brackets and commas are counted.
+        unique: refuse objects with a duplicate key; otherwise the last value counts, as for other readers.
     """
     _check_bounds(data, where, max_values)
     try:

@@ -25,8 +25,8 @@ def node_plan(
     Args:
         role: prefill or decode.
         model: directory of the checkpoint.
-            draft: directory of the draft model; None if the algorithm has none.
-            router: address of the router's control socket.
+        draft: directory of the draft model; None if the algorithm has none.
+        router: address of the router's control socket.
     """
     transfer, health, speculation = cluster.transfer, cluster.health, cluster.speculation
     shares = {each: share for each, share in _shares(cluster)}

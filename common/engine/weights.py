@@ -42,13 +42,13 @@ def load_weights(
     """Fill every piece from the checkpoint's tensor of the same name.
 
     Args:
-            ignore: suffixes of further names that may be present and are not used, such as a tied lm_head.weight.
-            aside: prefixes of another part of the model, which is loaded separately or not at all.
-            within: prefixes of the names that belong to this model; a file may contain those of another model.
+        ignore: suffixes of further names that may be present and are not used, such as a tied lm_head.weight.
+        aside: prefixes of another part of the model, which is loaded separately or not at all.
+        within: prefixes of the names that belong to this model; a file may contain those of another model.
 
     Raises:
-            ModelError: says what is missing, unexpected or of the wrong shape, or which file is truncated or corrupt.
-                Everything is checked against the headers before the first byte is copied.
+        ModelError: says what is missing, unexpected or of the wrong shape, or which file is truncated or corrupt.
+            Everything is checked against the headers before the first byte is copied.
     """
     wanted: dict[str, list[Piece]] = {}
     for piece in pieces:

@@ -104,7 +104,7 @@ def check_memory(
 
     Args:
         beside: bytes that other nodes of the same cluster take of this GPU, whether or not they have started. Their
-        graphs, which only they can measure, count as memory that is not free once they are captured.
+            graphs, which only they can measure, count as memory that is not free once they are captured.
         held: bytes of `plan` that this process has already taken.
     """
     free, total = _wait_for_free(device, plan.total - held, beside + held)

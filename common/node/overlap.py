@@ -5,9 +5,8 @@
     finish   read the results of one launch: emit tokens, end requests
     idle     nothing to launch and nothing in flight: wait for a message, with a deadline
 
-    On a device that runs asynchronously, at most one launch is unread while the next is started. Results that are
-    ready
-at once (CPU) they are read at once: waiting one step would only delay them.
+On a device that runs asynchronously, at most one launch is unread while the next is started. Results that are ready
+at once (CPU) are read at once: waiting one step would only delay them.
 
 Before a launch and before a wait for results the loop announces how long that may take (announced_work.py).
 """

@@ -22,9 +22,8 @@ class PagedAttention:
     """Attention over `pool`, whose layers see `windows[layer]` keys (None: all). Implements `AttentionBackend`.
 
     Args:
-            whole_prompt_tokens: token counts of batches, including padding, at which a whole prompt is computed
-                without pages.
-                These are run once before serving, since the first call at each is slow. The prefill buckets.
+        whole_prompt_tokens: token counts of batches, including padding, at which a whole prompt is computed
+            without pages. These are the prefill buckets; each is run once before serving, since its first call is slow.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class DenseFormat(WeightFormat):
     """Makes dense products.
 
     Args:
-            product: the class of the products.
+        product: the class of the products.
     """
 
     def __init__(self, placement: Placement, product: type[DenseLinear] = DenseLinear) -> None:

@@ -55,8 +55,8 @@ class StaticInputs(Generic[Batch]):
     """Storage of all slots for the largest shape; smaller graphs use its first rows.
 
     Args:
-            poisoned: debug switch. Padding is filled with NaN and maximum ids instead of its padding value, to show
-                that no row depends on it.
+        poisoned: debug switch. Padding is filled with NaN and maximum ids instead of its padding value, to show
+            that no row depends on it.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class Attention(Mixer):
     """Multi-head attention between its two projections.
 
     Args:
-            in_features: width of its input; None: the model's width.
+        in_features: width of its input; None: the model's width.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Mixer(nn.Module, ABC):
 
         Args:
             x: the normed stream.
-                angles: (cos, sin) from `layers/rotary`.
+            angles: (cos, sin) from `layers/rotary`.
         """
 
     @abstractmethod

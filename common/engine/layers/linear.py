@@ -79,7 +79,7 @@ class WeightFormat(ABC):
         """Make an uninitialised product.
 
         Args:
-                parts: name in the checkpoint, without `.weight` -> number of rows.
+            parts: name in the checkpoint, without `.weight` -> number of rows.
         """
 
     @abstractmethod

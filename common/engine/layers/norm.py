@@ -17,7 +17,7 @@ class RmsNorm(nn.Module):
 
     Args:
         name: in the checkpoint, without `.weight`.
-            reads: the forms that the products which take its output read.
+        reads: the forms that the products which take its output read.
     """
 
     def __init__(self, name: str, size: int, eps: float, placement: Placement, reads: Reads = DENSE) -> None:

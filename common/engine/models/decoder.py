@@ -29,7 +29,7 @@ class DecoderLayer(nn.Module):
     """Norm, mixer, norm, feed-forward around one residual stream.
 
     Args:
-            name: prefix of its tensors in the checkpoint.
+        name: prefix of its tensors in the checkpoint.
         layer: index of its planes in the KV pool.
     """
 
@@ -58,11 +58,11 @@ class DecoderLayer(nn.Module):
         Args:
             x: the residual stream normed by `input_layernorm`.
             stream: [T, H].
-                following: the norm after this layer.
+            following: the norm after this layer.
 
         Returns:
-                The stream after the layer, normed by `following`, and the stream itself: a product, the residual
-                addition and the norm of the sum are one operation.
+            The stream after the layer, normed by `following`, and the stream itself: a product, the residual
+            addition and the norm of the sum are one operation.
         """
         x, stream = self.mixer.add_norm(x, stream, self.post_attention_layernorm, angles, attention)
         return self.feed_forward.add_norm(x, stream, following)

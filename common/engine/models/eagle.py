@@ -149,8 +149,8 @@ class Eagle3Head(DraftModule):
     """EAGLE-3. Shares the target's embedding and LM head if it has none of its own.
 
     Args:
-            own: EMBEDDING, LM_HEAD and D2T if the checkpoint has them. With a reduced vocabulary the head has its own
-                LM head.
+        own: EMBEDDING, LM_HEAD and D2T if the checkpoint has them. With a reduced vocabulary the head has its own
+            LM head.
     """
 
     d2t: Tensor  # [draft vocabulary] int64, target id - draft id
@@ -257,7 +257,7 @@ class EagleHead(DraftModule):
     """EAGLE-1/2: predicts the target's normed hidden state, from which the target's own head computes logits.
 
     Args:
-            own: FC_BIAS if the checkpoint has it.
+        own: FC_BIAS if the checkpoint has it.
     """
 
     def __init__(

@@ -98,9 +98,9 @@ class VisionTower(nn.Module):
     ) -> None:
         """
         Args:
-                patch: (channels, frames, rows, columns) of the values of one patch.
-                group: number of patches that are merged.
-                hidden: width H of the language model.
+            patch: (channels, frames, rows, columns) of the values of one patch.
+            group: number of patches that are merged.
+            hidden: width H of the language model.
         """
         super().__init__()
         self.patch = patch

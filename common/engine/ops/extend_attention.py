@@ -44,12 +44,12 @@ def extend_reference(
     """Causal attention of each request's new tokens, its last positions, over all of its seq_lens[b].
 
     Args:
-            query: [T, heads, D], requests one after another; rows past the last request are padding.
+        query: [T, heads, D], requests one after another; rows past the last request are padding.
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], already holding the new tokens.
         page_table: [B, max_pages] int32.
         query_start: [B + 1] int32, prefix sums of new tokens.
-            seq_lens: [B] int32, including new tokens. 0: the request's rows are computed elsewhere and zero here.
-            window: number of keys that a query sees, including its own; None: all before it.
+        seq_lens: [B] int32, including new tokens. 0: the request's rows are computed elsewhere and zero here.
+        window: number of keys that a query sees, including its own; None: all before it.
 
     Returns [T, heads, D]; padding rows are zero.
     """

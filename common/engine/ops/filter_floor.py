@@ -24,7 +24,7 @@ def filter_floor_reference(
 
     Args:
         logits: [R, V] float32.
-            temperature: [R] float32, above 0; affects top-p and min-p.
+        temperature: [R] float32, above 0; affects top-p and min-p.
         top_k: [R] int32; 0: off.
         top_p: [R] float32; 1: off.
         min_p: [R] float32, at most 1; 0: off.

@@ -21,11 +21,11 @@ def keep_hidden_reference(
     """Set pool[rows[b], step] = hidden[starts[b] + lens[b] - 1] for every request b that has rows.
 
     Args:
-            hidden: [T, H] of one module, the rows of a request adjacent.
-            rows: [B] int64, rows of the pool; distinct among requests that have rows.
+        hidden: [T, H] of one module, the rows of a request adjacent.
+        rows: [B] int64, rows of the pool; distinct among requests that have rows.
         pool: [R, F, H] of the dtype of `hidden`, mutated.
-            step: which of the F hidden states of a request is set.
-            lens: [B] int64, number of valid rows of the request; 0 or less: its state is kept.
+        step: which of the F hidden states of a request is set.
+        lens: [B] int64, number of valid rows of the request; 0 or less: its state is kept.
         starts: [B] int64, first row of a request.
     """
     if rows.shape[0] == 0:

@@ -28,12 +28,12 @@ def penalise_reference(
 
     Args:
         logits: [R, V] float32.
-            seen: [T, V] int32: twice a token's count in the output, plus one if it is in the prompt.
-            rows: [R] int64: the row of `seen` and of the penalties that a row of logits belongs to.
-            repetition: [T] float32, above 0; logits of seen tokens are divided by it, or multiplied if negative; 1:
-                off. presence: [T] float32, subtracted from the logits of output tokens; 0: off. frequency: [T]
-                float32, subtracted once per occurrence in the output; 0: off. path: [R, P] int64: output tokens that
-                `seen` does not count yet; -1: none.
+        seen: [T, V] int32: twice a token's count in the output, plus one if it is in the prompt.
+        rows: [R] int64: the row of `seen` and of the penalties that a row of logits belongs to.
+        repetition: [T] float32, above 0; logits of seen tokens are divided by it, or multiplied if negative; 1: off.
+        presence: [T] float32, subtracted from the logits of output tokens; 0: off.
+        frequency: [T] float32, subtracted once per occurrence in the output; 0: off.
+        path: [R, P] int64: output tokens that `seen` does not count yet; -1: none.
     """
     seen = seen.index_select(0, rows)
     seen.scatter_add_(1, path.clamp(min=0), 2 * (path >= 0).to(torch.int32))

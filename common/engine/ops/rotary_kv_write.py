@@ -41,8 +41,8 @@ def rotary_kv_write_reference(
         cos, sin: [T, 1, D] of `rotary_angles`.
         q_weight, k_weight: [D] of the RMSNorm before the rotation; None: no norm. Both or neither.
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], mutated.
-            slots: [S] int64, S <= T, page * page_size + offset of the first S tokens; the live ones are distinct.
-                A slot in page 0 is padding, and so is a token without a slot: nothing is stored for either.
+        slots: [S] int64, S <= T, page * page_size + offset of the first S tokens; the live ones are distinct.
+            A slot in page 0 is padding, and so is a token without a slot: nothing is stored for either.
     """
     kv_heads, count = key_plane.shape[2], slots.shape[0]
     heads = qkv.shape[1] - 2 * kv_heads

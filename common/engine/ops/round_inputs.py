@@ -27,7 +27,7 @@ def gather_rows_reference(
     """Gather the state of R requests, which has one row per request.
 
     Args:
-            placed: [R, 2] int64: the request's row, and the number of pages that it holds.
+        placed: [R, 2] int64: the request's row, and the number of pages that it holds.
         last_token: [rows] int64.
         seq_len: [rows] int32.
         rope_delta: [rows] int64.
@@ -128,9 +128,9 @@ def window_places_reference(
 
     Args:
         seq_len: [R] int64.
-            rope_delta: [R] int64, rotary position minus sequence index.
-            page_table: [R, W] int32; W * page_size exceeds the last of these indices.
-            depth: [R, N] int64, distance of each token's position from seq_len.
+        rope_delta: [R] int64, rotary position minus sequence index.
+        page_table: [R, W] int32; W * page_size exceeds the last of these indices.
+        depth: [R, N] int64, distance of each token's position from seq_len.
 
     Returns (rotary positions [R, N] int64, KV slots [R, N] int64, lengths including them [R] int32).
     """

@@ -30,7 +30,7 @@ def step_rows_reference(
         rows: [R] int64.
         last_token: [rows] int64.
         seq_len: [rows] int32, below W * page_size.
-            rope_delta: [rows] int64, rotary position minus sequence index.
+        rope_delta: [rows] int64, rotary position minus sequence index.
         pages: [rows, W] int32.
 
     Returns (token [R] int64, rotary position [R] int64, KV slot [R] int64, length including it [R] int32, page table

@@ -43,14 +43,14 @@ def verify_reference(
     """Vectorised over the batch, free of host synchronisation. A padding row (length 0) yields a finite or NaN row.
 
     Args:
-            query: [B * N, heads, D], the new tokens of a request in order, parents before children.
+        query: [B * N, heads, D], the new tokens of a request in order, parents before children.
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], already holding the new tokens.
         page_table: [B, max_pages] int32.
-            seq_lens: [B] int32, including the W slots.
+        seq_lens: [B] int32, including the W slots.
         tree_mask: [B, N, W] bool over the last W slots of each request, row n true for new token n and its ancestors.
-                    W == N: the whole tree is new. W > N: its first W - N slots hold tokens of earlier calls.
+            W == N: the whole tree is new. W > N: its first W - N slots hold tokens of earlier calls.
         max_seq_len: host upper bound of seq_lens.
-            window: number of positions that a query sees, including its own; None: all before it.
+        window: number of positions that a query sees, including its own; None: all before it.
 
     Returns [B * N, heads, D].
     """

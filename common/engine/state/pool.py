@@ -21,8 +21,8 @@ class KvPool:
         storage: [bytes] uint8, for example shared memory under `torch.frombuffer`.
 
     Raises:
-            ValueError: the layout has no planes of the owner, or storage is of another kind or smaller than the
-                layout.
+        ValueError: the layout has no planes of the owner, or storage is of another kind or smaller than the
+            layout.
     """
 
     def __init__(self, layout: PoolLayout, owner: Owner, storage: Tensor) -> None:

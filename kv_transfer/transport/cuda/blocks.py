@@ -19,8 +19,8 @@ def copy_parts(src: Tensor, dst: Tensor, parts: Sequence[Part], items: Tensor) -
     """Copy items[0] of `src` to items[1] of `dst`, on the current stream.
 
     Args:
-            src, dst: the whole pools, flat uint8.
-            items: [2, n] page or slot ids.
+        src, dst: the whole pools, flat uint8.
+        items: [2, n] page or slot ids.
     """
     for part in parts:
         word = math.gcd(_word(part.src), _word(part.dst))

@@ -92,11 +92,11 @@ def move_pages(
     """Launch on the current stream: copy pages[0] of `src` to pages[1] of `dst` and add checksums to `sums`.
 
     Args:
-            dst: pool whose planes have the same shapes; nothing is copied if None.
-            pages: [2, n] int32, or [1, n] without `dst`.
-            sums: [n] int64; no checksums are computed if None.
-            planes: the planes to process.
-            max_blocks: upper bound of thread blocks: the share of the GPU that the copy may take from other kernels.
+        dst: pool whose planes have the same shapes; nothing is copied if None.
+        pages: [2, n] int32, or [1, n] without `dst`.
+        sums: [n] int64; no checksums are computed if None.
+        planes: the planes to process.
+        max_blocks: upper bound of thread blocks: the share of the GPU that the copy may take from other kernels.
     """
     for number, group in enumerate(src.groups):
         first = max(planes.start, group.planes.start)

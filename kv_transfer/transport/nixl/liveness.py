@@ -1,7 +1,7 @@
 """Proof across hosts that a sending process has ended: a TCP connection that only the end of the process closes.
 
-receiver -> sender   challenge: a fresh nonce
-sender -> receiver   proof: id of the key, HMAC-SHA256(key, the nonce); nothing follows, ever
+    receiver -> sender   challenge: a fresh nonce
+    sender -> receiver   proof: id of the key, HMAC-SHA256(key, the nonce); nothing follows, ever
 
 A recorded proof is worthless: a replay gets another nonce.
 

@@ -70,7 +70,10 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (change_weights, r"model\.safetensors has the SHA-256 sum [0-9a-f]{64}, .*MANIFEST lists [0-9a-f]{64}"),
     (lambda path: (path / "config.json").write_text("{}"), r"config\.json has the SHA-256 sum"),
     (lambda path: (path / "chat_template.json").write_text("{}"), r"chat_template\.json is not listed in"),
-    (lambda path: (path / "config.json").unlink(), r"config\.json is listed in .*MANIFEST and is not there"),
+    (
+        lambda path: (path / "config.json").unlink(),
+        r"config\.json is listed in .*MANIFEST but does not exist",
+    ),
 ]
 
 

@@ -35,7 +35,7 @@ def holding(directory: Path, *names: str) -> Path:
             "home of a Hugging Face cache; .*deploy/up acme/tiny",
         ),
         (("params.json", "consolidated.00.pth"), "its maker's own format"),
-        (("a.txt", "b.txt"), "has no config.json, so it is no model directory; it holds a.txt, b.txt"),
+        (("a.txt", "b.txt"), "has no config.json, so it is not a model directory; it contains a.txt, b.txt"),
     ],
 )
 def test_directories_without_a_config(tmp_path: Path, names: tuple[str, ...], said: str) -> None:

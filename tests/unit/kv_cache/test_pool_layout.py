@@ -127,7 +127,7 @@ def test_a_layout_refuses_what_cannot_be_divided_or_kept() -> None:
         layers_layout("m", "float32", 2, 4, [(8, 4)], 0, 3)
     with pytest.raises(ValueError, match="tp_rank 2 is not below tp_size 2"):
         layers_layout("m", "float32", 2, 4, [(8, 4)], 2, 2)
-    with pytest.raises(ValueError, match="1 slots leave none beside padding slot 0"):
+    with pytest.raises(ValueError, match="1 slots leave none besides padding slot 0"):
         PoolLayout(fingerprint="m", spec=PoolSpec(2, (CONVOLUTION,)), num_pages=4, num_slots=1)
     with pytest.raises(ValueError, match="names a plane twice"):
         PoolSpec(2, (LATENT, LATENT))

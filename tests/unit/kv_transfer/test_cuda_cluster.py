@@ -93,7 +93,10 @@ def test_devices_choose_the_transport(prefill: str, decode: str, named: str, exp
 @pytest.mark.parametrize(
     ("refused", "says"),
     [
-        (cluster("cuda:0", "cpu"), "p is on cuda:0 and d on cpu: pages do not move between a GPU and a CPU"),
+        (
+            cluster("cuda:0", "cpu"),
+            "p is on cuda:0 and d on cpu: pages cannot be sent between a GPU and a CPU",
+        ),
         (cluster("cpu", "cuda:0"), "d is on cuda:0 and p on cpu"),
         (cluster("cuda:0", "cuda:0", "shm"), "shm moves pages in host memory"),
         (cluster("cuda:0", "cuda:0", "tcp"), "tcp moves pages in host memory"),
