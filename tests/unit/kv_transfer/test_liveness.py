@@ -17,7 +17,7 @@ import pytest
 
 from common.errors import HandshakeRefused
 from kv_transfer.transport.nixl import liveness
-from kv_transfer.transport.nixl.liveness import GRACE, LivenessListener, LivenessConnections
+from kv_transfer.transport.nixl.liveness import GRACE, LivenessConnections, LivenessListener
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription
 from tests.fakes.waiting import PATIENCE, until
@@ -187,7 +187,7 @@ def test_strangers_are_bounded_and_sent_away(
     keeper: LivenessListener, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest is dropped, so that a flood keeps no sender out; a silent one is dropped after a while."""
-    monkeypatch.setattr(lifeline, "_MAX_STRANGERS", 2)
+    monkeypatch.setattr(liveness, "_MAX_STRANGERS", 2)
     where = (keeper.describe("p").host, keeper.describe("p").port)
     silent = [socket.create_connection(where, timeout=PATIENCE) for _ in range(3)]
     until(lambda: closed(silent[0]))
