@@ -76,7 +76,7 @@ def test_another_form_of_the_same_transport_is_refused() -> None:
 
 
 def test_the_hash_covers_structs_inside_of_structs() -> None:
-    """For example, the lifeline of nixl is a description of tcp."""
+    """For example, the liveness connection of nixl is a description of tcp."""
     inner = [msgspec.defstruct("Inner", [(name, int)]) for name in ("x", "y", "x")]
     first, second, third = (schema_hash([msgspec.defstruct("Outer", [("inner", each)])]) for each in inner)
     assert first == third != second
