@@ -67,7 +67,7 @@ def _check_architecture(raw: Json, name: str, directory: DraftDirectory, where: 
         return
     others = [other for other, each in _directories() if _is_of(found, {}, each)]
     remedy = f"set speculation.algorithm to {others[0]}" if others else f"known are {_known()}"
-    raise ModelError(f"{where}: architecture {str(found)[:80]} is not a {name} draft; {remedy}")
+    raise ModelError(f"{where}: architecture {str(found)[:80]} is not a draft for {name}; {remedy}")
 
 
 def _known() -> str:

@@ -65,12 +65,12 @@ def test_the_shipped_heads() -> None:
 @pytest.mark.parametrize(
     ("name", "algorithm", "changes", "sentence"),
     [
-        ("tiny-eagle3", "eagle", {}, "is no eagle draft; set speculation.algorithm to eagle3"),
-        ("tiny-eagle", "eagle3", {}, "is no eagle3 draft; set speculation.algorithm to eagle"),
-        ("tiny-target", "eagle3", {}, "is no eagle3 draft; set speculation.algorithm to standalone"),
-        ("tiny-mtp", "eagle3", {}, "is no eagle3 draft; set speculation.algorithm to mtp"),
-        ("tiny-eagle3", "mtp", {}, "is no mtp draft; set speculation.algorithm to eagle3"),
-        ("tiny-target", "mtp", {}, "is no mtp draft; set speculation.algorithm to standalone"),
+        ("tiny-eagle3", "eagle", {}, "is not a draft for eagle; set speculation.algorithm to eagle3"),
+        ("tiny-eagle", "eagle3", {}, "is not a draft for eagle3; set speculation.algorithm to eagle"),
+        ("tiny-target", "eagle3", {}, "is not a draft for eagle3; set speculation.algorithm to standalone"),
+        ("tiny-mtp", "eagle3", {}, "is not a draft for eagle3; set speculation.algorithm to mtp"),
+        ("tiny-eagle3", "mtp", {}, "is not a draft for mtp; set speculation.algorithm to eagle3"),
+        ("tiny-target", "mtp", {}, "is not a draft for mtp; set speculation.algorithm to standalone"),
         ("tiny-mtp", "mtp", {"vocab_size": 700}, "vocab_size is 700, the target has 704"),
         ("tiny-mtp", "mtp", {"hidden_size": 128}, "hidden_size is 128, the target has 256"),
         ("tiny-mtp", "mtp", {"target_hidden_size": 512}, "target_hidden_size is 512, the target has 256"),
@@ -101,7 +101,7 @@ def test_the_shipped_heads() -> None:
             "tiny-eagle3",
             "eagle3",
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 2, 99]}},
-            r"aux layers \[4, 2, 99\] are no ascending boundaries of 8 layers",
+            r"aux layers \[4, 2, 99\] are not ascending boundaries of 8 layers",
         ),
         ("tiny-eagle3", "eagle3", {"aux_layer_convention": "x"}, "it is boundary, output or auto"),
     ],
@@ -285,7 +285,7 @@ def test_copies_and_a_bias_in_an_eagle_file(target: Any, tmp_path: Path) -> None
 def test_names_of_eagle3(name: str, tmp_path: Path) -> None:
     path = copy_of(tmp_path, "tiny-eagle3", architectures=[name])
     assert config_of(path) == config_of(MODELS / "tiny-eagle3")
-    with pytest.raises(ModelError, match="is no eagle draft; set speculation.algorithm to eagle3"):
+    with pytest.raises(ModelError, match="is not a draft for eagle; set speculation.algorithm to eagle3"):
         config_of(path, "eagle")
 
 

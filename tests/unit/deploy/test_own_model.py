@@ -116,7 +116,7 @@ def test_what_is_not_served_is_refused_before_anything_starts(tmp_path: Path) ->
     model = broken(tmp_path, architectures=["MambaForCausalLM"])
     with pytest.raises(ConfigError, match="architecture MambaForCausalLM is not supported"):
         cluster_sections("m", model, None, CPU)
-    with pytest.raises(ConfigError, match="MambaForCausalLM is no draft"):
+    with pytest.raises(ConfigError, match="MambaForCausalLM is not a draft"):
         cluster_sections("m", MODEL, model, CPU)
 
 

@@ -94,7 +94,7 @@ def test_a_pool_that_its_graphs_leave_no_room_for_is_refused(free: dict[str, int
     assert (
         "+ graphs 5.02 GiB + room to work 2.00 GiB + sampling state 0.00 GiB = 8.02 GiB, 4.00 GiB of" in text
     )
-    assert "16.00 GiB are free, 4.00 GiB its own; all but the pool leaves no room" in text
+    assert "16.00 GiB are free, 4.00 GiB its own; the node leaves no room for a pool" in text
 
 
 def test_on_a_cpu_there_is_nothing_to_measure() -> None:
