@@ -1,4 +1,4 @@
-"""Composition root: config to objects. Below this file nobody sees a config."""
+"""Composition root of the prefill node: builds all objects from the config. No other module reads the config."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ IMAGES_QUEUED = 16  # messages of up to 16 MiB in this process's memory; more wa
 
 @dataclass(slots=True)
 class BuiltPrefillNode:
-    """A node and what has to be closed behind it."""
+    """A prefill node and everything that must be closed after it."""
 
     node: PrefillNode
     link: RouterLink[prefill_inbox.PrefillMessage]
@@ -103,7 +103,7 @@ class BuiltPrefillNode:
 
 
 def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) -> BuiltPrefillNode:
-    """Load, allocate, bind. Raises ConfigError or ModelError with the remedy."""
+    """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy."""
     cluster = resolved.cluster
     section, own = cluster.prefill, cluster.prefill_node(name)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
@@ -207,20 +207,23 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
 
 @dataclass(frozen=True, slots=True)
 class Forwards:
-    """The node's forwards over one KV pool, not captured yet."""
+    """The forwards of a node over one KV pool; `graphs` are not captured yet."""
 
     layout: PoolLayout
     runner: ModelRunner
     attention: PagedAttention
-    signalled: SignalledAttention | None  # around it, where pages leave layer by layer
+    signalled: SignalledAttention | None  # wraps the target's attention if pages are sent layer by layer
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
     seeing: Seeing
-    graphs: Sequence[NodeGraphs[Any]]  # of all of them
+    graphs: Sequence[NodeGraphs[Any]]  # the graphs of all forwards
 
 
 def _bodies(compiler: str | None, device_name: str) -> CompiledBodies:
-    """Made once for the trial of the graphs and for the graphs. Raises ConfigError where nothing can be compiled."""
+    """Return the compiled bodies that the trial and the final graphs share.
+
+    Raises ConfigError if nothing can be compiled.
+    """
     compiler = compiler or EAGER
     if missing := missing_compiler(compiler, torch.device(device_name)):
         raise ConfigError("prefill.compiler", missing)
@@ -229,13 +232,13 @@ def _bodies(compiler: str | None, device_name: str) -> CompiledBodies:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the forwards have to serve."""
+    """The sizes and features that the forwards must support."""
 
     wanted: PhaseSwitch
     chunk_tokens: int
     max_batch: int
-    layers: bool  # pages leave layer by layer
-    algorithm: str  # of speculation
+    layers: bool  # pages are sent layer by layer
+    algorithm: str  # speculative algorithm
 
 
 def _forwards(
@@ -259,7 +262,7 @@ def _forwards(
 
 
 def _draft(sizes: Sizes, served: ServingModel, target: ModelRunner) -> BuiltDraft:
-    """Make the draft's share of a step. A draft was loaded sharing the target's embedding and head."""
+    """Build the draft's part of a step. The loaded draft already shares the target's embedding and LM head."""
     made, loaded = served.draft_runner(target.pool), served.draft
     runner = None if made is None else made[0]
     plan = prompt_graphs.DraftPrefillPlan(target, sizes.wanted, sizes.chunk_tokens)

@@ -152,7 +152,7 @@ class ModelPrefill:
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
     ) -> EagleDraftInput | None:
-        if embeds is not None:  # also refused at start-up: serving_draft.py
+        if embeds is not None:  # serving_draft.py already refuses this at start-up
             raise ValueError("this draft model reads only token ids and cannot use image embeddings")
         self._forward(replace(batch, logits_rows=batch.logits_rows[:0]))
         return None

@@ -1,4 +1,4 @@
-"""What the host says of one forward: arrays made here, sent to the device in one copy, and named there again."""
+"""The host arrays of one forward: built here, sent to the device in one copy, and unpacked there by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefill_node.step_plan import FirstDraw, PlannedChunk
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """T tokens of B prompts."""
+    """The inputs of a forward over T tokens of B prompts."""
 
     lengths: tuple[int, ...]  # [B] new tokens
     ends: tuple[int, ...]  # [B] length after the forward
@@ -68,7 +68,7 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class HostDraws:
-    """What the first tokens of R prompts are drawn with."""
+    """The parameters with which the first tokens of R prompts are drawn."""
 
     # temperature, top_p, top_k, min_p, seed, the drawn token's index in its sequence, its row of AdjustmentRows
     arrays: Sequence[Array]
@@ -93,7 +93,7 @@ class HostDraws:
     def on_device(
         sent: Sequence[Tensor], variant: SamplingVariant, adjustments: AdjustmentRows
     ) -> SamplingBatch:
-        """`sent`: `arrays` as device tensors. `adjustments` hold what these prompts ask for."""
+        """`sent`: `arrays` as device tensors. `adjustments` hold the logit adjustments of these prompts."""
         temperature, top_p, top_k, min_p, seed, position, rows = sent
         adjust = None
         if variant.adjust is not None:

@@ -1,4 +1,4 @@
-"""What the scheduler of a prefill node knows of images: which it accepts, and whose prompts can start."""
+"""The scheduler's view of images: which it accepts, and which prompts have theirs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Images(Protocol):
 
 
 class NoImages:
-    """The images of a text-only model: there are none."""
+    """The images of a text-only model, which has none."""
 
     busy = False
     refused_messages = 0

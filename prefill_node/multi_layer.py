@@ -104,7 +104,7 @@ class MultiLayerPrefill:
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
     ) -> EagleDraftInput | None:
-        if embeds is not None:  # also refused at start-up: serving_draft.py
+        if embeds is not None:  # serving_draft.py already refuses this at start-up
             raise ValueError("these MTP modules read only token ids and cannot use image embeddings")
         hidden = output.hidden
         assert hidden is not None
@@ -150,7 +150,10 @@ class MultiLayerPrefill:
             keep_hidden(hidden, first, torch.zeros_like(hidden)[:, None], 0, first + 1, first)
 
     def _take_kept(self, chunks: Sequence[PlannedChunk], hidden: Tensor) -> Tensor:
-        """[B, steps - 1, H]: take out what earlier chunks have kept; unused zeros for prompts that start here."""
+        """Take out what earlier chunks have kept: [B, steps - 1, H].
+
+        Rows of prompts that start here are zeros, never read.
+        """
         nothing = hidden.new_zeros(len(self._modules) - 1, hidden.shape[1])
         return torch.stack([self.kept.pop(chunk.key, nothing) for chunk in chunks])
 

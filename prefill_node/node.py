@@ -1,7 +1,7 @@
-"""The prefill node: messages in, chunks of prompts through the step, pages and first tokens out.
+"""The prefill node's main loop: receives messages, runs chunks of prompts, sends pages and first tokens.
 
-One thread. Each turn drains all sockets (control first), moves requests between queues, launches at most one forward
-and reads the results of the previous one (common.node.overlap).
+It has one thread. Each turn drains all sockets (control first), moves requests between queues, launches at most one
+forward and reads the results of the previous one (common.node.overlap).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from prefill_node.scheduler import in_order
 from prefill_node.send_orders import SendOrders
 from prefill_node.step_result import Launched, Worker
 
-WATCH_INTERVAL = 0.0001  # seconds between looks at transfers while a forward runs
-BUSY_WAIT_MS = 1  # while writes are on the way that no message announces
+WATCH_INTERVAL = 0.0001  # seconds between checks of transfers while a forward runs
+BUSY_WAIT_MS = 1  # timeout while writes are in progress, whose end no message announces
 IDLE_WAIT_MS = 100
 
 
 class PrefillNode:
-    """Composed in build.py; `run` returns when the node has drained."""
+    """Built by build.py. `run` returns when the node has drained."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PrefillNode:
         orders: SendOrders,
         observation: Observation,
     ) -> None:
-        """`orders`: decides what the worker sends, and when."""
+        """`orders` decides what the worker sends, and when."""
         self._link = links.router
         self._peers = links.peers
         self._sender = links.sender
@@ -69,7 +69,7 @@ class PrefillNode:
         self._orders = orders
         self._events = observation.events
         self._clock = observation.clock
-        self.queues = Queues()  # for tests, too: what is where
+        self.queues = Queues()  # also read by tests
         self._planner = Planner(self.queues, scheduling)
         self.life = NodeLife(
             incarnation, self._link, Prefill, self._limits.drain_timeout, observation.log, self._clock
@@ -121,11 +121,11 @@ class PrefillNode:
         self._report.steps += bool(planned.chunks)
         self._orders.begin(planned.plan.generation, planned.chunks)
         launched = self._worker.apply(planned.plan)
-        self._move_transfers()  # take grants in now: results may be read before the next turn
+        self._move_transfers()  # process grants now: results may be read before the next turn
         return launched
 
     def _finish(self, launched: Launched) -> None:
-        """Pages written by this launch are complete: send them; finish the prompts that ended with it."""
+        """Send the pages that this launch has completed, and finish the prompts whose last chunk it ran."""
         for request, drawn in self._planner.read(launched):
             if request.ended:
                 self._release_if_settled(request)
@@ -136,12 +136,12 @@ class PrefillNode:
                 self._complete(request, drawn.token)
 
     def _move_transfers(self) -> None:
-        while events := self._sender.poll():  # an event may cause the next one: granted, written, delivered
+        while events := self._sender.poll():  # one event may cause the next: granted, written, delivered
             for event in events:
                 self._on_transfer(event)
 
     def _watch_transfers(self) -> None:
-        """While a forward runs: pages that have landed are announced, and images taken in, not when it ends."""
+        """Announce delivered pages and receive images while a forward runs, rather than when it ends."""
         self._move_transfers()
         self._images.receive()
         time.sleep(WATCH_INTERVAL)
@@ -155,7 +155,7 @@ class PrefillNode:
         try:
             keys = self._check(message)
             self._images.check(message.images, self._waiting_images() if message.images else ())
-            with_images(keys, message.images)  # spans that do not fit are refused here
+            with_images(keys, message.images)  # raises InvalidRequest for spans that do not fit
             self._sender.expect(message.room, now + message.deadline_ms / 1000, (message.decode,))
         except RequestError as error:
             self._link.send(Failed.of(message.room, error))
@@ -217,11 +217,12 @@ class PrefillNode:
     # -- moving between queues ---------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """In the order of the scheduler, until a prompt with decode pages does not fit.
+        """Admit prompts in scheduling order until one whose decode pages are granted does not fit.
 
-        A prompt gets all its pages at once, so two can never wait for each other. One without decode pages that does
-        not fit (see `_lease`) is passed by those that have them, and by no others: they leave by themselves, so there
-        is room for it in the end. Nobody passes one with decode pages, except new prompts of a lower cost.
+        A prompt gets all its pages at once, so two prompts can never wait for each other. Prompts without granted pages
+        that do not fit (see `_lease`) are overtaken by prompts with granted pages, and by no others. Those leave
+        without waiting for anything, so room appears in the end. Only new prompts of a lower cost overtake a prompt
+        with granted pages.
         """
         order = in_order(self.queues.ready(), now)
         while len(self.queues.computing) < self._limits.max_batch:
@@ -244,7 +245,7 @@ class PrefillNode:
         self._report.cached_tokens += lease.cached_tokens
         request.mark("queued", now)
         self._events.add("leased", request.room, pages=lease.pages, cached=lease.cached_pages)
-        self._send_pages(request)  # the cached prefix leaves before anything is computed
+        self._send_pages(request)  # send the cached prefix before anything is computed
 
     def _claim_images(self) -> None:
         for request in list(self.queues.arriving.values()):
@@ -257,13 +258,13 @@ class PrefillNode:
                     self.queues.arrived(request)
 
     def _lease(self, request: PrefillRequest) -> PageLease | None:
-        """Pages for a prompt, or None while there is not enough room.
+        """Return pages for a prompt, or None if there is not enough room.
 
-        A prompt may be computed before the decode node has pages for it, but never with the room that the longest
-        prompt needs: it would hold that room until another request leaves the decode node, which may be one whose
-        pages are reserved there and whose prompt waits here for the same room.
+        A prompt may be computed before the decode node has granted pages, but then it never takes the room that the
+        longest prompt needs. It would hold that room until some request leaves the decode node, and that request may
+        itself have pages reserved there while its prompt waits here for the same room: a deadlock.
         """
-        # at least one token has to be computed: its logits give the first output token
+        # At least one token must be computed: its logits give the first output token.
         keys, pages = self._space.keys(request.contents), self._space.pages_for(request.num_tokens)
         request.keyed, request.rewrites = len(keys), self._rules.rewrites
         lease = self._space.lease(keys, pages, max_cached_tokens=request.num_tokens - 1, salt=request.salt)
@@ -273,7 +274,7 @@ class PrefillNode:
         return lease
 
     def _complete(self, request: PrefillRequest, token: OutputToken | None) -> None:
-        """The whole prompt is computed and its next token drawn."""
+        """Record that the whole prompt is computed and its first output token drawn."""
         assert request.lease is not None
         now = self._clock()
         request.mark("prefill_end", now)
@@ -300,7 +301,7 @@ class PrefillNode:
         self._send_pages(request)
 
     def _send_pages(self, request: PrefillRequest) -> None:
-        """Send every page that is complete and not sent yet; after the last one, the record."""
+        """Send every complete page that was not sent, and the handoff record after the last one."""
         order = self._orders.of(request)
         if order is None:
             return
@@ -334,7 +335,7 @@ class PrefillNode:
         self._release_if_settled(request)
 
     def _end(self, request: PrefillRequest, code: str, reason: str, tell_router: bool = True) -> None:
-        """Stop a request that has not ended; it is gone once launches and writes have settled."""
+        """End a request. Its pages are freed once its launches and writes have settled."""
         self._stop(request)
         self._events.add("ended", request.room, code=code)
         self._sender.cancel(request.room, code, reason)
@@ -343,7 +344,7 @@ class PrefillNode:
         self._release_if_settled(request)
 
     def _stop(self, request: PrefillRequest) -> None:
-        """Plan nothing more for a request."""
+        """Exclude a request from further plans."""
         self.queues.end(request)
         self._planner.ended(request)
 

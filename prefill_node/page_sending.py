@@ -1,4 +1,4 @@
-"""Carries send orders out: after the forward that completes their pages, or layer by layer while it runs."""
+"""Carries out send orders: after the forward that completes the pages, or layer by layer while it runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class PageSending(Protocol):
     """The worker's end of all transfers."""
 
     def during(self, plan: PromptPlan) -> AbstractContextManager[None]:
-        """Surround the launch of the plan's forward: its pages may leave within."""
+        """Return a context for the launch of the plan's forward; its pages may be sent inside it."""
         ...
 
     def send(self, order: SendOrder) -> None:
-        """Send complete pages, and what is left of those that have begun to leave layer by layer."""
+        """Send complete pages, and the rest of those that are being sent layer by layer."""
         ...
 
 
 class ByChunk:
-    """Pages leave when they are complete."""
+    """Sends pages once they are complete."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
@@ -43,15 +43,15 @@ class ByChunk:
 
 
 class ByLayer:
-    """Each layer's keys and values, as soon as they are stored, to the decode nodes that have granted pages by then.
+    """Sends each layer's keys and values as soon as they are stored, to decode nodes that have granted pages by then.
 
-    Only where attention runs eagerly: a graph without breaks is over before it would pay.
+    Used only where attention runs eagerly: a graph without breaks finishes too soon for this to help.
     """
 
     def __init__(
         self, attention: SignalledAttention, sender: Sender, orders: Callable[[], Sequence[SendOrder]]
     ) -> None:
-        """`orders`: what may leave of the running forward, each order once."""
+        """`orders` returns the new orders for pages of the running forward, each order once."""
         self._attention = attention
         self._sender = sender
         self._orders = orders

@@ -1,4 +1,4 @@
-"""What a prefill node is composed of, in groups: build.py makes them, and so do tests."""
+"""The parts of a prefill node in groups, built by build.py and by tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefill_node.step_rules import PromptRules
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Who the node speaks with."""
+    """The links to other processes."""
 
     router: RouterLink[PrefillMessage]
     peers: RouterSocket
@@ -31,7 +31,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """What the scheduler decides by."""
+    """The inputs of scheduling decisions."""
 
     space: PageSpace
     rules: PromptRules
@@ -40,7 +40,7 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What others see of the node, and the clock that it sees by."""
+    """Logs, metrics, events, and the clock of the node."""
 
     log: Log
     graphs: Callable[[], Sequence[GraphTotals]] = lambda: ()

@@ -1,4 +1,4 @@
-"""Turns what the scheduler decided into one plan per turn, and what a plan gave back into the progress of prompts."""
+"""Turns scheduling decisions into one plan per turn, and results of plans into the progress of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompt_plan(
     generation: int,
     forget: tuple[int, ...] = (),
 ) -> PromptPlan:
-    """Plan one forward over chunks of prompts that have pages; without any, only what is dropped."""
+    """Return a plan of one forward over chunks of prompts that have pages. Without chunks it only drops kept data."""
     finals = [chunk.request.sampling for chunk in chunks if chunk.final]
     sampling = sampling_variant(finals) if finals else None
     adjusted = sampling is not None and sampling.adjust is not None
@@ -37,7 +37,7 @@ def prompt_plan(
 
 
 def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> PlannedChunk:
-    """`adjusted`: the logits of some prompt of the batch are."""
+    """`adjusted`: whether the logits of any prompt of the batch are adjusted."""
     request, end = chunk.request, chunk.start + chunk.length
     assert request.lease is not None
     return PlannedChunk(
@@ -59,21 +59,21 @@ def _draw(request: PrefillRequest, adjusted: bool) -> FirstDraw:
 
 
 class Planned(NamedTuple):
-    """A plan and the chunks that it was made from, in one order."""
+    """A plan and the chunks that it was made from, in the same order."""
 
     plan: PromptPlan
     chunks: Sequence[Chunk]
 
 
 class Progress(NamedTuple):
-    """What one plan has done for one prompt."""
+    """The result of one plan for one prompt."""
 
     request: PrefillRequest
-    drawn: Drawn | None  # None: the prompt goes on
+    drawn: Drawn | None  # None unless this was its last chunk
 
 
 class Planner:
-    """Plans are read in the order in which they were made."""
+    """Makes plans and reads their results, in the same order."""
 
     def __init__(self, queues: Queues, scheduling: Scheduling) -> None:
         self._queues = queues
@@ -85,7 +85,7 @@ class Planner:
         self._generation = 0
 
     def next(self, now: float) -> Planned | None:
-        """Return the plan of this turn; None where nothing is to be done on the device."""
+        """Return the plan of this turn; None if the device has nothing to do."""
         limits = self._limits
         chunks = plan_chunks(self._queues.computing.values(), now, limits.chunk_tokens, limits.max_batch)
         if not chunks and not self._forget:
@@ -98,7 +98,7 @@ class Planner:
         return planned
 
     def begin(self, planned: Planned, now: float) -> None:
-        """Count the chunks as under way."""
+        """Mark the chunks of a plan as launched."""
         for chunk in planned.chunks:
             request = chunk.request
             request.mark("prefill_start", now)
@@ -107,7 +107,7 @@ class Planner:
             request.in_flight += 1
 
     def read(self, launched: Launched) -> list[Progress]:
-        """Take in the results of the oldest unread plan, after its completion."""
+        """Apply the results of the oldest unread plan, which must be complete."""
         plan, chunks = self._unread.popleft()
         drawn = iter(launched.read().drawn)
         progress = []
@@ -119,10 +119,10 @@ class Planner:
         return progress
 
     def ended(self, request: PrefillRequest) -> None:
-        """Let the worker drop what it keeps for a prompt that ends before its last chunk."""
+        """Plan to drop what the worker keeps for a prompt that ends before its last chunk."""
         if request.remaining and (request.images or self._rules.rewrites):
             self._forget.append(request.room)
 
     def work(self, planned: Planned) -> Work:
-        """How much a plan's forward has to do."""
+        """Return the amount of work in a plan's forward."""
         return chunk_work(planned.chunks)

@@ -27,7 +27,7 @@ class PromptImage:
         return self.over or self.pixels is not None or self.rows is not None
 
     def let_go(self, position: int) -> None:
-        """Drop the data once the prompt has been read past it. Shared rows stay in the cache."""
+        """Drop the data once the prompt has been computed past the image. Shared rows stay in the cache."""
         if self.span.end <= position:
             self.over, self.rows, self.pixels = True, None, None
 
@@ -52,9 +52,9 @@ class PromptImage:
 
 
 class PromptImages:
-    """The images of every prompt that has not begun its last chunk, by the prompt's key.
+    """The images of every prompt whose last chunk has not started, by the prompt's key.
 
-    The intake fills them in, the worker reads them; pixels and rows never pass through a plan.
+    The intake adds pixels and the worker reads them; pixels and rows are never part of a plan.
     """
 
     def __init__(self) -> None:
@@ -64,18 +64,18 @@ class PromptImages:
         return len(self._kept)
 
     def __iter__(self) -> Iterator[PromptImage]:
-        """All images of all prompts."""
+        """Iterate over all images of all prompts."""
         return (image for images in self._kept.values() for image in images)
 
     def add(self, key: int, images: Iterable[PromptImage]) -> None:
         self._kept[key] = tuple(images)
 
     def of(self, key: int) -> tuple[PromptImage, ...]:
-        """Return the images of one prompt; none for a prompt that is not known."""
+        """Return the images of one prompt; none if the prompt is unknown."""
         return self._kept.get(key, ())
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Drop prompts. Those that are not known are passed over."""
+        """Drop the images of prompts. Unknown prompts are ignored."""
         for key in keys:
             self._kept.pop(key, None)
 

@@ -1,4 +1,4 @@
-"""Where a prompt is. The queue is the state:
+"""The queues of prompts. The queue that holds a prompt is the prompt's state:
 
 waiting ──lease──> computing ──last chunk──> handing_over ──settled──> gone
    │                  │                           │
@@ -33,31 +33,31 @@ class Queues:
         yield from list(self.ending.values())
 
     def find(self, room: int) -> PrefillRequest | None:
-        """A request that has not ended."""
+        """Return a request that has not ended; None if there is none in this room."""
         return self.computing.get(room) or self.handing_over.get(room) or self.waiting.get(room)
 
     def wait(self, request: PrefillRequest) -> None:
-        """Take a new request in."""
+        """Add a new request."""
         self.waiting[request.room] = request
         self.waiting_tokens += request.num_tokens
         if request.images:
             self.arriving[request.room] = request
 
     def arrived(self, request: PrefillRequest) -> None:
-        """The images of a waiting request are decoded."""
+        """Mark the images of a waiting request as decoded."""
         self.arriving.pop(request.room, None)
 
     def ready(self) -> Iterator[PrefillRequest]:
-        """Waiting requests whose images are here, in order of arrival."""
+        """Yield the waiting requests whose images are decoded, in order of arrival."""
         return (each for each in self.waiting.values() if each.room not in self.arriving)
 
     def admit(self, request: PrefillRequest) -> None:
-        """From waiting to computing."""
+        """Move a request from `waiting` to `computing`."""
         self._leave_waiting(request)
         self.computing[request.room] = request
 
     def end(self, request: PrefillRequest) -> None:
-        """Move to `ending` from wherever it is."""
+        """Move a request to `ending` from whichever queue holds it."""
         if (
             self.computing.pop(request.room, None) is None
             and self.handing_over.pop(request.room, None) is None

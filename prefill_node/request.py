@@ -1,4 +1,4 @@
-"""One prompt on its way through a prefill node."""
+"""The state of one prompt on a prefill node."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """Lives in exactly one queue at a time (see queues.py).
+    """A prompt. It is in exactly one queue at a time (see queues.py).
 
     Invariant: sent_pages * page_size <= max(min(scheduled - rewrites, keyed), cached tokens) and computed <= scheduled
-    <= len(keys) until the last chunk, from which on sent_pages may count the last, partly filled page too. Sent pages
-    past `computed` are those that leave layer by layer.
+    <= len(keys) until the last chunk. From the last chunk on, sent_pages may also count the last, partly filled page.
+    Sent pages past `computed` are those that are sent layer by layer.
     """
 
     room: int
     request_id: str
     keys: Keys  # [prompt tokens] int64: the token ids, in the form that the batch uses
-    emitted: int  # tokens at the end of keys that are output already
+    emitted: int  # number of output tokens at the end of keys
     sampling: SamplingParams
-    decode: str  # incarnation of the node that takes over
+    decode: str  # incarnation of the decode node
     received: float  # monotonic seconds
     deadline: float  # monotonic seconds
     images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
-    salt: bytes = b""  # of its pages in the prefix cache
-    granted: bool = False  # the decode node has set its pages aside
+    salt: bytes = b""  # its pages in the prefix cache are found only with the same salt
+    granted: bool = False  # the decode node has reserved its pages
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
-    keyed: int = 0  # tokens whose KV depends on the prompt alone; a draft reads further ahead
-    rewrites: int = 0  # computed tokens before a chunk whose KV the chunk's forward may write again
+    keyed: int = 0  # tokens whose KV depends only on the prompt; a draft also reads later tokens
+    rewrites: int = 0  # tokens before a chunk whose KV the chunk's forward may rewrite
     launched_at: float = math.inf  # monotonic seconds of its latest chunk's launch
-    scheduled: int = 0  # tokens whose forward has been launched, cached prefix included
+    scheduled: int = 0  # tokens whose forward has been launched, including the cached prefix
     computed: int = 0  # tokens whose KV is known to be written
-    computed_by: int = 0  # generation of the plan that wrote the last of them; 0: the prefix cache held them
-    sent_pages: int = 0  # logical pages given to the sender, those that the peer holds included
+    computed_by: int = 0  # generation of the plan that wrote the last of them; 0 for the prefix cache
+    sent_pages: int = 0  # logical pages passed to the sender, including those that the peer already holds
     first_token: OutputToken | None = None
-    draft: DraftRow = NO_DRAFT  # comes with the first token where there is a draft model
-    in_flight: int = 0  # launches not finished yet: pages must not be freed before
+    draft: DraftRow = NO_DRAFT  # set with the first token if there is a draft model
+    in_flight: int = 0  # unfinished launches; its pages must not be freed while there are any
     ended: bool = False  # aborted or failed: nothing more is launched
-    settled: bool = False  # the sender writes no more from these pages
+    settled: bool = False  # the sender no longer reads these pages
     stages: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -54,7 +54,10 @@ class PrefillRequest:
 
     @property
     def contents(self) -> Keys:
-        """`keys` with images by their content, for the prefix cache. InvalidRequest: spans that do not fit."""
+        """Return `keys` with images by their content, for the prefix cache.
+
+        Raises InvalidRequest if spans do not fit.
+        """
         return with_images(self.keys, self.images) if self.images else self.keys
 
     @property
@@ -66,9 +69,9 @@ class PrefillRequest:
         return self.in_flight == 0 and self.settled
 
     def complete_pages(self, computed: int, page_size: int) -> int:
-        """Logical pages that no later forward writes once so many tokens are computed.
+        """Return how many leading logical pages no later forward writes once `computed` tokens are computed.
 
-        The sender may read them at any time from then on: a page that changed would not match its checksum.
+        The sender may read them at any time from then on: a page that changes would not match its checksum.
         """
         assert self.lease is not None
         if computed == self.num_tokens:
@@ -76,9 +79,9 @@ class PrefillRequest:
         return max(min(computed - self.rewrites, self.keyed), self.lease.cached_tokens) // page_size
 
     def take_pages(self, complete: int, held_pages: int) -> tuple[int, tuple[int, ...]]:
-        """Return (first logical page, pages) of what is complete, was not sent and is not held by the peer.
+        """Return (first logical page, pages) of the complete pages that were neither sent nor held by the peer.
 
-        `complete`: logical pages below it are complete. They count as sent from here on.
+        Logical pages below `complete` are complete. The returned pages count as sent from here on.
         """
         assert self.lease is not None
         first = max(self.sent_pages, held_pages)
@@ -86,7 +89,7 @@ class PrefillRequest:
         return first, tuple(self.lease.pages[first:complete])
 
     def record(self, hidden_dtype: HiddenDtype) -> HandoffRecord:
-        """What ends the transfer, once the first token is drawn."""
+        """Return the record that ends the transfer. The first token must be drawn."""
         assert self.first_token is not None
         assert self.lease is not None
         return HandoffRecord(

@@ -1,4 +1,4 @@
-"""Chunked prefill as pure functions: which prompt is next, and whose tokens go into the next forward."""
+"""Chunked prefill as pure functions: which prompt is next, and whose tokens are part of the next forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefill_node.request import PrefillRequest
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens start .. start+length of one prompt."""
+    """The tokens start .. start+length of one prompt."""
 
     request: PrefillRequest
     start: int
@@ -25,13 +25,13 @@ class Chunk:
 
 
 MAX_PAUSE = (
-    1.0  # seconds between two chunks of a prompt: decode nodes take a transfer without progress for lost
+    1.0  # seconds between two chunks of a prompt: decode nodes treat a transfer without progress as lost
 )
-IMAGE_WEIGHT = 8  # tokens of text that an image's token may take as long as, where its encoder runs
+IMAGE_WEIGHT = 8  # encoding one image token takes as long as computing up to this many text tokens
 
 
 def chunk_work(chunks: Sequence[Chunk]) -> Work:
-    """How much one forward over these chunks has to do. An image is encoded whole with its first rows."""
+    """Return the amount of work of one forward over these chunks. An image is encoded whole with its first rows."""
     images = 0
     for chunk in chunks:
         end = chunk.start + chunk.length
@@ -43,14 +43,14 @@ def chunk_work(chunks: Sequence[Chunk]) -> Work:
 
 
 def cost(request: PrefillRequest, now: float) -> float:
-    """Shortest remaining prompt first, with ageing: see `aged`."""
+    """Return the scheduling cost, lowest first: the shortest remaining prompt, with ageing (see `aged`)."""
     return aged(request.remaining, now - request.received)
 
 
 def in_order(requests: Iterable[PrefillRequest], now: float) -> Iterator[PrefillRequest]:
-    """Who is next: prompts that have paused for MAX_PAUSE, longest pause first, then the others, lowest cost first.
+    """Yield prompts that have paused for MAX_PAUSE, longest pause first, then the others, lowest cost first.
 
-    Among equals the first of `requests`. Takes O(n), and O(log n) for each prompt that is read.
+    Ties keep the order of `requests`. Takes O(n), plus O(log n) for each prompt that is read.
     """
     heap = [(*_rank(request, now), index, request) for index, request in enumerate(requests)]
     heapq.heapify(heap)
@@ -59,7 +59,7 @@ def in_order(requests: Iterable[PrefillRequest], now: float) -> Iterator[Prefill
 
 
 def _rank(request: PrefillRequest, now: float) -> tuple[bool, float]:
-    """Lower is earlier. A prompt of which nothing was launched cannot pause."""
+    """Return a sort key. A prompt of which nothing was launched cannot pause."""
     paused = now - request.launched_at >= MAX_PAUSE
     return (False, request.launched_at) if paused else (True, cost(request, now))
 
@@ -67,9 +67,9 @@ def _rank(request: PrefillRequest, now: float) -> tuple[bool, float]:
 def plan_chunks(
     computing: Iterable[PrefillRequest], now: float, token_budget: int, max_batch: int
 ) -> list[Chunk]:
-    """Prompts in order under one token budget; the prompt that meets its end is cut there.
+    """Fill one token budget with prompts in order; the chunk that exceeds the budget is cut there.
 
-    Prompts whose tokens are all launched are passed over. The first in the order always advances.
+    Prompts whose tokens are all launched are skipped. The first remaining prompt always advances.
     """
     chunks: list[Chunk] = []
     unfinished = (request for request in computing if request.remaining and not request.ended)

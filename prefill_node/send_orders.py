@@ -1,7 +1,7 @@
-"""Which pages of which prompt may leave, and when: decided here, carried out by a worker (page_sending.py).
+"""Decides which pages of which prompt may be sent, and when; a worker carries it out (page_sending.py).
 
-Plans and orders are separate, since a decode node may grant its pages while a forward runs: the worker asks for orders
-at the breaks of that forward, and so the pages leave layer by layer although no plan has named their destination.
+Send orders are separate from plans because a decode node may grant its pages while a forward runs. The worker asks for
+orders at the breaks of that forward, so pages leave layer by layer although no plan could name their destination.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from prefill_node.scheduler import Chunk
 
 
 class SendOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one request, for the decode node that has granted room for them."""
+    """Pages of one request, sent to the decode node that has granted room for them."""
 
     room: int
-    generation: int  # of the transfer: names the granted pages
-    after: int  # generation of the plan that completes the pages; 0: the prefix cache held them
-    complete: int  # logical pages below this one are complete then, those of earlier orders included
+    generation: int  # generation of the transfer, which identifies the granted pages
+    after: int  # generation of the plan that completes the pages; 0 for the prefix cache
+    complete: int  # all logical pages below this one are complete then
     first: int  # logical page of pages[0]
-    pages: tuple[int, ...]  # own pages, each in one order only
+    pages: tuple[int, ...]  # this node's pages; each page is in exactly one order
     record: HandoffRecord | None = None  # set in the last order of a request
 
 
 class SendOrders:
-    """Decides what leaves. One order per page, in the order of the prompt."""
+    """Decides what is sent: one order per page, in the order of the prompt."""
 
     def __init__(
         self, sender: Sender, page_size: int, hidden_dtype: HiddenDtype, listen: Callable[[], None]
@@ -39,8 +39,9 @@ class SendOrders:
         """Decide for transfers of `sender`.
 
         Args:
-            hidden_dtype: of the draft's hidden states in a record, as a record spells it.
-            listen: hands the sender what decode nodes have said. A prompt often begins a moment before its grant.
+            hidden_dtype: dtype name of the draft's hidden states in a record.
+            listen: passes messages of decode nodes to the sender. A grant often arrives just after its prompt has
+            started.
         """
         self._sender = sender
         self._page_size = page_size
@@ -50,11 +51,11 @@ class SendOrders:
         self._waiting: list[Chunk] = []
 
     def begin(self, generation: int, chunks: Sequence[Chunk]) -> None:
-        """A forward over these chunks is about to run."""
+        """Record that a forward over these chunks is about to run."""
         self._running, self._waiting = generation, list(chunks)
 
     def at_break(self) -> list[SendOrder]:
-        """Return orders for the running forward that were not possible before: all its pages, and earlier ones."""
+        """Return the orders for pages of the running forward that became possible since the last call."""
         found: list[SendOrder] = []
         if not self._waiting:
             return found
@@ -68,9 +69,9 @@ class SendOrders:
         return found
 
     def of(self, request: PrefillRequest) -> SendOrder | None:
-        """Return an order for all complete pages that have none; with the first token drawn, for the record too.
+        """Return an order for all complete pages that have none, and for the record once the first token is drawn.
 
-        None while no decode node has granted pages, and once the request has ended.
+        Returns None while no decode node has granted pages, and after the request has ended.
         """
         order = self._order(request, request.computed, request.computed_by)
         if order is None or request.computed < request.num_tokens or request.first_token is None:

@@ -1,4 +1,4 @@
-"""One forward over chunks of several prompts: target extend, then the first token of each prompt that is complete."""
+"""Runs one forward over chunks of several prompts, then draws the first token of each prompt that is complete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from prefill_node.vision import PromptEmbeds
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPrefill:
-    """A forward under way. Results are on the host once it is complete, one row per draw."""
+    """A launched forward. Once it is complete, its results are on the host, one row per draw."""
 
     draws: Sequence[FirstDraw]
     sampled: SampleOutput | None  # None without draws
@@ -58,7 +58,7 @@ class PrefillStep:
         device: torch.device,
         completion: Callable[[], Completion],
     ) -> None:
-        """`adjustments` has a row for every prompt of a batch; they hold nothing from one batch to the next."""
+        """`adjustments` has a row for every prompt of a batch and keeps nothing between batches."""
         self._forward = forward
         self._embeds = embeds
         self._draft = draft
@@ -75,7 +75,7 @@ class PrefillStep:
             self._draft.forget(keys)
 
     def launch(self, plan: PromptPlan) -> LaunchedPrefill:
-        """Start the forward over the plan's chunks; nothing here waits for the device."""
+        """Launch the forward over the plan's chunks, without waiting for the device."""
         chunks = plan.chunks
         draws = [chunk.draw for chunk in chunks if chunk.draw is not None]
         host = HostBatch.of(chunks, self._page_size, self._rotary)

@@ -1,7 +1,7 @@
-"""What one turn of a prefill node does on its device, decided without a device.
+"""Defines the plan of one turn of a prefill node's device, which is made without access to the device.
 
-A plan is data: the planner makes it, `Worker.apply` carries it out, and nothing else changes device state. The graphs
-that a plan runs follow from the plan alone, so every process that applies it chooses the same ones.
+A plan is data: the planner makes it, `Worker.apply` carries it out, and nothing else changes device state. The plan
+fully determines which graphs run, so every process that applies it chooses the same ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class FirstDraw(msgspec.Struct, frozen=True, kw_only=True):
     """How the token after a prompt is drawn."""
 
     sampling: SamplingParams
-    text: bytes = b""  # the whole prompt in int64; empty where every logit is taken as it is
+    text: bytes = b""  # the whole prompt in int64; empty if no logits are adjusted
     outputs: int = 0  # tokens at the end of the prompt that are output
 
     def tokens(self) -> TokenArray:
@@ -29,17 +29,17 @@ class FirstDraw(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens start .. end of one prompt."""
+    """The tokens start .. end of one prompt."""
 
-    key: int  # the request's room: workers keep under it what outlives a forward
+    key: int  # the request's room: workers store data that outlives a forward under this key
     start: int
     end: int
-    # token ids in int64: the chunk's, then as many of the prompt's next ones as the draft reads
+    # Token ids in int64: the chunk's, then as many of the prompt's next ones as the draft reads.
     ids: bytes
-    pages: tuple[int, ...]  # that hold positions 0 .. end
+    pages: tuple[int, ...]  # the pages of positions 0 .. end
     cached: int = 0  # tokens whose KV came from the prefix cache
     images: tuple[ImageSpan, ...] = ()  # of the whole prompt; pixels and rows stay with the worker
-    draw: FirstDraw | None = None  # set in the last chunk of a prompt
+    draw: FirstDraw | None = None  # set only in the last chunk of a prompt
 
     @property
     def length(self) -> int:
@@ -59,10 +59,11 @@ class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Drops what is not needed any more, then runs one forward over `chunks`, if there are any."""
+    """Drops data that is no longer needed, then runs one forward over `chunks` if there are any."""
 
     generation: int  # ascending
     chunks: tuple[PlannedChunk, ...] = ()  # empty: no forward
     sampling: SamplingVariant | None = None  # the variant that serves all final chunks; None without any
-    # prompts that end before their last chunk: a worker drops what it keeps for a prompt with the last chunk by itself
+    # Prompts that end before their last chunk. After a last chunk the worker drops the prompt's data without being
+    # asked.
     forget: tuple[int, ...] = ()

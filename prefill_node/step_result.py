@@ -1,4 +1,4 @@
-"""Who carries plans and send orders out, and what comes back: the first token of each prompt that is complete."""
+"""The interface of a worker, which carries out plans and send orders, and the results of a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefill_node.step_plan import PromptPlan
 
 
 class Drawn(NamedTuple):
-    """What a prompt ends with on this node."""
+    """The first output token of a prompt and the draft's state."""
 
     token: OutputToken | None  # None: the logits were not finite
     draft: DraftRow = NO_DRAFT
@@ -22,13 +22,13 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """One entry for each final chunk of the plan, in its order."""
+    """The results of a plan: one entry for each final chunk, in the plan's order."""
 
     drawn: Sequence[Drawn] = ()
 
 
 class Launched(Protocol):
-    """A plan under way; `read` only after `completion`."""
+    """A launched plan. `read` may be called only after `completion`."""
 
     @property
     def completion(self) -> Completion: ...
@@ -37,12 +37,12 @@ class Launched(Protocol):
 
 
 class Worker(Protocol):
-    """Carries plans out on a device, or on several, and sends pages from there."""
+    """Carries out plans on one or several devices, and sends pages from there."""
 
     def apply(self, plan: PromptPlan, /) -> Launched:
-        """Start everything that the plan says. Orders for its own pages are taken in while it runs."""
+        """Launch everything that the plan contains. Send orders for its own pages are requested while it runs."""
         ...
 
     def send(self, order: SendOrder, /) -> None:
-        """Send pages whose plan has been read."""
+        """Send pages of a plan whose results were read."""
         ...

@@ -1,4 +1,4 @@
-"""How the forwards of a node are planned: what its draft reads and writes beside the chunk itself."""
+"""Planning rules for forwards: what the draft reads and writes outside of the chunk itself."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """Follows from the speculative algorithm; a node without a draft model has the defaults."""
+    """Rules of the speculative algorithm. The defaults are for nodes without a draft model."""
 
-    lookahead: int = 0  # tokens after a chunk that its forward reads
-    # Computed tokens before a chunk whose KV its forward may write again. Where there are any, the worker keeps hidden
-    # states from chunk to chunk.
+    lookahead: int = 0  # number of tokens after a chunk that its forward reads
+    # Computed tokens before a chunk whose KV its forward may rewrite. If this is not 0, the worker keeps hidden states
+    # from
+    # chunk to chunk.
     rewrites: int = 0

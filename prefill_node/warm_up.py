@@ -1,4 +1,4 @@
-"""Runs once, before serving, what follows the prompt graphs, so that its kernels compile before the first prompt."""
+"""Runs everything that follows the prompt graphs once before serving, so that its kernels are compiled by then."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def warm_up(
 ) -> None:
     """Run one token in the padding page through layers, heads and every kind of sampling.
 
-    `axes`: of the model's RopeConfig.
+    `axes`: number of position axes, from the model's RopeConfig.
     """
     batch = replace(
         idle_extend(1, page_size, device, axes),

@@ -15,7 +15,7 @@ from prefill_node.step_result import Launched, PromptResult
 
 @dataclass(frozen=True, slots=True)
 class LaunchedWithoutForward:
-    """A plan that only drops something."""
+    """A plan without a forward, which only drops kept data."""
 
     completion: Completion
 
@@ -24,7 +24,7 @@ class LaunchedWithoutForward:
 
 
 class DeviceWorker:
-    """One device."""
+    """A worker with one device."""
 
     def __init__(self, step: PrefillStep, sending: PageSending, completion: Callable[[], Completion]) -> None:
         self._step = step
@@ -32,7 +32,7 @@ class DeviceWorker:
         self._completion = completion
 
     def apply(self, plan: PromptPlan) -> Launched:
-        """Start everything that the plan says. Nothing here waits for the device."""
+        """Launch everything that the plan contains, without waiting for the device."""
         self._step.forget(plan.forget)
         if not plan.chunks:
             return LaunchedWithoutForward(self._completion())
