@@ -57,10 +57,10 @@ from prefill_node.node import PrefillNode
 from prefill_node.page_sending import ByChunk, ByLayer, PageSending
 from prefill_node.parts import Links, Observation, Scheduling
 from prefill_node.peer_frames import take_peer_frames
-from prefill_node.seeing import Seeing, load_seeing
 from prefill_node.send_orders import SendOrders
 from prefill_node.signalled_attention import SignalledAttention
 from prefill_node.step import PrefillStep
+from prefill_node.vision_stage import VisionStage, load_vision_stage
 from prefill_node.warm_up import warm_up
 from prefill_node.worker import DeviceWorker
 
@@ -118,7 +118,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     incarnation = new_incarnation()
     link_secret = new_incarnation()
     images = control_link_id(name, incarnation, link_secret, image_inbox.LINK).encode()
-    sight = load_seeing(
+    make_stage = load_vision_stage(
         resolved.model_path,
         served.model,
         served.placement,
@@ -135,10 +135,10 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         layers=choose_layers(cluster),
         algorithm=cluster.speculation.algorithm,
     )
-    served = graph_start.sized(served, lambda: _forwards(sizes, served, sight, bodies).graphs)
+    served = graph_start.sized(served, lambda: _forwards(sizes, served, make_stage, bodies).graphs)
     device, page_size = served.placement.device, served.page_size
-    forwards = _forwards(sizes, served, sight, bodies)
-    seeing = forwards.seeing
+    forwards = _forwards(sizes, served, make_stage, bodies)
+    vision = forwards.vision
     layout, carried = forwards.layout, served.draft_shape
     limits = transfer_limits(plan, served.max_model_len, carried.topk, carried.hidden_bytes)
     kind = choose_transport(cluster)
@@ -152,13 +152,13 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     rope = served.config.rope
     warm_up(forwards.target.forward, forwards.draft, page_size, device, rope.axes)
-    images_run = seeing.embeds.warm_up()
+    images_run = vision.embeds.warm_up()
     log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
     completion = completion_for(device, one_behind=False)
     adjustments = AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device)
     step = PrefillStep(
         forwards.target.forward,
-        seeing.embeds,
+        vision.embeds,
         forwards.draft,
         adjustments,
         rotary_places(rope),
@@ -196,13 +196,13 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     node = PrefillNode(
         incarnation,
-        Links(link, peers, sender, seeing.images),
+        Links(link, peers, sender, vision.images),
         Scheduling(page_space(served, section.prefix_cache), forwards.draft.rules, bounds),
         DeviceWorker(step, _sending(forwards.signalled, sender, orders), completion),
         orders,
         Observation(log, node_graphs.totals(*forwards.graphs), events=events),
     )
-    return BuiltPrefillNode(node, link, peers, sender, seeing.images, security, context, events)
+    return BuiltPrefillNode(node, link, peers, sender, vision.images, security, context, events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class Forwards:
     signalled: SignalledAttention | None  # wraps the target's attention if pages are sent layer by layer
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
-    seeing: Seeing
+    vision: VisionStage
     graphs: Sequence[NodeGraphs[Any]]  # the graphs of all forwards
 
 
@@ -242,7 +242,10 @@ class Sizes:
 
 
 def _forwards(
-    sizes: Sizes, served: ServingModel, sight: Callable[[PhaseSwitch], Seeing], bodies: CompiledBodies
+    sizes: Sizes,
+    served: ServingModel,
+    make_stage: Callable[[PhaseSwitch], VisionStage],
+    bodies: CompiledBodies,
 ) -> Forwards:
     """Compose the forwards over a pool of `served.num_pages`."""
     layout = served.layout
@@ -256,9 +259,9 @@ def _forwards(
     target = prompt_graphs.prefill_graphs(
         runner, sizes.wanted, sizes.chunk_tokens, sizes.max_batch, drafting.draft.hidden_mode, bodies
     )
-    seeing = sight(sizes.wanted)
-    graphs: list[NodeGraphs[Any]] = [target, *drafting.graphs, *seeing.graphs]
-    return Forwards(layout, runner, attention, signalled, target, drafting.draft, seeing, graphs)
+    vision = make_stage(sizes.wanted)
+    graphs: list[NodeGraphs[Any]] = [target, *drafting.graphs, *vision.graphs]
+    return Forwards(layout, runner, attention, signalled, target, drafting.draft, vision, graphs)
 
 
 def _draft(sizes: Sizes, served: ServingModel, target: ModelRunner) -> BuiltDraft:

@@ -26,7 +26,7 @@ class PromptImage:
     def ready(self) -> bool:
         return self.over or self.pixels is not None or self.rows is not None
 
-    def let_go(self, position: int) -> None:
+    def drop_after(self, position: int) -> None:
         """Drop the data once the prompt has been computed past the image. Shared rows stay in the cache."""
         if self.span.end <= position:
             self.over, self.rows, self.pixels = True, None, None

@@ -95,7 +95,7 @@ class VisionEmbeds:
             _overlay(rows[first : first + chunk.length], own, chunk.start)
             first += chunk.length
             for image in own:
-                image.let_go(chunk.end)
+                image.drop_after(chunk.end)
         return MergedEmbeds(rows, chunks, images, self._embed)
 
     def forget(self, keys: Iterable[int]) -> None:

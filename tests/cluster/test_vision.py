@@ -135,25 +135,27 @@ def cluster_page(case: dict[str, Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def vision_cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
     config = {
         "model": {"path": str(TARGET)},
         "router": {"images": {"max_count": 2, "max_pixels": 5_000, "max_bytes": 20_000}},
     }
-    with RunningCluster(tmp_path_factory.mktemp("seeing"), config=config) as running:
+    with RunningCluster(tmp_path_factory.mktemp("vision_cluster"), config=config) as running:
         yield running
 
 
-def test_the_encoder_has_run_before_the_first_picture(seeing: RunningCluster) -> None:
+def test_the_encoder_has_run_before_the_first_picture(vision_cluster: RunningCluster) -> None:
     """On the prefill node, which has the encoder."""
-    lines = [json.loads(line) for line in seeing.log("prefill-0").splitlines() if '"warmed up"' in line]
+    lines = [
+        json.loads(line) for line in vision_cluster.log("prefill-0").splitlines() if '"warmed up"' in line
+    ]
     assert [line["encoder_forwards"] for line in lines] == [1]
-    assert '"warmed up"' not in seeing.log("decode-0")
+    assert '"warmed up"' not in vision_cluster.log("decode-0")
 
 
-async def test_many_at_once_and_streams(seeing: RunningCluster, replies: list[measure.Reply]) -> None:
+async def test_many_at_once_and_streams(vision_cluster: RunningCluster, replies: list[measure.Reply]) -> None:
     """Mixed batches: text-only requests next to pictures, in any order of arrival."""
-    async with Client(seeing.url) as client:
+    async with Client(vision_cluster.url) as client:
         answers = await asyncio.gather(*(ask(client, reply.question) for reply in replies))
         for reply, answer in zip(replies, answers, strict=True):
             assert said(answer) == reply.text.removesuffix("<|end|>")
@@ -169,7 +171,7 @@ async def test_many_at_once_and_streams(seeing: RunningCluster, replies: list[me
 
 
 async def test_bad_pictures_are_400s_that_name_their_part(
-    seeing: RunningCluster, replies: list[measure.Reply]
+    vision_cluster: RunningCluster, replies: list[measure.Reply]
 ) -> None:
     good = next(reply for reply in replies if len(reply.question.images) == 1)
     picture = data_url(good.question.images[0])
@@ -183,7 +185,7 @@ async def test_bad_pictures_are_400s_that_name_their_part(
             error: dict[str, Any] = answer["error"]
             return error
 
-    async with Client(seeing.url) as client:
+    async with Client(vision_cluster.url) as client:
         head, _, payload = picture.partition(",")
         broken = await refused(client, picture, f"{head},{payload[: len(payload) // 2 // 4 * 4]}")
         assert broken["param"] == "messages[0].content[1].image_url"
@@ -200,19 +202,19 @@ async def test_bad_pictures_are_400s_that_name_their_part(
 
 
 async def test_pictures_reach_the_nodes_of_a_restarted_router(
-    seeing: RunningCluster, replies: list[measure.Reply]
+    vision_cluster: RunningCluster, replies: list[measure.Reply]
 ) -> None:
     """Images have a link of their own. The picture is one that no node has in its cache."""
     shown = Image.new("RGB", (32, 32), (1, 2, 3))
     question = replace(
         next(each.question for each in replies if each.question.images), images=(np.asarray(shown),)
     )
-    async with Client(seeing.url) as client:
+    async with Client(vision_cluster.url) as client:
         await ask(client, replies[0].question)
-    seeing.kill("router")
-    seeing.launch("router")
-    await seeing.wait_nodes()
-    async with Client(seeing.url) as client:
+    vision_cluster.kill("router")
+    vision_cluster.launch("router")
+    await vision_cluster.wait_nodes()
+    async with Client(vision_cluster.url) as client:
         answers = [said(await ask(client, question)) for _ in range(2)]
         assert answers[0] == answers[1]
         for reply in replies[:4]:

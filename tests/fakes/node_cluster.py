@@ -70,11 +70,11 @@ from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
 from prefill_node.node import PrefillNode
 from prefill_node.page_sending import ByChunk, ByLayer, PageSending
-from prefill_node.seeing import Seeing
 from prefill_node.send_orders import SendOrders
 from prefill_node.signalled_attention import SignalledAttention
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
+from prefill_node.vision_stage import VisionStage
 from tests.fakes.clock import Clock
 from tests.fakes.fake_link import FakeLink
 from tests.fakes.late_graphs import capture_late
@@ -99,7 +99,7 @@ class Parts:
 
 
 MakeStep = Callable[[Parts], DecodeSteps]
-MakeSeeing = Callable[[zmq.Context[zmq.Socket[bytes]], ModelRunner], Seeing]
+MakeVisionStage = Callable[[zmq.Context[zmq.Socket[bytes]], ModelRunner], VisionStage]
 
 
 class NoDraftModel:
@@ -156,7 +156,7 @@ class Shape:
     prompt_graphs: str = "breakable"
     layers: bool = False  # whether pages are sent layer by layer
     draft: NoDraftModel = field(default_factory=NoDraftModel)
-    seeing: MakeSeeing = lambda context, runner: Seeing(NoImages(), TextEmbeds())
+    vision_stage: MakeVisionStage = lambda context, runner: VisionStage(NoImages(), TextEmbeds())
     prefills: int = 1
     model: ModelConfig = CONFIG
     decodes: int = 1
@@ -524,8 +524,8 @@ class NodeCluster:
             capture_late(graphs.forward.graphs)
         adjustments = AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device)
         rest = rotary_places(shape.model.rope), shape.page_size, PLACEMENT.device, shape.completion
-        seeing = shape.seeing(self.context, runner)
-        step = PrefillStep(graphs.forward, seeing.embeds, draft, adjustments, *rest)
+        vision = shape.vision_stage(self.context, runner)
+        step = PrefillStep(graphs.forward, vision.embeds, draft, adjustments, *rest)
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
 
         def listen() -> None:
@@ -546,7 +546,7 @@ class NodeCluster:
         )
         node = PrefillNode(
             incarnation,
-            prefill_parts.Links(link, peers, sender, seeing.images),  # type: ignore[arg-type]
+            prefill_parts.Links(link, peers, sender, vision.images),  # type: ignore[arg-type]
             prefill_parts.Scheduling(space, draft.rules, limits),
             WirePromptWorker(prefill_worker.DeviceWorker(step, sending, shape.completion)),
             orders,

@@ -26,8 +26,8 @@ from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter
 from prefill_node.image_intake import ImageIntake
 from prefill_node.prompt_images import PromptImages, RowCache
-from prefill_node.seeing import Seeing
 from prefill_node.vision import VisionEmbeds
+from prefill_node.vision_stage import VisionStage
 from tests.fakes.draft_models import CONFIGS, DraftModel, Observed, drafter, tiny_draft
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
@@ -103,7 +103,7 @@ class TinyVision:
         self.intakes: list[ImageIntake] = []
         self.prompts: list[PromptImages] = []
 
-    def __call__(self, context: zmq.Context[zmq.Socket[bytes]], runner: ModelRunner) -> Seeing:
+    def __call__(self, context: zmq.Context[zmq.Socket[bytes]], runner: ModelRunner) -> VisionStage:
         address = f"inproc://images-{len(self.sockets)}"
         socket = RouterSocket(context, address)
         dealer = Dealer(context, address, b"p/images")
@@ -117,7 +117,7 @@ class TinyVision:
         self.sockets.append(socket)
         self.intakes.append(intake)
         self.embeds.append(embeds)
-        return Seeing(intake, embeds)
+        return VisionStage(intake, embeds)
 
     def send(self, *numbers: int, salt: bytes = b"") -> None:
         for socket in self.sockets:

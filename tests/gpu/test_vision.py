@@ -21,9 +21,9 @@ from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
 from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
 from prefill_node.pixel_reader import load_pixel_reader
 from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
-from prefill_node.seeing import load_vision
 from prefill_node.step_plan import PlannedChunk
 from prefill_node.vision import MergedEmbeds, VisionEmbeds
+from prefill_node.vision_stage import load_vision
 from tests.fakes.qwen_vl import as_png, build, picture, processed, save
 from tests.fakes.vision import one_prompt
 

@@ -234,9 +234,9 @@ def test_an_embedding_of_its_own_reads_no_images(target: Any, tmp_path: Path) ->
     path = copy_of(tmp_path, "tiny-eagle3")
     save_parts(path, {**load_file(path / "model.safetensors"), EMBEDDING: torch.randn(704, 256)})
     load_eagle3(path, config_of(path), target, PLACEMENT)
-    seeing = SimpleNamespace(config=SimpleNamespace(hidden_size=256, vision=object()))
+    vision_model = SimpleNamespace(config=SimpleNamespace(hidden_size=256, vision=object()))
     with pytest.raises(ModelError, match="cannot read the images that the target embeds"):
-        load_eagle3(path, config_of(path), seeing, PLACEMENT)  # type: ignore[arg-type]
+        load_eagle3(path, config_of(path), vision_model, PLACEMENT)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -234,12 +234,12 @@ def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: py
     gpu, wish = torch.device("cuda", 0), pool_wish("prefill", given.prefill, "cuda")
     for path in (MODEL, MODEL.parent / "tiny-vision"):
         check_node(path, given, gpu, replace(wish, tokens=64))
-    (_, text, *_), (_, seeing, *_) = asked
-    assert (text.images, seeing.images) == (0, given.prefill.image_cache_mib << 20)
-    assert " + cache of images 0.25 GiB = " in str(seeing)
+    (_, text, *_), (_, vision, *_) = asked
+    assert (text.images, vision.images) == (0, given.prefill.image_cache_mib << 20)
+    assert " + cache of images 0.25 GiB = " in str(vision)
     assert "image" not in str(text)
-    beside = seeing.working + seeing.sampling + seeing.images + seeing.encoder
-    assert seeing.total == seeing.weights + seeing.pool + beside
+    beside = vision.working + vision.sampling + vision.images + vision.encoder
+    assert vision.total == vision.weights + vision.pool + beside
     assert pool_wish("decode", given.decode, "cuda").image_bytes == 0
 
 

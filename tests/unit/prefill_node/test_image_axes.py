@@ -37,9 +37,9 @@ NUMBERS = (100, 101, 102, 103, 104)
 
 
 @contextmanager
-def seeing(**rest: Any) -> Iterator[tuple[NodeCluster, TinyVision]]:
+def image_cluster(**rest: Any) -> Iterator[tuple[NodeCluster, TinyVision]]:
     vision = TinyVision()
-    cluster = NodeCluster(replace(Shape(), seeing=vision, model=AXES, **rest))
+    cluster = NodeCluster(replace(Shape(), vision_stage=vision, model=AXES, **rest))
     try:
         vision.send(*NUMBERS)
         yield cluster, vision
@@ -70,7 +70,7 @@ def test_the_axes_of_an_image_change_what_is_said() -> None:
 
 @pytest.mark.parametrize(("chunk", "graphs"), [(3, "breakable"), (30, "breakable"), (7, "piecewise")])
 def test_any_chunks_of_mixed_batches_under_graphs(chunk: int, graphs: str) -> None:
-    with seeing(chunk_tokens=chunk, prompt_graphs=graphs) as (cluster, _):
+    with image_cluster(chunk_tokens=chunk, prompt_graphs=graphs) as (cluster, _):
         answers_of(cluster, ALL, 9)
         cluster.settle()
         (totals, *_) = cluster.prefill.node._report._graphs()
@@ -81,7 +81,7 @@ def test_any_chunks_of_mixed_batches_under_graphs(chunk: int, graphs: str) -> No
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_prefix_hits_keep_their_positions(page_size: int) -> None:
     longer: tuple[Part, ...] = (*TWO, 7, 8, (103,), 9)
-    with seeing(page_size=page_size) as (cluster, _):
+    with image_cluster(page_size=page_size) as (cluster, _):
         for parts in (TWO, longer, (*TWO, 7, 9), longer):
             ids, spans = prompt_of(parts)
             call = cluster.submit(ids, 6, images=spans)
@@ -94,7 +94,10 @@ def test_prefix_hits_keep_their_positions(page_size: int) -> None:
 def test_a_retracted_request_goes_on_where_it_stood() -> None:
     """Its row is written anew at resume, and where its KV was lost its prompt is computed anew on another node."""
     for backup in (1 << 24, 0):
-        with seeing(decode_pool=56, page_size=4, reserved_tokens=1, backup_bytes=backup) as (cluster, _):
+        with image_cluster(decode_pool=56, page_size=4, reserved_tokens=1, backup_bytes=backup) as (
+            cluster,
+            _,
+        ):
             prompts = (TWO, MIDDLE, LAST)
             calls = []
             for parts in prompts:
@@ -115,7 +118,7 @@ def test_drafts_stand_where_the_target_does(name: str, chunk: int, buckets: tupl
     assert CONFIGS[name].model.rope == AXES.rope
     prompts, noted = Prompts(*ALL), Seen()
     draft, step = observed_vision(name, 3, 0.7, prompts, noted, buckets)
-    with seeing(chunk_tokens=chunk, draft=draft, step=step) as (cluster, _):
+    with image_cluster(chunk_tokens=chunk, draft=draft, step=step) as (cluster, _):
         answers_of(cluster, ALL, 9)
         cluster.settle()
         assert cluster.decode.link.counters.avg_spec_accept_length > 1.5
@@ -127,13 +130,13 @@ def test_drafts_stand_where_the_target_does(name: str, chunk: int, buckets: tupl
 def test_nodes_of_a_tree_stand_at_their_depth() -> None:
     """Behind images as behind text, whichever slots their keys lie in."""
     draft, step = branching("eagle3-axes", 3, 2, 6)
-    with seeing(draft=draft, step=step) as (cluster, _):
+    with image_cluster(draft=draft, step=step) as (cluster, _):
         answers_of(cluster, (TWO, LAST), 12)
         cluster.settle()
 
 
 @pytest.mark.parametrize("buckets", [(), (1, 4)])
 def test_drafts_of_the_text_itself(buckets: tuple[int, ...]) -> None:
-    with seeing(step=ngram(3, buckets)) as (cluster, _):
+    with image_cluster(step=ngram(3, buckets)) as (cluster, _):
         answers_of(cluster, ALL, 12)
         cluster.settle()

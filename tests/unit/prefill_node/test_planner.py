@@ -237,7 +237,7 @@ def test_a_prompt_that_ends_early_leaves_nothing_of_a_draft() -> None:
 def test_a_prompt_that_ends_early_leaves_no_image(turns: int) -> None:
     """Whether it waits for its image or has begun; what is shared stays in the cache."""
     vision = TinyVision()
-    cluster = NodeCluster(replace(Shape(), seeing=vision, chunk_tokens=3))
+    cluster = NodeCluster(replace(Shape(), vision_stage=vision, chunk_tokens=3))
     try:
         ids, spans = seen_prompt_of((1, 2, (1,), 3, 4, 5, (2,), 7))
         call = cluster.submit(ids, 5, images=spans)

@@ -28,9 +28,9 @@ from prefill_node.planner import prompt_plan
 from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
-from prefill_node.seeing import load_vision
 from prefill_node.step_rules import PromptRules
 from prefill_node.vision import VisionEmbeds
+from prefill_node.vision_stage import load_vision
 from tests.fakes.pools import model_pool
 from tests.fakes.qwen_vl import IMAGE, as_png, build, picture, reference_logits, save
 

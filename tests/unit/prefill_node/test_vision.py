@@ -50,9 +50,9 @@ ALL = (TEXT, FIRST, MIDDLE, LAST, TWO)
 
 
 @contextmanager
-def seeing(**rest: Any) -> Iterator[tuple[NodeCluster, TinyVision]]:
+def image_cluster(**rest: Any) -> Iterator[tuple[NodeCluster, TinyVision]]:
     vision = TinyVision()
-    cluster = NodeCluster(replace(Shape(), seeing=vision, **rest))
+    cluster = NodeCluster(replace(Shape(), vision_stage=vision, **rest))
     try:
         yield cluster, vision
     finally:
@@ -73,7 +73,7 @@ def submit(
 )
 def test_any_chunks_of_mixed_batches_say_what_the_eager_target_says(chunk: int, graphs: str) -> None:
     """Rows C5, X3, X4; G9: text alone, images first, inside, last and several, in the same forwards, all replayed."""
-    with seeing(chunk_tokens=chunk, prompt_graphs=graphs) as (cluster, vision):
+    with image_cluster(chunk_tokens=chunk, prompt_graphs=graphs) as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         calls = [(parts, submit(cluster, parts)) for parts in ALL]
         cluster.run()
@@ -87,7 +87,7 @@ def test_any_chunks_of_mixed_batches_say_what_the_eager_target_says(chunk: int, 
 
 
 def test_refused_image_messages_are_told_to_the_router() -> None:
-    with seeing() as (cluster, vision):
+    with image_cluster() as (cluster, vision):
         assert vision.sockets[0].send(b"p/images", b"no message")
         cluster.run(until=lambda: vision.intakes[0].refused_messages == 1)
         cluster.turn()
@@ -96,7 +96,7 @@ def test_refused_image_messages_are_told_to_the_router() -> None:
 
 def test_text_alone_never_reads_what_images_left_in_the_slot() -> None:
     """#29018 of known-failures: a text-only batch on a model that sees replays the same graph, with its own rows."""
-    with seeing() as (cluster, vision):
+    with image_cluster() as (cluster, vision):
         vision.send(1)
         for parts in (FIRST, TEXT, FIRST, TEXT[:3]):
             call = submit(cluster, parts)
@@ -106,7 +106,7 @@ def test_text_alone_never_reads_what_images_left_in_the_slot() -> None:
 
 @pytest.mark.parametrize("filler", [0, 6, VOCAB - 1])
 def test_what_stands_at_placeholders_is_never_embedded(filler: int) -> None:
-    with seeing(chunk_tokens=3) as (cluster, vision):
+    with image_cluster(chunk_tokens=3) as (cluster, vision):
         vision.send(2, 4, 5)
         calls = [(parts, submit(cluster, parts, filler=filler)) for parts in (MIDDLE, TWO)]
         cluster.run()
@@ -132,7 +132,7 @@ def test_drafts_read_the_images(name: str, chunk: int, buckets: tuple[int, ...],
     a chunk border the next prompt token may be a row of an image (#27863), no placeholder is embedded (#38330)."""
     prompts, noted = Prompts(*ALL), Seen()
     draft, step = observed_vision(name, 3, 0.7, prompts, noted, buckets)
-    with seeing(chunk_tokens=chunk, draft=draft, step=step, prompt_graphs=graphs) as (cluster, vision):
+    with image_cluster(chunk_tokens=chunk, draft=draft, step=step, prompt_graphs=graphs) as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         calls = [(parts, submit(cluster, parts, 9)) for parts in ALL]
         cluster.run()
@@ -149,7 +149,7 @@ def test_accept_length_equals_that_of_the_eager_loop() -> None:
     """C4: with the head's own drafts, as often wrong as they are."""
     prompts, noted = Prompts(*ALL), Seen()
     draft, step = observed_vision("eagle3-full-vocabulary", 3, 0.0, prompts, noted)
-    with seeing(chunk_tokens=4, draft=draft, step=step) as (cluster, vision):
+    with image_cluster(chunk_tokens=4, draft=draft, step=step) as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         for parts in ALL:
             submit(cluster, parts, 12)
@@ -177,7 +177,7 @@ def test_prefix_hits_by_content(page_size: int, draft_name: str) -> None:
     rest: dict[str, Any] = {}
     if draft_name != "none":
         rest["draft"], rest["step"] = observed_vision(draft_name, 2, 0.5, Prompts(one, other), [])
-    with seeing(page_size=page_size, **rest) as (cluster, vision):
+    with image_cluster(page_size=page_size, **rest) as (cluster, vision):
         vision.send(1, 2)
         cached = []
         for parts in (one, other, one, other):
@@ -196,7 +196,7 @@ def test_prefix_hits_by_content(page_size: int, draft_name: str) -> None:
 def test_salts_share_neither_pages_nor_embeddings() -> None:
     """SECURITY.md control 10: a tenant cannot find out what images another one has sent."""
     parts: tuple[Part, ...] = (1, 2, 3, 4, (1,), 5, 6, 7, 8, 9)
-    with seeing(page_size=1) as (cluster, vision):
+    with image_cluster(page_size=1) as (cluster, vision):
         cached = []
         for salt in (b"one", b"other", b"", b"one", b"other", b""):
             vision.send(1, salt=salt)
@@ -214,7 +214,7 @@ def test_salts_share_neither_pages_nor_embeddings() -> None:
 
 def test_the_encoder_runs_before_serving_where_there_is_one() -> None:
     """All batches that its family names, and nothing of them stays."""
-    with seeing() as (_, vision):
+    with image_cluster() as (_, vision):
         embeds = vision.embeds[0]
         assert embeds.warm_up() == 2
         assert vision.parts[0].forwards == [1, 2]
@@ -224,7 +224,7 @@ def test_the_encoder_runs_before_serving_where_there_is_one() -> None:
 
 def test_a_prompt_that_goes_on_keeps_no_rows_of_what_it_has_read() -> None:
     """Else prompts in flight would hold the device's memory beside the cache, which is all that is counted."""
-    with seeing(chunk_tokens=3) as (cluster, vision):
+    with image_cluster(chunk_tokens=3) as (cluster, vision):
         vision.embeds[0]._cache._max_bytes = 0
         vision.send(4, 5)
         call = submit(cluster, TWO)
@@ -246,7 +246,7 @@ def test_a_prompt_that_goes_on_keeps_no_rows_of_what_it_has_read() -> None:
 
 
 def test_a_hit_that_holds_the_whole_image_needs_no_encoder() -> None:
-    with seeing(page_size=1) as (cluster, vision):
+    with image_cluster(page_size=1) as (cluster, vision):
         vision.embeds[0]._cache._max_bytes = 0  # nothing is kept: what is encoded again shows
         vision.send(1)
         for parts in ((1, (1,), 2, 3), (1, (1,), 2, 4)):
@@ -256,7 +256,7 @@ def test_a_hit_that_holds_the_whole_image_needs_no_encoder() -> None:
 
 
 def test_images_of_several_prompts_are_encoded_in_one_batch() -> None:
-    with seeing() as (cluster, vision):
+    with image_cluster() as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         cluster.turn(3)
         for each in vision.intakes[0]._pixels.values():
@@ -268,7 +268,7 @@ def test_images_of_several_prompts_are_encoded_in_one_batch() -> None:
 
 
 def test_a_prompt_waits_for_its_images_and_others_pass() -> None:
-    with seeing() as (cluster, vision):
+    with image_cluster() as (cluster, vision):
         late = submit(cluster, MIDDLE)
         text = submit(cluster, TEXT)
         cluster.run(lambda: text.over)
@@ -279,7 +279,7 @@ def test_a_prompt_waits_for_its_images_and_others_pass() -> None:
 
 
 def test_images_that_never_come_end_the_wait() -> None:
-    with seeing() as (cluster, _):
+    with image_cluster() as (cluster, _):
         late = submit(cluster, MIDDLE)
         cluster._resubmit = False
         cluster.run(limit=200, dt=ARRIVAL_SECONDS / 50)
@@ -294,7 +294,7 @@ def test_images_that_wait_for_a_decoder_have_come(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         image_intake.ImageIntake, "_decode", lambda self, image: held.wait(PATIENCE) and read(image.data)
     )
-    with seeing() as (cluster, vision), ExitStack() as at_end:
+    with image_cluster() as (cluster, vision), ExitStack() as at_end:
         at_end.callback(held.set)
         vision.send(2)
         slow, never = submit(cluster, MIDDLE), submit(cluster, FIRST)
@@ -308,7 +308,7 @@ def test_images_that_wait_for_a_decoder_have_come(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_broken_image_ends_its_own_prompt_alone() -> None:
-    with seeing() as (cluster, vision):
+    with image_cluster() as (cluster, vision):
         vision.send(1, -1)
         broken, whole = submit(cluster, (1, (-1,), 2)), submit(cluster, FIRST)
         cluster.run()
@@ -329,7 +329,7 @@ def test_a_broken_image_ends_its_own_prompt_alone() -> None:
     ],
 )
 def test_spans_that_do_not_fit_are_refused_by_both_nodes(spans: tuple[ImageSpan, ...]) -> None:
-    with seeing() as (cluster, vision):
+    with image_cluster() as (cluster, vision):
         vision.send(1)
         call = cluster.submit([1] * 10, 2, images=spans, legs="p")
         cluster.run()

@@ -23,9 +23,9 @@ def test_a_draft_that_reads_token_ids_only_is_refused_for_a_model_of_images(algo
     path = MODELS / f"tiny-{algorithm}"
     config = load_draft_config(path, algorithm, ModelConfig.load(TARGET))
     config = with_steps(config, 2) if config.modules else config
-    seeing: Any = SimpleNamespace(config=SimpleNamespace(vision=object()))
+    vision_model: Any = SimpleNamespace(config=SimpleNamespace(vision=object()))
     with pytest.raises(TakesNoEmbeddings, match=f"a {algorithm} draft reads only token ids") as found:
-        load_serving_draft(path, config, 2, 1, seeing, PLACEMENT)
+        load_serving_draft(path, config, 2, 1, vision_model, PLACEMENT)
     assert isinstance(found.value, ValueError)
     assert "set speculation.algorithm to" in str(found.value)
 

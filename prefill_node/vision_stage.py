@@ -27,7 +27,7 @@ from prefill_node.vision import PromptEmbeds, TextEmbeds, VisionEmbeds
 
 
 @dataclass(frozen=True, slots=True)
-class Seeing:
+class VisionStage:
     """The image intake of the node and the embeddings of its step."""
 
     images: Images
@@ -36,7 +36,7 @@ class Seeing:
     graphs: Sequence[NodeGraphs[EncoderGraphs | PatchEncoderGraphs]] = ()
 
 
-def load_seeing(
+def load_vision_stage(
     path: Path,
     model: CausalLM,
     placement: Placement,
@@ -44,26 +44,26 @@ def load_seeing(
     cache_bytes: int,
     max_pixels: int,
     log: Log,
-) -> Callable[[PhaseSwitch], Seeing]:
+) -> Callable[[PhaseSwitch], VisionStage]:
     """Load the vision part of the model in `path`, if it has one. `connect` opens the image socket. Raises ModelError.
 
     The returned function builds the stage with the configured graphs; it is called once for a trial and once to serve.
     """
     vision = model.config.vision
     if vision is None:
-        blind = Seeing(NoImages(), TextEmbeds())
-        return lambda wanted: blind
+        stage = VisionStage(NoImages(), TextEmbeds())
+        return lambda wanted: stage
     reader = load_pixel_reader(path, vision, max_pixels)
     part = load_vision(path, model.config, placement)
     cache, prompts = RowCache(cache_bytes), PromptImages()
     intake = ImageIntake(connect(), reader, cache, prompts, log)
 
-    def seeing(wanted: PhaseSwitch) -> Seeing:
+    def build(wanted: PhaseSwitch) -> VisionStage:
         encoder = prompt_graphs.encoder_graphs(part, wanted)
         embeds = VisionEmbeds(model.embed, encoder.forward, cache, prompts)
-        return Seeing(intake, embeds, (encoder,))
+        return VisionStage(intake, embeds, (encoder,))
 
-    return seeing
+    return build
 
 
 def load_vision(path: Path, config: ModelConfig, placement: Placement) -> LlavaPart | QwenPart:
