@@ -1,6 +1,6 @@
-"""Draft checkpoints at start-up: what fits is read as it is published, the rest is refused with a sentence.
+"""Draft checkpoints at start-up: a supported one is read as it is published, any other is refused with a message.
 
-Rows D1-D8 and A4: widths come from the config alone and are held against the real head.
+Rows D1-D8 and A4: widths are computed from the config and compared with those of the real head.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def config_of(path: Path, algorithm: str = "eagle3") -> DraftConfig:
 
 
 def test_the_shipped_heads() -> None:
-    """D: widths by the two functions."""
+    """The width functions give the widths of the shipped heads."""
     eagle3 = config_of(MODELS / "tiny-eagle3")
     assert (eagle3.aux_layers, target_width(eagle3), hidden_size_for(eagle3)) == ((2, 4, 7), 768, 256)
     eagle = config_of(MODELS / "tiny-eagle", "eagle")
@@ -109,7 +109,7 @@ def test_the_shipped_heads() -> None:
 def test_what_does_not_fit_is_refused(
     name: str, algorithm: str, changes: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
-    """H: the wrong algorithm is an error at start-up, not an accept length of 1.0."""
+    """A wrong algorithm is an error at start-up rather than an accept length of 1.0."""
     with pytest.raises(ModelError, match=sentence):
         config_of(copy_of(tmp_path, name, **changes), algorithm)
 
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(
     ],
 )
 def test_aux_layers(changes: dict[str, Any], layers: AuxLayers, tmp_path: Path) -> None:
-    """ECOSYSTEM.md: boundaries, unless the file says (or begins with 1 and lets us guess) that outputs are meant.
+    """Aux layers count boundaries unless the file says, or (with a first layer of 1) suggests, that outputs are meant.
 
     Row D4: aux states are read by default; a file may say that the target's output is read instead.
     """
@@ -143,7 +143,7 @@ def test_aux_layers(changes: dict[str, Any], layers: AuxLayers, tmp_path: Path) 
 def test_the_aux_layers_stand_in_the_log_and_in_server_info(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """ECOSYSTEM.md: which convention was taken, and whether it was guessed."""
+    """The log and /server_info name the aux layer convention, and whether it was guessed."""
     path = copy_of(tmp_path, "tiny-eagle3", aux_layer_convention="auto")
     speculation = Speculation(algorithm="eagle3", draft_model_path=str(path))
     cluster = Cluster(model=Model(path=str(TARGET)), speculation=speculation)
@@ -191,7 +191,7 @@ def save_parts(path: Path, tensors: dict[str, Tensor], rename: Callable[[str], s
 
 
 def test_parts_of_its_own_and_those_of_the_target(target: Any, tmp_path: Path) -> None:
-    """ECOSYSTEM.md: a head may have an embedding and an LM head, which the published ones of 70B models do."""
+    """A head may have an embedding and an LM head of its own, as published heads of 70B models do."""
     path = copy_of(tmp_path, "tiny-eagle3", draft_vocab_size=None)
     tensors = load_file(path / "model.safetensors")
     del tensors["lm_head.weight"], tensors["d2t"]
@@ -203,7 +203,7 @@ def test_parts_of_its_own_and_those_of_the_target(target: Any, tmp_path: Path) -
         "embed_tokens.weight": torch.randn(704, 256),
         "lm_head.weight": torch.randn(704, 256),
     }
-    save_parts(path, {**tensors, **own}, lambda name: f"model.{name}")  # with the prefix of some files
+    save_parts(path, {**tensors, **own}, lambda name: f"model.{name}")  # some files use this prefix
     head = load_eagle3(path, config_of(path), target, PLACEMENT)
     assert torch.equal(head.embed_tokens.weight, own["embed_tokens.weight"])
     assert torch.equal(head.lm_head.dense(), own["lm_head.weight"])
@@ -213,7 +213,7 @@ def test_parts_of_its_own_and_those_of_the_target(target: Any, tmp_path: Path) -
 
 
 def test_a_narrower_head_needs_parts_of_its_own(target: Any, tmp_path: Path) -> None:
-    """Rows D3, D7 (known-failures H1): target_hidden_size unlike hidden_size."""
+    """Rows D3, D7: a head whose target_hidden_size differs from its hidden_size."""
     path = copy_of(tmp_path, "tiny-eagle3", hidden_size=128, num_attention_heads=4, head_dim=64)
     config = config_of(path)
     assert (target_width(config), hidden_size_for(config)) == (768, 128)
@@ -230,7 +230,7 @@ def test_a_narrower_head_needs_parts_of_its_own(target: Any, tmp_path: Path) -> 
 
 
 def test_an_embedding_of_its_own_reads_no_images(target: Any, tmp_path: Path) -> None:
-    """Row C4: image rows come embedded by the target."""
+    """Row C4: image rows arrive already embedded by the target."""
     path = copy_of(tmp_path, "tiny-eagle3")
     save_parts(path, {**load_file(path / "model.safetensors"), EMBEDDING: torch.randn(704, 256)})
     load_eagle3(path, config_of(path), target, PLACEMENT)
@@ -248,7 +248,7 @@ def test_an_embedding_of_its_own_reads_no_images(target: Any, tmp_path: Path) ->
     ],
 )
 def test_norms_before_fc(switch: str, names: list[str], target: Any, tmp_path: Path) -> None:
-    """known-failures H5: over the concatenation, or over each boundary; against plain torch."""
+    """Norms before the projection span the concatenation or each boundary; compared with plain torch."""
     path = copy_of(tmp_path, "tiny-eagle3", **{switch: True})
     tensors = load_file(path / "model.safetensors")
     width = 768 // len(names)
@@ -267,7 +267,7 @@ def test_norms_before_fc(switch: str, names: list[str], target: Any, tmp_path: P
 
 
 def test_copies_and_a_bias_in_an_eagle_file(target: Any, tmp_path: Path) -> None:
-    """EAGLE-1 shares embedding and LM head, whatever its file repeats of them; some files have a bias of fc."""
+    """EAGLE-1 shares embedding and LM head even if its file repeats them; some files have a bias in fc."""
     path = copy_of(tmp_path, "tiny-eagle")
     tensors = load_file(path / "model.safetensors")
     bias = torch.randn(256)
@@ -290,7 +290,7 @@ def test_names_of_eagle3(name: str, tmp_path: Path) -> None:
 
 
 def test_the_form_of_the_speculators_library(target: Any, tmp_path: Path) -> None:
-    """ECOSYSTEM.md: the layer's settings stand in a part of their own, tensors have no prefix."""
+    """In this format the layer's settings are a nested object, and tensor names have no prefix."""
     path = copy_of(tmp_path, "tiny-eagle3")
     flat = json.loads((path / "config.json").read_text())
     whole = {"draft_vocab_size", "norm_before_residual", "eagle_config", "aux_layer_convention", "dtype"}
@@ -336,13 +336,13 @@ def test_nodes_with_other_drafting_do_not_match() -> None:
     config = config_of(path)
     made = {draft_fingerprint(path, config, steps, 1) for steps in (3, 5)}
     made.add(draft_fingerprint(MODELS / "tiny-eagle", config_of(MODELS / "tiny-eagle", "eagle"), 3, 1))
-    made.add(draft_fingerprint(path, config, 3, 2))  # trees: other proposals travel
+    made.add(draft_fingerprint(path, config, 3, 2))  # a tree transfers other proposals
     assert len(made) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_draft_state_travels_bit_by_bit(dtype: torch.dtype) -> None:
-    """Record, relay row and retraction carry the same bytes."""
+    """The handoff record, the relay row and retraction carry the same bytes."""
     shape = DraftShape(2, 3, hidden_dtype(dtype), vocab=9)
     relay = RelayState.allocate(2, 64, torch.device("cpu"), shape)
     hidden = torch.tensor([1.5, -2.25, 1e-3], dtype=dtype)

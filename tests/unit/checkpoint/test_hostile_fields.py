@@ -1,4 +1,4 @@
-"""Every field of every shipped config replaced by hostile values: a ModelError that names the file, or a model."""
+"""Every field of every shipped config is replaced by hostile values: a ModelError names the file, or a model loads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NAMES: dict[str, str | None] = {
     "tiny-mtp": "mtp",
     "tiny-standalone": "standalone",
 }
-# Keys that no shipped config has, but that are read if present.
+# Keys that are read if present, but that no shipped config has.
 MORE = {
     *(
         "dtype",
@@ -86,7 +86,7 @@ QWEN = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Qwen2_5_V
 
 
 def places(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths of all keys of nested objects."""
+    """Yield the paths of all keys of nested objects."""
     for key, inside in value.items():
         yield (*at, key)
         if isinstance(inside, dict):

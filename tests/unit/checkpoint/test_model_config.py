@@ -1,4 +1,4 @@
-"""config.json and generation_config.json as our code reads them, against transformers; what is refused."""
+"""config.json and generation_config.json as this project reads them, compared with transformers; and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any] | No
 
 
 def load(path: Path, **changes: Any) -> ModelConfig:
-    """RAW with changes; a value of `...` removes the key."""
+    """Load RAW with changes; a value of `...` removes the key."""
     raw = {key: value for key, value in {**RAW, **changes}.items() if value is not ...}
     return ModelConfig.load(write(path, raw))
 
@@ -122,7 +122,7 @@ def test_defaults_of_a_sparse_config(tmp_path: Path) -> None:
     assert load(tmp_path, architectures=["MistralForCausalLM"]).sliding_windows == (4096, 4096)
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9}
     assert load(tmp_path, **qwen).sliding_windows == (None, None)
-    # only from layer 28 on
+    # sliding windows would start only at layer 28
     assert load(tmp_path, **qwen, use_sliding_window=True).sliding_windows == (None, None)
     assert load(tmp_path, **qwen, use_sliding_window=True, max_window_layers=1).sliding_windows == (None, 9)
 
@@ -250,7 +250,7 @@ def test_fingerprint_tells_models_apart_and_nothing_else(tmp_path: Path) -> None
     a, b, other_values = map(model_fingerprint, paths)
     assert a == b
     assert len(a) == 64
-    assert a != other_values  # same headers, other weights
+    assert a != other_values  # same headers, different weights
     config = json.loads((paths[1] / "config.json").read_text())
     write(paths[1], {**config, "eos_token_id": 3, "transformers_version": "9"}, {"temperature": 0.5})
     assert model_fingerprint(paths[1]) == a

@@ -27,7 +27,7 @@ CLUSTERS = ROOT / "deploy" / "clusters"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model directory with a MANIFEST, written by the command of the documentation."""
+    """Return a model directory with a MANIFEST, written by the documented command."""
     path = Path(shutil.copytree(MODELS / "tiny-standalone", tmp_path / "model"))
     subprocess.run("sha256sum * > MANIFEST", shell=True, cwd=path, check=True)
     return path

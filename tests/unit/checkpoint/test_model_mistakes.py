@@ -1,4 +1,4 @@
-"""Things that are given instead of a model directory are recognized, and the error says what to give."""
+"""Arguments that are not a model directory are recognized, and the error says what to pass instead."""
 
 from __future__ import annotations
 

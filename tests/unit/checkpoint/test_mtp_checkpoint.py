@@ -1,6 +1,6 @@
-"""MTP checkpoints at start-up: both published forms, weights shared or their own, widths, and what is refused.
+"""MTP checkpoints at start-up: both published formats, shared weights or separate ones, widths, and refusals.
 
-Rows D2-D8: what the width functions say of a multi-layer draft is what its modules, the relay row and the record have.
+Rows D2-D8: the width functions agree with the modules, the relay row and the record of a multi-layer draft.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def target() -> CausalLM:
 
 
 def checkpoint(directory: Path, tensors: dict[str, torch.Tensor], **changes: Any) -> Path:
-    """The shipped config with changes, and these tensors."""
+    """Save the shipped config with changes, and these tensors."""
     config = json.loads((MTP / "config.json").read_text())
     changed = {key: value for key, value in {**config, **changes}.items() if value is not None}
     (directory / "config.json").write_text(json.dumps(changed))
@@ -71,7 +71,7 @@ def shipped() -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def module_logits(model: MtpModules, seed: int = 1) -> list[torch.Tensor]:
-    """Of every module behind one row at position 0, where attention is the value."""
+    """Return the logits of every module for one row at position 0, where attention returns the value."""
     generator = torch.Generator().manual_seed(seed)
     hidden, ids = torch.randn(1, HIDDEN, generator=generator), torch.tensor([77])
     said = []
@@ -82,7 +82,7 @@ def module_logits(model: MtpModules, seed: int = 1) -> list[torch.Tensor]:
 
 
 class OneRow:
-    """An `AttentionBackend` of a text of one token."""
+    """An `AttentionBackend` for a single token."""
 
     def plan(self, batch: object) -> None: ...
 
@@ -143,7 +143,7 @@ def test_embedding_and_head_are_shared(target: CausalLM) -> None:
 
 
 def test_a_checkpoint_with_its_own(target: CausalLM, tmp_path: Path) -> None:
-    """DeepSeek's checkpoints repeat embedding and head in the module; tensors of other layers are the target's."""
+    """DeepSeek's checkpoints repeat embedding and head in the module; tensors of other layers belong to the target."""
     tensors = shipped()
     embedding, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
     tensors["model.layers.8.embed_tokens.weight"] = embedding
@@ -159,7 +159,7 @@ def test_a_checkpoint_with_its_own(target: CausalLM, tmp_path: Path) -> None:
 
 
 def test_modules_in_the_target_s_own_checkpoint(target: CausalLM, tmp_path: Path) -> None:
-    """As they are published: one directory is the model and the draft, and neither minds the other's tensors."""
+    """One directory is both model and draft, as published; each loader ignores the other's tensors."""
     tensors = {**load_file(TARGET / "model.safetensors"), **shipped()}
     path = checkpoint(tmp_path, tensors, architectures=["LlamaForCausalLM"])
     loaded, config = load_model(path)
@@ -196,7 +196,7 @@ def test_weights_that_do_not_fit(target: CausalLM, tmp_path: Path) -> None:
 
 
 def test_mimo_form(target: CausalLM, tmp_path: Path) -> None:
-    """Other names, Qwen2's biases, the projection's inputs the other way round, and no chain unless said (D8)."""
+    """MiMo has other names, Qwen2's biases, reversed projection inputs, and no chain unless configured (D8)."""
     renamed = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "shared_head.norm": "final_layernorm"}
     mimo: dict[str, torch.Tensor] = {}
     for name, tensor in shipped().items():
@@ -226,7 +226,7 @@ def test_mimo_form(target: CausalLM, tmp_path: Path) -> None:
 
 
 def test_nodes_with_other_modules_do_not_match() -> None:
-    """Steps and chain are part of what the nodes compare before pages move."""
+    """Steps and chain are part of what nodes compare before they transfer pages."""
     config = config_of()
     made = {draft_fingerprint(MTP, config_of(steps=steps), steps, 1) for steps in (1, 2, 3)}
     made.add(draft_fingerprint(MTP, config, 2, 1))
@@ -234,7 +234,7 @@ def test_nodes_with_other_modules_do_not_match() -> None:
 
 
 def test_static_memory_of_draft_extend_has_the_width_of_the_target() -> None:
-    """D7: [rows x window, target width], of the dtype that the functions give; an idle batch has none of its rows."""
+    """D7: buffers are [rows x window, target width], with the width functions' dtype; an idle batch has no rows."""
     config = config_of()
     extend = EagleDraftExtendInput
     width, dtype = (
@@ -247,7 +247,7 @@ def test_static_memory_of_draft_extend_has_the_width_of_the_target() -> None:
 
 
 def test_three_kinds_of_draft() -> None:
-    """D8: a chain and modules that all read the target carry as much, a language model carries nothing."""
+    """D8: chained modules and modules that all read the target carry the same state; a language model carries none."""
     chain = config_of()
     assert chain.mtp is not None
     apart = replace(chain, mtp=replace(chain.mtp, chain=False))

@@ -1,4 +1,4 @@
-"""Announced work: never less than a launch takes, and not so long that a hang goes unnoticed."""
+"""The time that a node announces for a launch: never less than the launch takes, yet short enough to reveal a hang."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Launch:
 
 @dataclass
 class Rig:
-    """A loop whose launches take as long as the test says; records its announcements."""
+    """A loop whose launches take as long as the test sets; it records the announcements."""
 
     completion: Callable[[], Completion]
     seconds: float = 0.5
@@ -106,7 +106,7 @@ class Rig:
         )
 
     def _prepare(self) -> int | None:
-        self.until = self.clock.now  # like RouterLink.publish: announced anew in every turn
+        self.until = self.clock.now  # like RouterLink.publish: announced again in every turn
         return self.plans.pop(0) if self.plans else None
 
     def _announce(self, seconds: float) -> None:

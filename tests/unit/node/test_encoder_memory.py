@@ -125,7 +125,7 @@ def test_llava_takes_no_more_and_not_much_less(
 def test_qwen_takes_no_more_and_not_much_less(
     tower: QwenVision, grids: list[tuple[int, int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a full batch whose images do not exceed that size."""
+    """The bound is checked for a full batch with images of at most that size."""
     monkeypatch.setattr(encoder_memory, "ENCODER_TOKENS", 64)
     monkeypatch.setattr(encoder_memory, "_largest_image", lambda vision: 0)
     part = QwenPart(tower, HIDDEN, Placement(dtype, CPU)).eval()
@@ -140,7 +140,7 @@ def test_qwen_takes_no_more_and_not_much_less(
 
 @given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([(16, 200), (4, 4000), (900, 1000)]))
 def test_no_image_is_larger_than_the_largest(width: int, height: int, tokens: tuple[int, int]) -> None:
-    """This holds for all proportions."""
+    """The bound holds for all proportions."""
     least, most = (64 * each for each in tokens)
     vision = QwenVision("", "{}", 0, 1, 4, 2, 2, least, most, 1 / 255, CLIP_MEAN, CLIP_STD)
     assume(max(width, height) <= MAX_RATIO * min(width, height))
@@ -149,7 +149,7 @@ def test_no_image_is_larger_than_the_largest(width: int, height: int, tokens: tu
 
 
 def test_the_published_models() -> None:
-    """Qwen2.5-VL-7B in bf16: 65,536 patches of about 40 KB."""
+    """Qwen2.5-VL-7B in bf16 takes 65,536 patches of about 40 KB."""
     seven = qwen(
         28 * 28 * 16_384,
         hidden_size=1280,

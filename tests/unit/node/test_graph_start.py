@@ -31,12 +31,12 @@ from tests.unit.engine.graphs.rig import DeviceDriver, model, sequences
 FULL = CaptureHiddenMode.FULL
 PAGE = 16
 TOKENS = 64 * PAGE
-GPU = Placement(torch.float32, torch.device("cuda", 0))  # only a name: nothing here is on it
+GPU = Placement(torch.float32, torch.device("cuda", 0))  # only a name: nothing is allocated on it
 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """A GPU of 16 GiB: its free memory, and how much more is in use at each query."""
+    """Fake a GPU of 16 GiB: its free memory, and how much more is in use at each query."""
     state = {"free": 8 * GIB, "step": GIB // 2}
     reserved = count()
     monkeypatch.setattr(memory, "PATIENCE", 0.0)
@@ -63,7 +63,7 @@ def served(tokens: int | None, placement: Placement = GPU) -> ServingModel:
 
 
 def build() -> list[NodeGraphs[PrefillExtend]]:
-    """Four graphs on the tape."""
+    """Build four graphs on the tape backend."""
     driver = DeviceDriver(model(), sequences([9]), 4)
     return [
         prompt_graphs.prefill_graphs(driver.runner, PhaseSwitch("breakable"), 8, 8, CaptureHiddenMode.NULL)
@@ -72,7 +72,7 @@ def build() -> list[NodeGraphs[PrefillExtend]]:
 
 @pytest.mark.parametrize("tokens", [TOKENS, None])
 def test_every_gpu_node_measures_its_graphs(tokens: int | None, free: dict[str, int]) -> None:
-    """Also if the config sets the size of the pool; a trial reads the free memory four times."""
+    """This holds even if the config sets the size of the pool; a trial reads the free memory four times."""
     ready = graph_start.sized(served(tokens), build)
     graphs = 3 * free["step"] + 2 * free["step"] + 4 * GRAPH_BYTES  # the two shapes beyond those of the trial
     assert ready.plan.graphs == graphs
@@ -83,7 +83,7 @@ def test_every_gpu_node_measures_its_graphs(tokens: int | None, free: dict[str, 
 
 
 def test_a_pool_that_its_graphs_leave_no_room_for_is_refused(free: dict[str, int]) -> None:
-    """It would fit without graphs, and then the largest buckets would run eagerly."""
+    """The pool would fit without graphs, but then the largest buckets would run eagerly."""
     free |= {"step": GIB, "free": 4 * GIB}
     with pytest.raises(ConfigError) as caught:
         graph_start.sized(served(TOKENS), build)
@@ -111,7 +111,7 @@ def _full(*_: object) -> None:
 
 @pytest.mark.usefixtures("free")
 def test_graphs_that_fit_beside_no_pool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture that fails for lack of memory takes none, so a trial that continued would measure nothing."""
+    """A capture that fails for lack of memory uses none, so a trial that continued would measure nothing."""
     monkeypatch.setattr(TapeRecorder, "begin", _full)
     with pytest.raises(ConfigError) as caught:
         graph_start.sized(served(TOKENS), build)
@@ -134,7 +134,7 @@ def test_what_runs_neither_under_a_graph_nor_without_one_is_refused(monkeypatch:
 
 
 def test_each_node_logs_one_table(caplog: pytest.LogCaptureFixture) -> None:
-    """Phase, backend, shapes, hidden mode, memory and seconds of capture, and why anything is off."""
+    """The table has phase, backend, shapes, hidden mode, memory and seconds of capture, and why anything is off."""
     graphs = build()
     runner = DeviceDriver(model(), sequences([9]), 4).runner
     off = prompt_graphs.prefill_graphs(runner, PhaseSwitch("none"), 8, 8, FULL)
@@ -162,7 +162,7 @@ def test_each_node_logs_one_table(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_graph_that_failed_is_told_with_its_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the log at once, in the table, and in /server_info, for each shape."""
+    """The reason appears in the log at once, in the table and in /server_info, for each shape."""
     begin, begun = TapeRecorder.begin, count()
     monkeypatch.setattr(TapeRecorder, "begin", lambda self: _full() if next(begun) in (1, 2) else begin(self))
     graphs = build()

@@ -118,7 +118,7 @@ def test_stop_finishes_what_is_in_flight(completion: Callable[[], Completion]) -
 
 
 def test_stop_ends_a_loop_that_always_has_work() -> None:
-    """A drain deadline that has passed must end the node although a request could run for ever."""
+    """An expired drain deadline must end the node although a request could run forever."""
     rig = Rig(list(range(1000)), Deferred)
     rig.stop_after = 3
     rig.loop.run()
@@ -153,7 +153,7 @@ def test_which_completion_a_device_has() -> None:
 
 
 def test_what_cannot_wait_is_done_while_the_device_works() -> None:
-    """Between a launch and its results, not before and not after."""
+    """This work runs between a launch and its results, not before and not after."""
     rig = Rig([1, 2, None, None], Scripted)
     loop: OverlapLoop[int, Launch] = OverlapLoop(
         rig._prepare, rig._launch, rig._finish, lambda: None, rig._stop, lambda: rig.events.append("w")

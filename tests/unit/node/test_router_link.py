@@ -51,7 +51,7 @@ def registered(router: str) -> Registered:
 
 
 class Rig:
-    """A link, and a router that answers what the test tells it to."""
+    """A link and a router that the test scripts."""
 
     def __init__(self, directory: Path) -> None:
         self.clock = Clock()
@@ -113,13 +113,13 @@ class Rig:
         return [message for _, message in self.listen() if isinstance(message, kind)]
 
     def receive(self, count: int = 1) -> list[Any]:
-        """What the link passes to the main loop once `count` messages have arrived."""
+        """Return what the link passes to the main loop once `count` messages have arrived."""
         got: list[Any] = []
         until(lambda: (got.extend(self.link.drain()), len(got) >= count)[1])
         return got
 
     def register(self) -> None:
-        """Let the node register and the router answer."""
+        """Let the node register, and let the router answer."""
         before = len(self.said(Register))
         until(lambda: self.link.drain() or len(self.said(Register)) > before)
         self.say(registered(self.incarnation))
@@ -306,7 +306,7 @@ def test_an_old_answer_says_nothing_about_a_new_registration(rig: Rig) -> None:
 
 
 def test_a_probe_on_the_main_socket_is_no_echo(rig: Rig) -> None:
-    """The router sends one to test whether the socket is alive, which proves only one direction."""
+    """The router's probe tests whether the socket is alive; it proves only one direction."""
     rig.register()
     rig.clock.now += TIMEOUT + 1
     rig.say(HeartbeatAck(router_incarnation="router-a", sequence=0, known=True))
@@ -337,7 +337,7 @@ def test_heartbeats_go_on_while_the_main_loop_is_blocked(rig: Rig) -> None:
 
 
 def test_announced_work_travels_until_the_loop_turns(rig: Rig) -> None:
-    """It counts from the last turn, as the loop's age does; a shorter announcement revokes nothing."""
+    """The announced time counts from the loop's last turn; a shorter announcement revokes nothing."""
     rig.link.publish("up", NodeLoad(), NodeCounters())
     rig.link.start()
     assert rig.beat().announced_ms == 0
@@ -407,7 +407,7 @@ def test_control_comes_before_work(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_abort_that_overtakes_its_request_takes_it_along() -> None:
-    """Otherwise the abort meets an unknown room, and the request then runs although nobody waits for it."""
+    """Otherwise the abort would find no such room, and the request would then run although nobody waits for it."""
     messages = [prefill(1), prefill(2), Abort(room=1, reason="gone"), Abort(room=3, reason="gone")]
     assert control_first(messages) == [*messages[2:], messages[1]]
 

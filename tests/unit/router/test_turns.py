@@ -1,4 +1,4 @@
-"""Work that begins at once is spread over turns of the event loop."""
+"""Spreading work over turns of the event loop."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_calls_keep_their_order_among_those_that_wait() -> None:
 
 
 class Ticking:
-    """A clock that only work moves."""
+    """A clock that only advances when work is done."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Complete answers are put together from what was encoded as the tokens came."""
+"""Complete answers are assembled from parts that were encoded as the tokens arrived."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster.harness import MODEL
 
 
 class CountingTokenizer(Tokenizer):
-    """Counts the tokens whose text is asked for."""
+    """Counts the tokens whose text is requested."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -14,7 +14,7 @@ CORPUS = [
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3, Qwen: merges cross character borders, specials have no text."""
+    """Byte-level BPE as in GPT-2, Llama 3 and Qwen: merges cross character borders, special tokens have no text."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def _with_bytes(extra: list[str]) -> dict[str, int]:
 
 
 def llama2() -> Tokenizer:
-    """SentencePiece BPE with byte fallback: words begin with U+2581, the first space is not shown."""
+    """SentencePiece BPE with byte fallback: words begin with U+2581, and the first space is dropped."""
     letters = sorted(set("".join(CORPUS)) - set("漢字😀€ \n"))
     vocabulary = _with_bytes(["▁", *letters, "▁t", "he", "▁the", "▁▁"])
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
@@ -50,7 +50,7 @@ def llama2() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Unigram with the Metaspace decoder."""
+    """A Unigram tokenizer with the Metaspace decoder."""
     letters = sorted(set("".join(CORPUS)) - set(" \n"))
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("▁", -3.0), ("▁the", -2.0), ("▁answer", -2.0)]
     made = Tokenizer(models.Unigram([*pieces, *((each, -5.0) for each in letters)], 0, False))
@@ -61,7 +61,7 @@ def metaspace() -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """No decoder: tokens are joined with spaces."""
+    """A tokenizer without a decoder: tokens are joined with spaces."""
     made = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "answer": 2, "END": 3, "12": 4}, "<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
     return made

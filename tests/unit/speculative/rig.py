@@ -1,4 +1,4 @@
-"""Rounds of speculation without a node: prompts in both caches, one relay row each, and the phases over them."""
+"""Speculative rounds without a node: prompts in both caches, one relay row each, and the phases run on them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import VOCAB, reference, tiny_model
 from tests.unit.engine.graphs.rig import CPU, DeviceDriver, sequences
 
-ANSWER = 64  # tokens that a request may say in a test
+ANSWER = 64  # most tokens that a request generates in a test
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What drafts, and how much."""
+    """The drafter of a test and its sizes."""
 
     name: str  # ngram, standalone, a head of DRAFTS, or modules of FORMATS
     steps: int = 3
     topk: int = 1
-    nodes: int = 0  # of a tree
+    nodes: int = 0  # tokens of a tree
 
     @property
     def lookahead_slots(self) -> int:
@@ -60,16 +60,16 @@ class Kind:
 
 @dataclass
 class Seen:
-    """One round, on the host."""
+    """The results of one round, on the host."""
 
-    trees: Tensor  # [R, N] tokens as they were drafted, roots excepted
+    trees: Tensor  # [R, N] drafted tokens, without roots
     parents: Tensor  # [R, N]
-    tokens: list[list[int]]  # what is said
+    tokens: list[list[int]]  # emitted tokens
     logprobs: Tensor | None  # [R * D]
 
 
 class RoundRig:
-    """`hit`: a draft of a head, which is random, becomes the right one with this probability before it is verified."""
+    """`hit` is the probability that a draft of a random head is replaced by the right token before verify."""
 
     def __init__(
         self,
@@ -107,13 +107,13 @@ class RoundRig:
         self.said: list[list[int]] = [[token] for token in self.first]
 
     def round(self, requests: Iterable[int]) -> Seen:
-        """One round of requests, numbered from 0; row = number + 1."""
+        """Run one round of requests, numbered from 0; row = number + 1."""
         chosen = list(requests)
         call = self.call(chosen)
         self.drafter.propose(call)
         tree = self.drafter.state.tree.first(len(chosen))
         drafted = tree.tokens[:, 1:].clone()
-        if self.kind.name in FORMATS:  # proposed in the relay rows, until verify reads them
+        if self.kind.name in FORMATS:  # proposals stay in the relay rows until verify reads them
             drafted = self.relay.draft_ids[[request + 1 for request in chosen]].clone()
         self._correct(chosen, call)
         self._spoil(len(chosen))
@@ -138,7 +138,7 @@ class RoundRig:
         return RoundCall(values, sampling_variant(self.params[request] for request in chosen), drafts)
 
     def _told(self, request: int) -> list[int]:
-        """As an n-gram match: right for a while."""
+        """Return drafts like those of an n-gram match: the first few are right."""
         rest = self._answer(request)[len(self.said[request]) :]
         right = self._random.randint(0, self.kind.steps)
         return [*rest[:right], *[7] * self.kind.steps][: self.kind.steps]
@@ -149,7 +149,7 @@ class RoundRig:
         return [first, *reference((*self.prompts[request], first), sampling, 1)[0]]
 
     def _correct(self, chosen: Sequence[int], call: RoundCall) -> None:
-        """Put right tokens in the place of drafts, along one path."""
+        """Replace drafts by right tokens along one path."""
         if call.drafts is not None or not self._hit:
             return
         tree = self.drafter.state.tree
@@ -171,10 +171,10 @@ class RoundRig:
                 tree.tokens[index, at] = right
 
     def _spoil(self, live: int) -> None:
-        """Rows behind the batch hold an earlier one's: anything that is in range."""
+        """Fill rows past the batch, which in use hold an earlier batch's data, with arbitrary values in range."""
         state = self.drafter.state
         state.tree.tokens[live:] = VOCAB - 1
-        if self.kind.topk > 1:  # the form of chains is written once, at the start
+        if self.kind.topk > 1:  # the structure of chains is written once, at the start
             state.tree.depth[live:] = 1
             state.tree.mask[live:] = True
         state.walk.ids[live:] = VOCAB - 2
@@ -201,7 +201,7 @@ class RoundRig:
             self.table.write([(index + 1, logical, page) for logical, page in enumerate(driver.pages[index])])
 
     def _place_draft(self, page_size: int) -> object:
-        """The draft's KV of the prompts, and the relay rows that a hand-over would bring."""
+        """Compute the draft's KV of the prompts and the relay rows that a hand-over would bring."""
         if self.kind.name in FORMATS:
             return self._place_modules(page_size)
         config = DRAFTS.get(self.kind.name)
@@ -239,7 +239,7 @@ class RoundRig:
         return head
 
     def _place_modules(self, page_size: int) -> MultiLayerRunner:
-        """By a prefill node's own step, in one piece."""
+        """Run a prefill node's own step over each whole prompt."""
         model = MtpModel(self.kind.name, self.kind.steps)
         self.relay = RelayState.allocate(len(self.prompts) + 2, VOCAB, self.device, model.shape)
         for index, (ids, sampling) in enumerate(zip(self.prompts, self.params, strict=True)):
@@ -278,7 +278,7 @@ class RoundRig:
 
 @dataclass(frozen=True, slots=True)
 class _Plan(PhasePlan):
-    """Any backend, by name or not."""
+    """Accepts any backend, by name or not."""
 
     make: Callable[[], Backend] = None  # type: ignore[assignment]
 
@@ -287,7 +287,7 @@ class _Plan(PhasePlan):
 
 
 def said(emitted: Emitted, count: int) -> list[list[int]]:
-    """Tokens of each request. Waits for the device."""
+    """Return the tokens of each request. Waits for the device."""
     sampled, counts = emitted.read()
     assert not sampled.invalid.any()
     ids = sampled.token_ids.view(count, -1).tolist() if count else []

@@ -1,4 +1,4 @@
-"""Adaptive widths: rounds of changing width say what plain decoding says."""
+"""Adaptive widths: rounds of changing width emit the tokens of plain decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Seen = list[tuple[list[int], list[int]]]
 
 
 class Cycle(WidthPolicy):
-    """Another width for every round."""
+    """Chooses another width for every round."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__(slots_up_to(max(widths)))
@@ -39,7 +39,7 @@ class Cycle(WidthPolicy):
 
 
 class EachTold:
-    """Tells the drafters of all widths of the batch."""
+    """Proposes with the drafters of all widths."""
 
     needs_results = False
 
@@ -53,7 +53,7 @@ class EachTold:
 
 
 def together(made: Mapping[int, DecodeSteps], widths: WidthPolicy) -> DecodeSteps:
-    """Steps of one width each as one of changing width."""
+    """Combine steps of one width each into steps of changing width."""
     steps = {}
     for width, each in made.items():
         (step,) = each.by_width.values()
@@ -87,7 +87,7 @@ def changing(
 def test_tokens_and_drafts_do_not_depend_on_the_widths_before(
     name: str, buckets: tuple[int, ...], completion: type[Completion]
 ) -> None:
-    """Widths change between rounds, 0 included: draft KV and relay rows serve whatever comes next."""
+    """Widths change between rounds, including to 0: draft KV and relay rows serve any following width."""
     seen: Seen = []
     model, step = changing(name, (3, 0, 1, 5, 0, 0, 3), seen, buckets)
     with NodeCluster(Shape(draft=model, step=step, page_size=4, completion=completion)) as cluster:
@@ -105,7 +105,7 @@ def test_tokens_and_drafts_do_not_depend_on_the_widths_before(
 
 
 class Timed(WidthPolicy):
-    """Every draft costs a tenth of a round."""
+    """Measures that every draft costs a tenth of a round."""
 
     def observe(self, batch: int, width: int, accepted: Sequence[int], seconds: float) -> None:
         assert seconds > 0
@@ -113,7 +113,7 @@ class Timed(WidthPolicy):
 
 
 def test_the_step_learns_from_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random heads are hardly ever right: soon fewer drafts are verified. The watch of a round is read once."""
+    """Random heads are rarely right, so soon fewer drafts are verified. The stopwatch of a round is read once."""
     watches: list[HostStopwatch] = []
     seconds = HostStopwatch.seconds
     monkeypatch.setattr(HostStopwatch, "seconds", lambda watch: watches.append(watch) or seconds(watch))
@@ -134,7 +134,7 @@ def test_the_step_learns_from_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_graphs_of_all_widths_are_counted_as_one_phase() -> None:
-    """Row B (counters): one series for a phase, whatever widths it has; captured sizes as `batches_of` says."""
+    """Row B (counters): a phase has one series, whatever its widths; captured sizes are those of `batches_of`."""
     made = {width: observed("eagle3", width, 0.0, [], (1, 3))[1] for width in (0, 2)}
     steps: list[DecodeSteps] = []
 

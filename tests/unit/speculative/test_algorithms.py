@@ -1,4 +1,4 @@
-"""The table of speculative algorithms, and the tables of both nodes beside it."""
+"""The table of speculative algorithms, compared with the tables of both nodes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a verify round says is distributed as the target's softmax, for chains and trees, with every parameter.
+"""The output of a verify round is distributed as the target's softmax, for chains and trees and every parameter.
 
-Row X3 of the test plan. A target of 20 tokens whose logits depend on the last token alone; thousands of requests with
-one text and different seeds; the exact distribution of the next three tokens by enumeration. Seeds are fixed and the
-bound lies six standard deviations out. So nothing here flakes; that it can fail is shown by wrong distributions.
+Row X3 of the test plan. The target has 20 tokens and its logits depend only on the last token. Thousands of requests
+have the same text and different seeds; the exact distribution of the next three tokens comes from enumeration. Seeds
+are fixed and the bound is six standard deviations, so nothing here is flaky; wrong distributions show that it can fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.fakes.drafters import Foresight, plans
 from tests.fakes.tiny_model import adjusted
 
 CPU, VOCAB, ROWS, PAGE = torch.device("cpu"), 20, 3000, 16
-TEXT, OUTPUTS = [3, 7, 7, 11, 5, 3, 2], 3  # of every request
+TEXT, OUTPUTS = [3, 7, 7, 11, 5, 3, 2], 3  # the same for every request
 TABLE = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4))
 LIKELY = TABLE.topk(3).indices  # [V, 3]: drafts
 PLAIN = SamplingParams(max_tokens=99)
@@ -61,14 +61,14 @@ PARAMS["all"] = replace(
 
 
 class Markov:
-    """A target whose logits depend on the last token alone."""
+    """A target whose logits depend only on the last token."""
 
     def __call__(self, batch: ForwardBatch) -> ForwardOutput:
         return ForwardOutput(TABLE[batch.input_ids])
 
 
 class Likely(Foresight):
-    """Drafts what the bare logits make likely: chains, or trees of three branches."""
+    """Drafts the likeliest tokens of the raw logits: chains, or trees of three branches."""
 
     def __init__(self, rounds: Rounds, branch: int) -> None:
         self.nodes = self.lookahead_slots = 4 if branch == 1 else 7
@@ -92,7 +92,7 @@ class Likely(Foresight):
 
 
 class Gullible(ChainAcceptor):
-    """Wrong: takes one draft too many."""
+    """A wrong acceptor that accepts one draft too many."""
 
     def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
         accepted = super().accept(drafts, drawn)
@@ -100,7 +100,7 @@ class Gullible(ChainAcceptor):
 
 
 def say(sampling: SamplingParams, branch: int, acceptor: Acceptor) -> tuple[Tensor, float]:
-    """(the next three tokens of every request [ROWS, 3], mean tokens per round)."""
+    """Return (the next three tokens of every request [ROWS, 3], mean tokens per round)."""
     relay = RelayState.allocate(ROWS, VOCAB, CPU)
     rounds = Rounds(relay, PageTable(ROWS, 4, CPU), PAGE, 32, 7, plans(()))
     relay.write_row(1, TEXT, OUTPUTS, sampling)
@@ -125,7 +125,7 @@ def say(sampling: SamplingParams, branch: int, acceptor: Acceptor) -> tuple[Tens
 
 
 def exact(sampling: SamplingParams, said: tuple[int, ...]) -> Tensor:
-    """[V] float64: the distribution of the token behind TEXT and `said`, step by step as SamplingParams tells it."""
+    """Return the distribution of the token after TEXT and `said`, [V] float64, derived from `sampling`."""
     text = [*TEXT, *said]
     prompt = len(TEXT) - OUTPUTS
     logits = adjusted(TABLE[text[-1]][None], text[:prompt], text[prompt:], sampling)[0].double()
@@ -142,7 +142,7 @@ def exact(sampling: SamplingParams, said: tuple[int, ...]) -> Tensor:
 
 @functools.cache
 def joint(name: str) -> Tensor:
-    """[V, V, V] float64: of the next three tokens."""
+    """Return the distribution of the next three tokens, [V, V, V] float64."""
     sampling, out = PARAMS[name], torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.float64)
     first = exact(sampling, ())
     for one in first.nonzero()[:, 0].tolist():
@@ -153,8 +153,11 @@ def joint(name: str) -> Tensor:
 
 
 def distance(said: Tensor, probs: Tensor) -> float:
-    """By how many standard deviations the worst of these chi-squared values lies too high: the first token, the third,
-    and the first two together. A token that cannot come is infinitely far."""
+    """Return by how many standard deviations the worst of three chi-squared values is too high.
+
+    They are those of the first token, of the third, and of the first two together. A token that cannot occur is
+    infinitely far.
+    """
     tables = [
         (said[:, 0], probs.sum((1, 2))),
         (said[:, 2], probs.sum((0, 1))),
@@ -196,7 +199,7 @@ def test_a_draft_too_many_shows(name: str) -> None:
 
 
 def test_a_path_that_is_not_counted_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistake that only speculation can make."""
+    """Only speculation can make this mistake: the tokens on the path to a node are left out of the penalties."""
 
     def nothing(self: EagleVerifyInput) -> Tensor:
         return torch.full_like(self.mask[:, :, 1:], -1, dtype=torch.int64)

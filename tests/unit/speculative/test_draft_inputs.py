@@ -39,7 +39,7 @@ LAST, FULL = CaptureHiddenMode.LAST, CaptureHiddenMode.FULL
     ],
 )
 def test_widths_of_the_shipped_drafts(name: str, algorithm: str, draft: int, extend: int) -> None:
-    """Rows D1, D3, D4, D8: the draft feeds itself its own width, the target gives it aux layers side by side."""
+    """Rows D1, D3, D4, D8: the draft feeds itself its own width, the target gives it concatenated aux layers."""
     config = load_draft_config(MODELS / name, algorithm, ModelConfig.load(MODELS / "tiny-target"))
     assert EagleDraftInput.hidden_size_for(config) == draft
     assert EagleDraftExtendInput.hidden_size_for(config) == extend
@@ -47,7 +47,7 @@ def test_widths_of_the_shipped_drafts(name: str, algorithm: str, draft: int, ext
 
 @pytest.mark.parametrize("states", [1, 2, 3, 4])
 def test_as_many_aux_states_as_the_head_reads(states: int) -> None:
-    """Rows D1, D4: of the target's width each, whatever the head's own; the projection takes all of them."""
+    """Rows D1, D4: each state has the target's width, whatever the head's own; the projection takes all of them."""
     config = replace(DRAFTS["eagle3-narrow"], aux=AuxLayers(tuple(range(states))), fc_norms=())
     assert EagleDraftInput.hidden_size_for(config) == 24
     assert EagleDraftExtendInput.hidden_size_for(config) == states * CONFIG.hidden_size
@@ -56,13 +56,13 @@ def test_as_many_aux_states_as_the_head_reads(states: int) -> None:
 
 
 def test_without_a_draft_model_nothing_travels() -> None:
-    """Row D8: n-grams."""
+    """Row D8: n-gram drafting transfers no draft state."""
     assert EagleDraftInput.hidden_size_for(None) == EagleDraftExtendInput.hidden_size_for(None) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_idle_inputs_of_modules_hold_the_proposals_of_every_step(dtype: torch.dtype) -> None:
-    """Row D6: top-k times steps, and a hidden state for each module but the first."""
+    """Row D6: the buffer holds top-k times steps proposals, and a hidden state for each module but the first."""
     config, place = mtp_config("mtp", 3), Placement(dtype, CPU)
     width, wide = EagleDraftInput.carried_size_for(config), EagleDraftExtendInput.hidden_size_for(config)
     idle = EagleDraftInput.zeros(0, proposals_for(config, 1), width, EagleDraftInput.dtype_for(place), CPU)
@@ -75,7 +75,7 @@ def test_idle_inputs_of_modules_hold_the_proposals_of_every_step(dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_idle_inputs_have_no_rows_and_every_width(dtype: torch.dtype) -> None:
-    """Row D6: device, width, dtype, top-k and hidden mode LAST, with zero rows."""
+    """Row D6: idle inputs have device, width, dtype, top-k and hidden mode LAST, with zero rows."""
     config, place = DRAFTS["eagle3"], Placement(dtype, CPU)
     draft = EagleDraftInput.zeros(
         0, 4, EagleDraftInput.hidden_size_for(config), EagleDraftInput.dtype_for(place), CPU
@@ -105,7 +105,7 @@ def test_graph_buffers_and_relay_rows_have_these_widths(name: str) -> None:
 
 
 def test_a_width_that_differs_raises() -> None:
-    """Row D (remaining defect): live hidden states that do not fit their buffer are no reason to replay old ones."""
+    """Hidden states that do not fit their buffer must raise; a replay with old ones would be silently wrong."""
     rig = RoundRig(Kind("eagle3", 3), prompts_of([5]), [_greedy()], BACKENDS["tape"], ())
     wide = rig.drafter.state.walk.hidden.shape[-1] + 8
     object.__setattr__(rig.drafter.state.walk, "hidden", torch.zeros(rig.rounds.max_rows, 4, wide))
@@ -114,7 +114,7 @@ def test_a_width_that_differs_raises() -> None:
 
 
 def test_no_other_file_computes_a_width() -> None:
-    """Row D2: no `hidden_size * 3` beside the functions."""
+    """Row D2: only the width functions compute `hidden_size * 3`."""
     allowed = {"common/checkpoint/draft_config.py", "common/engine/forward/draft_inputs.py"}
     pattern = re.compile(
         r"\btarget_width\(|draft_config\.hidden_size_for|len\(\w*\.?aux_layers\)|hidden_size \* 3"

@@ -1,7 +1,7 @@
-"""Draft models across the cut: plain decoding's tokens, and drafts that equal a recompute of the whole text.
+"""Draft models across the hand-over: plain decoding's tokens, and drafts that equal a recompute of the whole text.
 
-Verification is exact, so a broken draft path shows in the drafts alone: every one is compared (test-plan.md, golden
-rule). Rows D (widths), H (first verify after the hand-over), C (chunks, prefix hits, bigram keys), F9 (retraction).
+Verification is exact, so a broken draft path changes only the drafts: every one of them is compared. Rows D (widths), H
+(first verify after the hand-over), C (chunks, prefix hits, bigram keys), F9 (retraction).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_drafts_across_the_cut(name: str, chunk: int, page_size: int, completion
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
 def test_draft_kv_of_chunks_is_that_of_the_whole_prompt(name: str) -> None:
-    """Row C1: keys and values of every position, as the decode node finds them before its first round."""
+    """Row C1: compare keys and values of every position, as the decode node finds them before its first round."""
     prompt, planes = prompt_of(23), []
 
     class Look(Watched):
@@ -87,7 +87,7 @@ def test_draft_kv_of_chunks_is_that_of_the_whole_prompt(name: str) -> None:
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 @pytest.mark.parametrize("name", ["eagle3-narrow", "eagle3-no-aux"])
 def test_heads_of_other_forms_across_the_cut(name: str, completion: type[Completion]) -> None:
-    """Rows D1-D4: another width than the target's, more layers, no aux states, norms, an embedding of its own."""
+    """Rows D1-D4: another width than the target's, more layers, no aux states, norms, or an own embedding."""
     seen: Seen = []
     with NodeCluster(shape_of(name, 3, seen, chunk_tokens=7, page_size=4, completion=completion)) as cluster:
         calls = [cluster.submit(prompt_of(n), 9) for n in (1, 17, 40)]
@@ -111,7 +111,7 @@ def test_heads_of_other_forms_across_the_cut(name: str, completion: type[Complet
 def test_a_draft_state_of_another_form_is_refused(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows D2, H1: as many bytes in another dtype would be drafted from, and nothing but acceptance would tell."""
+    """Rows D2, H1: as many bytes of another dtype would be accepted silently and only lower the accept length."""
     record = PrefillRequest.record
     monkeypatch.setattr(
         PrefillRequest, "record", lambda request, dtype: structs.replace(record(request, dtype), **wrong)
@@ -139,7 +139,7 @@ def test_every_number_of_steps(name: str, steps: int) -> None:
 @pytest.mark.parametrize("prefill_cache", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_prefix_hits_at_every_boundary(page_size: int, prefill_cache: bool) -> None:
-    """6.12: a draft's KV of a position depends on the next token too; a hit must not give KV of another successor."""
+    """A draft's KV of a position also depends on the next token: a hit must not give KV of another successor."""
     seen: Seen = []
     with NodeCluster(
         shape_of("eagle3", 2, seen, page_size=page_size, prefill_cache=prefill_cache)
@@ -194,7 +194,7 @@ def test_migration_rebuilds_the_draft_state() -> None:
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 @pytest.mark.parametrize("name", NAMES)
 def test_accept_length_equals_the_uninterrupted_reference(name: str, completion: type[Completion]) -> None:
-    """The head's own drafts: as many rounds and accepted drafts as a walk over the finished text counts."""
+    """The head's own drafts take as many rounds and accepted drafts as a walk over the finished text counts."""
     steps = 3
     model, step = drafting(name, steps)
     shape = Shape(draft=model, step=step, completion=completion)

@@ -1,4 +1,4 @@
-"""A speculating decode node emits plain decoding's tokens, greedy and sampled, and accepts what was right."""
+"""A speculating decode node emits plain decoding's tokens, greedy and sampled, and accepts every right draft."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_tokens_equal_plain_decoding(
     with NodeCluster(shape) as cluster:
         calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 15, 16, 17, 64, 65)]
         calls += [cluster.submit(prompt_of(n), 9, seed=n, **SAMPLED) for n in (3, 50)]
-        calls += [cluster.submit(prompt_of(n), n) for n in (1, 2, 3, 4, 5)]  # ends at every place of a round
+        # requests end at every position of a round
+        calls += [cluster.submit(prompt_of(n), n) for n in (1, 2, 3, 4, 5)]
         cluster.run()
         expect_reference(*calls)
         cluster.settle()
@@ -66,7 +67,7 @@ def test_stops_inside_a_round(step: MakeStep) -> None:
 def test_retracted_requests_resume_with_the_same_tokens(
     name: str, completion: type[Completion], page_size: int
 ) -> None:
-    """Row F9: a pool too small for the batch."""
+    """Row F9: retraction with a pool that is too small for the batch."""
     shape = Shape(
         page_size=page_size,
         decode_pool=96,
@@ -86,7 +87,7 @@ def test_retracted_requests_resume_with_the_same_tokens(
 
 
 def test_prefixes_of_answers_are_cached_right(step: MakeStep) -> None:
-    """The next turn of a chat finds the KV of accepted tokens, and only theirs."""
+    """The next turn of a chat finds the KV of accepted tokens, and only of those."""
     with NodeCluster(Shape(page_size=4, step=step)) as cluster:
         history = prompt_of(21)
         for turn in range(4):
@@ -129,7 +130,7 @@ def test_aborts_leave_nothing_behind(step: MakeStep) -> None:
     ("name", "length"), [("never-right", 1.0), ("always-right", 8.0)], ids=["never-right", "always-right"]
 )
 def test_accept_length(name: str, length: float, completion: type[Completion]) -> None:
-    """Drafts that are always right are all accepted; one behind, too, since state lives on the device."""
+    """Drafts that are always right are all accepted, also if results are read one round late."""
     with NodeCluster(Shape(step=STEPS[name], completion=completion)) as cluster:
         call = cluster.submit(prompt_of(20), 65)  # the first token, then 8 rounds of 8
         cluster.run()
@@ -145,7 +146,7 @@ def test_accept_length(name: str, length: float, completion: type[Completion]) -
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 def test_accept_length_counts_what_is_emitted(completion: type[Completion]) -> None:
-    """max_tokens 2 leaves room for one token of a round that accepts more."""
+    """max_tokens 2 leaves room for only one token of a round that accepts more."""
     with NodeCluster(Shape(step=STEPS["always-right"], completion=completion)) as cluster:
         calls = [cluster.submit(prompt_of(20 + n), 2) for n in range(3)]
         cluster.run()
@@ -158,7 +159,7 @@ def test_accept_length_counts_what_is_emitted(completion: type[Completion]) -> N
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 def test_ngram_drafts_what_was_said_before(completion: type[Completion]) -> None:
-    """A second request for the same text: drafts are right from the third token on."""
+    """A second request with the same text gets right drafts from the third token on."""
     prompt = prompt_of(6, 3)
     answer = reference(tuple(prompt), SamplingParams(temperature=0.0, max_tokens=41))[0]
     with NodeCluster(Shape(step=ngram(4), completion=completion)) as cluster:

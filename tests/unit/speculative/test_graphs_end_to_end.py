@@ -14,7 +14,7 @@ from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import MakeStep, NodeCluster, NoDraftModel, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, prompt_of
 
-BUCKETS = (1, 3)  # of up to 8 requests: larger batches run eagerly
+BUCKETS = (1, 3)  # batches have up to 8 requests: those above 3 run eagerly
 CASES: dict[str, tuple[NoDraftModel, MakeStep]] = {
     "ngram": (NoDraftModel(), ngram(3, BUCKETS)),
     "standalone": drafting("standalone", 3, BUCKETS),
@@ -38,7 +38,7 @@ def totals(cluster: NodeCluster) -> Sequence[GraphTotals]:
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_equal_plain_decoding(name: str, completion: type[Completion]) -> None:
-    """Rows E4, A11: batches grow beyond the captured maximum and shrink again, with a logprob request between."""
+    """Rows E4, A11: batches grow beyond the captured maximum and shrink again, with a logprob request in between."""
     model, step = CASES[name]
     shape = Shape(draft=model, step=step, page_size=4, completion=completion)
     with NodeCluster(shape) as cluster:
@@ -48,7 +48,7 @@ def test_tokens_equal_plain_decoding(name: str, completion: type[Completion]) ->
         cluster.run()
         expect_reference(*calls)
         assert all(token.logprob is not None for token in calls[-1].output)
-        late = cluster.submit(prompt_of(7), 27)  # again: n-grams know the answer by now
+        late = cluster.submit(prompt_of(7), 27)  # a repetition: n-grams know the answer by now
         cluster.run()
         expect_reference(late)
         cluster.settle()
@@ -66,7 +66,7 @@ def test_tokens_equal_plain_decoding(name: str, completion: type[Completion]) ->
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle3-tree"])
 def test_retracted_requests_resume_with_the_same_tokens(name: str) -> None:
-    """Row F9, replayed: pages and draft state leave the device and come back elsewhere."""
+    """Row F9, replayed: pages and draft state leave the device and return to other pages and rows."""
     model, step = CASES[name]
     shape = Shape(
         draft=model,
@@ -82,7 +82,7 @@ def test_retracted_requests_resume_with_the_same_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3-tree", "ngram"])
 def test_graphs_accept_what_eager_rounds_accept(name: str) -> None:
-    """Rows E2, E4: drafts, not only tokens: the same accept length to the last accepted draft."""
+    """Rows E2, E4: not only tokens but drafts agree: the accept length is the same to the last accepted draft."""
     made = {
         "eagle3": lambda buckets: drafting("eagle3", 3, buckets),
         "eagle3-tree": lambda buckets: branching("eagle3", 3, 8, 24, buckets=buckets),
@@ -92,7 +92,7 @@ def test_graphs_accept_what_eager_rounds_accept(name: str) -> None:
     for buckets in ((), (1, 3), (8,)):
         model, step = made(buckets)
         with NodeCluster(Shape(draft=model, step=step)) as cluster:
-            for _ in range(2):  # again: n-grams know the answers by now
+            for _ in range(2):  # twice: n-grams know the answers by then
                 calls = [cluster.submit(prompt_of(n), 24) for n in (5, 9, 19, 33)]
                 cluster.run()
                 expect_reference(*calls)
@@ -104,7 +104,7 @@ def test_graphs_accept_what_eager_rounds_accept(name: str) -> None:
 
 
 def test_drafts_do_not_depend_on_what_prompts_ran_under() -> None:
-    """Rows B5, B7, X2: a piecewise target beside a breakable draft gives tokens and accept length of eager prompts."""
+    """Rows B5, B7, X2: a piecewise target with a breakable draft gives tokens and accept length of eager prompts."""
     counted = {}
     for graphs in ("none", "breakable", "piecewise"):
         model, step = drafting("eagle3", 3, ())

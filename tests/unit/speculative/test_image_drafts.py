@@ -1,4 +1,4 @@
-"""Drafts that read token ids are refused for models that read images: they would embed placeholders."""
+"""Drafts that only read token ids are refused for models that read images: they would embed placeholders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.checkpoint.test_draft_config import MODELS, PLACEMENT, TARGET
 
 @pytest.mark.parametrize("algorithm", ["mtp", "standalone"])
 def test_a_draft_that_reads_token_ids_only_is_refused_for_a_model_of_images(algorithm: str) -> None:
-    """Rows A7, C4: at start-up; the error is a ValueError as well."""
+    """Rows A7, C4: refused at start-up; the error is also a ValueError."""
     path = MODELS / f"tiny-{algorithm}"
     config = load_draft_config(path, algorithm, ModelConfig.load(TARGET))
     config = with_steps(config, 2) if config.modules else config
@@ -37,7 +37,7 @@ UNREAD: Any = None
     "draft", [MultiLayerPrefill([], 16), ModelPrefill(lambda batch: UNREAD)], ids=["mtp", "standalone"]
 )
 def test_a_prompt_with_embeddings_is_not_drafted_from_its_token_ids(draft: PrefillDraft) -> None:
-    """Rows A7, C4: the prefill node's own check, should such a draft ever meet a batch of images."""
+    """Rows A7, C4: the prefill node's own check, in case such a draft ever meets a batch with images."""
     given: Any = object()
     with pytest.raises(ValueError, match="cannot use image embeddings"):
         draft.extend((), given, given, None, given)

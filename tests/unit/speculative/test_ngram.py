@@ -1,4 +1,4 @@
-"""Suffix matching: the longest earlier occurrence wins, the shared table fills in, and nothing grows without bound."""
+"""Suffix matching: the longest earlier occurrence wins, the shared table fills up, and nothing grows without bound."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which tokens a cached page stands for on a node, by its draft: KV of an EAGLE head depends on the next token too.
+"""Which tokens a cached page depends on, by the node's draft: KV of an EAGLE head depends on the next token too.
 
-For every algorithm, with the nodes' own composition of page bookkeeping.
+This is tested for every algorithm, with the nodes' own page bookkeeping.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.speculation.directory import load_draft_config
 from tests.unit.checkpoint.test_draft_config import MODELS, TARGET
 
 PAGE = 4
-# algorithm, shipped draft, tokens behind a position that its draft KV depends on
+# algorithm, shipped draft, number of tokens after a position that its draft KV depends on
 DRAFTS: tuple[tuple[str, str, int], ...] = (
     ("none", "", 0),
     ("ngram", "", 0),
@@ -43,7 +43,7 @@ def test_how_far_draft_kv_looks_ahead(algorithm: str, name: str, lookahead: int)
 
 @pytest.mark.parametrize(("algorithm", "name", "lookahead"), DRAFTS)
 def test_a_page_is_found_only_where_all_its_tokens_agree(algorithm: str, name: str, lookahead: int) -> None:
-    """Two prompts that part inside or after the second page, at every place: hits end before KV that differs."""
+    """Two prompts diverge at every place inside or after the second page: hits end before KV that differs."""
     draft = draft_of(algorithm, name)
     served: Any = SimpleNamespace(
         num_pages=33, page_size=PAGE, draft=None if draft is None else SimpleNamespace(config=draft)

@@ -1,6 +1,7 @@
 """Draft, verify and draft-extend of real drafters on the tape: replay equals eager, token by token and draft by draft.
 
-Rows E1-E4 in their spirit (the graph path is the eager path, below, at and above the captured maximum), B6, D2, D7.
+Rows E1-E4 for all drafters (the graph path equals the eager path, below, at and above the captured maximum), B6, D2,
+D7.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def rig(
 
 
 def expect_same(actual: Seen, expected: Seen) -> None:
-    """Trees (the drafts) and tokens; logprobs up to the rounding of a product with padding beside it."""
+    """Compare trees (the drafts) and tokens exactly; logprobs up to rounding, which padding can change."""
     assert torch.equal(actual.trees, expected.trees)
     assert torch.equal(actual.parents, expected.parents)
     assert actual.tokens == expected.tokens
@@ -74,12 +75,12 @@ def expect_same(actual: Seen, expected: Seen) -> None:
 
 
 def expect_same_rows(one: RoundRig, other: RoundRig) -> None:
-    """The relay rows that the next round starts from; row 0 is nobody's and stays zero."""
+    """Compare the relay rows from which the next round starts; row 0 belongs to no request and stays zero."""
     for name in ("last_token", "seq_len", "draft_ids"):
         assert torch.equal(getattr(one.relay, name), getattr(other.relay, name)), name
     for name in ("draft_p", "draft_hidden"):
         value = getattr(one.relay, name)
-        # a GPU takes another kernel for every size, hence another order; what EAGLE-1 feeds itself grows
+        # a GPU uses a different kernel, and order, for every size; EAGLE-1's own feedback amplifies it
         limit, share = (2e-3, 2e-3) if value.is_cuda else (1e-4, 0.0)
         torch.testing.assert_close(value, getattr(other.relay, name), atol=limit, rtol=share)
     assert torch.equal(one.relay.adjustments.seen, other.relay.adjustments.seen)
@@ -151,7 +152,7 @@ def test_page_sizes(name: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle-tree", "ngram", "standalone", "mtp", "mtp-no-chain"])
 def test_from_32_requests_to_12_with_graphs_for_8(name: str) -> None:
-    """Rows E1, E4: the batch that crashed elsewhere (more than was captured), then fewer, then few: max - 1, max,
+    """Rows E1, E4: a batch larger than was captured, which crashed in another system, then smaller ones: max - 1, max,
     max + 1, twice the max."""
     prompts = prompts_of([3 + n % 5 for n in range(32)])
     params = [PARAMS[GREEDY]] * 32
@@ -178,7 +179,7 @@ def test_any_sequence_of_rounds(rounds: list[list[int]], params: list[str], name
 
 
 def test_the_tape_is_the_program_on_padded_rows_bit_for_bit() -> None:
-    """Against the program itself with the same padding: relay rows and both caches, to the last bit."""
+    """Relay rows and both caches equal those of the program itself with the same padding, to the last bit."""
     for name in ("eagle3", "eagle-tree"):
         padded, graphs = rig(KINDS[name], "none", (1, 4)), rig(KINDS[name], "tape", (1, 4))
         for chosen in ROUNDS[:6]:
@@ -210,7 +211,7 @@ def test_what_lies_in_the_padding_row_reaches_nobody() -> None:
     ],
 )
 def test_an_idle_batch_of_no_rows(name: str, buckets: tuple[int, ...]) -> None:
-    """Row D6: every phase takes a batch of no requests, eager or replayed, and leaves everything as it was."""
+    """Row D6: every phase accepts a batch of no requests, eager or replayed, and changes nothing."""
     idle, other = (rig(KINDS[name], "tape", buckets, ALL_GREEDY) for _ in range(2))
     for chosen in ([0, 1], [], [1, 2], []):
         seen = idle.round(chosen)
@@ -225,7 +226,7 @@ def test_an_idle_batch_of_no_rows(name: str, buckets: tuple[int, ...]) -> None:
     [("eagle3", (FILTERED,)), ("eagle3", (GREEDY, LOGITS)), ("eagle-tree", (LOGITS,))],
 )
 def test_each_variant_alone_gives_the_same_tokens(name: str, variants: tuple[str, ...]) -> None:
-    """`logits` ends with the forward; drawing, accepting and scattering follow eagerly, for logprobs of every token."""
+    """`logits` ends with the forward; sampling, acceptance and scatter follow eagerly, for logprobs of every token."""
     graphs = rig(KINDS[name], "tape", (5,), variants=variants)
     run(graphs, rig(KINDS[name], "none", ()), ROUNDS)
     fallbacks = graphs.verify.phase.graphs.counters.fallbacks
@@ -255,7 +256,7 @@ ROLES = {
 
 @pytest.mark.parametrize("name", ROLES)
 def test_what_a_decode_node_captures(name: str) -> None:
-    """ARCHITECTURE.md's table, rows A2, A10: phase, model and hidden mode; no prompt, no plain decode step."""
+    """Rows A2, A10: phase, model and hidden mode of each capture; no prompt graphs and no plain decode step."""
     graphs = rig(KINDS[name], "tape", (1, 3))
     rows = [row for phase in graphs.phases for row in phase.graphs.rows]
     assert {(row.phase, row.model, row.hidden) for row in rows} == ROLES[name]
@@ -270,7 +271,7 @@ def test_what_a_decode_node_captures(name: str) -> None:
 
 
 def test_a_wrong_width_of_drafts_is_refused() -> None:
-    """Row D (remaining defect): never the drafts of the round before."""
+    """A wrong width must raise rather than use the drafts of the round before (row D's defect)."""
     graphs = rig(KINDS["ngram"], "tape", (2,), ALL_GREEDY)
     call = graphs.call([0])
     assert call.drafts is not None
@@ -280,7 +281,7 @@ def test_a_wrong_width_of_drafts_is_refused() -> None:
 
 
 def test_pages_of_others_are_never_written() -> None:
-    """A request that holds no page behind its length: its drafts go to page 0, whatever the table says there."""
+    """A request without pages past its length: its drafts go to page 0, whatever the page table contains there."""
     graphs = rig(KINDS["eagle3-tree"], "tape", (2,), ALL_GREEDY)
     graphs.round([0, 1])
     length = int(graphs.relay.seq_len[1])

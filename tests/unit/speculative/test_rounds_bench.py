@@ -1,4 +1,4 @@
-"""The engine-level bench on a CPU: a head of chosen acceptance in our own rounds, and the tiny family."""
+"""The engine-level benchmark on a CPU: a head of chosen acceptance in this engine's rounds, and the tiny models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = Shape(
 
 @pytest.mark.parametrize("acceptance", [0.5, 1.0])
 def test_accept_length_of_the_engine_is_the_chosen_one(acceptance: float) -> None:
-    """1 + p + p^2 + p^3 tokens a round, and the text of plain decoding."""
+    """A round emits 1 + p + p^2 + p^3 tokens on average, and the text is plain decoding's."""
     pair = constructed(SMALL, Drafting(acceptance), seed=1, device=torch.device("cpu"))
     for row in rounds.bench(pair, [1, 3], length=20, steps=3, rounds=30):
         assert row.same_text == 1.0

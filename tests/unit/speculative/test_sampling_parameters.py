@@ -1,7 +1,7 @@
-"""Every sampling parameter under speculation: plain decoding's text, token for token, for every drafter and tree (X3).
+"""Every sampling parameter under speculation gives plain decoding's text, for every drafter and tree (X3).
 
-The reference knows nothing of drafts, so an ancestor that is not counted, or counted twice, gives another text. That
-drafts are accepted is asserted each time: a round of one token would prove nothing.
+The reference knows nothing of drafts, so an ancestor that is not counted, or counted twice, changes the text. Each test
+also asserts that drafts are accepted: rounds of one token would prove nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.fakes.scenarios import expect_reference, prompt_of
 from tests.fakes.tiny_model import reference
 
 Made = tuple[NoDraftModel, MakeStep]
-DRAFTERS: dict[str, tuple[Made, float]] = {  # and the accept length that it must reach
+DRAFTERS: dict[str, tuple[Made, float]] = {  # with the accept length that each must reach
     "ngram": ((NoDraftModel(), ngram(4, (1, 2, 4))), 1.05),
     "always-right": ((NoDraftModel(), foresight(1.0, 8, 1)), 4.0),
     "often-right": ((NoDraftModel(), foresight(0.7, 5, 1, (2, 3))), 1.8),
@@ -124,7 +124,7 @@ def test_migration_rebuilds_the_counts(drafter: str) -> None:
 
 @pytest.mark.parametrize("drafter", ["always-right", "trees"])
 def test_every_place_of_a_round(drafter: str) -> None:
-    """max_tokens, min_tokens and the first stop token at every place of a round of eight."""
+    """max_tokens, min_tokens and the first stop token fall on every position of a round of eight."""
     unstopped = {**EVERYTHING, "stop_token_ids": (), "temperature": 0.0}
     said = reference(tuple(prompt_of(21)), SamplingParams(max_tokens=12, **unstopped))[0]
     with NodeCluster(shape_of(drafter, page_size=4)) as cluster:
@@ -143,7 +143,7 @@ def test_every_place_of_a_round(drafter: str) -> None:
 
 @pytest.mark.parametrize("name", ["everything", "everything-greedy", "min_p"])
 def test_logprobs_equal_plain_decodings(drafter: str, name: str) -> None:
-    """Of the raw logits, for every token of a round, and as many of the likeliest as the request wants."""
+    """Logprobs are those of the raw logits, for every token of a round, with as many top logprobs as requested."""
 
     def ask(shape: Shape) -> list[Call]:
         with NodeCluster(shape) as cluster:

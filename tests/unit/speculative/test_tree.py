@@ -1,4 +1,4 @@
-"""Draft trees and what is accepted of them."""
+"""Draft trees and the acceptance of their tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decode_node.speculative.verifier import ChainAcceptor, TreeAcceptor
 
 
 def test_worked_example() -> None:
-    """spec/algorithms.md 6.4: A and B under the root, C under A."""
+    """A and B are children of the root, and C is a child of A."""
     made = tree(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]), depth=2)
     assert made.depth.tolist() == [[0, 1, 1, 2]]
     assert made.mask.int().tolist() == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]
@@ -22,7 +22,7 @@ def test_worked_example() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """(parents, tokens), parents first, siblings distinct."""
+    """Draw (parents, tokens): parents come first, siblings are distinct."""
     nodes = draw(st.integers(1, 10))
     parents, tokens = [-1], [0]
     for node in range(1, nodes):
@@ -36,7 +36,7 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 @settings(max_examples=200)
 @given(trees(), st.data())
 def test_closure_and_walk(shape: tuple[list[int], list[int]], data: st.DataObject) -> None:
-    """Mask rows are closed under ancestors, and the walk follows the draws as one would by hand."""
+    """Mask rows are closed under ancestors, and the walk follows the draws as a manual walk does."""
     parents, tokens = shape
     nodes = len(parents)
     drawn = data.draw(st.lists(st.integers(0, 11), min_size=nodes, max_size=nodes))

@@ -1,4 +1,4 @@
-"""Trees by EAGLE heads: selection as in spec/algorithms.md 6.4, and plain decoding's tokens whatever the shape."""
+"""Trees of EAGLE heads: the selection of nodes, and plain decoding's tokens for every shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 
 
 def test_worked_example_of_the_selection() -> None:
-    """k 2, S 2, N 4: A .6, B .3; from A: C .30, D .18; from B: E .27, F .0. Kept: A, B, C, and C stands under A."""
+    """k 2, S 2, N 4: A .6, B .3; from A: C .30, D .18; from B: E .27, F .0. Kept: A, B, C, and C is a child of A."""
     scores = torch.tensor([[0.6, 0.3, 0.30, 0.18, 0.27, 0.0]])
     kept, parents = select_nodes(scores, torch.tensor([[-1, 0, 1]]), topk=2, nodes=4)
     assert kept.tolist() == [[0, 1, 2]]
@@ -31,7 +31,7 @@ def test_worked_example_of_the_selection() -> None:
 @settings(max_examples=200)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32), st.data())
 def test_a_child_is_never_kept_without_its_parent(k: int, steps: int, seed: int, data: st.DataObject) -> None:
-    """Tied scores too: they come in tenths."""
+    """This includes tied scores: they are tenths."""
     rng = random.Random(seed)
     scores = [rng.randint(1, 10) / 10 for _ in range(k)]
     parents, beams = list(range(-1, k)), list(range(k))
@@ -94,7 +94,7 @@ def test_retraction(completion: type[Completion]) -> None:
 
 
 def test_one_branch_is_the_chain_and_more_accept_more() -> None:
-    """topk 1 as a tree drafts what the chain drafts, and a wide tree finds more of a random head's rare hits."""
+    """A tree with topk 1 drafts what the chain drafts, and a wide tree finds more of a random head's rare hits."""
     lengths = []
     made = (drafting("eagle3", 3), branching("eagle3", 3, 1, 4), branching("eagle3", 3, 8, 40))
     for model, step in made:
@@ -111,7 +111,7 @@ def test_one_branch_is_the_chain_and_more_accept_more() -> None:
 @pytest.mark.parametrize(("steps", "topk", "nodes"), [(2, 2, 4), (3, 3, 9), (4, 2, 8), (4, 4, 5)])
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
 def test_trees_equal_an_eager_recompute(name: str, steps: int, topk: int, nodes: int, page_size: int) -> None:
-    """Every tree of every round: the same paths as a search that runs the whole text again for each node."""
+    """Every tree of every round has the paths of a search that runs the whole text again for each node."""
     seen: list[tuple[list[int], set[tuple[int, ...]]]] = []
     model, step = branching(name, steps, topk, nodes, seen)
     with NodeCluster(Shape(draft=model, step=step, page_size=page_size, chunk_tokens=7)) as cluster:

@@ -1,4 +1,4 @@
-"""The tree attention op against one request, one node at a time."""
+"""The tree attention op, compared with one request and one node at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_against_a_dense_recompute(page_size: int, window: int | None) -> None:
     generator = torch.Generator().manual_seed(page_size)
     parents = torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 0, 0, 0]])
     made = tree(torch.zeros_like(parents), parents, 6)
-    lengths = torch.tensor([6, 19, 33], dtype=torch.int32)  # nodes included
+    lengths = torch.tensor([6, 19, 33], dtype=torch.int32)  # including the nodes
     width = -(-40 // page_size)
     pages = 1 + torch.randperm(3 * width, generator=generator).view(3, width)
     shape = (3 * width + 1, page_size, KV_HEADS, DIM)

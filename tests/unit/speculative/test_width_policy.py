@@ -1,4 +1,4 @@
-"""A pure policy chooses how many drafts in a row, by what is accepted and by what rounds take."""
+"""A pure policy chooses the number of drafts in a chain from acceptance and from the time of rounds."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Cost = Callable[[int, int], float]
 
 
 def memory_bound(batch: int, width: int) -> float:
-    """Weights are read once a round, and drafting takes a twentieth of it for each draft."""
+    """Cost of a round where weights are read once and each draft adds a twentieth."""
     return 1.0 + 0.05 * width
 
 
 def compute_bound(batch: int, width: int) -> float:
-    """As much again for each token that is verified."""
+    """Cost of a round where each verified token adds as much again."""
     return batch * (1.0 + width)
 
 
 def settle(
     policy: WidthPolicy, batch: int, right: float, cost: Cost, rounds: int = 400, seed: int = 0
 ) -> list[int]:
-    """The widths of many rounds in which a draft behind right ones is right with this chance."""
+    """Return the widths of many rounds in which a draft that follows right ones is right with probability `right`."""
     draws, widths = random.Random(seed), []
     for _ in range(rounds):
         width = policy.choose(batch)
@@ -51,13 +51,13 @@ def settle(
 
 
 def usual(widths: list[int]) -> int:
-    """Of the later half."""
+    """Return the commonest width of the second half."""
     tail = widths[len(widths) // 2 :]
     return max(set(tail), key=tail.count)
 
 
 def rate(widths: list[int], batch: int, right: float, cost: Cost) -> float:
-    """Tokens per request and second."""
+    """Return tokens per request and second."""
     tokens = sum(right**place for width in widths for place in range(width + 1))
     return tokens / sum(cost(batch, width) for width in widths)
 
@@ -72,12 +72,12 @@ def rate(widths: list[int], batch: int, right: float, cost: Cost) -> float:
         (8, 0.95, memory_bound, 5),
         (8, 0.02, memory_bound, 0),
         (16, 0.95, compute_bound, 0),
-        (64, 0.8, memory_bound, 3),  # a large batch where drafts still pay keeps them
+        (64, 0.8, memory_bound, 3),  # a large batch keeps drafts that still pay off
         (200, 0.8, compute_bound, 0),
     ],
 )
 def test_as_fast_as_the_best_width(batch: int, right: float, cost: Cost, best: int, seed: int) -> None:
-    """spec/speculation.md 3.9, algorithms.md 6.16: by batch size and acceptance, where the loss is measured."""
+    """The policy is as fast as the best fixed width, by batch size and acceptance, within a measured loss."""
     widths = settle(WidthPolicy(slots_up_to(7)), batch, right, cost, 400, seed)[4 * TRIALS :]
     ideal = rate([best], batch, right, cost)
     assert ideal == max(rate([width], batch, right, cost) for width in {*widths, best})
@@ -90,7 +90,7 @@ def test_every_width_is_timed_before_one_is_judged() -> None:
 
 
 def test_what_changes_is_noticed() -> None:
-    """Texts that are easier to guess, and contexts that make rounds dearer: both ways, without a restart."""
+    """Texts become easier to guess and contexts make rounds slower: the policy adapts both ways without a restart."""
     policy = WidthPolicy(slots_up_to(5))
     assert usual(settle(policy, 8, 0.1, memory_bound)) in (0, 1)
     assert usual(settle(policy, 8, 0.95, memory_bound, 800)) == 5
@@ -118,7 +118,7 @@ def test_a_round_that_was_held_up_does_not_turn_the_choice() -> None:
 
 
 def test_a_late_round_changes_nothing() -> None:
-    """Results are read one round late: they are counted, but decide nothing for the width that came since."""
+    """Results are read one round late: they are counted, but do not affect a width chosen since."""
     policy = WidthPolicy(slots_up_to(3))
     for _ in range(TRIALS):
         policy.observe(4, 3, [0] * 4, 1.0)
