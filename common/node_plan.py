@@ -28,6 +28,8 @@ class NodeShare(msgspec.Struct, frozen=True):
     device: str
     pool: PoolWish
     max_rows: int  # requests in one step
+    state_slots: int = 0  # requests that hold a state at once, where the model keeps one; slot 0 not counted
+    round_tokens: int = 0  # new tokens of a request in one decode step, at most; 0 on prefill nodes
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +78,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     pool: PoolWish
     max_rows: int  # requests in one step
+    state_slots: int  # as in NodeShare
+    round_tokens: int
     shares: tuple[NodeShare, ...]  # shares of all nodes of the cluster, including this one
     model: ModelPlan
     speculation: SpeculationPlan

@@ -1,9 +1,9 @@
-"""KV pages and draft state of retracted requests in host memory."""
+"""KV pages, per-request state and draft state of retracted requests in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,13 +19,17 @@ class Backup:
 
     pages: tuple[list[torch.Tensor], ...]  # per pool, as KvPool.copy_pages_out returns them
     draft: DraftRow
+    state: list[torch.Tensor] = field(
+        default_factory=list
+    )  # of the target, as KvPool.copy_state_out returns it
+    window: list[torch.Tensor] = field(default_factory=list)  # as StateRows.copy_row_out returns it
 
 
 class Backups:
     """By key. The scheduler bounds how much is kept (retraction.py)."""
 
     def __init__(self, pools: Sequence[KvPool], relay: RelayState) -> None:
-        """`pools` share page ids: the target's, and the draft's if there is one."""
+        """`pools` share page ids: the target's first, then the draft's if there is one. Only targets keep state."""
         self._pools = tuple(pools)
         self._relay = relay
         self._kept: dict[int, Backup] = {}
@@ -33,13 +37,19 @@ class Backups:
     @property
     def nbytes(self) -> int:
         """Host memory that is held now."""
-        kept = self._kept.values()
-        return sum(planes.nbytes for backup in kept for pages in backup.pages for planes in pages)
+        parts = (part for each in self._kept.values() for part in (*each.pages, each.state, each.window))
+        return sum(tensor.nbytes for part in parts for tensor in part)
 
     def save(self, save: Save) -> None:
         """Waits for the device: retraction is rare, and pageable memory has no limit of its own."""
         pages = tuple(pool.copy_pages_out(save.pages) for pool in self._pools)
-        self._kept[save.key] = Backup(pages, self._relay.read_draft(save.row))
+        backup = Backup(pages, self._relay.read_draft(save.row))
+        if self._relay.state is not None:
+            target, rows = self._pools[0], self._relay.state
+            backup = replace(
+                backup, state=target.copy_state_out(save.slot), window=rows.copy_row_out(save.row)
+            )
+        self._kept[save.key] = backup
 
     def load(self, load: Load) -> None:
         backup, last = self._kept[load.key], load.first + len(load.pages)
@@ -47,6 +57,9 @@ class Backups:
             # [planes, pages, ...]
             pool.copy_pages_in(load.pages, [planes[:, load.first : last] for planes in pages])
         self._relay.write_draft_row(load.row, backup.draft)
+        if self._relay.state is not None:
+            self._pools[0].copy_state_in(load.slot, backup.state)
+            self._relay.state.copy_row_in(load.row, backup.window)
 
     def forget(self, keys: Iterable[int]) -> None:
         for key in keys:

@@ -114,7 +114,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     served = load_serving_model(plan, reporter, log)
     reporter.report("allocating")
     device, carried = served.placement.device, served.draft_shape
-    relay = RelayState.allocate(section.max_running, served.config.vocab_size, device, carried)
+    relay = RelayState.allocate(section.max_running, served.config.vocab_size, device, carried, served.window)
     trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
     served = graph_start.sized(served, lambda: _forwards(cluster, served, relay, trial).graphs)
     incarnation = new_incarnation()
@@ -152,7 +152,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     events = event_log(event_directory(resolved), name, incarnation, log)
     rotary, rows = rotary_places(served.config.rope), BatchRows(section.max_running)
     page_bytes = sum(pool.page_bytes for pool in forwards.pools)
-    retraction = Retraction(space, rows, rotary, page_bytes, section.backup_mib * MIB)
+    state_bytes = forwards.pools[0].state_bytes + served.window.nbytes(0)
+    retraction = Retraction(space, rows, rotary, page_bytes, section.backup_mib * MIB, state_bytes)
     bounds = DecodeLimits(
         max_running=section.max_running,
         max_transferring=section.max_transferring,

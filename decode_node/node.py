@@ -241,6 +241,7 @@ class DecodeNode:
                 lease.pages[lease.cached_pages :],
                 lease.cached_pages,
                 request.deadline,
+                lease.slot,
             )
         except Overloaded:  # all record slots are taken, partly by quarantined requests: wait for one
             lease.release()

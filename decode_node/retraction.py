@@ -16,14 +16,26 @@ class Retraction:
     """Bounded host memory for retracted requests. Not thread-safe: the node's main loop owns it."""
 
     def __init__(
-        self, space: PageSpace, rows: BatchRows, rotary: RotaryPlaces, page_bytes: int, max_bytes: int
+        self,
+        space: PageSpace,
+        rows: BatchRows,
+        rotary: RotaryPlaces,
+        page_bytes: int,
+        max_bytes: int,
+        state_bytes: int = 0,
     ) -> None:
-        """`page_bytes`: one page in all pools, the target's and the draft's."""
+        """Create it without backups.
+
+        Args:
+            page_bytes: one page in all pools, the target's and the draft's.
+            state_bytes: what a request keeps beside its pages and its row's text.
+        """
         self._space = space
         self._rows = rows
         self._rotary = rotary
         self._page_bytes = page_bytes
         self._max_bytes = max_bytes
+        self._state_bytes = state_bytes
         self._used = 0
         self._leaving: list[tuple[PageLease, int]] = []  # saved by the next plan
         self._saving: dict[
@@ -45,7 +57,7 @@ class Retraction:
         assert request.in_flight == 0
         assert request.lease is not None
         pages = request.lease.pages[: self._space.pages_for(request.seq_len)]
-        size = len(pages) * self._page_bytes
+        size = len(pages) * self._page_bytes + self._state_bytes
         kept = self._used + size <= self._max_bytes
         # still there at resume, if nobody needed the pages
         request.lease.commit(self._space.keys(request.computed()))
@@ -55,7 +67,7 @@ class Retraction:
             return False
         request.backup = Backup(len(pages), size)
         self._used += size
-        self._rows.save(Save(request.room, request.row, tuple(pages)))
+        self._rows.save(Save(request.room, request.row, tuple(pages), request.lease.slot))
         self._leaving.append((request.lease, request.row))
         request.lease, request.row = None, 0
         return True
@@ -86,7 +98,7 @@ class Retraction:
         request.lease = lease
         self.occupy(request)
         first, last = lease.cached_pages, request.backup.num_pages
-        self._rows.load(Load(request.room, request.row, first, tuple(lease.pages[first:last])))
+        self._rows.load(Load(request.room, request.row, first, tuple(lease.pages[first:last]), lease.slot))
         self.drop(request)
         return True
 
@@ -104,6 +116,7 @@ class Retraction:
                 outputs=request.emitted + len(request.output),
                 sampling=request.sampling,
                 rope_delta=self._rotary.delta(request.images),
+                slot=request.lease.slot,
                 draft=request.draft,
             )
         )

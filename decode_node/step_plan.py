@@ -31,28 +31,31 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     outputs: int  # number of tokens at the end of `text` that are output
     sampling: SamplingParams
     rope_delta: int = 0
+    slot: int = 0  # of the state that holds all of `text` but its last token; 0: the model keeps none
     draft: DraftRow = NO_DRAFT  # after a retraction, a Load sets it instead
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Copies pages and the draft state of a row to host memory, stored under `key`.
+    """Copies pages, per-request state and the rest of a row to host memory, stored under `key`.
 
-    The pages and the row must not be reused before the plan has been read, because a peer's writes are not ordered by
+    Pages, slot and row must not be reused before the plan has been read, because a peer's writes are not ordered by
     the device's stream.
     """
 
     key: int  # the request's room
     row: int
     pages: tuple[int, ...]
+    slot: int = 0  # of per-request state; 0: the model keeps none
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Copies saved pages back, and the saved draft state to a row that the same plan joins."""
+    """Copies what was saved back: pages, per-request state, and the rest to a row that the same plan joins."""
 
     key: int
     row: int
     first: int  # saved pages before this index are already on the device
     pages: tuple[int, ...]
+    slot: int = 0
 
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ class DeviceWorker:
             self._backups.save(save)
         for join in moves.joins:
             self._relay.write_row(
-                join.row, join.text, join.outputs, join.sampling, join.draft, join.rope_delta
+                join.row, join.text, join.outputs, join.sampling, join.draft, join.rope_delta, join.slot
             )
         for load in moves.loads:
             self._backups.load(load)

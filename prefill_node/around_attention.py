@@ -1,4 +1,4 @@
-"""Wraps an attention backend, for backends that only change what `forward` does."""
+"""Wraps an attention backend, for backends that only change what `forward` or `mix` does."""
 
 from __future__ import annotations
 
@@ -30,3 +30,6 @@ class AroundAttention:
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._inner.forward(layer, query, key, value)
+
+    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+        return self._inner.mix(layer, operation, projected, width)

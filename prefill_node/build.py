@@ -151,7 +151,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     started = time.monotonic()
     forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
     rope = served.config.rope
-    warm_up(forwards.target.forward, forwards.draft, page_size, device, rope.axes)
+    keeps_state = layout.num_slots > 0
+    warm_up(forwards.target.forward, forwards.draft, page_size, device, rope.axes, keeps_state)
     images_run = vision.embeds.warm_up()
     log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
     completion = completion_for(device, one_behind=False)

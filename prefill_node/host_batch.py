@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.forward.batch import BatchState, CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.host_copies import Array
 from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
@@ -23,7 +23,8 @@ class HostBatch:
 
     lengths: tuple[int, ...]  # [B] new tokens
     ends: tuple[int, ...]  # [B] length after the forward
-    arrays: Sequence[Array]  # ids, positions, slots, page table, lengths, starts, last rows of final chunks
+    # ids, positions, slots, page table, lengths, starts, last rows of final chunks; state slots where there are any
+    arrays: Sequence[Array]
 
     @classmethod
     def of(cls, chunks: Sequence[PlannedChunk], page_size: int, rotary: RotaryPlaces) -> HostBatch:
@@ -45,11 +46,15 @@ class HostBatch:
             first += chunk.length
         last_rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.final]
         lens, rows = np.asarray(ends, dtype=np.int32), np.asarray(last_rows, dtype=np.int64)
-        return cls(tuple(lengths), tuple(ends), (ids, positions, slots, table, lens, starts, rows))
+        arrays = [ids, positions, slots, table, lens, starts, rows]
+        state = [chunk.slot for chunk in chunks]
+        if any(state):
+            arrays.append(np.asarray(state, dtype=np.int64))
+        return cls(tuple(lengths), tuple(ends), arrays)
 
     def on_device(self, sent: Sequence[Tensor], hidden_mode: CaptureHiddenMode) -> ForwardBatch:
         """`sent`: `arrays` as device tensors."""
-        ids, positions, slots, table, lens, starts, rows = sent
+        ids, positions, slots, table, lens, starts, rows, *state = sent
         return ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=ids,
@@ -63,6 +68,7 @@ class HostBatch:
             hidden_mode=hidden_mode,
             query_lens_host=self.lengths,
             seq_lens_host=self.ends,
+            state=BatchState(state[0]) if state else None,
         )
 
 

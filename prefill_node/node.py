@@ -258,17 +258,18 @@ class PrefillNode:
                     self.queues.arrived(request)
 
     def _lease(self, request: PrefillRequest) -> PageLease | None:
-        """Return pages for a prompt, or None if there is not enough room.
+        """Return pages and a state slot for a prompt, or None if there is not enough room.
 
         A prompt may be computed before the decode node has granted pages, but then it never takes the room that the
-        longest prompt needs. It would hold that room until some request leaves the decode node, and that request may
-        itself have pages reserved there while its prompt waits here for the same room: a deadlock.
+        longest prompt needs, its pages and the last state slot. It would hold that room until some request leaves the
+        decode node, and that request may itself have pages reserved there while its prompt waits here for the same
+        room: a deadlock.
         """
         # At least one token must be computed: its logits give the first output token.
         keys, pages = self._space.keys(request.contents), self._space.pages_for(request.num_tokens)
         request.keyed, request.rewrites = len(keys), self._rules.rewrites
         lease = self._space.lease(keys, pages, max_cached_tokens=request.num_tokens - 1, salt=request.salt)
-        if lease is not None and not request.granted and self._space.available_pages < self._longest:
+        if lease is not None and not request.granted and not self._space.has_room(self._longest):
             lease.release()
             return None
         return lease

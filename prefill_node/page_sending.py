@@ -39,7 +39,7 @@ class ByChunk:
         if order.pages:
             self._sender.send_pages(order.room, order.pages, order.first)
         if order.record is not None:
-            self._sender.finish(order.room, order.record)
+            self._sender.finish(order.room, order.record, order.slot)
 
 
 class ByLayer:

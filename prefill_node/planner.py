@@ -46,6 +46,7 @@ def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> Pl
         end=end,
         ids=request.keys[chunk.start : end + lookahead].tobytes(),
         pages=tuple(request.lease.pages[: -(-end // page_size)]),
+        slot=request.lease.slot,
         cached=request.lease.cached_tokens,
         images=request.images,
         draw=_draw(request, adjusted) if end == request.num_tokens else None,

@@ -28,6 +28,7 @@ class SendOrder(msgspec.Struct, frozen=True, kw_only=True):
     first: int  # logical page of pages[0]
     pages: tuple[int, ...]  # this node's pages; each page is in exactly one order
     record: HandoffRecord | None = None  # set in the last order of a request
+    slot: int = 0  # own state slot, which leaves before the record; 0: the model keeps no state
 
 
 class SendOrders:
@@ -76,7 +77,8 @@ class SendOrders:
         order = self._order(request, request.computed, request.computed_by)
         if order is None or request.computed < request.num_tokens or request.first_token is None:
             return order
-        return structs.replace(order, record=request.record(self._hidden_dtype))
+        assert request.lease is not None
+        return structs.replace(order, record=request.record(self._hidden_dtype), slot=request.lease.slot)
 
     def _order(self, request: PrefillRequest, computed: int, after: int) -> SendOrder | None:
         slots = self._sender.slots(request.room)

@@ -34,3 +34,10 @@ class SignalledAttention(AroundAttention):
         if self._listener is not None:
             self._listener(layer)
         return super().forward(layer, query, key, value)
+
+    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+        """The operation stores what it keeps, so the listener is told after it."""
+        mixed = super().mix(layer, operation, projected, width)
+        if self._listener is not None:
+            self._listener(layer)
+        return mixed

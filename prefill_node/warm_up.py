@@ -18,13 +18,14 @@ def warm_up(
     page_size: int,
     device: torch.device,
     axes: tuple[int, ...] = (),
+    state: bool = False,
 ) -> None:
     """Run one token in the padding page through layers, heads and every kind of sampling.
 
-    `axes`: number of position axes, from the model's RopeConfig.
+    `axes` and `state` as in `idle_extend`.
     """
     batch = replace(
-        idle_extend(1, page_size, device, axes),
+        idle_extend(1, page_size, device, axes, state),
         logits_rows=torch.zeros(1, dtype=torch.int64, device=device),
         hidden_mode=draft.hidden_mode,
     )

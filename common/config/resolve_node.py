@@ -15,6 +15,7 @@ from common.node_plan import (
     SpeculationPlan,
     TransferPlan,
 )
+from common.speculation.table import algorithm
 
 
 def node_plan(
@@ -39,6 +40,8 @@ def node_plan(
         page_size=cluster.kv.page_size,
         pool=own.pool,
         max_rows=own.max_rows,
+        state_slots=own.state_slots,
+        round_tokens=own.round_tokens,
         shares=tuple(shares.values()),
         model=ModelPlan(
             path=str(model), dtype=cluster.model.dtype, max_model_len=cluster.model.max_model_len
@@ -76,12 +79,22 @@ def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: s
 
 
 def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
-    """Return ((role, name), share) of every node."""
-    return [
-        ((role, node.name), NodeShare(node.device, pool_wish(role, section, node.device), rows))
-        for role, section, rows in (
-            ("prefill", cluster.prefill, cluster.prefill.max_batch),
-            ("decode", cluster.decode, cluster.decode.max_running),
-        )
-        for node in section.nodes
-    ]
+    """Return ((role, name), share) of every node.
+
+    Every request that holds pages has a state slot. A prefill node may hand over as many requests as it computes; a
+    decode node may have as many in quarantine as are on their way.
+    """
+    prefill, decode = cluster.prefill, cluster.decode
+    drafts = algorithm(cluster.speculation.algorithm).drafts
+    round_tokens = cluster.speculation.steps + 1 if drafts else 1
+    rows, slots = decode.max_running, decode.max_running + 2 * decode.max_transferring
+    found = []
+    for node in prefill.nodes:
+        wish = pool_wish("prefill", prefill, node.device)
+        share = NodeShare(node.device, wish, prefill.max_batch, 2 * prefill.max_batch)
+        found.append((("prefill", node.name), share))
+    for decoding in decode.nodes:
+        wish = pool_wish("decode", decode, decoding.device)
+        share = NodeShare(decoding.device, wish, rows, slots, round_tokens)
+        found.append((("decode", decoding.name), share))
+    return found

@@ -22,6 +22,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
 
 Placement = Literal["round_robin", "least_loaded"]
+PrefixCaching = bool | Literal["auto"]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,7 +147,7 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     compiler: Literal["eager", "inductor"] | None = None
     # Use graphs whatever the rules say at start-up, also on a CPU (there on a tape); for tests.
     enforce_graphs: bool = False
-    prefix_cache: bool = True
+    prefix_cache: PrefixCaching = "auto"  # auto: on, unless the model keeps a state per request
     image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, keyed by content
 
     @property
@@ -173,7 +174,7 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     reserved_tokens: NotNegative = 256
     skip_ahead: NotNegative = 8  # how often smaller, later requests may overtake one that does not fit
     graphs: Literal["auto", "full", "none"] = "auto"  # of the decode step; auto: on GPUs only
-    prefix_cache: bool = True
+    prefix_cache: PrefixCaching = "auto"
     # Host memory for the KV of retracted requests; requests beyond it are prefilled again.
     backup_mib: NotNegative = 1024
     # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do.

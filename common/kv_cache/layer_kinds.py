@@ -21,6 +21,9 @@ class MixerRecord:
     # Maps (owner, config, layer, dtype of keys and values) to the planes of that layer.
     planes: Callable[[Owner, ModelConfig, int, str], tuple[Plane, ...]]
     engine: str  # "module:attribute" of its class
+    # (config, layer) -> values of one new token that a decode node keeps until it knows whether the token was
+    # accepted, in the model's dtype; 0: none. A mixer with a per-request plane needs them (docs/extending.md).
+    window: Callable[[ModelConfig, int], int] = lambda config, layer: 0
 
 
 def _attention(owner: Owner, config: ModelConfig, layer: int, dtype: str) -> tuple[Plane, ...]:
@@ -40,3 +43,9 @@ def mixer_record(config: ModelConfig, layer: int) -> MixerRecord:
     record = named(MIXERS[config.kind_of(layer).mixer])
     assert isinstance(record, MixerRecord)
     return record
+
+
+def window_widths(config: ModelConfig) -> dict[int, int]:
+    """Values of each new token that a decode node keeps, by layer; empty for a model without such layers."""
+    widths = {layer: mixer_record(config, layer).window(config, layer) for layer in range(config.num_layers)}
+    return {layer: width for layer, width in widths.items() if width}

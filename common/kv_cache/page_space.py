@@ -1,6 +1,7 @@
-"""Who holds which page: the free list, the prefix cache, and one lease per request.
+"""Tracks who holds which page and state slot: free lists, the prefix cache, and one lease per request.
 
-Every page but page 0 is in exactly one place: free, cached (owned by the tree), or owned by one lease.
+Every page but page 0 is in exactly one place: free, cached (owned by the tree), or owned by one lease. Every state slot
+but slot 0 is free or owned by one lease.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from common.kv_cache.image_keys import paired
 from common.kv_cache.page_allocator import PageAllocator
-from common.kv_cache.radix_cache import Keys, Node, PrefixCache
+from common.kv_cache.radix_cache import Keys, Node, NoPrefixCache, PrefixCache
 
 
 def as_keys(token_ids: Sequence[int] | Keys) -> Keys:
@@ -52,7 +53,10 @@ def keys_with_lookahead(lookahead: int) -> Callable[[Sequence[int] | Keys], Keys
 
 
 class PageSpace:
-    """Allocator and prefix cache as one: what is only cached gives way to what is needed."""
+    """Allocator and prefix cache as one: what is only cached gives way to what is needed.
+
+    Where the model has per-request planes, a lease is pages and a state slot, or nothing.
+    """
 
     def __init__(
         self,
@@ -60,8 +64,18 @@ class PageSpace:
         num_pages: int,
         cache: PrefixCache,
         keys: Callable[[Sequence[int] | Keys], Keys] = as_keys,
+        num_slots: int = 0,
     ) -> None:
-        """`num_pages` counts page 0 too; `keys` says what a position's KV depends on."""
+        """Create a space in which everything is free. ValueError for a cache of pages beside state slots.
+
+        Args:
+            num_pages: counts page 0 too.
+            keys: says what a position's KV depends on.
+            num_slots: of per-request state, slot 0 included; 0 for a model that keeps none.
+        """
+        if num_slots and not isinstance(cache, NoPrefixCache):
+            raise ValueError("a cached prefix has pages but no state: turn the prefix cache off")
+        self._slots = PageAllocator(num_slots) if num_slots else None
         self.page_size = page_size
         self.keys = keys
         self._allocator = PageAllocator(num_pages)
@@ -85,6 +99,24 @@ class PageSpace:
         """Number of pages owned by leases: neither free nor in the tree. 0 when idle."""
         return self.total_pages - self.free_pages - self.cache.cached_pages
 
+    @property
+    def total_slots(self) -> int:
+        """State slots that leases can own; 0 for a model without per-request planes."""
+        return 0 if self._slots is None else self._slots.total
+
+    @property
+    def free_slots(self) -> int:
+        return 0 if self._slots is None else self._slots.free_pages
+
+    @property
+    def leased_slots(self) -> int:
+        """Owned by leases. 0 when idle."""
+        return self.total_slots - self.free_slots
+
+    def has_room(self, pages: int) -> bool:
+        """Whether a lease of so many fresh pages would succeed now."""
+        return self.available_pages >= pages and (self._slots is None or self._slots.free_pages > 0)
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
@@ -97,17 +129,23 @@ class PageSpace:
             self._allocator.free(self.cache.evict(missing))
         return self._allocator.allocate(count)
 
-    def free(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Sequence[int], slot: int = 0) -> None:
+        """Give back pages, and a state slot if there is one."""
         self._allocator.free(pages)
+        if slot:
+            assert self._slots is not None
+            self._slots.free((slot,))
 
     def lease(
         self, keys: Keys, num_pages: int, max_cached_tokens: int, salt: bytes = b""
     ) -> PageLease | None:
-        """`num_pages` pages for a sequence: a cached prefix of at most `max_cached_tokens`, fresh ones behind it.
+        """Return `num_pages` pages for a sequence: a cached prefix of at most `max_cached_tokens`, then fresh ones.
 
         Only pages that were committed under the same `salt` are found, and what is committed is found under it only.
-        None if there is not enough room; then nothing is held.
+        The lease owns a state slot, too, where there are any. None if there is not enough room; then nothing is held.
         """
+        if self._slots is not None and not self._slots.free_pages:
+            return None
         limit = min(max_cached_tokens // self.page_size, num_pages)
         match = self.cache.match(keys[: limit * self.page_size], salt)
         self.cache.lock(match.node)  # before allocating, so that eviction cannot take the match
@@ -115,26 +153,44 @@ class PageSpace:
         if fresh is None:
             self.cache.unlock(match.node)
             return None
-        return PageLease(self, match.pages + fresh, fresh, match.node, salt)
+        slot = 0
+        if self._slots is not None:
+            (slot,) = self._slots.allocate(1) or (0,)
+        return PageLease(self, match.pages + fresh, fresh, match.node, salt, slot)
 
     def check_integrity(self) -> None:
         self._allocator.check_integrity()
         self.cache.check_integrity()
         assert self.leased_pages >= 0, "free + cached > total: a page is in two places"
+        if self._slots is not None:
+            self._slots.check_integrity()
 
 
 class PageLease:
-    """The pages of one request in logical order. `release` exactly once."""
+    """The pages of one request in logical order, and its state slot. `release` exactly once."""
 
-    __slots__ = ("_committed", "_node", "_own", "_released", "_salt", "_space", "cached_pages", "pages")
+    __slots__ = (
+        "_committed",
+        "_node",
+        "_own",
+        "_released",
+        "_salt",
+        "_space",
+        "cached_pages",
+        "pages",
+        "slot",
+    )
 
-    def __init__(self, space: PageSpace, pages: list[int], own: list[int], node: Node, salt: bytes) -> None:
+    def __init__(
+        self, space: PageSpace, pages: list[int], own: list[int], node: Node, salt: bytes, slot: int = 0
+    ) -> None:
         self._space = space
         self._salt = salt
         # Those of `pages` (or duplicates of cached ones) that return to the free list at release.
         self._own = own
         self._node = node  # locked
         self.pages = pages
+        self.slot = slot  # of the planes that are kept per request; 0: the model has none
         self.cached_pages = len(pages) - len(own)  # prefix that the cache had at the start
         # Prefix that `_node` protects from eviction, as these pages or others.
         self._committed = self.cached_pages
@@ -175,6 +231,7 @@ class PageLease:
             raise ValueError("a lease is released twice")
         self._released = True
         self._space.cache.unlock(self._node)
-        self._space.free(self._own)
+        self._space.free(self._own, self.slot)
         self._own = []
         self.pages = []
+        self.slot = 0

@@ -36,6 +36,11 @@ class PoolSpec(msgspec.Struct, frozen=True):
         """Bytes that a token adds over all planes and ranks."""
         return sum(plane.entry_bytes for plane in self.planes if plane.kept is Kept.PAGED)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a request keeps beside its pages, over all planes and ranks; 0 without per-request planes."""
+        return sum(plane.entry_bytes for plane in self.planes if plane.kept is Kept.PER_REQUEST)
+
 
 def pool_spec(target: ModelConfig, draft: ModelConfig | None, page_size: int, dtype: str) -> PoolSpec:
     """Return the spec of a node that serves `target` with `draft`, both of which store values of `dtype`."""

@@ -28,10 +28,11 @@ class MemoryPlan:
     graphs: int | None = None  # measured by a trial (graph_start.py); None before it
     images: int = 0  # cache of image embeddings
     encoder: int = 0  # for a forward of the vision part: encoder_memory.py
+    state: int = 0  # slots and windows of a model that keeps a state per request
 
     @property
     def total(self) -> int:
-        beside = self.working + self.sampling + (self.graphs or 0) + self.images + self.encoder
+        beside = self.working + self.sampling + (self.graphs or 0) + self.images + self.encoder + self.state
         return self.weights + self.pool + beside
 
     def __str__(self) -> str:
@@ -39,6 +40,7 @@ class MemoryPlan:
         return (
             f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + {graphs} + "
             f"room to work {_gib(self.working)} + sampling state {_gib(self.sampling)}"
+            + (f" + state of requests {_gib(self.state)}" if self.state else "")
             + (f" + image encoder {_gib(self.encoder)}" if self.encoder else "")
             + (f" + cache of images {_gib(self.images)}" if self.images else "")
             + f" = {_gib(self.total)}"

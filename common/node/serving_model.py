@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -17,9 +18,12 @@ from common.engine.models.checkpoint_layout import checkpoint_layout
 from common.engine.sampling.logit_adjustments import adjustment_bytes
 from common.engine.state.draft_row import DraftShape
 from common.engine.state.pool import KvPool
+from common.engine.state.state_rows import NO_WINDOW, WindowShape
 from common.engine.weights import resolve_dtype
 from common.errors import ConfigError
+from common.kv_cache.layer_kinds import window_widths
 from common.kv_cache.page_space import PageSpace, keys_with_lookahead
+from common.kv_cache.plane import Kept
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec, pool_spec
 from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
@@ -34,13 +38,14 @@ from common.node.memory import (
     weight_bytes,
 )
 from common.node.serving_draft import ServingDraft, load_serving_draft
-from common.node_plan import NodePlan, PoolWish
+from common.node_plan import NodePlan, NodeShare, PoolWish
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.speculation.directory import load_draft_config
 
 # Lowest compute capability that kernels are compiled for (tests/fakes/compile_for.py).
 OLDEST_GPU = (8, 0)
+NO_CACHE = "off: the model keeps a state per request, which no cached prefix has"
 TRIAL_PAGES = 2  # the padding page, on which graphs are captured, and one more
 
 
@@ -59,6 +64,8 @@ class ServingModel:
     plan: MemoryPlan  # of its GPU, with an empty pool
     draft: ServingDraft | None = None
     beside: int = 0  # bytes that this cluster's other nodes take of its GPU
+    state_slots: int = 0  # requests that hold a state at once; 0: the model keeps none
+    window: WindowShape = NO_WINDOW  # what a decode node keeps of the newest tokens beside the state
 
     @property
     def dtype_name(self) -> str:
@@ -71,7 +78,17 @@ class ServingModel:
     @property
     def layout(self) -> PoolLayout:
         """The pool of this node, target and draft, with `num_pages`."""
-        return PoolLayout(fingerprint=self.kv_fingerprint, spec=self.spec, num_pages=self.num_pages)
+        return PoolLayout(
+            fingerprint=self.kv_fingerprint,
+            spec=self.spec,
+            num_pages=self.num_pages,
+            num_slots=self.num_slots,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """State slots of the pool, slot 0 included; no more than pages, of which each request holds one at least."""
+        return min(self.state_slots + 1, self.num_pages) if self.state_slots else 0
 
     def with_pool(self, graph_bytes: int) -> ServingModel:
         """Return the model with the pool that its config asks for, or that its share of the GPU leaves, next to its
@@ -123,6 +140,7 @@ class ServingModel:
             "max_model_len": self.max_model_len,
             "transport": transport,
             "draft": "none",
+            **({"state_slots": self.num_slots - 1, "prefix_cache": NO_CACHE} if self.num_slots else {}),
             **({} if self.draft is None else self.draft.describe()),
         }
 
@@ -135,6 +153,7 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
     path, device, wish = Path(plan.model.path), _device(plan.device), plan.pool
     draft_config = _draft_config(plan)
     spec = _pool_spec(plan, device, draft_config)
+    window = _check_state(plan, device, spec, log)
     memory, others = _check_memory(plan, device, spec)
     if device.type == "cpu" and plan.threads:
         torch.set_num_threads(plan.threads)
@@ -173,17 +192,51 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
     served = ServingModel(
         model, config, placement, fingerprint, spec, num_pages, longest, wish, memory, draft, others
     )
+    if spec.state_bytes:
+        served = replace(served, state_slots=plan.state_slots, window=window)
     if device.type == "cpu":
-        check_host_pool(num_pages * spec.page_bytes, spec.token_bytes, wish.key)
+        nbytes = num_pages * spec.page_bytes + served.num_slots * spec.state_bytes
+        check_host_pool(nbytes, spec.token_bytes, wish.key)
     return served
 
 
-def page_space(served: ServingModel, prefix_cache: bool) -> PageSpace:
-    """Page bookkeeping; prefix caching off is a cache that never matches."""
-    size = served.page_size
-    cache = RadixCache(size) if prefix_cache else NoPrefixCache()
+def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> PageSpace:
+    """Return the bookkeeping of pages and state slots; prefix caching off is a cache that never matches.
+
+    Raises ConfigError where caching is asked for and the model keeps a state per request.
+    """
+    size, slots = served.page_size, served.num_slots
+    if slots and prefix_cache is True:
+        key = f"{served.wish.section}.prefix_cache"
+        raise ConfigError(key, f"must be {NO_CACHE}; write auto or false")
+    cache = RadixCache(size) if prefix_cache and not slots else NoPrefixCache()
     lookahead = 0 if served.draft is None else lookahead_for(served.draft.config)
-    return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead))
+    return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead), slots)
+
+
+def _check_state(plan: NodePlan, device: torch.device, spec: PoolSpec, log: Log) -> WindowShape:
+    """What the node keeps of the newest tokens beside a state per request; nothing for other models.
+
+    Raises ConfigError for a way of speculating that such a state does not allow.
+    """
+    if not spec.state_bytes:
+        return NO_WINDOW
+    if plan.speculation.topk > 1:
+        raise ConfigError(
+            "speculation.topk",
+            "must be 1: this model keeps a state per request, which follows one chain of drafts; trees have branches",
+        )
+    for plane in spec.planes:
+        if plane.owner == "draft" and plane.kept is Kept.PER_REQUEST:
+            raise ConfigError(
+                "speculation.draft_model_path",
+                f"{plan.speculation.draft_path} keeps a state per request (layer {plane.layer}), which cannot take "
+                "rejected drafts back; use a draft model with attention layers only",
+            )
+    log.info("prefix cache off", reason=NO_CACHE, role=plan.role)
+    config = ModelConfig.load(plan.model.path)
+    dtype = resolve_dtype(plan.model.dtype, config.dtype, device)
+    return WindowShape(window_widths(config), plan.round_tokens, dtype)
 
 
 def _draft_config(plan: NodePlan) -> DraftConfig | None:
@@ -249,13 +302,18 @@ def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple
     files = [read_weight_files(each) for each in {path, Path(draft or path)}]
     names = (str(device), "cuda") if device.index == 0 else (str(device),)
 
-    def taken(wished: PoolWish, rows: int) -> tuple[MemoryPlan, int]:
+    widths = window_widths(config)
+
+    def taken(share: NodeShare) -> tuple[MemoryPlan, int]:
         """Return (the plan with an empty pool, bytes in total)."""
+        wished = share.pool
+        window = WindowShape(widths, share.round_tokens, dtype)
         without = () if wished.sees else layout.vision_prefixes
         memory = MemoryPlan(
             weights=sum(weight_bytes(each, dtype, without) for each in files),
             pool=0,
-            sampling=adjustment_bytes(rows, config.vocab_size),
+            sampling=adjustment_bytes(share.max_rows, config.vocab_size),
+            state=(share.state_slots + 1) * spec.state_bytes + window.nbytes(share.max_rows),
         )
         if config.vision is not None and wished.sees:
             encoder = encoder_bytes(config.vision, config.hidden_size, dtype)
@@ -264,8 +322,8 @@ def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple
             return memory, int(torch.cuda.mem_get_info(device)[1] * wished.fraction)
         return memory, memory.total + (wished.tokens + spec.page_size) * spec.token_bytes
 
-    there = [taken(each.pool, each.max_rows)[1] for each in plan.shares if each.device in names]
-    memory, own = taken(wish, plan.max_rows)
+    there = [taken(each)[1] for each in plan.shares if each.device in names]
+    memory, own = taken(NodeShare(plan.device, wish, plan.max_rows, plan.state_slots, plan.round_tokens))
     beside = sum(there) - own
     if wish.tokens is None:
         check_share(device, memory, beside, wish, spec.page_bytes)

@@ -153,6 +153,9 @@ class DecodeProgram:
         ids, positions, slots, lengths, table = step_rows(
             rows, *columns, self._pages, self._runner.pool.page_size
         )
+        state = None
+        if relay.state is not None:
+            state = relay.state.open_window(rows, lengths.to(torch.int64) - 1)
         return ForwardBatch(
             mode=ForwardMode.DECODE,
             input_ids=ids,
@@ -164,6 +167,7 @@ class DecodeProgram:
             logits_rows=self._steps[:count],
             max_seq_len=self._max_seq_len,
             hidden_mode=CaptureHiddenMode.NULL,
+            state=state,
         )
 
 

@@ -120,6 +120,8 @@ class Verify:
         tree.tokens[:, 0] = batch.last_token
         every = batch.index[: tree.tokens.numel()]
         forward = batch.window(tree.tokens, tree.depth, tree.mask, every, self._drafter.hidden_mode)
+        if self._relay.state is not None:
+            forward.state = self._relay.state.open_window(batch.rows, batch.seq_len)
         output = self._runner(forward)
         if variant == LOGITS:
             return Verdict(logits=output.logits, hidden=output.hidden)

@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
+from common.engine.forward.batch import (
+    BatchState,
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    ForwardOutput,
+)
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.admission import BatchFacts
 from common.engine.graphs.backends.base import Backend
@@ -32,11 +38,15 @@ OUTPUTS = OutputSpec(BodyOutput, {"last": OutField(Axis.TOKEN), "aux": OutField(
 
 
 class BreakableAttention(AroundAttention):
-    """An attention backend whose `forward` is a break point."""
+    """An attention backend of whose calls `forward` and `mix` are break points."""
 
     @break_point
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return super().forward(layer, query, key, value)
+
+    @break_point
+    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+        return super().mix(layer, operation, projected, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +81,14 @@ def extend_spec(
 
 
 def idle_extend(
-    tokens: int, page_size: int, device: torch.device, axes: tuple[int, ...] = ()
+    tokens: int, page_size: int, device: torch.device, axes: tuple[int, ...] = (), state: bool = False
 ) -> ForwardBatch:
-    """Return a padding batch: one request whose tokens are all in page 0. `axes`: of the model's RopeConfig."""
+    """Return a padding batch: one request whose tokens are all in page 0.
+
+    Args:
+        axes: of the model's RopeConfig.
+        state: the model keeps a state per request; here it is in slot 0.
+    """
     zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
     return ForwardBatch(
         mode=ForwardMode.EXTEND,
@@ -87,6 +102,7 @@ def idle_extend(
         max_seq_len=tokens,
         query_lens_host=(tokens,),
         seq_lens_host=(tokens,),
+        state=BatchState(zeros[:1]) if state else None,
     )
 
 
@@ -131,7 +147,11 @@ class ExtendBody:
         """One request of `shape.tokens` tokens, all in page 0."""
         model, page_size = self._runner.model, self._runner.pool.page_size
         axes = model.config.rope.axes
-        return ExtendCall(idle_extend(shape.tokens, page_size, model.placement.device, axes))
+        return ExtendCall(
+            idle_extend(
+                shape.tokens, page_size, model.placement.device, axes, self._runner.pool.state_bytes > 0
+            )
+        )
 
     def plan(self, call: ExtendCall, inputs: Inputs) -> None:
         """Plan attention over the live requests. Keys and values of all rows, padding included, go to `kv_slots`."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from common.engine.attention.whole_prompt import MIN_TOKENS
-from common.engine.forward.batch import ForwardBatch
+from common.engine.forward.batch import BatchState, ForwardBatch
 from common.engine.graphs.slots import worst
 from common.engine.graphs.spec import ShapeKey
 
@@ -33,6 +33,7 @@ class StaticExtend:
         self._pages = torch.zeros(limit.requests, max_pages, dtype=torch.int32, device=device)
         self._starts = torch.zeros(limit.requests + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(limit.requests, dtype=torch.int32, device=device)
+        self._slots = torch.zeros(limit.requests, dtype=torch.int64, device=device)
 
     def serves(self, tokens: int) -> bool:
         """Whether a graph of `tokens` tokens, padding included, has no breaks."""
@@ -50,4 +51,11 @@ class StaticExtend:
         self._starts[count + 1 :] = batch.query_start[-1]
         self._lens[:count].copy_(batch.seq_lens)
         self._lens[count:].zero_()
-        return replace(batch, page_table=self._pages, query_start=self._starts, seq_lens=self._lens)
+        state = None
+        if batch.state is not None:
+            self._slots[:count].copy_(batch.state.slots)
+            self._slots[count:].zero_()
+            state = BatchState(self._slots)
+        return replace(
+            batch, page_table=self._pages, query_start=self._starts, seq_lens=self._lens, state=state
+        )

@@ -26,7 +26,9 @@ from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.draft_row import DraftShape
 from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
+from common.engine.state.state_rows import WindowShape
 from common.ipc import RouterSocket
+from common.kv_cache.layer_kinds import window_widths
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import pool_spec
@@ -148,6 +150,9 @@ class Shape:
     reserved_tokens: int = 16
     skip_ahead: int = 4
     backup_bytes: int = 1 << 24
+    prefill_slots: int = 16  # state slots beside slot 0, where the model keeps a state per request
+    decode_slots: int = 24
+    round_tokens: int = 1  # new tokens of a request in one step, at most
     prefill_cache: bool = True
     decode_cache: bool = True
     completion: MakeCompletion = Immediate
@@ -419,6 +424,7 @@ class NodeCluster:
         assert not len(side.node.queues), "a queue is not empty"
         space.check_integrity()
         assert space.leased_pages == 0, f"{space.leased_pages} pages are leased"
+        assert space.leased_slots == 0, f"{space.leased_slots} state slots are leased"
         assert space.free_pages + space.cache.cached_pages == space.total_pages
         assert space.cache.evictable_pages == space.cache.cached_pages, "a lock is held"
         told = side.link.load  # the load that /server_info would show
@@ -492,10 +498,16 @@ class NodeCluster:
 
     # -- composition, as in the nodes' build.py
 
-    def _layout(self, pool_tokens: int) -> PoolLayout:
+    def _layout(self, pool_tokens: int, slots: int) -> PoolLayout:
         pages = pool_tokens // self.shape.page_size + 1
         spec = pool_spec(self.shape.model, self.shape.draft.model, self.shape.page_size, "float32")
-        return PoolLayout(fingerprint="tiny", spec=spec, num_pages=pages)
+        num_slots = slots + 1 if spec.state_bytes else 0
+        return PoolLayout(fingerprint="tiny", spec=spec, num_pages=pages, num_slots=num_slots)
+
+    def _space(self, layout: PoolLayout, caching: bool) -> PageSpace:
+        caching = caching and not layout.num_slots
+        cache = RadixCache(layout.page_size) if caching else NoPrefixCache()
+        return PageSpace(layout.page_size, layout.num_pages, cache, self.shape.draft.keys, layout.num_slots)
 
     def _incarnation(self) -> str:
         return f"{next(self._names) + 1:032x}"
@@ -503,16 +515,15 @@ class NodeCluster:
     def _prefill(self) -> PrefillSide:
         shape, incarnation = self.shape, self._incarnation()
         name = f"prefill-{len(getattr(self, 'prefills', []))}-{incarnation[-2:]}"
-        layout = self._layout(shape.prefill_pool)
+        layout = self._layout(shape.prefill_pool, shape.prefill_slots)
         storage = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         pool = KvPool(layout, "target", storage)
         endpoint = self.fabric.sender(incarnation)
         endpoint.register(layout, memoryview(storage.numpy()))
         peers = RouterSocket(self.context, f"inproc://{incarnation}")
         sender = Sender(incarnation, name, endpoint, layout, peers.post, self.clock, shape.transfer)
-        cache = RadixCache(shape.page_size) if shape.prefill_cache else NoPrefixCache()
-        space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
-        attention = SignalledAttention(PagedAttention(pool, CONFIG.sliding_windows))
+        space = self._space(layout, shape.prefill_cache)
+        attention = SignalledAttention(PagedAttention(pool, shape.model.sliding_windows))
         runner = ModelRunner(tiny_model(aux=shape.draft.aux_layers, config=shape.model), pool, attention)
         draft = shape.draft.prefill(shape.draft.pool(layout, storage))
         wanted = PhaseSwitch(shape.prompt_graphs, poisoned=True)
@@ -560,23 +571,23 @@ class NodeCluster:
     def _decode(self) -> DecodeSide:
         shape, incarnation = self.shape, self._incarnation()
         name = f"decode-{incarnation[-2:]}"
-        layout = self._layout(shape.decode_pool)
+        layout = self._layout(shape.decode_pool, shape.decode_slots)
         endpoint = self.fabric.receiver(incarnation, fencing=shape.fencing)
         storage = torch.frombuffer(endpoint.allocate(Region.KV, layout.total_bytes), dtype=torch.uint8)
         pool = KvPool(layout, "target", storage)
         slots = 2 * shape.max_transferring
         receiver = Receiver(incarnation, name, endpoint, layout, self.clock, shape.transfer, slots)
-        cache = RadixCache(shape.page_size) if shape.decode_cache else NoPrefixCache()
-        space = PageSpace(shape.page_size, layout.num_pages, cache, shape.draft.keys)
+        space = self._space(layout, shape.decode_cache)
         max_len = min(shape.max_len, space.total_pages * shape.page_size)
         # Drafts extend past the last token, for which build.py reserves pages too.
         pages = space.total_pages + space.pages_for(2 * LOOKAHEAD_SLOTS)
         table = PageTable(shape.max_running, pages, PLACEMENT.device)
-        relay = RelayState.allocate(shape.max_running, VOCAB, PLACEMENT.device, shape.draft.shape)
+        window = WindowShape(window_widths(shape.model), shape.round_tokens)
+        relay = RelayState.allocate(shape.max_running, VOCAB, PLACEMENT.device, shape.draft.shape, window)
         runner = ModelRunner(
             tiny_model(aux=shape.draft.aux_layers, config=shape.model),
             pool,
-            PagedAttention(pool, CONFIG.sliding_windows),
+            PagedAttention(pool, shape.model.sliding_windows),
         )
         draft_pool = shape.draft.pool(layout, storage)
         steps = shape.step(
@@ -589,7 +600,8 @@ class NodeCluster:
         rotary = rotary_places(shape.model.rope)
         rows = BatchRows(shape.max_running)
         page_bytes = sum(each.page_bytes for each in pools)
-        retraction = Retraction(space, rows, rotary, page_bytes, shape.backup_bytes)
+        state_bytes = pool.state_bytes + window.nbytes(0)
+        retraction = Retraction(space, rows, rotary, page_bytes, shape.backup_bytes, state_bytes)
         backups = Backups(pools, relay)
         limits = DecodeLimits(
             max_running=shape.max_running,

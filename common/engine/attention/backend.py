@@ -1,12 +1,27 @@
-"""The interface between models and attention: store this layer's keys and values, then attend."""
+"""The interface between mixers and whoever knows the batch: attention over pages, or an operation of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from common.engine.forward.batch import ForwardBatch
+
+
+class LayerOperation(Protocol):
+    """The part of a mixer that joins the tokens of a request, over the planes that its record declares."""
+
+    def __call__(
+        self, batch: ForwardBatch, layer: int, planes: Mapping[str, Tensor], projected: Tensor, /
+    ) -> Tensor:
+        """Return [T, width] for projected [T, P]; reads and writes `planes` of the layer, by name.
+
+        T may count padding rows past the last token of the batch, which may hold anything: nothing of them may reach a
+        plane or another row. Graphs record it, except on batches of mode EXTEND with many tokens: it must not wait for
+        the device. Page 0 and state slot 0 belong to padding and have to stay zero.
+        """
 
 
 class AttentionBackend(Protocol):
@@ -34,4 +49,13 @@ class AttentionBackend(Protocol):
         """Attend query [T, heads, D] over the stored keys; return the same shape. Graphs break here.
 
         key, value: [T, kv_heads, D], already stored; passed for kernels that read new tokens directly.
+        """
+
+    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+        """Run the operation of a mixer other than attention. Where graphs break.
+
+        Args:
+            operation: "module:function" of a `LayerOperation`; a name, since traced graphs hold no functions.
+            projected: [T, P], all that the operation reads of the new tokens.
+            width: values of each row of the result.
         """

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from common.engine.attention.backend import LayerOperation
 from common.engine.attention.whole_prompt import MAX_HEAD_DIM, attend_padded_prompt, whole_prompt_rows
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention
@@ -16,6 +17,7 @@ from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.ops.verify_attention import verify_attention
 from common.engine.state.pool import KvPool
+from common.named import named
 
 
 class PagedAttention:
@@ -33,8 +35,10 @@ class PagedAttention:
             raise ValueError(f"{len(windows)} attention windows for a pool of {pool.num_layers} layers")
         self.pool = pool
         self._windows = tuple(windows)
-        self._kv_heads, self._head_dim = pool.key(0).shape[2:]
-        self._dtype = pool.key(0).dtype
+        layer = pool.attention_layer
+        # of a model without attention layers: no shape, and nothing below asks for one
+        self._kv_heads, self._head_dim = (1, 1) if layer is None else pool.key(layer).shape[2:]
+        self._dtype = torch.uint8 if layer is None else pool.key(layer).dtype
         self._scale = self._head_dim**-0.5
         able = (
             pool.device.type == "cuda"
@@ -50,8 +54,8 @@ class PagedAttention:
 
         Graphs are captured with one request, so capturing does not compile all of them. Reads page 0, writes nothing.
         """
-        pool = self.pool
-        if pool.device.type != "cuda":
+        pool, first = self.pool, self.pool.attention_layer
+        if pool.device.type != "cuda" or first is None:
             return
         kv_heads, head_dim = self._kv_heads, self._head_dim
         processors = multiprocessors(pool.device)
@@ -62,7 +66,7 @@ class PagedAttention:
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=pool.device)
             starts[1:] = tokens
             pages = torch.zeros(requests, 1, dtype=torch.int32, device=pool.device)
-            planes = pool.key(0), pool.value(0)
+            planes = pool.key(first), pool.value(first)
             extend_attention(
                 qkv[:, :heads], *planes, pages, starts, pages[:, 0].contiguous(), window, self._scale
             )
@@ -97,23 +101,15 @@ class PagedAttention:
         rotary_kv_write(qkv, cos, sin, q_weight, k_weight, eps, *planes, slots)
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch, planes = self._planned(), (self.pool.key(layer), self.pool.value(layer))
         window = self._windows[layer]
-        if batch.mode is ForwardMode.DECODE:
-            bounds = batch.seq_lens, batch.max_seq_len
-            out: Tensor = decode_attention(query, *planes, batch.page_table, *bounds, window, self._scale)
-        elif batch.tree_mask is not None:
-            lengths, longest = batch.seq_lens, batch.max_seq_len
-            tree = batch.tree_mask
-            out = verify_attention(
-                query, *planes, batch.page_table, lengths, tree, longest, window, self._scale
-            )
-        elif (live := self._whole_prompt_rows(query.shape[0], window)) is not None:
-            out = attend_padded_prompt(query, key, value, live, self._scale)
-        else:
-            starts_and_lengths = batch.query_start, batch.seq_lens
-            out = extend_attention(query, *planes, batch.page_table, *starts_and_lengths, window, self._scale)
-        return out
+        if (live := self._whole_prompt_rows(query.shape[0], window)) is not None:
+            return attend_padded_prompt(query, key, value, live, self._scale)
+        planes = self.pool.key(layer), self.pool.value(layer)
+        return attend_pages(self._planned(), query, *planes, window, self._scale)
+
+    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+        run: LayerOperation = named(operation)
+        return run(self._planned(), layer, self.pool.planes(layer), projected)
 
     def _whole_prompt_rows(self, rows: int, window: int | None) -> int | None:
         """Return the live rows of a whole prompt that may be computed without pages, or None."""
@@ -125,3 +121,18 @@ class PagedAttention:
         if self._batch is None:
             raise RuntimeError("call plan(batch) before store and forward")
         return self._batch
+
+
+def attend_pages(
+    batch: ForwardBatch, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float
+) -> Tensor:
+    """Attend query [T, heads, D] over planes [num_pages, page_size, kv_heads, D] that hold the batch's new tokens."""
+    table, lengths, longest = batch.page_table, batch.seq_lens, batch.max_seq_len
+    if batch.mode is ForwardMode.DECODE:
+        out: Tensor = decode_attention(query, keys, values, table, lengths, longest, window, scale)
+    elif batch.tree_mask is not None:
+        tree = batch.tree_mask
+        out = verify_attention(query, keys, values, table, lengths, tree, longest, window, scale)
+    else:
+        out = extend_attention(query, keys, values, table, batch.query_start, lengths, window, scale)
+    return out

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from torch import Tensor
@@ -23,6 +24,22 @@ class CaptureHiddenMode(IntEnum):
     NULL = 0
     LAST = 1  # [B, H] the last row of each request
     FULL = 2  # [T, H]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """Where a batch finds what its requests keep whole: for models with per-request planes.
+
+    A state holds the first tokens of a request. An EXTEND forward leaves all of its tokens in it. A DECODE or VERIFY
+    forward does not know which of its tokens will be accepted: it keeps what they would add in `windows`, and the
+    forward after it adds the accepted ones before anything else.
+    """
+
+    slots: Tensor  # [B] int64 of the per-request planes; 0: padding
+    # Below: DECODE and VERIFY only.
+    rows: Tensor | None = None  # [B] int64 of `windows`; 0: padding
+    pending: Tensor | None = None  # [B] int64: accepted tokens in the window that the state does not hold
+    windows: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [num_rows + 1, N, width]
 
 
 @dataclass(slots=True)
@@ -47,6 +64,7 @@ class ForwardBatch:
     seq_lens_host: tuple[int, ...] | None = None  # [B] copy of seq_lens; EXTEND only
     # [B, N, W] bool over the last W >= N slots of each request, row n: new token n and its ancestors; VERIFY only
     tree_mask: Tensor | None = None
+    state: BatchState | None = None  # None: the model keeps nothing per request
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 
 import torch
@@ -15,7 +15,7 @@ from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 class KvPool:
     """The planes of `owner` in the pool that `layout` describes. Several pools may share one `storage`.
 
-    Page 0 is padding: it is zeroed here and never written afterwards.
+    Page 0 and state slot 0 are padding: they are zeroed here and hold only zeros afterwards.
 
     Args:
         storage: [bytes] uint8, for example shared memory under `torch.frombuffer`.
@@ -36,7 +36,9 @@ class KvPool:
         placed = layout.of(owner)
         self.num_layers = len({each.plane.layer for each in placed})
         self._planes = {(each.plane.layer, each.plane.name): self._view(each) for each in placed}
-        for plane in self._planes.values():
+        self._by_layer: dict[int, dict[str, Tensor]] = {}
+        for (layer, name), plane in self._planes.items():
+            self._by_layer.setdefault(layer, {})[name] = plane
             plane[0].zero_()
         self._paged = [each for each in placed if each.plane.kept is Kept.PAGED]
         self.page_bytes = sum(each.page_bytes for each in self._paged)  # of one page over all planes
@@ -45,6 +47,21 @@ class KvPool:
             for group in _alike(self._paged)
         ]
         self._slots = [view for group in _alike(self._paged) for view in self._all_slots(group)]
+        self._state = [
+            self._planes[each.plane.layer, each.plane.name]
+            for each in placed
+            if each.plane.kept is Kept.PER_REQUEST
+        ]
+        self.state_bytes = sum(plane[0].nbytes for plane in self._state)  # of one request over all planes
+
+    @property
+    def attention_layer(self) -> int | None:
+        """The first layer that keeps keys and values; all such layers have the same shape. None without any."""
+        return next((layer for layer, name in self._planes if name == "k"), None)
+
+    def planes(self, layer: int) -> Mapping[str, Tensor]:
+        """The planes of one layer by name: [num_pages, page_size, *entry], or [num_slots, *entry] per request."""
+        return self._by_layer.get(layer, {})
 
     def key(self, layer: int) -> Tensor:
         """Return a [num_pages, page_size, kv_heads, head_dim] view."""
@@ -75,6 +92,15 @@ class KvPool:
                 )
             for plane, source in zip(group, copies.to(self.device), strict=True):
                 plane.index_copy_(0, index, source)
+
+    def copy_state_out(self, slot: int) -> list[Tensor]:
+        """Copy what one request keeps beside its pages to the host: [*entry] of each per-request plane."""
+        return [plane[slot].to("cpu", copy=True) for plane in self._state]
+
+    def copy_state_in(self, slot: int, backup: Sequence[Tensor]) -> None:
+        """Write what `copy_state_out` returned into `slot`, which may be another slot than it came from."""
+        for plane, source in zip(self._state, backup, strict=True):
+            plane[slot] = source.to(self.device)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy slots source[i] to target[i] in all planes: [n] int64, page * page_size + offset; targets distinct.

@@ -17,6 +17,7 @@ from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.host_copies import send
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.draft_row import NO_DRAFT, NO_DRAFT_SHAPE, DraftRow, DraftShape, HiddenDtype
+from common.engine.state.state_rows import NO_WINDOW, StateRows, WindowShape
 from common.messages.generation import SamplingParams
 
 
@@ -49,10 +50,16 @@ class RelayState:
     draft_ids: torch.Tensor  # [rows, topk] int64
     draft_hidden: torch.Tensor  # [rows, hidden]
     adjustments: AdjustmentRows
+    state: StateRows | None = None  # of a model with per-request planes
 
     @classmethod
     def allocate(
-        cls, num_rows: int, vocab_size: int, device: torch.device, draft: DraftShape = NO_DRAFT_SHAPE
+        cls,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        draft: DraftShape = NO_DRAFT_SHAPE,
+        window: WindowShape = NO_WINDOW,
     ) -> RelayState:
         rows = num_rows + 1
 
@@ -74,6 +81,7 @@ class RelayState:
             draft_ids=drafts.ids,
             draft_hidden=drafts.hidden,
             adjustments=AdjustmentRows.allocate(num_rows, vocab_size, device),
+            state=StateRows.allocate(num_rows, window, device) if window.widths else None,
         )
 
     def write_row(
@@ -84,13 +92,18 @@ class RelayState:
         sampling: SamplingParams,
         draft: DraftRow = NO_DRAFT,
         rope_delta: int = 0,
+        slot: int = 0,
     ) -> None:
         """Set all of a row, at hand-over and at resume, for a request whose last token has no KV yet.
 
         Args:
             text: prompt and output; the last `outputs` tokens are output.
+            slot: of per-request state, which holds all of the text but its last token.
         """
         assert row > 0, "row 0 is padding"
+        assert bool(slot) == (self.state is not None), "a slot where the model keeps state, and nowhere else"
+        if self.state is not None:
+            self.state.write_row(row, slot, len(text) - 1)
         self.last_token[row] = text[-1]
         self.seq_len[row] = len(text) - 1
         self.rope_delta[row] = rope_delta

@@ -2,8 +2,8 @@
 
 A trace contains two marks per layer in place of the attention backend's calls: one stores keys and values, one
 attends. From the first to the second mark of a layer the graph is a *seam*: it only slices tensors between the two,
-and runs as written, with calls of the live attention backend instead of the marks. The rest are *pieces*, which do
-not depend on requests: these are compiled.
+and runs as written, with calls of the live attention backend instead of the marks. A mixer other than attention leaves
+one mark, which is a seam by itself. The rest are *pieces*, which do not depend on requests: these are compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ library.define(
 library.register_fake("tandem::mark_store", lambda *_: None)
 library.define("tandem::mark_attend", "(int layer, Tensor query, Tensor key, Tensor value) -> Tensor")
 library.register_fake("tandem::mark_attend", lambda _, query, *rest: query.new_empty(query.shape))
+library.define("tandem::mark_mix", "(int layer, str operation, Tensor projected, int width) -> Tensor")
+library.register_fake(
+    "tandem::mark_mix", lambda _layer, _name, projected, width: projected.new_empty(projected.shape[0], width)
+)
 STORE, ATTEND = torch.ops.tandem.mark_store.default, torch.ops.tandem.mark_attend.default
+MIX = torch.ops.tandem.mark_mix.default
 
 
 class MarkedAttention:
@@ -49,6 +54,10 @@ class MarkedAttention:
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out: Tensor = ATTEND(layer, query, key, value)
+        return out
+
+    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+        out: Tensor = MIX(layer, operation, projected, width)
         return out
 
 
@@ -75,7 +84,10 @@ class LiveAttention:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self._called().forward(layer, query, key, value)
 
-        calls: dict[object, Callable[..., object]] = {STORE: store, ATTEND: attend}
+        def mix(layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+            return self._called().mix(layer, operation, projected, width)
+
+        calls: dict[object, Callable[..., object]] = {STORE: store, ATTEND: attend, MIX: mix}
         for node in part.graph.nodes:
             node.target = calls.get(node.target, node.target)
         part.recompile()
@@ -89,12 +101,12 @@ def split(graph: GraphModule) -> GraphModule:
     """Return pieces and seams in order, as submodules of a module that calls them one after another."""
     places, place = {}, 0
     for node in graph.graph.nodes:
-        place += node.target is STORE
+        place += node.target in (STORE, MIX)
         places[node] = place
-        place += node.target is ATTEND
+        place += node.target in (ATTEND, MIX)
     parts: GraphModule = split_module(graph, graph, lambda node: places[node], keep_original_order=True)
     return parts
 
 
 def is_seam(part: GraphModule) -> bool:
-    return any(node.target in (STORE, ATTEND) for node in part.graph.nodes)
+    return any(node.target in (STORE, ATTEND, MIX) for node in part.graph.nodes)

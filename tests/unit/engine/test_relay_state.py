@@ -20,7 +20,8 @@ JUNK = 9
 
 
 def columns(relay: RelayState) -> dict[str, Tensor]:
-    return {field.name: getattr(relay, field.name) for field in fields(relay) if field.name != "adjustments"}
+    others = ("adjustments", "state")
+    return {field.name: getattr(relay, field.name) for field in fields(relay) if field.name not in others}
 
 
 def junk() -> RelayState:

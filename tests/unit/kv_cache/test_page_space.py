@@ -237,3 +237,30 @@ def test_keys_with_lookahead_are_a_view() -> None:
     keys = keys_with_lookahead(3)(ids)
     assert keys.shape == (999_997, 4)
     assert np.shares_memory(keys, ids)
+
+
+def test_a_lease_is_pages_and_a_state_slot_or_nothing() -> None:
+    pages = PageSpace(2, 9, NoPrefixCache(), num_slots=3)
+    one, two = (pages.lease(as_keys([1, 2]), 2, 2) for _ in range(2))
+    assert one is not None
+    assert two is not None
+    assert {one.slot, two.slot} == {1, 2}
+    assert pages.lease(as_keys([1]), 1, 1) is None, "no slot is left"
+    assert (pages.free_pages, pages.free_slots, pages.has_room(1)) == (4, 0, False)
+    one.release()
+    assert pages.lease(as_keys([1]), 7, 1) is None, "no pages are left"
+    assert (pages.free_pages, pages.free_slots, pages.has_room(6), pages.has_room(7)) == (6, 1, True, False)
+    two.release()
+    assert (pages.leased_pages, pages.leased_slots) == (0, 0)
+
+
+def test_a_model_without_per_request_planes_has_no_slots() -> None:
+    pages = PageSpace(2, 5, RadixCache(2))
+    lease = pages.lease(as_keys([1, 2]), 2, 2)
+    assert lease is not None
+    assert (lease.slot, pages.total_slots, pages.leased_slots) == (0, 0, 0)
+
+
+def test_a_prefix_cache_beside_state_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="no state"):
+        PageSpace(2, 5, RadixCache(2), num_slots=3)

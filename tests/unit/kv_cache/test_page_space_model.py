@@ -2,7 +2,8 @@
 
 The tree under test splits edges, evicts parts and counts locks. The model has one entry per cached page, keyed by the
 whole prefix that ends with the page, with the time of its last use. Both must agree after every step. In the model, a
-salt changes the tokens of its sequence: token t of a sequence with salt s is t + 2 * s.
+salt changes the tokens of its sequence: token t of a sequence with salt s is t + 2 * s. Spaces with state slots have no
+cache, and each of their leases owns a slot of its own.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ class PageSpaceMachine(RuleBasedStateMachine):
         self.clock = 0
 
     @initialize(
-        page_size=st.integers(1, 3), pages=st.integers(1, 14), caching=st.sampled_from([True, True, False])
+        page_size=st.integers(1, 3), pages=st.integers(1, 14), slots=st.sampled_from([None, None, 0, 1, 2, 5])
     )
-    def start(self, page_size: int, pages: int, caching: bool) -> None:
-        self.size, self.total, self.caching = page_size, pages, caching
+    def start(self, page_size: int, pages: int, slots: int | None) -> None:
+        """`slots`: None with a prefix cache, else how many state slots there are."""
+        self.size, self.total, self.caching, self.slots = page_size, pages, slots is None, slots or 0
         self.cache = RadixCache(page_size)
-        self.space = PageSpace(page_size, pages + 1, self.cache if caching else NoPrefixCache())
+        cache = self.cache if self.caching else NoPrefixCache()
+        self.space = PageSpace(page_size, pages + 1, cache, num_slots=self.slots + 1 if self.slots else 0)
 
     # -- the model ---------------------------------------------------------------------------------------------
 
@@ -130,8 +133,11 @@ class PageSpaceMachine(RuleBasedStateMachine):
         free = self.free()
         matched = self.longest(tokens, limit // self.size) if self.caching else []
         needed = wanted - len(matched)
+        fits = needed <= free + self.evictable(matched) and (not self.slots or len(self.held) < self.slots)
+        if not matched:
+            assert self.space.has_room(needed) == fits
         lease = self.space.lease(keys_of(tokens), wanted, limit, salt_of(tokens))
-        if needed > free + self.evictable(matched):
+        if not fits:
             assert lease is None
             return
         assert lease is not None
@@ -203,6 +209,22 @@ class PageSpaceMachine(RuleBasedStateMachine):
         assert self.space.available_pages == len(free) + self.evictable([])
 
     @invariant()
+    def every_state_slot_has_one_lease(self) -> None:
+        if not hasattr(self, "space"):
+            return
+        held = [each.lease.slot for each in self.held]
+        if not self.slots:
+            assert not any(held)
+            return
+        assert sorted([*held, *self.free_slots()]) == list(range(1, self.slots + 1))
+        assert self.space.leased_slots == len(held)
+        assert self.space.total_slots - self.space.free_slots == len(held)
+
+    def free_slots(self) -> list[int]:
+        assert self.space._slots is not None
+        return list(self.space._slots._free)
+
+    @invariant()
     def what_a_lease_reads_is_its_own_or_locked(self) -> None:
         if not hasattr(self, "space"):
             return
@@ -214,7 +236,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
         for held in self.held:
             held.lease.release()
         if hasattr(self, "space"):
-            assert self.space.leased_pages == 0
+            assert self.space.leased_pages == self.space.leased_slots == 0
             assert self.space.available_pages == self.total
 
 

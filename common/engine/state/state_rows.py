@@ -1,0 +1,69 @@
+"""Which state each row of a decode batch has, and the window of tokens that the state does not hold yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.engine.forward.batch import BatchState
+
+
+class WindowShape(NamedTuple):
+    """What a model with per-request planes keeps of the newest tokens of a row; empty for other models."""
+
+    widths: Mapping[int, int] = {}  # layer -> values of one token
+    tokens: int = 0  # new tokens of a request in one step, at most
+    dtype: torch.dtype = torch.float32
+
+    def nbytes(self, num_rows: int) -> int:
+        """Bytes for `num_rows` rows beside padding row 0."""
+        return (num_rows + 1) * self.tokens * sum(self.widths.values()) * self.dtype.itemsize
+
+
+NO_WINDOW = WindowShape()
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """One row per request, as RelayState has; row 0 is padding and stays zero."""
+
+    slots: Tensor  # [num_rows + 1] int64 of the per-request planes
+    held: Tensor  # [num_rows + 1] int64: tokens that the state in that slot holds
+    windows: dict[int, Tensor]  # layer -> [num_rows + 1, tokens, width]: of the tokens from `held` on
+
+    @classmethod
+    def allocate(cls, num_rows: int, shape: WindowShape, device: torch.device) -> StateRows:
+        windows = {
+            layer: torch.zeros(num_rows + 1, shape.tokens, width, dtype=shape.dtype, device=device)
+            for layer, width in shape.widths.items()
+        }
+        slots, held = torch.zeros(2, num_rows + 1, dtype=torch.int64, device=device)
+        return cls(slots, held, windows)
+
+    def write_row(self, row: int, slot: int, tokens: int) -> None:
+        """Give a row the state in `slot`, which holds the first `tokens` tokens of the request."""
+        self.slots[row] = slot
+        self.held[row] = tokens
+
+    def open_window(self, rows: Tensor, seq_len: Tensor) -> BatchState:
+        """Begin a forward of requests with seq_len [R] int64 accepted tokens, once for each forward. No host sync.
+
+        The forward adds the tokens between what the state holds and `seq_len`, so its window begins at `seq_len`.
+        """
+        pending = seq_len - self.held.index_select(0, rows)
+        self.held.index_copy_(0, rows, torch.where(rows > 0, seq_len, 0))
+        return BatchState(self.slots.index_select(0, rows), rows, pending, self.windows)
+
+    def copy_row_out(self, row: int) -> list[Tensor]:
+        """Copy how many tokens the state holds, and the window, to the host."""
+        parts = [self.held, *self.windows.values()]
+        return [part[row].to("cpu", copy=True) for part in parts]
+
+    def copy_row_in(self, row: int, backup: list[Tensor]) -> None:
+        """Write what `copy_row_out` returned into a row whose slot is set."""
+        for part, source in zip([self.held, *self.windows.values()], backup, strict=True):
+            part[row] = source.to(part.device)

@@ -1,0 +1,87 @@
+"""A model with a latent plane and a per-request plane, added by rows, on real processes with pages over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from common.checkpoint.model_config import FAMILIES, ModelConfig
+from common.kv_cache.layer_kinds import MIXERS
+from common.named import named
+from router.tokenizer import Tokenizer
+from tests.cluster.harness import MODEL, Client, RunningCluster
+from tests.fakes.toy_state.checkpoint import write_checkpoint
+from tests.fakes.toy_state.record import ARCHITECTURE, ROWS
+from tests.fakes.toy_state.reference import continuation
+
+pytestmark = pytest.mark.timeout(900)  # two busy cores
+
+TOKENS = 40
+SPECULATION = {"algorithm": "ngram", "steps": 3}
+CASES: dict[str, dict[str, Any]] = {
+    "graphs": {
+        "prefill": {"graphs": "breakable", "chunk_tokens": 64},
+        "decode": {"graphs": "full", "max_running": 4, "read_results": "one_behind"},
+        "speculation": SPECULATION,
+    },
+    # 20 pages for 8 requests of up to 7
+    "retraction": {
+        "prefill": {"chunk_tokens": 33},
+        "decode": {"pool_tokens": 320, "reserved_tokens": 0, "max_running": 8},
+        "speculation": SPECULATION,
+    },
+    "plain": {"decode": {"pool_tokens": 320, "reserved_tokens": 0, "max_running": 8}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Tensor]]]:
+    path = tmp_path_factory.mktemp("toy") / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, ARCHITECTURE, named(ROWS[0][1].partition("=")[2]))  # type: ignore[arg-type]
+        for _, row in ROWS[1:]:
+            name, _, record = row.partition("=")
+            patch.setitem(MIXERS, name, record)
+        tensors = write_checkpoint(MODEL, path, ("latent", "recurrent", "latent", "recurrent"))
+        yield path, tensors
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_it_is_served(
+    case: str,
+    model: tuple[Path, dict[str, Tensor]],
+    prompts: list[list[int]],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    """Greedy output token by token as the reference, which keeps nothing; drafts are accepted, requests retracted."""
+    path, tensors = model
+    asked = [prompt[:60] for prompt in prompts[4:68:8]]
+    section = CASES[case]
+    config = {
+        **section,
+        "model": {"path": str(path), "served_name": "tiny"},
+        "transfer": {"transport": "tcp"},
+    }
+    async with (
+        RunningCluster(tmp_path, config=config, rows=ROWS) as cluster,
+        Client(cluster.url) as client,
+    ):
+        answers = await client.complete_all(asked, 8, TOKENS)
+        await client.wait_idle()
+        counters = (await client.node("decode-0"))["counters"]
+        log = cluster.log("prefill-0") + cluster.log("decode-0")
+    toy = ModelConfig.load(path)
+    expected = [continuation(tensors, toy, prompt, TOKENS) for prompt in asked]
+    texts = [[tokenizer.token_text(token) for token in ids] for ids in expected]
+    assert [answer.tokens for answer in answers] == texts
+    assert log.count("prefix cache off") == 2
+    assert counters["transfers"] == len(asked) + counters["transfer_failures"]
+    if "speculation" in section:
+        assert counters["spec_accepted_tokens"] > TOKENS
+    if "pool_tokens" in section["decode"]:
+        assert counters["retractions"] > 0

@@ -1,0 +1,67 @@
+"""The same model in plain torch over a whole text: no cache, no pages, no state between calls, the tokens in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.checkpoint.model_config import ModelConfig
+from tests.fakes.toy_state.record import KEY, LATENT_VALUES, VALUE
+
+
+@torch.inference_mode()
+def continuation(
+    tensors: Mapping[str, Tensor], config: ModelConfig, prompt: list[int], count: int
+) -> list[int]:
+    """The greedy continuation of `prompt`, everything again for each token. `tensors`: of the checkpoint."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits(tensors, config, ids).argmax()))
+    return ids[len(prompt) :]
+
+
+def logits(tensors: Mapping[str, Tensor], config: ModelConfig, ids: list[int]) -> Tensor:
+    """[V] after the last of `ids`."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config.rms_norm_eps)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        return x @ tensors[f"{name}.weight"].t()
+
+    x = tensors["model.embed_tokens.weight"][torch.tensor(ids)]
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        entering = norm(x, f"{layer}.input_layernorm")
+        if config.kind_of(index).mixer == "latent":
+            name = f"{layer}.attend_latents"
+            mixed = _latents(product(entering, f"{name}.in"))
+        else:
+            name = f"{layer}.recur"
+            mixed = _recurrence(product(entering, f"{name}.in"), config.num_heads)
+        x = x + product(mixed, f"{name}.out")
+        entering = norm(x, f"{layer}.post_attention_layernorm")
+        gate, up = (product(entering, f"{layer}.mlp.{which}_proj") for which in ("gate", "up"))
+        x = x + product(F.silu(gate) * up, f"{layer}.mlp.down_proj")
+    return product(norm(x[-1], "model.norm"), "lm_head")
+
+
+def _latents(projected: Tensor) -> Tensor:
+    query, latent = projected[:, :-LATENT_VALUES], projected[:, -LATENT_VALUES:]
+    scores = query.unflatten(1, (-1, LATENT_VALUES)) @ latent.t() * LATENT_VALUES**-0.5  # [T, heads, T]
+    later = torch.ones(len(latent), len(latent), dtype=torch.bool).triu(1)
+    return (scores.masked_fill(later[:, None], -torch.inf).softmax(-1) @ latent).flatten(1)
+
+
+def _recurrence(projected: Tensor, heads: int) -> Tensor:
+    state = torch.zeros(heads, KEY, VALUE)
+    out = []
+    for token in projected:
+        query, key, value, decay = token.split((heads * KEY, heads * KEY, heads * VALUE, heads))
+        outer = key.view(heads, KEY, 1) * value.view(heads, 1, VALUE)
+        state = torch.sigmoid(decay).view(heads, 1, 1) * state + outer
+        out.append((query.view(heads, 1, KEY) @ state).flatten())
+    return torch.stack(out)

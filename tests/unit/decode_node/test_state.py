@@ -1,0 +1,87 @@
+"""A model with a latent plane and a per-request plane on a real pair of nodes, against a reference without a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from common.checkpoint.model_config import LayerKind
+from common.kv_cache.layer_kinds import MIXERS
+from tests.fakes.drafters import ngram
+from tests.fakes.node_cluster import ONE_BEHIND, MakeStep, NodeCluster, Shape, autoregressive
+from tests.fakes.tiny_model import CONFIG, VOCAB, tiny_model
+from tests.fakes.toy_state.record import ROWS
+from tests.fakes.toy_state.reference import continuation
+
+MIXED = ("latent", "recurrent", "recurrent")
+SERVED = replace(
+    CONFIG, num_layers=3, sliding_windows=(None,) * 3, layer_kinds=tuple(LayerKind(each) for each in MIXED)
+)
+PROMPTS = [[(7 * n + 3 * i + i * i) % VOCAB for i in range(n)] for n in (3, 20, 70, 33, 1)]
+STEPS = 3  # drafts of a round
+
+
+@pytest.fixture(autouse=True)
+def tensors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """The weights, as a checkpoint has them; the mixers are known by their rows."""
+    for _, row in ROWS[1:]:
+        name, _, record = row.partition("=")
+        monkeypatch.setitem(MIXERS, name, record)
+    return {piece.name: piece.into for piece in tiny_model(config=SERVED).pieces()}
+
+
+def check(cluster: NodeCluster, tensors: dict[str, Tensor], count: int, prompts: list[list[int]]) -> None:
+    """Serve the prompts at once; every text is the reference's, and nothing leaks."""
+    calls = [cluster.submit(prompt, count) for prompt in prompts]
+    cluster.run()
+    expected = [continuation(tensors, SERVED, prompt, count) for prompt in prompts]
+    assert [call.ids for call in calls] == expected
+    cluster.settle()
+
+
+@pytest.mark.parametrize("graphs", ["none", "breakable", "piecewise"])
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_prompts_in_chunks_and_decode_steps_ahead(
+    graphs: str, chunk: int, tensors: dict[str, Tensor]
+) -> None:
+    """Prompts share forwards and are cut anywhere; slots are reused, whose stale states must not be read."""
+    shape = Shape(
+        model=SERVED,
+        prompt_graphs=graphs,
+        chunk_tokens=chunk,
+        completion=ONE_BEHIND,
+        prefill_slots=3,
+        decode_slots=4,
+    )
+    with NodeCluster(shape) as cluster:
+        check(cluster, tensors, 10, PROMPTS)
+        check(cluster, tensors, 4, PROMPTS[::-1])
+
+
+@pytest.mark.parametrize("buckets", [(), (2, 8)], ids=["eager", "graphs"])
+def test_rounds_of_speculation(buckets: tuple[int, ...], tensors: dict[str, Tensor]) -> None:
+    """Accepted tokens are added to the state in the next round, however many they were; launched ahead."""
+    shape = Shape(model=SERVED, step=ngram(STEPS, buckets), completion=ONE_BEHIND, round_tokens=STEPS + 1)
+    with NodeCluster(shape) as cluster:
+        check(cluster, tensors, 60, PROMPTS)
+        said = cluster.decode.link.counters
+        assert 20 < said.spec_accepted_tokens < said.spec_draft_tokens
+
+
+@pytest.mark.parametrize("step", [autoregressive, ngram(STEPS)], ids=["plain", "ngram"])
+def test_a_retracted_request_takes_its_state_along(step: MakeStep, tensors: dict[str, Tensor]) -> None:
+    """It comes back to another slot and row, with tokens in its window that the state does not hold."""
+    shape = Shape(
+        model=SERVED,
+        decode_pool=12 * 16,
+        reserved_tokens=0,
+        step=step,
+        completion=ONE_BEHIND,
+        round_tokens=STEPS + 1,
+    )
+    with NodeCluster(shape) as cluster:
+        check(cluster, tensors, 60, [*PROMPTS, *PROMPTS[:2]])
+        assert cluster.decode.link.counters.retractions > 1
+        assert cluster.decode.backups.nbytes == cluster.decode.retraction.used_bytes == 0
