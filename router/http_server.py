@@ -13,9 +13,10 @@ from typing import Any
 
 from aiohttp import HttpVersion10, hdrs, web
 
+from router.body_memory import BodyMemory
 from router.http_errors import broken_request, refused_connection
 from router.listeners import ConnectionLimit, peer_of
-from router.request_body import ReadingBytes, reading_key
+from router.request_body import PIECES_PER_TURN, memory_key, pieces_key
 from router.turns import Turns
 
 MAX_HEADER_BYTES = 16 << 10
@@ -34,7 +35,8 @@ SHUTDOWN_SECONDS = 1.0  # for answers in progress when the server closes
 
 def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> web.AppRunner:
     """Build the HTTP server of an application, with the limits that apply before handlers run."""
-    app[reading_key] = ReadingBytes()
+    app[memory_key] = BodyMemory()
+    app[pieces_key] = Turns(PIECES_PER_TURN)
     return _Runner(
         app,
         limit,

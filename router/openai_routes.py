@@ -42,7 +42,7 @@ from router.openai_schema import (
     without_addresses,
 )
 from router.placeholders import place_images
-from router.request_body import read_body
+from router.request_body import Received, received
 from router.request_checks import (
     ServedModel,
     check_logprobs,
@@ -101,12 +101,15 @@ class OpenAiRoutes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         await self._turns.wait()
-        body = await self._texts.read_chat(await read_body(request))
-        model = self._model()
-        with self._counted():
-            return await self._chat(request, body, model)
+        async with received(request) as memory:
+            body = await self._texts.read_chat(memory.take())
+            model = self._model()
+            with self._counted():
+                return await self._chat(request, body, model, memory)
 
-    async def _chat(self, request: web.Request, body: ChatRequest, model: ServedModel) -> web.StreamResponse:
+    async def _chat(
+        self, request: web.Request, body: ChatRequest, model: ServedModel, memory: Received
+    ) -> web.StreamResponse:
         _check(body, model)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -119,6 +122,7 @@ class OpenAiRoutes:
         prompt = await self._texts.chat_prompt(
             body.messages, bool(body.add_special_tokens), model.max_model_len
         )
+        memory.release()
         placed: tuple[PromptImage, ...] = ()
         if model.vision is not None:
             salt = cache_salt(request[client_key].tenant, body.cache_salt)
@@ -132,15 +136,14 @@ class OpenAiRoutes:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         await self._turns.wait()
-        raw = await read_body(request)
-        model = self._model()
-        with self._counted():
-            body = await self._texts.read_completion(raw, model.max_model_len)
-            del raw  # may be megabytes, and is not needed while the answer is generated
-            return await self._complete(request, body, model)
+        async with received(request) as memory:
+            model = self._model()
+            with self._counted():
+                body = await self._texts.read_completion(memory.take(), model.max_model_len)
+                return await self._complete(request, body, model, memory)
 
     async def _complete(
-        self, request: web.Request, body: CompletionRequest, model: ServedModel
+        self, request: web.Request, body: CompletionRequest, model: ServedModel, memory: Received
     ) -> web.StreamResponse:
         _check(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
@@ -153,6 +156,7 @@ class OpenAiRoutes:
                 param="prompt",
             )
         encoded = await self._encoded(given, body, model)
+        memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
             check_prompt(ids, model, name)
             choices.append(

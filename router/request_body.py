@@ -3,32 +3,73 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
 from common.errors import DeadlineExceeded, Overloaded, RequestTooLarge, UnsupportedMedia
+from router.body_memory import BUSY, SMALL_BODY, BodyMemory
+from router.client import client_key
+from router.turns import Turns
 
 READ_TIMEOUT = 30.0  # seconds from the head of a request to the end of its body
-MAX_READING = 256 << 20  # bytes of all incompletely received bodies
+# Of all bodies, in one turn of the event loop: a piece has up to four thousand chunks, some 5 ms of work.
+PIECES_PER_TURN = 4
+
+memory_key: web.AppKey[BodyMemory] = web.AppKey("memory", BodyMemory)
+pieces_key: web.AppKey[Turns] = web.AppKey("pieces", Turns)
 
 
-class ReadingBytes:
-    """Counts the bytes of all bodies that are being read, so that slow clients cannot fill the memory."""
+class Received:
+    """A body and the memory that is reserved for it."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, memory: BodyMemory, client: str, most: int) -> None:
+        """`most` is the largest body that is accepted."""
+        self._memory = memory
+        self._client = client
+        self._most = most
+        self._small = 0
+        self._reserved = 0
+        self._raw = bytearray()
 
-    def add(self, size: int) -> None:
-        """Count `size` more bytes. Raises Overloaded; what was added before remains counted."""
-        if self.count + size > MAX_READING:
-            raise Overloaded("too many large bodies are being received; try again later")
-        self.count += size
+    async def expect(self, size: int | None) -> None:
+        """Reserve memory for a body of `size` bytes; None if its size is unknown yet. Raises Overloaded."""
+        if size is not None and size > SMALL_BODY:
+            await self._reserve(size)
+
+    async def add(self, piece: bytes) -> None:
+        """Append a piece. Raises RequestTooLarge or Overloaded."""
+        size = len(self._raw) + len(piece)
+        if size > self._most:
+            raise too_large(self._most)
+        if not self._reserved and size > SMALL_BODY:
+            # Its size is not declared: it may become as large as any.
+            await self._reserve(self._most)
+        if not self._reserved:
+            self._memory.add_small(len(piece))
+            self._small += len(piece)
+        self._raw += piece
+
+    def take(self) -> bytearray:
+        """Return the body. Its bytes are the caller's from here on; the memory stays reserved until `release`."""
+        raw, self._raw = self._raw, bytearray()
+        return raw
+
+    def release(self) -> None:
+        """Give the memory back: what was made of the body is small, or counted elsewhere."""
+        self._memory.add_small(-self._small)
+        if self._reserved:
+            self._memory.release(self._client, self._reserved)
+        self._small = self._reserved = 0
+
+    async def _reserve(self, size: int) -> None:
+        await self._memory.reserve(self._client, size)
+        self._reserved = size
 
 
-reading_key: web.AppKey[ReadingBytes] = web.AppKey("reading", ReadingBytes)
-
-
-async def read_body(request: web.Request) -> bytearray:
+@asynccontextmanager
+async def received(request: web.Request) -> AsyncIterator[Received]:
     """Read the body. Raises UnsupportedMedia, RequestTooLarge, DeadlineExceeded or Overloaded.
 
     `request.read()` would keep the bytes until the answer is complete; here only the caller holds them. The content
@@ -40,21 +81,34 @@ async def read_body(request: web.Request) -> bytearray:
         raise UnsupportedMedia("send the body as JSON, with the header Content-Type: application/json")
     most = request.client_max_size
     if (request.content_length or 0) > most:
-        raise _too_large(most)
-    body, reading = bytearray(), request.app[reading_key]
+        raise too_large(most)
+    asker = request.get(client_key)
+    body = Received(request.app[memory_key], asker.name if asker is not None else "", most)
+    try:
+        await _fill(body, request)
+        yield body
+    finally:
+        body.release()
+
+
+async def _fill(body: Received, request: web.Request) -> None:
+    turns, first = request.app[pieces_key], True
+    waiting = True
     try:
         async with asyncio.timeout(READ_TIMEOUT):
+            await body.expect(request.content_length)
+            waiting = False
             async for piece in request.content.iter_any():
-                if len(body) + len(piece) > most:
-                    raise _too_large(most)
-                reading.add(len(piece))
-                body += piece
+                if not first:
+                    # What has arrived meanwhile is there at once: without this, it would be read without a pause.
+                    await turns.wait()
+                first = False
+                await body.add(piece)
     except TimeoutError:
+        if waiting:
+            raise Overloaded(BUSY) from None
         raise DeadlineExceeded(f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
-    finally:
-        reading.count -= len(body)
-    return body
 
 
-def _too_large(most: int) -> RequestTooLarge:
+def too_large(most: int) -> RequestTooLarge:
     return RequestTooLarge(f"the body is larger than {most} bytes")

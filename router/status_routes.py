@@ -13,7 +13,7 @@ from router.client import View, client_key
 from router.http_errors import error_body, json_response
 from router.json_answer import send_json
 from router.openai_responses import CHAT_ID, COMPLETION_ID
-from router.request_body import read_body
+from router.request_body import received
 from router.request_checks import ServedModel
 from router.text_service import TextService
 
@@ -121,12 +121,14 @@ class StatusRoutes:
         return self._view.timeline(identity) or self._view.timeline(identity.removeprefix(prefix))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        return await send_json(request, [await self._texts.tokenize(body, self._model().max_model_len)])
+        async with received(request) as memory:
+            answer = await self._texts.tokenize(memory.take(), self._model().max_model_len)
+            return await send_json(request, [answer])
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        return await send_json(request, [await self._texts.detokenize(body, self._model().vocab_size)])
+        async with received(request) as memory:
+            answer = await self._texts.detokenize(memory.take(), self._model().vocab_size)
+            return await send_json(request, [answer])
 
 
 def _path(model: ServedModel, request: web.Request) -> str:

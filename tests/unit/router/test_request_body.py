@@ -1,58 +1,124 @@
-"""Bodies being received: their total is bounded, and no count leaks."""
+"""Bodies on their way: what all of them together may take, and that nothing stays counted."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
 
 from common.observability.logs import Log
-from router import request_body
+from router import body_memory, request_body
+from router.body_memory import SMALL_BODY
 from router.http_errors import error_middleware
-from router.http_server import http_runner
-from router.request_body import read_body, reading_key
+from router.http_server import READ_BUFFER, http_runner
+from router.request_body import PIECES_PER_TURN, Received, memory_key, received
+from tests.fakes.turn_count import counting_turns
 from tests.fakes.waiting import PATIENCE, eventually
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 HEAD += b"Content-Length: %d\r\n\r\n"
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 async def size_of_body(request: web.Request) -> web.Response:
-    return web.json_response({"bytes": len(await read_body(request))})
+    async with received(request) as memory:
+        return web.json_response({"bytes": len(memory.take())})
 
 
-async def test_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow clients never finish; a client that disconnects returns its share."""
-    monkeypatch.setattr(request_body, "MAX_READING", 2500)
-    app = web.Application(client_max_size=2000, middlewares=[error_middleware(Log("test"))])
-    app.router.add_post("/", size_of_body)
+@asynccontextmanager
+async def serving(handler: Handler, most: int) -> AsyncIterator[tuple[web.Application, tuple[str, int]]]:
+    """An application that takes bodies of up to `most` bytes, and its address."""
+    app = web.Application(client_max_size=most, middlewares=[error_middleware(Log("test"))])
+    app.router.add_post("/", handler)
     runner = http_runner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        address = runner.addresses[0][:2]
-
-        async def ask(size: int) -> tuple[int, dict[str, object], bytes]:
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(HEAD % size + b"x" * size)
-            answer = await asyncio.wait_for(reader.read(), PATIENCE)
-            writer.close()
-            head, _, body = answer.partition(b"\r\n\r\n")
-            return int(head.split()[1]), json.loads(body), head
-
-        _, slow = await asyncio.open_connection(*address)
-        slow.write(HEAD % 1900 + b"x" * 1800)
-        await eventually(lambda: app[reading_key].count == 1800)
-        status, answer, head = await ask(1000)
-        assert (status, answer["error"]["code"]) == (503, "overloaded")  # type: ignore[index]
-        assert b"Retry-After: 1" in head
-        assert (await ask(600))[:2] == (200, {"bytes": 600})
-        slow.close()
-        await eventually(lambda: app[reading_key].count == 0)
-        assert (await ask(2000))[:2] == (200, {"bytes": 2000})
-        assert (await ask(2001))[0] == 413
-        assert app[reading_key].count == 0
+        yield app, runner.addresses[0][:2]
     finally:
         await runner.cleanup()
+
+
+async def ask(address: tuple[str, int], request: bytes) -> tuple[int, dict[str, object], bytes]:
+    """Status, body and head of the answer."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(request)
+    answer = await asyncio.wait_for(reader.read(), PATIENCE)
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body), head
+
+
+def post(size: int) -> bytes:
+    return HEAD % size + b"x" * size
+
+
+async def test_small_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow clients never finish; a client that disconnects returns its share."""
+    monkeypatch.setattr(body_memory, "MAX_SMALL", 2500)
+    async with serving(size_of_body, 2000) as (app, address):
+        memory = app[memory_key]
+        _, slow = await asyncio.open_connection(*address)
+        slow.write(HEAD % 1900 + b"x" * 1800)
+        await eventually(lambda: memory.small == 1800)
+        status, answer, head = await ask(address, post(1000))
+        assert (status, answer["error"]["code"]) == (503, "overloaded")  # type: ignore[index]
+        assert b"Retry-After: 1" in head
+        assert (await ask(address, post(600)))[:2] == (200, {"bytes": 600})
+        slow.close()
+        await eventually(lambda: memory.small == 0)
+        assert (await ask(address, post(2000)))[:2] == (200, {"bytes": 2000})
+        assert (await ask(address, post(2001)))[0] == 413
+        assert memory.small == 0
+
+
+async def test_large_bodies_wait_until_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is refused, and together they never reserve more than there is, declared or in chunks."""
+    size, most = SMALL_BODY + 1000, SMALL_BODY + 2000
+    monkeypatch.setattr(body_memory, "MAX_RESERVED", 2 * most)
+    held: list[int] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        async with received(request) as body:
+            held.append(request.app[memory_key].reserved)
+            await asyncio.sleep(0.01)
+            return web.json_response({"bytes": len(body.take())})
+
+    chunked = CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size)
+    async with serving(handler, most) as (app, address):
+        answers = await asyncio.gather(*(ask(address, each) for each in [post(size), chunked] * 6))
+        assert all(answer[:2] == (200, {"bytes": size}) for answer in answers)
+        assert max(held) <= 2 * most
+        assert app[memory_key].reserved == app[memory_key].small == 0
+
+
+async def test_a_large_body_without_memory_is_asked_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "READ_TIMEOUT", 0.05)
+    async with serving(size_of_body, 1 << 20) as (app, address):
+        await app[memory_key].reserve("another", body_memory.MAX_RESERVED)
+        status, answer, head = await ask(address, post(SMALL_BODY + 1))
+        assert (status, answer["error"]["code"]) == (503, "overloaded")  # type: ignore[index]
+        assert b"Retry-After: 1" in head
+        assert (await ask(address, post(10)))[0] == 200
+
+
+async def test_tiny_chunks_are_read_over_many_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 30_000
+    chunks = b"".join([b"1\r\nx\r\n"] * size) + b"0\r\n\r\n"
+    async with serving(size_of_body, 1 << 20) as (_, address), counting_turns() as count:
+        add = Received.add
+
+        async def noted(self: Received, piece: bytes) -> None:
+            count.note(len(piece))
+            await add(self, piece)
+
+        monkeypatch.setattr(Received, "add", noted)
+        assert (await ask(address, CHUNKED + chunks))[:2] == (200, {"bytes": size})
+    assert count.total == size
+    # aiohttp parses on while a piece is taken, until it holds as many chunks again.
+    assert count.most <= (2 * PIECES_PER_TURN + 1) * READ_BUFFER // 2
