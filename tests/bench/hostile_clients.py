@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 from tests.bench.scripted_pair import ScriptedPair
+from tests.cluster.harness import with_children
 
 PATIENCE = 60.0
 CROWD = 1000
@@ -147,6 +150,40 @@ async def crowd_that_loses_a_node(port: int, pair: ScriptedPair) -> list[int]:
     return []
 
 
+async def many_large_bodies(port: int, pair: ScriptedPair) -> list[int]:
+    """Whole chats of 8 MiB from many clients."""
+    content = b'{"messages":[{"role":"user","content":"' + b"hello " * (8 * MIB // 6) + b'"}]}'
+    head = _post("/v1/chat/completions", f"Content-Length: {len(content)}\r\nConnection: close\r\n")
+    return list(await asyncio.gather(*(_exchange(port, [head, content]) for _ in range(20))))
+
+
+async def many_small_chunks(port: int, pair: ScriptedPair) -> list[int]:
+    """Bodies in chunks of one byte, from many clients."""
+    return [
+        status
+        for each in await asyncio.gather(*(small_chunks(port, pair) for _ in range(10)))
+        for status in each
+    ]
+
+
+async def connections(port: int, pair: ScriptedPair) -> list[int]:
+    """A thousand clients that connect at once and ask one thing each."""
+    request = b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    return list(await asyncio.gather(*(_exchange(port, [request]) for _ in range(CROWD))))
+
+
+async def worker_killed(port: int, pair: ScriptedPair) -> list[int]:
+    """Every text worker of the router dies, and is started again."""
+    killed = 0
+    for each in with_children(Path(f"/proc/{pair.router_pid}")):
+        if b"router.text_process" in (each / "cmdline").read_bytes():
+            os.kill(int(each.name), signal.SIGKILL)
+            killed += 1
+    assert killed, "no text worker is running"
+    await asyncio.sleep(10)
+    return []
+
+
 async def cut_requests(port: int, pair: ScriptedPair) -> list[int]:
     """Send chats whose clients disconnect at once."""
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 3000}).encode()
@@ -169,6 +206,10 @@ ATTACKS: dict[str, Attack] = {
     "garbage": garbage,
     "a form of 1 GiB": multipart,
     "uploads cut off": uploads_cut_off,
+    "10 bodies in chunks of one byte": many_small_chunks,
+    "20 chats of 8 MiB": many_large_bodies,
+    "1,000 connections at once": connections,
+    "text workers are killed": worker_killed,
     "clients that leave at once": cut_requests,
     "1,000 streams begin and end at once": crowd,
     "1,000 streams lose their decode node": crowd_that_loses_a_node,

@@ -66,6 +66,7 @@ class ScriptedPair:
         self.step_seconds = step_seconds
         self.tokens_per_step = tokens_per_step
         self._running: dict[int, _Running] = {}  # room -> request
+        self.router_pid = cluster.processes["router"].pid
         self.address = f"ipc://{cluster.run_dir}/router.sock"
         peers = f"ipc://{cluster.run_dir}/prefill-0.sock"
         self.prefill = ScriptedNode(
