@@ -83,7 +83,7 @@ async def garbage(port: int, pair: ScriptedPair) -> list[int]:
 
 async def multipart(port: int, pair: ScriptedPair) -> list[int]:
     """Send a form of a gibibyte."""
-    fields = f"Content-Length: {1 << 30}\r\n"
+    fields = f"Content-Length: {1 << 30}\r\nConnection: close\r\n"
     head = _post("/v1/completions", fields).replace(b"application/json", b"multipart/form-data; boundary=b")
     return [await _exchange(port, [head] + [bytes(MIB)] * 1024)]
 

@@ -14,7 +14,7 @@ from common.observability.logs import Log
 from router import body_memory, request_body
 from router.body_memory import SMALL_BODY
 from router.http_errors import error_middleware
-from router.http_server import READ_BUFFER, http_runner
+from router.http_server import PARSED_AT_ONCE, READ_BUFFER, http_runner
 from router.request_body import PIECES_PER_TURN, Received, memory_key, received
 from tests.fakes.turn_count import counting_turns
 from tests.fakes.waiting import PATIENCE, eventually
@@ -121,3 +121,21 @@ async def test_tiny_chunks_are_read_over_many_turns(monkeypatch: pytest.MonkeyPa
         assert (await ask(address, CHUNKED + chunks))[:2] == (200, {"bytes": size})
     assert count.total == size
     assert count.most <= PIECES_PER_TURN * READ_BUFFER
+
+
+async def test_a_body_that_is_refused_is_parsed_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp reads on after the answer, without a pause for as long as something has arrived."""
+    chunks = b"".join([b"1\r\nx\r\n"] * 100_000) + b"0\r\n\r\n"
+    fed: list[int] = []
+    parse = web.RequestHandler.data_received
+
+    def noted(self: web.RequestHandler, data: bytes) -> None:
+        fed.append(len(data))
+        parse(self, data)
+
+    monkeypatch.setattr(web.RequestHandler, "data_received", noted)
+    async with serving(size_of_body, 1 << 20) as (_, address):
+        request = CHUNKED.replace(b"application/json", b"multipart/form-data; boundary=b") + chunks
+        assert (await ask(address, request))[0] == 415
+    assert sum(fed) == len(request)
+    assert max(fed) <= PARSED_AT_ONCE
