@@ -57,7 +57,7 @@ def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> w
 
 
 class _Protocol(web.RequestHandler):
-    __slots__ = ("_client", "_deferred", "_limit", "_turns")
+    __slots__ = ("_broken", "_client", "_deferred", "_limit", "_turns")
 
     def __init__(self, *args: Any, limit: ConnectionLimit | None, turns: Turns, **kwargs: Any) -> None:
         """`turns` spreads received data and closed connections over turns of the event loop."""
@@ -65,6 +65,7 @@ class _Protocol(web.RequestHandler):
         self._limit = limit
         self._turns = turns
         self._client: str | None = None
+        self._broken = False  # bytes have arrived that are not HTTP
         self._deferred = 0  # received pieces that wait to be parsed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -77,7 +78,7 @@ class _Protocol(web.RequestHandler):
         """Parse received data: at most a few pieces, over all connections, in one turn of the loop."""
         if not data:
             # aiohttp calls this to continue with what its parser already holds, and needs the result at once.
-            super().data_received(data)
+            self._feed(data)
             return
         for start in range(0, len(data), PARSED_AT_ONCE):
             piece = data[start : start + PARSED_AT_ONCE]
@@ -87,8 +88,20 @@ class _Protocol(web.RequestHandler):
             # More data could only be buffered until these pieces are parsed.
             self._pause_transport_reading()
 
-    def _parse(self, data: bytes) -> None:
+    def _feed(self, data: bytes) -> None:
+        """Give bytes to the parser, none after those that are not HTTP."""
+        if self._broken:
+            return
         super().data_received(data)
+        error = getattr(self._messages[-1][0], "exc", None) if self._messages else None
+        if error is not None:
+            self._broken = True
+            # Its traceback holds the frame that holds it, and its message quotes what the client sent: without this,
+            # hundreds of KiB per connection would live until the next full garbage collection.
+            error.__traceback__ = None
+
+    def _parse(self, data: bytes) -> None:
+        self._feed(data)
         if self._deferred:
             self._deferred -= 1
             if not (self._deferred or self._reading_paused or self._buffer_paused):

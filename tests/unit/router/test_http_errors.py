@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import logging
@@ -10,6 +11,7 @@ import logging
 import aiohttp.http_parser
 import pytest
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from common.errors import (
     DeadlineExceeded,
@@ -347,3 +349,18 @@ async def test_http_1_0_and_keep_alive(rig: Rig) -> None:
     assert b" 200 " in (await exchange(rig, raw)).split(b"\r\n")[0]
     raw, last = (f"{HEAD}{LENGTH}{line}\r\n".encode() + RAW for line in ("", "Connection: close\r\n"))
     assert (await exchange(rig, raw + last)).count(b"HTTP/1.1 200 OK") == 2  # pipelined
+
+
+async def test_broken_requests_leave_nothing_for_the_garbage_collector(rig: Rig) -> None:
+    """Their errors quote what was sent."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(rig.host, rig.port)
+            writer.write(b"\x00\xff" * 50_000)
+            assert b" 400 " in await reader.read()
+            writer.close()
+        assert not [each for each in gc.get_objects() if issubclass(type(each), HttpProcessingError)]
+    finally:
+        gc.enable()
