@@ -41,6 +41,7 @@ from router.registration import RegistrationRules
 SWEEP_INTERVAL = 0.25
 # Probes that may be postponed while messages wait to be read: a flood must not hide a dead node for more than a second.
 MAX_POSTPONED = 50
+PEER_CUT_OFF = "disconnected a peer that sends invalid frames"  # log event
 TOO_MANY_BAD_FRAMES = "it sent too many invalid frames; the router's log lists them"
 FRAMES_PER_TURN = 200  # read in one turn of the event loop
 # Messages and token runs that are handled in one turn: each wakes a request, which then writes to its client. One frame
@@ -207,7 +208,7 @@ class ControlPlane:
 
     def _cut_off(self, peer: str) -> None:
         """Lose a peer that sent too many bad frames: NAME/INCARNATION, or the NAME whose key was misused."""
-        self._log.error("disconnected a peer that sends invalid frames", peer=peer)
+        self._log.error(PEER_CUT_OFF, peer=peer)
         for node in self._registry:
             if peer in (node.name, f"{node.name}/{node.incarnation}"):
                 # A live process ends on this message; its supervisor starts it again with a new incarnation.

@@ -21,6 +21,7 @@ import pytest
 from common.ipc import Dealer
 from common.ipc.bad_frames import LIMIT
 from common.ipc.curve import Curve
+from router.control_plane import PEER_CUT_OFF
 from tests.cluster.harness import MODEL, Client, RunningCluster, hold_port, with_children
 from tests.fakes import hostile_frames, hostile_images
 from tests.fakes.held_context import Context
@@ -281,7 +282,7 @@ async def test_frames_with_a_stolen_key(attacked: RunningCluster) -> None:
         await served_meanwhile(client, attack)
         await client.wait_idle()
     expect_unharmed(attacked, memory)
-    assert "cut off" not in attacked.log("router"), "the test meant to stay below the limit"
+    assert PEER_CUT_OFF not in attacked.log("router"), "the test meant to stay below the limit"
 
 
 async def test_a_flood_of_frames_with_a_stolen_key_is_cut_off(attacked: RunningCluster) -> None:
@@ -289,7 +290,7 @@ async def test_a_flood_of_frames_with_a_stolen_key_is_cut_off(attacked: RunningC
     flood = [[b"", rng.randbytes(rng.choice((10, 100, 5_000))), b""] for _ in range(1_000)]
 
     def cut_off() -> set[str]:
-        lines = [json.loads(line) for line in attacked.log("router").splitlines() if "cut off" in line]
+        lines = [json.loads(line) for line in attacked.log("router").splitlines() if PEER_CUT_OFF in line]
         return {line["peer"].partition("/")[0] for line in lines}
 
     async def in_log() -> bool:
