@@ -262,7 +262,7 @@ class DecodeNode:
 
     def _on_transfer(
         self,
-        event: transfer.Arrived | transfer.Failed | transfer.PagesFree | transfer.PeerRefused,
+        event: transfer.Arrived | transfer.RoomFailed | transfer.PagesFree | transfer.PeerRefused,
         now: float,
     ) -> None:
         if isinstance(event, transfer.PeerRefused):
@@ -278,7 +278,7 @@ class DecodeNode:
         request = self.queues.transferring.pop(event.room, None)
         if request is None:
             return
-        if isinstance(event, transfer.Failed):
+        if isinstance(event, transfer.RoomFailed):
             self.queues.quarantined[request.room] = request
             request.ended = True
             self._events.add("lost", request.room, code=event.code)

@@ -46,7 +46,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RoomFailed:
     """The room will not arrive. Exactly one PagesFree follows, possibly later."""
 
     room: int
@@ -70,4 +70,4 @@ class PeerRefused:
     reason: str
 
 
-ReceiverEvent = Arrived | Failed | PagesFree | PeerRefused
+ReceiverEvent = Arrived | RoomFailed | PagesFree | PeerRefused

@@ -23,7 +23,7 @@ from common.errors import (
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import messages
 from kv_transfer.counters import ReceiverCounters
-from kv_transfer.events import Arrived, Failed, PagesFree, PeerRefused, ReceiverEvent
+from kv_transfer.events import Arrived, PagesFree, PeerRefused, ReceiverEvent, RoomFailed
 from kv_transfer.inbound import Inbound, Link, LinkState
 from kv_transfer.inbound_room import InboundRoom, InboundRooms
 from kv_transfer.limits import TransferLimits
@@ -43,7 +43,7 @@ from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import ReceiverEndpoint, Region
 from kv_transfer.transport.description import to_wire
 
-__all__ = ["Arrived", "Failed", "PagesFree", "PeerRefused", "Receiver", "ReceiverEvent"]
+__all__ = ["Arrived", "PagesFree", "PeerRefused", "Receiver", "ReceiverEvent", "RoomFailed"]
 
 
 class Receiver:
@@ -321,7 +321,7 @@ class Receiver:
         whole = self._rooms.of(inbound)
         if not whole.given_up:
             self.counters.failed += 1
-            self._events.append(Failed(whole.room, code, reason))
+            self._events.append(RoomFailed(whole.room, code, reason))
             self._give_up(whole, code, reason)
 
     def _give_up(self, whole: InboundRoom, code: str, reason: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from common.errors import ConfigError, HandshakeRefused
 from kv_transfer import messages
-from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, SlotsGranted, TransferLost
+from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.pair_plan import pair_plan
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -238,7 +238,7 @@ def test_a_page_that_changes_on_the_way_is_seen(pair: Pair) -> None:
     pair.sender.poll()
     pair.pump()
     failed, free = pair.receiver.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert "page 1 of room 1 differs" in failed.reason
     assert free == PagesFree(1, (9, 2))
     assert pair.receiver.counters.checksum_failures == 1

@@ -18,7 +18,7 @@ from common.errors import (
     TransferFailed,
 )
 from kv_transfer import messages
-from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, SlotsGranted, TransferLost
+from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Abort, AbortAck, PagesWritten, RecordWritten, SenderFailed, Slots
@@ -280,12 +280,15 @@ def test_cancel_before_and_after_the_slots_came() -> None:
     assert (rig.prefill.poll(), rig.decode.poll()) == ([], [])
     rig.clock.now += 1
     assert rig.prefill.poll() == [TransferLost(1, "finished", "the first token was the last")]
-    assert rig.decode.poll() == [Failed(1, "finished", "the first token was the last"), PagesFree(1, (4, 5))]
+    assert rig.decode.poll() == [
+        RoomFailed(1, "finished", "the first token was the last"),
+        PagesFree(1, (4, 5)),
+    ]
     rig.sender.expect(2)
     rig.sender.cancel(2, "finished", "eos")
     assert rig.prefill.poll() == [TransferLost(2, "finished", "eos")]
     rig.receiver.open(2, (rig.prefill.incarnation,), [4], 0)
-    assert rig.decode.poll() == [Failed(2, "finished", "eos"), PagesFree(2, (4,))]
+    assert rig.decode.poll() == [RoomFailed(2, "finished", "eos"), PagesFree(2, (4,))]
     rig.assert_idle()
 
 
@@ -302,7 +305,7 @@ def test_damaged_pages_never_arrive(fault: Fault, counter: str) -> None:
     rig.begin()
     send_all(rig.prefill, 1, [1, 2])
     failed, free = rig.decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert failed.code == ChecksumFailed.code
     assert "differs from what was sent" in failed.reason
     assert free == PagesFree(1, (4, 5))
@@ -317,7 +320,7 @@ def test_damaged_records_never_arrive(damage: str, cause: str) -> None:
     rig.begin()
     send_all(rig.prefill, 1, [1, 2])
     failed, free = rig.decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert failed.code == TransferFailed.code
     assert free == PagesFree(1, (4, 5))
     assert rig.receiver.counters.record_failures == {cause: 1}
@@ -351,7 +354,7 @@ def test_without_checksums_damage_passes_and_both_sides_must_agree() -> None:
     strict.begin()
     send_all(strict.prefill, 1, [1, 2])
     (failed, _) = strict.decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert "same verify_checksums" in failed.reason
     assert strict.receiver.counters.record_failures == {"pages": 1}
 
@@ -393,7 +396,7 @@ def test_a_record_slot_used_again_does_not_show_the_former_record() -> None:
     rig.prefill.poll()
     rig.begin(1)  # even for the same room
     send_all(rig.prefill, 1, [1, 2])
-    assert isinstance(rig.decode.poll()[0], Failed)
+    assert isinstance(rig.decode.poll()[0], RoomFailed)
     assert rig.receiver.counters.record_failures == {"generation": 1}
 
 
@@ -526,14 +529,14 @@ def test_deadlines_by_progress_and_by_the_request() -> None:
     rig.decode.pump()
     rig.clock.now += LIMITS.stall_timeout
     (failed,) = rig.decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert "no progress for 10 s" in failed.reason
     assert rig.decode.poll() == [PagesFree(1, (4, 5))]  # the abort was acknowledged
 
     rig.begin(2)
     rig.clock.now += LIMITS.first_page_timeout
     (failed,) = rig.decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert "no page came" in failed.reason
     rig.decode.poll()
 
@@ -542,12 +545,12 @@ def test_deadlines_by_progress_and_by_the_request() -> None:
     (lost,) = [e for e in rig.prefill.poll() if e.room == 3]
     assert isinstance(lost, TransferLost)
     assert lost.code == DeadlineExceeded.code
-    assert [type(e) for e in rig.decode.poll()] == [Failed, PagesFree]
+    assert [type(e) for e in rig.decode.poll()] == [RoomFailed, PagesFree]
     rig.begin(4, deadline=rig.clock.now + 2)
     rig.sender.send_pages(4, [1], 0)
     rig.clock.now += 2
     failed, *_ = rig.decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert rig.receiver.counters.timeouts == {"stall": 1, "first_page": 1, "deadline": 1}
     rig.prefill.poll()
     rig.decode.poll()
@@ -589,7 +592,7 @@ def test_the_death_of_a_prefill_node_fails_its_rooms_at_once() -> None:
     rig.sender.send_pages(1, [1, 2], 0)
     rig.fabric.kill(rig.prefill.incarnation)
     failed, free = rig.decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert (failed.code, free) == (NodeLost.code, PagesFree(1, (4, 5)))
     rig.decode.poll()
     assert rig.receiver._links == {}
@@ -606,7 +609,7 @@ def test_a_prompt_that_is_worked_on_is_waited_for_and_a_forgotten_one_is_not() -
     del rig.sender._rooms[1]  # a bug: nobody will ever write these pages
     rig.prefill.poll()
     rig.clock.now += LIMITS.first_page_timeout
-    assert isinstance(rig.decode.poll()[0], Failed)
+    assert isinstance(rig.decode.poll()[0], RoomFailed)
 
 
 def test_a_busy_prefill_node_says_so_first() -> None:
@@ -622,7 +625,7 @@ def test_a_busy_prefill_node_says_so_first() -> None:
     rig.clock.now += LIMITS.first_page_timeout
     assert rig.decode.poll() == []
     rig.clock.now += 1
-    assert {type(event) for event in rig.decode.poll()} >= {Failed}
+    assert {type(event) for event in rig.decode.poll()} >= {RoomFailed}
 
 
 def test_long_work_is_announced_for_rooms_that_are_new_or_come_meanwhile() -> None:
@@ -662,7 +665,7 @@ def test_a_full_socket_is_counted_and_the_room_ends_by_its_deadline() -> None:
     assert rig.sender.counters.unsent == 2
     rig.prefill.decodes[rig.decode.identity] = rig.decode
     rig.clock.now += LIMITS.first_page_timeout
-    assert isinstance(rig.decode.poll()[0], Failed)
+    assert isinstance(rig.decode.poll()[0], RoomFailed)
     assert rig.decode.poll() == [PagesFree(1, (4, 5))]
 
 

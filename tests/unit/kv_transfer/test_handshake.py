@@ -11,7 +11,7 @@ import pytest
 from common.errors import NodeLost, Overloaded, Unavailable
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import messages
-from kv_transfer.events import Failed, PagesFree, PeerRefused, SlotsGranted, TransferLost
+from kv_transfer.events import PagesFree, PeerRefused, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.inbound import MOST_GREETING
 from kv_transfer.messages import Slots
 from kv_transfer.transport.loopback.endpoints import Fabric
@@ -136,7 +136,7 @@ def test_slots_wait_for_welcome_and_a_silent_peer_times_out(
     refused, failed, free = decode.poll()
     assert isinstance(refused, PeerRefused)
     assert f"did not answer Hello within {clock.now - begun:.0f} s" in refused.reason
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert free == PagesFree(1, (1,))  # nobody was told of them
     with pytest.raises(Unavailable):
         decode.receiver.open(2, (prefill.incarnation,), [1], 0)
@@ -178,7 +178,7 @@ def test_a_restarted_decode_node_ends_its_former_life(fabric: Fabric, clock: Clo
     refused, failed, free = old.poll()
     assert isinstance(refused, PeerRefused)
     assert "give every decode node its own name" in refused.reason
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert free == PagesFree(1, (1, 2))  # the abort over the refused link was acknowledged
     # The new incarnation over the old one's socket identity: frames of the old one are not attributed to it.
     prefill.sender.handle(new.identity, messages.encode(Slots(3, 9, (1,), 0, 0), old.incarnation))

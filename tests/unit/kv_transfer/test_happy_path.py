@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.messages.generation import TokenLogprob
-from kv_transfer.events import Arrived, Delivered, Failed, ReceiverEvent, SenderEvent, SlotsGranted
+from kv_transfer.events import Arrived, Delivered, ReceiverEvent, RoomFailed, SenderEvent, SlotsGranted
 from kv_transfer.handoff_record import HandoffRecord, unpack_checksums
 from kv_transfer.transport.loopback.endpoints import Fabric
 from kv_transfer.transport.nixl.agent import load_library
@@ -153,5 +153,5 @@ def test_several_rooms_at_once_slots_before_and_after_their_prompt(ends: Ends) -
     for room in pages:
         assert same_pages(prefill, source[room], decode, pages[room])
         decode.receiver.close(room)
-    assert not [event for event in ends.got if isinstance(event, Failed)]
+    assert not [event for event in ends.got if isinstance(event, RoomFailed)]
     assert decode.receiver.active == 0

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.errors import RequestError
-from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, PeerRefused, SlotsGranted, TransferLost
+from kv_transfer.events import (
+    Arrived,
+    Delivered,
+    PagesFree,
+    PeerRefused,
+    RoomFailed,
+    SlotsGranted,
+    TransferLost,
+)
 from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback.endpoints import Damage, Fabric, Fault
@@ -195,7 +203,7 @@ class Transfers(RuleBasedStateMachine):
                 if event.incarnation == self.prefill.incarnation:
                     self.connect()
             else:
-                assert isinstance(event, Failed)
+                assert isinstance(event, RoomFailed)
                 assert event.room in self.held
 
     # ---- events in the environment

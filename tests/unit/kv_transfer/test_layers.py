@@ -14,7 +14,7 @@ from common.config.schema import Cluster, Model, Transfer
 from common.config.transport_choice import choose_layers
 from common.errors import ConfigError, InternalError
 from kv_transfer.copy_plan import copies, runs
-from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, TransferLost
+from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.layer_send import LayerSend, RoomPages
 from kv_transfer.pair_plan import pair_plan
@@ -71,7 +71,7 @@ def test_a_layer_is_there_before_the_next_is_told(told: int, fencing: bool) -> N
     rig.sender.finish(1, RECORD)
     events = said(rig)
     assert Delivered(1) in events
-    assert [type(event) for event in events if isinstance(event, (Arrived, Failed))] == [
+    assert [type(event) for event in events if isinstance(event, (Arrived, RoomFailed))] == [
         Arrived
     ]  # checked pages
     assert same_pages(rig.prefill, SRC, rig.decode, DST)
@@ -229,7 +229,7 @@ def test_damage_in_a_layer_is_found_by_the_checksums() -> None:
     send.close()
     rig.sender.complete(1, 3)
     rig.sender.finish(1, RECORD)
-    (failed,) = [event for event in said(rig) if isinstance(event, Failed)]
+    (failed,) = [event for event in said(rig) if isinstance(event, RoomFailed)]
     assert "page 0 of room 1 differs" in failed.reason
 
 

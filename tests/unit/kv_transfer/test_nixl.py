@@ -14,7 +14,7 @@ from common.errors import ConfigError, HandshakeRefused
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import messages
 from kv_transfer.copy_plan import Copy
-from kv_transfer.events import Arrived, Failed, PagesFree, SlotsGranted, TransferLost
+from kv_transfer.events import Arrived, PagesFree, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.messages import AbortAck
 from kv_transfer.pair_plan import pair_plan
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Region, Target, WriteState
@@ -402,7 +402,7 @@ def test_a_fault_ends_the_room_and_the_next_one_arrives() -> None:
     assert isinstance(lost, TransferLost)
     assert "NIXL_ERR_REMOTE_DISCONNECT" in lost.reason
     failed, free = decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert free == PagesFree(1, (1,))
     net.fault = ""
     granted(prefill, decode, 2, [1])

@@ -15,7 +15,7 @@ import pytest
 
 from common.errors import ConfigError, HandshakeRefused
 from kv_transfer import messages
-from kv_transfer.events import Failed, PagesFree
+from kv_transfer.events import PagesFree, RoomFailed
 from kv_transfer.transport.base import Region, Target
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host import segment as shm_segment
@@ -288,7 +288,7 @@ def test_the_receiver_frees_pages_of_a_killed_sender_and_keeps_those_of_a_stoppe
     os.kill(sender.popen.pid, signal.SIGSTOP)
     decode.receiver.peer_lost(peer)
     (failed,) = decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     clock.now += 1000
     assert decode.poll() == []
     assert decode.receiver.quarantined_pages == 2
@@ -304,6 +304,6 @@ def test_the_receiver_frees_pages_of_a_killed_sender_and_keeps_those_of_a_stoppe
     assert decode.poll() == []
     second.end()
     failed, free = decode.poll()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert (failed.code, free) == ("node_lost", PagesFree(2, (1, 2)))
     decode.receiver.shutdown()

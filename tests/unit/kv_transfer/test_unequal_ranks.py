@@ -20,7 +20,7 @@ from common.kv_cache.plane import HeadGroup, Kept, Plane
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.cuts import sources
-from kv_transfer.events import Arrived, Delivered, Failed, PagesFree, SlotsGranted, TransferLost
+from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.transport.base import ReceiverEndpoint, SenderEndpoint
 from kv_transfer.transport.loopback.endpoints import Fabric, Fault
 from kv_transfer.transport.shm.receiver import ShmReceiver
@@ -226,7 +226,7 @@ def test_every_decode_rank_ends_with_its_share(transport: str, family: str, size
         for decode in cluster.decodes:
             decode.receiver.close(1)
             assert decode.receiver.active == 0
-        assert cluster.count(Failed) == cluster.count(TransferLost) == 0
+        assert cluster.count(RoomFailed) == cluster.count(TransferLost) == 0
     finally:
         cluster.close()
 
@@ -250,7 +250,7 @@ def test_one_damaged_part_fails_the_request_on_all_its_ranks(
         cluster.begin(1)
         for _ in range(20):
             cluster.turn()
-        failed = cluster.count(Failed)
+        failed = cluster.count(RoomFailed)
         assert failed >= 1
         assert cluster.count(Arrived) + failed == sizes[1]
         assert cluster.count(PagesFree) == failed
@@ -270,7 +270,7 @@ def test_a_request_that_lacks_a_rank_fails_with_a_sentence() -> None:
     decode.pump()
     decode.receiver.open(1, [cluster.prefills[1].incarnation], DST, 1)
     cluster.turn()
-    failed = next(event for event in cluster.events if isinstance(event, Failed))
+    failed = next(event for event in cluster.events if isinstance(event, RoomFailed))
     assert failed.reason == (
         "decode rank 0 of 1 needs pages of prefill ranks 0 of 2, 1 of 2, the request names 1 of 2"
     )
@@ -322,7 +322,7 @@ def test_the_death_of_one_rank_fails_the_request(half_done: Cluster) -> None:
     half_done.fabric.kill(half_done.prefills[1].incarnation)
     for _ in range(5):
         half_done.turn()
-    assert half_done.count(Failed) == 1
+    assert half_done.count(RoomFailed) == 1
     half_done.fabric.unstick()
     half_done.turn_until(PagesFree, 1)
     assert decode.receiver.active == 0
