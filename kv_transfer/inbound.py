@@ -13,7 +13,7 @@ from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import handoff_record
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
-from kv_transfer.messages import Abort, Slots, Welcome
+from kv_transfer.messages import AbortTransfer, Slots, Welcome
 from kv_transfer.pair_plan import Side, pair_plan
 from kv_transfer.state import ReceiveState, receive_step
 from kv_transfer.transport.base import ReceiverEndpoint, Window
@@ -70,7 +70,9 @@ class Inbound:
     deadline: float | None
     state: ReceiveState = ReceiveState.QUEUED
     next_page: int = 0  # logical; pages below it have landed or were held
-    moved_at: float = 0.0  # of the latest progress or sign of life; in quarantine, of the latest Abort
+    moved_at: float = (
+        0.0  # of the latest progress or sign of life; in quarantine, of the latest AbortTransfer
+    )
     state_slot: int = 0
     record: HandoffRecord | None = None  # set when it has arrived
     aborted_for: tuple[str, str] = ("", "")  # code, reason; repeated while quarantined
@@ -96,10 +98,10 @@ class Inbound:
             self.room, self.generation, self.pages, self.record_slot, self.held_pages, left, self.state_slot
         )
 
-    def abort(self) -> Abort:
+    def abort(self) -> AbortTransfer:
         """Return the message that asks the sender to stop."""
         code, reason = self.aborted_for
-        return Abort(self.room, self.generation, code[:64], reason[:4096])
+        return AbortTransfer(self.room, self.generation, code[:64], reason[:4096])
 
     def overdue(self, now: float, limits: TransferLimits) -> tuple[str, str, str] | None:
         """Return (cause, code, reason) if the room has waited too long since its latest progress, else None."""

@@ -19,7 +19,7 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     first_page_timeout: float = 120.0
     # Sender: seconds in which no posted write makes progress. Receiver: seconds without a page or Working.
     stall_timeout: float = 10.0
-    abort_retry: float = 2.0  # receiver: an unanswered Abort is repeated after this time
+    abort_retry: float = 2.0  # receiver: an unanswered AbortTransfer is repeated after this time
 
     # tables that a peer can grow
     max_peers: int = 256  # nodes on the other side

@@ -65,7 +65,7 @@ class Slots(msgspec.Struct, frozen=True, tag="slots"):
     state_slot: U32 = 0  # of the planes that are kept per request; 0 if there are none
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class AbortTransfer(msgspec.Struct, frozen=True, tag="abort"):
     """decode -> prefill: asks to stop; answered by AbortAck once no write of this generation is outstanding."""
 
     room: U63
@@ -139,7 +139,7 @@ class Working(msgspec.Struct, frozen=True, tag="working"):
     busy_ms: Milliseconds  # the loop of the message's sender may be silent for so long
 
 
-SenderInbox = Hello | Slots | Abort | Queued
+SenderInbox = Hello | Slots | AbortTransfer | Queued
 ReceiverInbox = Welcome | Refused | PagesWritten | RecordWritten | SenderFailed | AbortAck | Working
 
 _encoder = msgspec.msgpack.Encoder()
@@ -149,7 +149,7 @@ _receiver_decoder = msgspec.msgpack.Decoder(ReceiverInbox)
 
 SCHEMA_HASH: Final = schema_hash(
     (
-        *(Hello, Slots, Abort, Queued),
+        *(Hello, Slots, AbortTransfer, Queued),
         *(Welcome, Refused, PagesWritten, RecordWritten, SenderFailed, AbortAck, Working),
         *(PoolLayout, PoolSpec, Plane, HeadGroup, ProcessIdentity),
     )

@@ -24,7 +24,7 @@ from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import Peer, PeerTable, Refusal
 from kv_transfer.layer_send import LayerSend
 from kv_transfer.limits import TransferLimits
-from kv_transfer.messages import Abort, AbortAck, Hello, ReceiverInbox, Refused, SenderFailed, Slots, Welcome
+from kv_transfer.messages import AbortAck, AbortTransfer, Hello, ReceiverInbox, Refused, SenderFailed, Slots
 from kv_transfer.outbound import Outbound
 from kv_transfer.outbound_room import GrantedSlots, OutboundRoom
 from kv_transfer.sender_signs import SenderSigns
@@ -70,7 +70,7 @@ class Sender:
         self._ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(
             limits.early_slots, limits.early_ttl, clock
         )
-        self._aborted: ExpiringMap[int, tuple[str, Abort]] = ExpiringMap(  # incarnation, its abort
+        self._aborted: ExpiringMap[int, tuple[str, AbortTransfer]] = ExpiringMap(  # incarnation, its abort
             limits.early_slots, limits.early_ttl, clock
         )
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
@@ -221,7 +221,7 @@ class Sender:
             self.counters.stale_incarnation += 1
         if known is not None and known.incarnation != incarnation:
             return  # the socket belongs to a newer incarnation, which must not get answers for an older one
-        if isinstance(decoded, Abort):
+        if isinstance(decoded, AbortTransfer):
             self._abort(peer, incarnation, known, decoded)
         elif isinstance(decoded, messages.Queued):
             self.signs.heard(known, decoded)
@@ -245,7 +245,7 @@ class Sender:
             return
         self.counters.handshakes += 1
         layout = self._endpoint.layout
-        self._say(identity, Welcome(self._node, self._process, layout.tp_rank, layout.tp_size))
+        self._say(identity, messages.Welcome(self._node, self._process, layout.tp_rank, layout.tp_size))
 
     def _slots(self, peer: Peer, slots: Slots) -> None:
         """Grant the slots, keep them for a prompt that has not arrived yet, or decline them at once."""
@@ -286,7 +286,7 @@ class Sender:
         if first is None or slots.generation != first.generation:
             self._decline(peer, slots, TransferFailed.code, "this room was granted slots before")
 
-    def _abort(self, identity: bytes, incarnation: str, peer: Peer | None, abort: Abort) -> None:
+    def _abort(self, identity: bytes, incarnation: str, peer: Peer | None, abort: AbortTransfer) -> None:
         """Acknowledge once no write of that generation is outstanding: at once, unless its room has writes."""
         expected = self._rooms.get(abort.room)
         part = None if expected is None or peer is None else expected.part_of(peer)

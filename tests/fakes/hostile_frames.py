@@ -115,7 +115,7 @@ def packed(rng: random.Random) -> Iterator[bytes]:
 
 def peer_messages(rng: random.Random) -> Iterator[bytes]:
     """Yield messages that no decode node may send: bad envelopes, and valid ones with bad bodies."""
-    good = messages.encode(messages.Abort(room=1, generation=2, code="x", reason="r"), INCARNATION)
+    good = messages.encode(messages.AbortTransfer(room=1, generation=2, code="x", reason="r"), INCARNATION)
     envelope = good[: messages._ENVELOPE.size]
     for cut in range(0, len(envelope), 7):
         yield envelope[:cut]
@@ -127,7 +127,7 @@ def peer_messages(rng: random.Random) -> Iterator[bytes]:
         slots = messages.Slots(number, number, pages, messages.MAX_PAGES, messages.MAX_PAGES)
         for message in (
             slots,
-            messages.Abort(number, number, "c", "r"),
+            messages.AbortTransfer(number, number, "c", "r"),
             messages.Queued((number,), 3_600_000),
         ):
             yield messages.encode(message, INCARNATION)

@@ -33,9 +33,9 @@ def inbox(codec: wire.InboxCodec[Any], data: bytes) -> None:
 
 def kv_messages(data: bytes) -> None:
     """As it comes, and behind an envelope that is right."""
-    envelope = messages.encode(messages.Abort(room=1, generation=2, code="x", reason="r"), INCARNATION)[
-        : messages._ENVELOPE.size
-    ]
+    envelope = messages.encode(
+        messages.AbortTransfer(room=1, generation=2, code="x", reason="r"), INCARNATION
+    )[: messages._ENVELOPE.size]
     for frame in (data, envelope + data):
         for decode in (messages.decode_for_sender, messages.decode_for_receiver):
             with suppress(ProtocolError):
@@ -91,7 +91,11 @@ TARGETS = {
     "image-inbox": Target(partial(inbox, image_inbox.codec), (b"\x82\xa4type\xa9ImageData",)),
     "kv-messages": Target(
         kv_messages,
-        (messages.encode(messages.Abort(room=1, generation=2, code="x", reason="gone"), INCARNATION),),
+        (
+            messages.encode(
+                messages.AbortTransfer(room=1, generation=2, code="x", reason="gone"), INCARNATION
+            ),
+        ),
     ),
     "handoff-record": Target(record, (handoff_record.encode(RECORD, ROOM, GENERATION, SLOT),)),
     "tcp-frame": Target(tcp_frame, (FRAME,)),

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from kv_transfer.events import Arrived, Failed, PagesFree
+from kv_transfer.events import Arrived, PagesFree, RoomFailed
 from kv_transfer.pair_plan import Side, pair_plan
 from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
 from kv_transfer.transport.cuda import pages as cuda_pages
@@ -105,7 +105,7 @@ def test_a_page_overwritten_on_arrival_is_found(rig: Rig) -> None:
     while len(rig.events) < 2 and time.monotonic() < until:
         rig.turn()
     failed, free = rig.events
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert "page 1 of room 1 differs" in failed.reason
     assert free == PagesFree(1, (4, 9, 6))
 
@@ -162,7 +162,7 @@ def test_a_killed_sender_is_proved_dead_and_writes_no_more(devices: tuple[str, s
         while len(rig.events) < 3 and time.monotonic() < until:
             for event in rig.receiver.poll():
                 rig.events.append(event)
-        assert [type(event) for event in rig.events] == [Arrived, Failed, PagesFree]
+        assert [type(event) for event in rig.events] == [Arrived, RoomFailed, PagesFree]
     finally:
         rig.child.kill()
         rig.child.wait()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from kv_transfer.events import Arrived, Failed, PagesFree
+from kv_transfer.events import Arrived, PagesFree, RoomFailed
 from kv_transfer.pair_plan import Side
 from kv_transfer.transport.nixl.agent import load_library
 from tests.fakes.transfer_child import pattern
@@ -93,7 +93,7 @@ def test_from_first_bytes_to_the_death_of_the_sender(rig: Rig) -> None:
     rig.ask("room", room=room, src=[1, 2, 3])
     until(rig, lambda: len(rig.events) >= 2)
     failed, free = rig.events
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RoomFailed)
     assert "differs from what was sent" in failed.reason
     assert isinstance(free, PagesFree)
     rig.endpoint.page_digests = digests  # type: ignore[method-assign]

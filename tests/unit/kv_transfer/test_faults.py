@@ -21,7 +21,7 @@ from kv_transfer import messages
 from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
-from kv_transfer.messages import Abort, AbortAck, PagesWritten, RecordWritten, SenderFailed, Slots
+from kv_transfer.messages import AbortAck, AbortTransfer, PagesWritten, RecordWritten, SenderFailed, Slots
 from kv_transfer.transport.loopback.endpoints import Fabric, Fault
 from tests.unit.kv_transfer.rig import (
     LIMITS,
@@ -249,12 +249,12 @@ def test_an_abort_that_overtakes_the_prompt_and_one_without_slots() -> None:
     rig.sender.expect(1)
     assert rig.prefill.poll() == [TransferLost(1, "client_gone", "gone")]
     rig.sender.expect(2)
-    rig.ask(Abort(2, 50, "c", "slots were lost"))
+    rig.ask(AbortTransfer(2, 50, "c", "slots were lost"))
     assert rig.prefill.poll() == [TransferLost(2, "c", "slots were lost")]
     rig.answers()
     rig.ask(Slots(2, 50, (1,), 0, 0))  # they arrive after all
     assert rig.answers() == [AbortAck(2, 50)]
-    rig.ask(Abort(3, 7, "c", "never heard of"))
+    rig.ask(AbortTransfer(3, 7, "c", "never heard of"))
     assert rig.answers() == [AbortAck(3, 7)]
 
 
@@ -262,7 +262,7 @@ def test_an_abort_of_another_generation_does_not_touch_the_room() -> None:
     rig = Rig()
     generation = rig.begin()
     rig.answers()
-    rig.ask(Abort(1, generation + 1, "c", "r"))
+    rig.ask(AbortTransfer(1, generation + 1, "c", "r"))
     assert rig.answers() == [AbortAck(1, generation + 1)]
     send_all(rig.prefill, 1, [1, 2])
     assert isinstance(rig.decode.poll()[0], Arrived)
@@ -677,7 +677,7 @@ def test_a_flood_of_unknown_rooms_is_bounded_and_answered() -> None:
     rig.receiver.open(9, (rig.prefill.incarnation,), [1], 0)
     for room in range(100_000, 110_000):
         rig.ask(Slots(room, room, (), 1, 0))
-        rig.ask(Abort(room + 10**6, 1, "c", "r"))
+        rig.ask(AbortTransfer(room + 10**6, 1, "c", "r"))
     assert len(rig.sender._early) == 32
     assert len(rig.sender._aborted) == 64
     assert rig.sender.active == 0

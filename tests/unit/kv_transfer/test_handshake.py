@@ -108,7 +108,7 @@ def test_other_version_is_told_by_both_sides(fabric: Fabric, clock: Clock, prefi
 def test_slots_before_hello_are_refused_and_abort_is_acknowledged(prefill: Prefill) -> None:
     stranger = secrets.token_hex(16)
     prefill.sender.handle(b"x", messages.encode(Slots(1, 1, (1,), 0, 0), stranger))
-    prefill.sender.handle(b"x", messages.encode(messages.Abort(1, 1, "c", "r"), stranger))
+    prefill.sender.handle(b"x", messages.encode(messages.AbortTransfer(1, 1, "c", "r"), stranger))
     said = [messages.decode_for_receiver(frame)[1] for _, frame in prefill.sent]
     assert isinstance(said[0], messages.Refused)
     assert "before Hello" in said[0].reason

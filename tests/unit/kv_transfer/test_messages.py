@@ -13,8 +13,8 @@ from common.errors import HandshakeRefused, ProtocolError
 from kv_transfer import messages
 from kv_transfer.messages import (
     PROTOCOL_VERSION,
-    Abort,
     AbortAck,
+    AbortTransfer,
     Hello,
     PagesWritten,
     ReceiverInbox,
@@ -49,7 +49,7 @@ for_sender: st.SearchStrategy[SenderInbox] = st.one_of(
         u32,
     ),
     st.builds(Slots, u63, u63, st.lists(u32, max_size=20).map(tuple), u32, u32, st.none() | u63),
-    st.builds(Abort, u63, u63, st.text(max_size=60), st.text(max_size=50)),
+    st.builds(AbortTransfer, u63, u63, st.text(max_size=60), st.text(max_size=50)),
 )
 for_receiver: st.SearchStrategy[ReceiverInbox] = st.one_of(
     st.builds(Welcome, st.text(min_size=1, max_size=20), st.just(PROCESS)),
