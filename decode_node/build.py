@@ -73,7 +73,7 @@ from kv_transfer.transport.registry import make_receiver
 
 @dataclass(slots=True)
 class BuiltDecodeNode:
-    """A node and what has to be closed behind it."""
+    """A node and the resources that must be closed after it."""
 
     node: decode.DecodeNode
     link: RouterLink[decode_inbox.DecodeMessage]

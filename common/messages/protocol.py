@@ -13,11 +13,11 @@ import msgspec
 
 # Raise it with every change of a message in this folder; a test compares it with the fields.
 PROTOCOL_VERSION: Final = 1
-UNVERSIONED: Final = 0  # of peers from before there was a version
+UNVERSIONED: Final = 0  # stands for peers whose messages have no version
 
 
 class _FirstMessage(msgspec.Struct, frozen=True):
-    """What the first message of every version has."""
+    """The fields of the first message of every version."""
 
     type: str
     protocol_version: int = UNVERSIONED

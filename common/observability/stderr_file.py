@@ -1,4 +1,4 @@
-"""Writes to standard error without a buffer, and bounds the size of the file behind the descriptor.
+"""Writes to standard error without a buffer, and bounds the size of its file.
 
 The supervisor opens one log file per process as stdout and stderr, so tracebacks and crash messages of native code go
 to the same file as log lines. The process rotates that file itself: it renames it to `NAME.log.1`, opens a new one

@@ -1,4 +1,4 @@
-"""The two blocks of a decoder layer: a mixer combines tokens of a request, a feed-forward handles each token alone."""
+"""The two blocks of a decoder layer: a mixer combines tokens of a request, a feed-forward handles single tokens."""
 
 from __future__ import annotations
 
