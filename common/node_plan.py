@@ -8,13 +8,13 @@ import msgspec
 
 
 @dataclass(frozen=True, slots=True)
-class PoolWish:
+class PoolBudget:
     """The requested size of a node's KV pool: a number of tokens, or what the node's share of its GPU leaves (None)."""
 
     tokens: int | None
     fraction: float
     section: str  # config section: prefill or decode
-    sees: bool = False  # this node runs the model's vision part, if there is one
+    runs_vision: bool = False  # this node runs the model's vision part, if there is one
     image_bytes: int = 0  # size of a cache for the vision part's output
 
     @property
@@ -26,7 +26,7 @@ class NodeShare(msgspec.Struct, frozen=True):
     """The resources that one node of the cluster takes of its device."""
 
     device: str
-    pool: PoolWish
+    pool: PoolBudget
     max_rows: int  # requests in one step
     state_slots: int = 0  # requests that hold a state at once, where the model keeps one; slot 0 not counted
     round_tokens: int = 0  # new tokens of a request in one decode step, at most; 0 on prefill nodes
@@ -76,7 +76,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     threads: int  # of torch on a CPU; 0: torch's default
     page_size: int
-    pool: PoolWish
+    pool: PoolBudget
     max_rows: int  # requests in one step
     state_slots: int  # as in NodeShare
     round_tokens: int

@@ -10,7 +10,7 @@ from common.node_plan import (
     ModelPlan,
     NodePlan,
     NodeShare,
-    PoolWish,
+    PoolBudget,
     RouterPlan,
     SpeculationPlan,
     TransferPlan,
@@ -68,14 +68,14 @@ def node_plan(
     )
 
 
-def pool_wish(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolWish:
+def pool_budget(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolBudget:
     """Return the pool size that `section`, called `name`, asks for on a device."""
     tokens: int | None = None
     if section.pool_tokens != "auto":
         tokens = section.pool_tokens
     elif device_name == "cpu":
         tokens = section.CPU_POOL_TOKENS
-    return PoolWish(tokens, section.memory_fraction, name, section.sees, section.image_bytes)
+    return PoolBudget(tokens, section.memory_fraction, name, section.runs_vision, section.image_bytes)
 
 
 def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
@@ -90,11 +90,11 @@ def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
     rows, slots = decode.max_running, decode.max_running + 2 * decode.max_transferring
     found = []
     for node in prefill.nodes:
-        wish = pool_wish("prefill", prefill, node.device)
-        share = NodeShare(node.device, wish, prefill.max_batch, 2 * prefill.max_batch)
+        budget = pool_budget("prefill", prefill, node.device)
+        share = NodeShare(node.device, budget, prefill.max_batch, 2 * prefill.max_batch)
         found.append((("prefill", node.name), share))
     for decoding in decode.nodes:
-        wish = pool_wish("decode", decode, decoding.device)
-        share = NodeShare(decoding.device, wish, rows, slots, round_tokens)
+        budget = pool_budget("decode", decode, decoding.device)
+        share = NodeShare(decoding.device, budget, rows, slots, round_tokens)
         found.append((("decode", decoding.name), share))
     return found

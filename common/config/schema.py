@@ -131,7 +131,7 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     """Keys that all prefill nodes share."""
 
     CPU_POOL_TOKENS: ClassVar[int] = 32_768
-    sees: ClassVar[bool] = True  # runs the vision part of a model that has one
+    runs_vision: ClassVar[bool] = True  # runs the vision part of a model that has one
     nodes: Annotated[tuple[PrefillNode, ...], Meta(min_length=1, max_length=256)] = (
         PrefillNode(name="prefill-0"),
     )
@@ -160,7 +160,7 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     """Keys that all decode nodes share."""
 
     CPU_POOL_TOKENS: ClassVar[int] = 65_536
-    sees: ClassVar[bool] = False  # images are used only on prefill nodes
+    runs_vision: ClassVar[bool] = False  # images are used only on prefill nodes
     image_bytes: ClassVar[int] = 0
     nodes: Annotated[tuple[DecodeNode, ...], Meta(min_length=1, max_length=256)] = (
         DecodeNode(name="decode-0"),

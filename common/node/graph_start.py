@@ -67,7 +67,7 @@ def _reserved() -> int:
 
 
 def _no_room(served: ServingModel, what: str, error: torch.OutOfMemoryError) -> ConfigError:
-    section, device = served.wish.section, served.placement.device
+    section, device = served.budget.section, served.placement.device
     reason = str(error).splitlines()[0]
     return ConfigError(
         f"{section}.graphs",

@@ -11,7 +11,7 @@ import torch
 from common.checkpoint.safetensors_header import FLOATS, WeightFile
 from common.engine.host_memory import GIB, host_memory
 from common.errors import ConfigError
-from common.node_plan import PoolWish
+from common.node_plan import PoolBudget
 
 PATIENCE = 15.0
 WORKING_BYTES = 2 * GIB  # CUDA context, libraries, activations of one forward
@@ -47,19 +47,19 @@ class MemoryPlan:
         )
 
 
-def plan_pool(total: int, plan: MemoryPlan, wish: PoolWish, page_bytes: int) -> int:
+def plan_pool(total: int, plan: MemoryPlan, budget: PoolBudget, page_bytes: int) -> int:
     """Return the pages, including the padding page, that a share of `total` bytes leaves after `plan` without pool.
 
     Raises ConfigError with the arithmetic if there is not one page for tokens.
     """
-    share = int(total * wish.fraction)
+    share = int(total * budget.fraction)
     pages = (share - plan.total) // page_bytes
     if pages < 2:
         least = (plan.total + 2 * page_bytes) / total
         remedy = f"write at least {least + 0.005:.2f}" if least < 0.97 else "use a larger GPU"
         raise ConfigError(
-            wish.key,
-            f"{wish.fraction:g} of {_gib(total)} is {_gib(share)}, which leaves no room for KV: {plan}; {remedy}",
+            budget.key,
+            f"{budget.fraction:g} of {_gib(total)} is {_gib(share)}, which leaves no room for KV: {plan}; {remedy}",
         )
     return pages
 
@@ -77,23 +77,25 @@ def weight_bytes(files: list[WeightFile], dtype: torch.dtype, without: tuple[str
     )
 
 
-def check_share(device: torch.device, plan: MemoryPlan, beside: int, wish: PoolWish, page_bytes: int) -> None:
+def check_share(
+    device: torch.device, plan: MemoryPlan, beside: int, budget: PoolBudget, page_bytes: int
+) -> None:
     """Check a node whose pool is what its share leaves, before the graphs are known; see `check_memory`."""
-    share = int(torch.cuda.mem_get_info(device)[1] * wish.fraction)
+    share = int(torch.cuda.mem_get_info(device)[1] * budget.fraction)
     free, total = _wait_for_free(device, share, beside)
     if share + beside > total:
         raise ConfigError(
-            wish.key,
-            f"{wish.fraction:g} of {device} is {_gib(share)}, and this cluster's other nodes there take "
+            budget.key,
+            f"{budget.fraction:g} of {device} is {_gib(share)}, and this cluster's other nodes there take "
             f"{_gib(beside)}: together more than its {_gib(total)}; lower the fractions",
         )
     if share > free:
         raise ConfigError(
-            wish.key,
-            f"{wish.fraction:g} of {device} is {_gib(share)}, only {_gib(free)} of {_gib(total)} are free; "
+            budget.key,
+            f"{budget.fraction:g} of {device} is {_gib(share)}, only {_gib(free)} of {_gib(total)} are free; "
             f"write at most {free / total - 0.005:.2f}, or free memory there",
         )
-    plan_pool(total, plan, wish, page_bytes)
+    plan_pool(total, plan, budget, page_bytes)
 
 
 def check_memory(

@@ -38,7 +38,7 @@ from common.node.memory import (
     weight_bytes,
 )
 from common.node.serving_draft import ServingDraft, load_serving_draft
-from common.node_plan import NodePlan, NodeShare, PoolWish
+from common.node_plan import NodePlan, NodeShare, PoolBudget
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.speculation.directory import load_draft_config
@@ -60,7 +60,7 @@ class ServingModel:
     spec: PoolSpec  # the planes of the target and its draft
     num_pages: int  # pages of the KV pool, including the padding page; TRIAL_PAGES on a GPU until `with_pool`
     max_model_len: int  # maximum tokens of one request on this node
-    wish: PoolWish
+    budget: PoolBudget
     plan: MemoryPlan  # of its GPU, with an empty pool
     draft: ServingDraft | None = None
     beside: int = 0  # bytes that this cluster's other nodes take of its GPU
@@ -97,14 +97,14 @@ class ServingModel:
         Raises ConfigError with the arithmetic if that does not fit.
         """
         device, plan = self.placement.device, replace(self.plan, graphs=graph_bytes)
-        if self.wish.tokens is None:
+        if self.budget.tokens is None:
             total = torch.cuda.mem_get_info(device)[1]
-            pages = plan_pool(total, plan, self.wish, self.spec.page_bytes)
+            pages = plan_pool(total, plan, self.budget, self.spec.page_bytes)
         else:
-            pages = self.wish.tokens // self.page_size + 1
+            pages = self.budget.tokens // self.page_size + 1
             whole = replace(plan, pool=pages * self.spec.page_bytes)
             held = torch.cuda.memory_reserved(device)
-            check_memory(device, whole, self.beside, self.wish.key, self.spec.token_bytes, held)
+            check_memory(device, whole, self.beside, self.budget.key, self.spec.token_bytes, held)
         longest = min(self.max_model_len, (pages - 1) * self.page_size)
         return replace(self, num_pages=pages, max_model_len=longest, plan=plan)
 
@@ -150,7 +150,7 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
 
     On a GPU the pool is one for a trial of the graphs; `graph_start.sized` replaces it by the one that serves.
     """
-    path, device, wish = Path(plan.model.path), _device(plan.device), plan.pool
+    path, device, budget = Path(plan.model.path), _device(plan.device), plan.pool
     draft_config = _draft_config(plan)
     spec = _pool_spec(plan, device, draft_config)
     window = _check_state(plan, device, spec, log)
@@ -175,12 +175,12 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
         )
     page_size, longest = plan.page_size, wanted or config.max_position_embeddings
     num_pages = TRIAL_PAGES
-    if wish.tokens is not None:
+    if budget.tokens is not None:
         if device.type == "cpu":
-            num_pages = wish.tokens // page_size + 1
-        longest = min(longest, wish.tokens // page_size * page_size)
+            num_pages = budget.tokens // page_size + 1
+        longest = min(longest, budget.tokens // page_size * page_size)
         if not longest:
-            raise ConfigError(wish.key, f"{wish.tokens} tokens are fewer than one page of {page_size}")
+            raise ConfigError(budget.key, f"{budget.tokens} tokens are fewer than one page of {page_size}")
     draft = None
     speculation = plan.speculation
     if draft_config is not None and speculation.draft_path is not None:
@@ -190,13 +190,13 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
         )
         log.info("draft loaded", path=str(draft_path), **draft.describe())
     served = ServingModel(
-        model, config, placement, fingerprint, spec, num_pages, longest, wish, memory, draft, others
+        model, config, placement, fingerprint, spec, num_pages, longest, budget, memory, draft, others
     )
     if spec.state_bytes:
         served = replace(served, state_slots=plan.state_slots, window=window)
     if device.type == "cpu":
         nbytes = num_pages * spec.page_bytes + served.num_slots * spec.state_bytes
-        check_host_pool(nbytes, spec.token_bytes, wish.key)
+        check_host_pool(nbytes, spec.token_bytes, budget.key)
     return served
 
 
@@ -207,7 +207,7 @@ def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> Pa
     """
     size, slots = served.page_size, served.num_slots
     if slots and prefix_cache is True:
-        key = f"{served.wish.section}.prefix_cache"
+        key = f"{served.budget.section}.prefix_cache"
         raise ConfigError(key, f"must be {NO_CACHE}; write auto or false")
     cache = RadixCache(size) if prefix_cache and not slots else NoPrefixCache()
     lookahead = 0 if served.draft is None else lookahead_for(served.draft.config)
@@ -295,7 +295,7 @@ def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple
     """
     if device.type != "cuda":
         return MemoryPlan(0, 0, 0), 0
-    path, wish, draft = Path(plan.model.path), plan.pool, plan.speculation.draft_path
+    path, budget, draft = Path(plan.model.path), plan.pool, plan.speculation.draft_path
     config = ModelConfig.load(path)
     dtype = resolve_dtype(plan.model.dtype, config.dtype, device)
     layout = checkpoint_layout(config, path)
@@ -306,27 +306,27 @@ def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple
 
     def taken(share: NodeShare) -> tuple[MemoryPlan, int]:
         """Return (the plan with an empty pool, bytes in total)."""
-        wished = share.pool
+        pool = share.pool
         window = WindowShape(widths, share.round_tokens, dtype)
-        without = () if wished.sees else layout.vision_prefixes
+        without = () if pool.runs_vision else layout.vision_prefixes
         memory = MemoryPlan(
             weights=sum(weight_bytes(each, dtype, without) for each in files),
             pool=0,
             sampling=adjustment_bytes(share.max_rows, config.vocab_size),
             state=(share.state_slots + 1) * spec.state_bytes + window.nbytes(share.max_rows),
         )
-        if config.vision is not None and wished.sees:
+        if config.vision is not None and pool.runs_vision:
             encoder = encoder_bytes(config.vision, config.hidden_size, dtype)
-            memory = replace(memory, images=wished.image_bytes, encoder=encoder)
-        if wished.tokens is None:
-            return memory, int(torch.cuda.mem_get_info(device)[1] * wished.fraction)
-        return memory, memory.total + (wished.tokens + spec.page_size) * spec.token_bytes
+            memory = replace(memory, images=pool.image_bytes, encoder=encoder)
+        if pool.tokens is None:
+            return memory, int(torch.cuda.mem_get_info(device)[1] * pool.fraction)
+        return memory, memory.total + (pool.tokens + spec.page_size) * spec.token_bytes
 
     there = [taken(each)[1] for each in plan.shares if each.device in names]
-    memory, own = taken(NodeShare(plan.device, wish, plan.max_rows, plan.state_slots, plan.round_tokens))
+    memory, own = taken(NodeShare(plan.device, budget, plan.max_rows, plan.state_slots, plan.round_tokens))
     beside = sum(there) - own
-    if wish.tokens is None:
-        check_share(device, memory, beside, wish, spec.page_bytes)
+    if budget.tokens is None:
+        check_share(device, memory, beside, budget, spec.page_bytes)
     else:
-        check_memory(device, replace(memory, pool=own - memory.total), beside, wish.key, spec.token_bytes)
+        check_memory(device, replace(memory, pool=own - memory.total), beside, budget.key, spec.token_bytes)
     return memory, beside

@@ -45,7 +45,7 @@ from common.node.loaded_draft import HeadDraft
 from common.node.memory import MemoryPlan
 from common.node.serving_draft import ServingDraft
 from common.node.serving_model import ServingModel
-from common.node_plan import PoolWish
+from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from common.speculation.directory import load_draft_config
 from decode_node import build
@@ -143,7 +143,7 @@ class Engine:
             spec=pool_spec(model.config, of, PAGE, str(placement.dtype).removeprefix("torch.")),
             num_pages=pages,
             max_model_len=max_len,
-            wish=PoolWish(pages * PAGE, 1.0, "decode"),
+            budget=PoolBudget(pages * PAGE, 1.0, "decode"),
             plan=MemoryPlan(0, 0),
             draft=serving_draft,
         )

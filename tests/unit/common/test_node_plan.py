@@ -29,7 +29,7 @@ def test_every_node_of_the_shipped_clusters_has_a_plan_that_can_be_sent(file: Pa
             )
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=NodePlan) == plan
             assert (plan.role, plan.name, plan.device, plan.max_rows) == (role, node.name, node.device, rows)
-            assert (plan.pool.section, plan.pool.sees) == (role, role == "prefill")
+            assert (plan.pool.section, plan.pool.runs_vision) == (role, role == "prefill")
             assert (plan.model.path, plan.page_size) == (str(resolved.model_path), cluster.kv.page_size)
             assert plan.speculation.algorithm == cluster.speculation.algorithm
             assert (plan.speculation.draft_path is None) == (resolved.draft_path is None)

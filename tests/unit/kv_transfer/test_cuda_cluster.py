@@ -12,7 +12,7 @@ import torch
 
 from common.checkpoint.model_config import ModelConfig
 from common.config import load_cluster
-from common.config.resolve_node import node_plan, pool_wish
+from common.config.resolve_node import node_plan, pool_budget
 from common.config.schema import (
     Cluster,
     DecodeNode,
@@ -32,7 +32,7 @@ from common.kv_cache.pool_layout import PoolLayout
 from common.node import memory, serving_model
 from common.node.encoder_memory import encoder_bytes
 from common.node.memory import GIB, MemoryPlan, check_memory, check_share, plan_pool
-from common.node_plan import PoolWish
+from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 
@@ -62,18 +62,18 @@ def test_the_shipped_gpu_clusters(name: str) -> None:
     assert choose_transport(resolved.cluster).name == "cuda_ipc"
     devices = resolved.cluster.prefill.nodes[0].device, resolved.cluster.decode.nodes[0].device
     assert devices == (("cuda:0", "cuda:1") if name == "h200-x2" else ("cuda:0", "cuda:0"))
-    wishes = [
-        (section.nodes[0].device, pool_wish(role, section, section.nodes[0].device))
+    budgets = [
+        (section.nodes[0].device, pool_budget(role, section, section.nodes[0].device))
         for role, section in (("prefill", resolved.cluster.prefill), ("decode", resolved.cluster.decode))
     ]
     page_bytes = 16 * 2 * 32 * 8 * 128 * 2  # of an 8B Llama in bf16
-    for gpu in {device for device, _ in wishes}:
-        shares = [wish for device, wish in wishes if device == gpu]
-        assert all(wish.tokens is None for wish in shares)
-        assert 0.8 < sum(wish.fraction for wish in shares) <= 0.95
-        for wish in shares:
+    for gpu in {device for device, _ in budgets}:
+        shares = [budget for device, budget in budgets if device == gpu]
+        assert all(budget.tokens is None for budget in shares)
+        assert 0.8 < sum(budget.fraction for budget in shares) <= 0.95
+        for budget in shares:
             plan = MemoryPlan(int(15.0 * GIB), 0, graphs=2 * GIB)
-            assert plan_pool(139 * GIB, plan, wish, page_bytes) * 16 > 100_000
+            assert plan_pool(139 * GIB, plan, budget, page_bytes) * 16 > 100_000
 
 
 @pytest.mark.parametrize(
@@ -204,10 +204,10 @@ def test_memory_of_a_killed_predecessor_is_waited_for(monkeypatch: pytest.Monkey
     assert slept == [0.25, 0.25]
 
 
-def check_node(path: Path, given: Cluster, device: torch.device, wish: PoolWish) -> None:
+def check_node(path: Path, given: Cluster, device: torch.device, budget: PoolBudget) -> None:
     """Check the memory as a node with 64 rows does before it loads weights, without a draft."""
     plan = node_plan(given, "decode", "d", path)
-    plan = msgspec.structs.replace(plan, pool=wish, max_rows=64)
+    plan = msgspec.structs.replace(plan, pool=budget, max_rows=64)
     serving_model._check_memory(plan, device, serving_model._pool_spec(plan, device, None))
 
 
@@ -215,9 +215,9 @@ def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: 
     asked = []
     monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
     given = cluster("cuda", "cuda:0")
-    wish = PoolWish(65_536, 0.9, "decode")
-    check_node(MODEL, given, torch.device("cuda", 0), wish)
-    check_node(MODEL, given, torch.device("cuda", 1), wish)
+    budget = PoolBudget(65_536, 0.9, "decode")
+    check_node(MODEL, given, torch.device("cuda", 0), budget)
+    check_node(MODEL, given, torch.device("cuda", 1), budget)
     (_, plan, beside, key, per_token), (_, alone, nobody, _, _) = asked
     assert (plan.pool, key) == ((65_536 + 16) * per_token, "decode.pool_tokens")
     assert plan.sampling == adjustment_bytes(64, 704) > 65 * 704 * 4
@@ -231,16 +231,16 @@ def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: py
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
     given = cluster("cuda", "cuda:0")
-    gpu, wish = torch.device("cuda", 0), pool_wish("prefill", given.prefill, "cuda")
+    gpu, budget = torch.device("cuda", 0), pool_budget("prefill", given.prefill, "cuda")
     for path in (MODEL, MODEL.parent / "tiny-vision"):
-        check_node(path, given, gpu, replace(wish, tokens=64))
+        check_node(path, given, gpu, replace(budget, tokens=64))
     (_, text, *_), (_, vision, *_) = asked
     assert (text.images, vision.images) == (0, given.prefill.image_cache_mib << 20)
     assert " + cache of images 0.25 GiB = " in str(vision)
     assert "image" not in str(text)
     beside = vision.working + vision.sampling + vision.images + vision.encoder
     assert vision.total == vision.weights + vision.pool + beside
-    assert pool_wish("decode", given.decode, "cuda").image_bytes == 0
+    assert pool_budget("decode", given.decode, "cuda").image_bytes == 0
 
 
 def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.M
     config = ModelConfig.load(path)
     assert config.vision is not None
     for name, section in (("prefill", given.prefill), ("decode", given.decode)):
-        check_node(path, given, gpu, pool_wish(name, section, "cuda"))
+        check_node(path, given, gpu, pool_budget(name, section, "cuda"))
     (_, sees, beside, *_), (_, blind, beside_blind, *_) = asked
     part = load_llava(path, config, Placement(torch.bfloat16, torch.device("cpu")))
     tower, layer = [*part.parameters()], [*part.tower.encoder.layers[0].parameters()]
@@ -271,44 +271,44 @@ def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.M
 def test_what_a_share_leaves_is_the_pool() -> None:
     """KV memory is what remains after weights, graphs and working memory."""
     plan = MemoryPlan(15 * GIB, 0, graphs=3 * GIB, sampling=GIB)
-    pages = plan_pool(139 * GIB, plan, PoolWish(None, 0.5, "decode"), 2 << 20)
+    pages = plan_pool(139 * GIB, plan, PoolBudget(None, 0.5, "decode"), 2 << 20)
     assert pages == (69.5 - 15 - 3 - 1 - 2) * 512
-    more = plan_pool(139 * GIB, plan, PoolWish(None, 0.6, "decode"), 2 << 20)
+    more = plan_pool(139 * GIB, plan, PoolBudget(None, 0.6, "decode"), 2 << 20)
     assert (more - pages) * (2 << 20) == pytest.approx(13.9 * GIB, abs=2 << 20)
     with pytest.raises(ConfigError) as caught:
-        plan_pool(139 * GIB, plan, PoolWish(None, 0.15, "decode"), 2 << 20)
+        plan_pool(139 * GIB, plan, PoolBudget(None, 0.15, "decode"), 2 << 20)
     assert str(caught.value) == (
         "decode.memory_fraction: 0.15 of 139.00 GiB is 20.85 GiB, which leaves no room for KV: weights 15.00 GiB + "
         "KV pool 0.00 GiB + graphs 3.00 GiB + room to work 2.00 GiB + sampling state 1.00 GiB = 21.00 GiB; "
         "write at least 0.16"
     )
     with pytest.raises(ConfigError, match="use a larger GPU"):
-        plan_pool(20 * GIB, plan, PoolWish(None, 0.9, "decode"), 2 << 20)
+        plan_pool(20 * GIB, plan, PoolBudget(None, 0.9, "decode"), 2 << 20)
 
 
 def test_shares_of_one_gpu_are_held_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "PATIENCE", 0.0)
     free = {"now": 100 * GIB}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free["now"], 100 * GIB))
-    gpu, plan, wish = torch.device("cuda", 0), MemoryPlan(15 * GIB, 0), PoolWish(None, 0.5, "prefill")
-    check_share(gpu, plan, 50 * GIB, wish, 1 << 20)
+    gpu, plan, budget = torch.device("cuda", 0), MemoryPlan(15 * GIB, 0), PoolBudget(None, 0.5, "prefill")
+    check_share(gpu, plan, 50 * GIB, budget, 1 << 20)
     with pytest.raises(
         ConfigError, match="prefill.memory_fraction: 0.5 of cuda:0 is 50.00 GiB, and .* 51.00"
     ):
-        check_share(gpu, plan, 51 * GIB, wish, 1 << 20)
+        check_share(gpu, plan, 51 * GIB, budget, 1 << 20)
     free["now"] = 40 * GIB
     with pytest.raises(ConfigError, match=r"only 40.00 GiB of 100.00 GiB are free; write at most 0.40"):
-        check_share(gpu, plan, 50 * GIB, wish, 1 << 20)
+        check_share(gpu, plan, 50 * GIB, budget, 1 << 20)
 
 
 def test_auto_is_a_number_on_a_cpu_and_a_share_on_a_gpu() -> None:
     section = DecodeSection()
-    assert pool_wish("decode", section, "cpu") == PoolWish(65_536, 0.9, "decode")
-    assert pool_wish("decode", section, "cuda:1") == PoolWish(None, 0.9, "decode")
-    assert pool_wish("prefill", PrefillSection(image_cache_mib=3), "cpu") == PoolWish(
-        32_768, 0.9, "prefill", sees=True, image_bytes=3 << 20
+    assert pool_budget("decode", section, "cpu") == PoolBudget(65_536, 0.9, "decode")
+    assert pool_budget("decode", section, "cuda:1") == PoolBudget(None, 0.9, "decode")
+    assert pool_budget("prefill", PrefillSection(image_cache_mib=3), "cpu") == PoolBudget(
+        32_768, 0.9, "prefill", runs_vision=True, image_bytes=3 << 20
     )
-    assert pool_wish("decode", DecodeSection(pool_tokens=99), "cuda") == PoolWish(99, 0.9, "decode")
+    assert pool_budget("decode", DecodeSection(pool_tokens=99), "cuda") == PoolBudget(99, 0.9, "decode")
 
 
 def test_the_pool_follows_the_trial_of_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,11 @@ def test_the_pool_follows_the_trial_of_the_graphs(monkeypatch: pytest.MonkeyPatc
     assert (served.num_pages - 1) * served.page_size == 65_536
     assert served.spec.page_bytes == kv_bytes(served)
     trial = replace(
-        served, wish=PoolWish(None, 0.9, "decode"), num_pages=2, plan=MemoryPlan(GIB, 0), max_model_len=10**9
+        served,
+        budget=PoolBudget(None, 0.9, "decode"),
+        num_pages=2,
+        plan=MemoryPlan(GIB, 0),
+        max_model_len=10**9,
     )
     small, large = trial.with_pool(GIB // 4), trial.with_pool(0)
     assert (large.num_pages - small.num_pages) * served.spec.page_bytes == pytest.approx(
@@ -332,7 +336,7 @@ def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest
     monkeypatch.setattr(memory, "PATIENCE", 0.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 6 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: GIB)
-    trial = replace(load(cluster("cpu", "cpu")), wish=PoolWish(6400, 0.9, "decode"), num_pages=2)
+    trial = replace(load(cluster("cpu", "cpu")), budget=PoolBudget(6400, 0.9, "decode"), num_pages=2)
     trial = replace(trial, plan=MemoryPlan(GIB, 0), max_model_len=10**9)
     fits = trial.with_pool(GIB)
     assert (fits.num_pages, fits.max_model_len, fits.plan.graphs) == (401, 6400, GIB)

@@ -21,7 +21,7 @@ from common.kv_cache.pool_spec import pool_spec
 from common.node import graph_start, memory
 from common.node.memory import GIB, MemoryPlan
 from common.node.serving_model import TRIAL_PAGES, ServingModel
-from common.node_plan import PoolWish
+from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.prefill_extend import PrefillExtend
@@ -47,7 +47,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def served(tokens: int | None, placement: Placement = GPU) -> ServingModel:
-    wish = PoolWish(tokens, 0.5, "prefill")
+    budget = PoolBudget(tokens, 0.5, "prefill")
     plan = MemoryPlan(weights=GIB, pool=0)
     return ServingModel(
         tiny_model(),
@@ -57,7 +57,7 @@ def served(tokens: int | None, placement: Placement = GPU) -> ServingModel:
         pool_spec(CONFIG, None, PAGE, "float32"),
         TRIAL_PAGES,
         min(MAX_LEN, TOKENS),
-        wish,
+        budget,
         plan,
     )
 
